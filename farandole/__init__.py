@@ -1,0 +1,39 @@
+"""Farandole: parallel computing on PyTorch.
+
+    import farandole
+
+    with farandole.init() as runtime:       # alone, or under farandole launch, torchrun, mpirun, srun
+        gradients = runtime.comm.empty(1_000_000)
+        runtime.comm.all_reduce(gradients, "avg")
+
+Importing the package is quick: the public names below, and torch with them, load when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from farandole.comm.communicator import Communicator
+    from farandole.launch.runtime import Runtime, init
+
+__all__ = ["Communicator", "Runtime", "__version__", "init"]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Communicator": "farandole.comm.communicator",
+    "Runtime": "farandole.launch.runtime",
+    "init": "farandole.launch.runtime",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'farandole' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

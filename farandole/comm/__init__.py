@@ -1,0 +1,7 @@
+"""Communicators: the collectives among ranks, and the `torch.distributed` backend that carries them."""
+
+from farandole._autoload import register
+from farandole.comm.communicator import Communicator
+from farandole.comm.errors import CallMismatch, CommunicationError, RankDied, RankLate, RankLeft
+
+__all__ = ["CallMismatch", "CommunicationError", "Communicator", "RankDied", "RankLate", "RankLeft", "register"]

@@ -1,0 +1,60 @@
+"""Element types and reductions as the C core numbers them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+_REDUCIBLE = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+]
+_ALL = _REDUCIBLE + [
+    kind
+    for kind in dict.fromkeys(value for value in vars(torch).values() if isinstance(value, torch.dtype))
+    if kind not in _REDUCIBLE and not str(kind).startswith(("torch.q", "torch.bits"))
+]
+
+TYPES: dict[torch.dtype, int] = {
+    kind: kind.itemsize << 8 | number for number, kind in enumerate(_ALL) if kind.itemsize
+}
+"""The core's number of a type: (bytes per element << 8) | code."""
+
+TYPE_NAMES = {number: str(kind).removeprefix("torch.") for kind, number in TYPES.items()}
+
+REDUCTIONS: dict[int, int] = {
+    hash(kind): number
+    for number, kind in enumerate(
+        [
+            dist.ReduceOp.SUM,
+            dist.ReduceOp.AVG,
+            dist.ReduceOp.PRODUCT,
+            dist.ReduceOp.MIN,
+            dist.ReduceOp.MAX,
+            dist.ReduceOp.BAND,
+            dist.ReduceOp.BOR,
+            dist.ReduceOp.BXOR,
+        ]
+    )
+}
+"""The core's number of a reduction, by the hash of torch's `ReduceOp` (comparing those takes a microsecond)."""
+
+REDUCTION_NAMES = ("sum", "avg", "product", "min", "max", "and", "or", "xor")
+
+
+def reducible(dtype: torch.dtype, reduction: int) -> bool:
+    """Whether the core has this reduction for this type: bits are for integers, averages not for bool."""
+    if dtype not in _REDUCIBLE:
+        return False
+    name = REDUCTION_NAMES[reduction]
+    if dtype.is_floating_point:
+        return name not in ("and", "or", "xor")
+    return not (dtype is torch.bool and name == "avg")

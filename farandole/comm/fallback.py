@@ -1,0 +1,52 @@
+"""torch's own process groups, for what shared memory does not carry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def torch_group(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> dist.ProcessGroup:
+    """A group over the same ranks: Gloo for CPU tensors and, where there is one, NCCL for CUDA tensors."""
+    kinds = dist.ProcessGroup.BackendType
+    group = dist.ProcessGroup(dist.PrefixStore("torch/", store), rank, size)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    group._set_default_backend(kinds.GLOO)
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, options)
+        group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+    group._set_group_name(f"{name}/torch")
+    return group
+
+
+class LazyBackend:
+    """What `_get_backend` answers for CPU tensors: torch's Gloo, made when something of it is used.
+
+    Making Gloo is a collective call, and torch asks for the backend only to look at its abilities, on one
+    rank at times; those are answered here.
+    """
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, make: Callable[[], dist.ProcessGroup]) -> None:
+        self._make = make
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Buffers come from `Communicator.empty`, not from here."""
+        return False
+
+    def name(self) -> str:
+        """The name of the backend."""
+        return "farandole"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._make()._get_backend(torch.device("cpu")), name)

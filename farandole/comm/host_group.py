@@ -1,0 +1,194 @@
+"""A group of ranks on one host: the C core's collectives on addresses, with errors that name ranks.
+
+This is the layer below tensors: who is in the group, the shared segment, and status codes made into
+exceptions.  `process_group.py` puts tensors and asynchronous work on top.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from farandole import native
+from farandole.comm.describe import Roster, failure_to_error
+from farandole.comm.host import (
+    Peer,
+    Processes,
+    Segment,
+    SegmentName,
+    exchange,
+    exchange_peers,
+    host_identity,
+    map_shared,
+    open_segment,
+)
+from farandole.native import Call, Failure, Status
+
+_processes = Processes()
+_open_groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
+
+
+class NotOnOneHost(Exception):
+    """The ranks of a group cannot share memory; the message says why."""
+
+
+class HostGroup:
+    """The ranks of one group, all on this host.  Made by every rank at once with `meet`."""
+
+    def __init__(self, rank: int, pids: Sequence[int], descriptor: int, roster: Roster) -> None:
+        self.rank = rank
+        self.size = len(pids)
+        self.roster = roster
+        self.core = native.library()
+        self._owner = os.getpid()
+        self._pids = list(pids)
+        watched = (ctypes.c_int * self.size)(*_processes.watch(pids))
+        self.handle: int | None = self.core.frd_join(descriptor, rank, self.size, watched)
+        if not self.handle:
+            _processes.unwatch(self._pids)
+            raise OSError("the shared segment of the group could not be mapped")
+        self.core.frd_announce(self.handle, os.getpid())
+        self._regions = 0
+        _open_groups.add(self)
+
+    @classmethod
+    def meet(
+        cls, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, global_ranks: Sequence[int]
+    ) -> HostGroup:
+        """Meet the other ranks through `store`.  `NotOnOneHost`, on all ranks alike, if memory cannot be shared."""
+        reason = native.why_unavailable()
+        if size > native.MAX_RANKS:
+            reason = f"{size} ranks are more than the {native.MAX_RANKS} that one segment serves"
+        own = None if rank or reason else Segment(native.library().frd_segment_bytes(size), "group")
+        try:
+            mine = Peer(f"{host_identity()}|{reason or ''}", os.getpid(), own.name if own else None)
+            peers = exchange_peers(store, rank, size, mine, timeout)
+            if reasons := [peer.host.split("|")[1] for peer in peers if not peer.host.endswith("|")]:
+                raise NotOnOneHost(reasons[0])
+            if hosts := {peer.host for peer in peers} - {mine.host}:
+                raise NotOnOneHost(f"its {size} ranks are on {len(hosts) + 1} hosts")
+            roster = Roster(f"group {name!r}", global_ranks, [peer.pid for peer in peers])
+            group, problem = cls._try_join(rank, peers, roster)
+            problems = exchange(store, "joined", rank, size, problem, timeout)
+        finally:
+            if own:
+                own.close()
+        for r, problem in enumerate(problems):
+            if problem:
+                if group:
+                    group.close()
+                raise NotOnOneHost(f"rank {r} cannot open the memory of rank 0: {problem}")
+        assert group is not None
+        group.set_timeout(timeout)
+        return group
+
+    @classmethod
+    def _try_join(cls, rank: int, peers: Sequence[Peer], roster: Roster) -> tuple[HostGroup | None, str]:
+        assert peers[0].segment is not None
+        try:
+            descriptor = open_segment(peers[0].segment)
+            try:
+                return cls(rank, [peer.pid for peer in peers], descriptor, roster), ""
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            return None, str(error)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a call waits for the other ranks."""
+        self.timeout_s = timeout.total_seconds()
+        self.core.frd_set_timeout(self.handle, self.timeout_s)
+
+    def check(self, status: int) -> None:
+        """Raise what a status code of the core stands for."""
+        if status == Status.OK:
+            return
+        if status == Status.INTERRUPTED and threading.current_thread() is threading.main_thread():
+            native.raise_pending_interrupt()
+        failure, own = Failure(), Call()
+        self.core.frd_get_failure(self.handle, ctypes.byref(failure))
+        self.core.frd_get_call(self.handle, self.rank, ctypes.byref(own))
+        raise failure_to_error(failure, own, self.roster)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in memory that all ranks of the group can reach; every rank asks for the same."""
+        elements = 1
+        for length in shape:
+            elements *= length
+        page = os.sysconf("SC_PAGE_SIZE")
+        stride = max(1, -(-elements * dtype.itemsize // page)) * page
+        own = None if self.rank else Segment(stride * self.size, "buffer")
+        try:
+            name = torch.zeros(3, dtype=torch.int64)
+            if own:
+                name = torch.tensor([own.name.pid, own.name.descriptor, own.name.inode])
+            self._broadcast(name)
+            descriptor = open_segment(SegmentName(*name.tolist()))
+            self._barrier()  # everybody has it open
+        finally:
+            if own:
+                own.close()
+        try:
+            memory = map_shared(descriptor, stride * self.size)
+        finally:
+            os.close(descriptor)
+        part = (ctypes.c_char * stride).from_buffer(memory, self.rank * stride)
+        base = ctypes.addressof(part) - self.rank * stride
+        number = self._regions
+        self._regions += 1
+        if self.core.frd_region_add(self.handle, number, base, stride):
+            raise MemoryError("no memory to record a shared buffer")
+        # the tensor keeps `part`, and that keeps the mapping; when the tensor goes, so do they
+        weakref.finalize(part, _forget_region, weakref.ref(self), number).atexit = False
+        return torch.frombuffer(part, dtype=dtype, count=elements).view(*shape) if elements else torch.empty(
+            *shape, dtype=dtype
+        )
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        from farandole.comm.dtypes import TYPES
+
+        status = self.core.frd_broadcast(self.handle, tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], 0, 0)
+        self.check(status)
+
+    def _barrier(self) -> None:
+        self.check(self.core.frd_barrier(self.handle, 0))
+
+    def leave(self, note: str = "") -> None:
+        """Tell the others that this rank makes no further call."""
+        if self.handle and os.getpid() == self._owner:
+            self.core.frd_leave(self.handle, note.encode()[: native.NOTE_BYTES - 1])
+
+    def close(self) -> None:
+        """Leave, and give the memory back.  No call may be under way."""
+        if not self.handle or os.getpid() != self._owner:
+            return
+        self.leave("it destroyed the group")
+        handle, self.handle = self.handle, None
+        self.core.frd_close(handle)
+        _processes.unwatch(self._pids)
+        _open_groups.discard(self)
+
+
+def _forget_region(group: weakref.ref[HostGroup], number: int) -> None:
+    alive = group()
+    if alive is not None and alive.handle:
+        alive.core.frd_region_remove(alive.handle, number)
+
+
+@atexit.register
+def _leave_all_groups() -> None:
+    """A process that ends says so, with the exception that ended it, if that is known."""
+    error: Any = getattr(sys, "last_value", None)
+    note = f"after {type(error).__name__}: {error}" if error is not None else "its program came to its end"
+    for group in list(_open_groups):
+        group.leave(note)

@@ -1,0 +1,132 @@
+"""What runs in each rank of `farandole launch`: `python -m farandole.launch.child ORDERS TARGET ARGS...`.
+
+It takes this rank's cores, arranges to die with the launcher, and runs the program as Python would have
+run it.  An exception that ends the program is written to a file for the launcher, which shows it once.
+Imports nothing heavy: the number of threads must be set before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import NoReturn
+
+from farandole.launch.cores import Share
+from farandole.launch.reports import ErrorReport, write_report
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the launcher wants of its ranks; one argument of their command lines, as JSON."""
+
+    launcher_pid: int
+    shares: tuple[Share, ...]
+    module: bool
+
+    def dump(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def load(text: str) -> Orders:
+        """From JSON."""
+        fields = json.loads(text)
+        shares = tuple(Share(share["threads"], tuple(share["processors"])) for share in fields["shares"])
+        return Orders(fields["launcher_pid"], shares, fields["module"])
+
+
+def main(arguments: list[str]) -> None:
+    """Run the program that the launcher asked for, as rank LOCAL_RANK of this host."""
+    orders, target, *program_arguments = arguments
+    run(Orders.load(orders), target, program_arguments)
+
+
+def run(orders: Orders, target: str, arguments: list[str]) -> None:
+    """Run a script or a module; does not return where it fails."""
+    die_with(orders.launcher_pid)
+    take_share(orders.shares[int(os.environ["LOCAL_RANK"])])
+    if hasattr(sys.stdout, "reconfigure"):
+        # Lines of several ranks stay whole, and none is lost with a rank that is killed.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    sys.argv = [target, *arguments]
+    try:
+        if orders.module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(target))
+            runpy.run_path(target, run_name="__main__")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except SystemExit as end:
+        if isinstance(end.code, str):  # sys.exit("message") is a failure with a message and no trace
+            _fail(ErrorReport.now(kind="SystemExit", message=end.code, trace=end.code + "\n"))
+        raise
+    except Exception as error:  # reported, and the process ends
+        _fail(_report(error))
+
+
+def die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when `parent_pid`, its parent, ends in whatever way (Linux)."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it ended before the call
+        sys.exit(128 + signal.SIGKILL)
+
+
+def take_share(share: Share) -> None:
+    """Keep to this rank's cores; the libraries that are loaded later read the number of threads."""
+    os.environ["OMP_NUM_THREADS"] = str(share.threads)
+    if share.processors:
+        os.sched_setaffinity(0, share.processors)
+
+
+def _report(error: Exception) -> ErrorReport:
+    trace = "".join(traceback.format_exception(type(error), error, _of_program(error.__traceback__)))
+    return ErrorReport.now(
+        kind=type(error).__name__, message=str(error), trace=trace, consequence=_is_consequence(error)
+    )
+
+
+def _fail(report: ErrorReport) -> NoReturn:
+    """Leave the report for the launcher; without one (it could not be written) show it here."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    try:
+        write_report(path or "", report)
+    except OSError:
+        sys.stderr.write(report.trace)
+    sys.exit(1)
+
+
+def _of_program(trace: TracebackType | None) -> TracebackType | None:
+    """The trace without the frames of this file and of runpy, which are nothing to the user."""
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    step = trace
+    while step is not None and step.tb_frame.f_code.co_filename in ours:
+        step = step.tb_next
+    return step if step is not None else trace
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether an exception tells that *another* rank failed: a communication error, ours or Gloo's."""
+    errors = sys.modules.get("farandole.comm.errors")
+    while error is not None:
+        if errors is not None and isinstance(error, errors.CommunicationError):
+            return True
+        if "gloo/transport" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,198 @@
+"""The C core: collectives between the processes of one host, in shared memory.
+
+The library is built with the package when there is a C compiler, and opened here with ctypes, which
+releases the interpreter lock during every call.  Where it is missing, or the platform lacks a system
+call that it needs, `available` is False and `why_unavailable` says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import os
+import sys
+from ctypes import POINTER, c_char, c_double, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from enum import IntEnum
+from pathlib import Path
+
+ABI = 1
+MAX_RANKS = 256
+NOTE_BYTES = 160
+BACKGROUND, MAIN_THREAD = 1, 2
+"""Flags of a collective: give the core up early while waiting; serve signals while waiting."""
+
+
+class Status(IntEnum):
+    """What a call of the core returns."""
+
+    OK = 0
+    DIED = 1
+    LEFT = 2
+    LATE = 3
+    MISMATCH = 4
+    UNEVEN = 5
+    INTERRUPTED = 6
+    UNSUPPORTED = 7
+    PENDING = 8
+
+
+class Operation(IntEnum):
+    """What a rank can be doing."""
+
+    NOTHING = 0
+    ALL_REDUCE = 1
+    REDUCE = 2
+    REDUCE_SCATTER = 3
+    ALL_GATHER = 4
+    BROADCAST = 5
+    GATHER = 6
+    SCATTER = 7
+    ALL_TO_ALL = 8
+    BARRIER = 9
+    SEND = 10
+    RECV = 11
+
+
+class VectorLevel(IntEnum):
+    """Instruction sets that the reductions are compiled for."""
+
+    PLAIN = 0
+    AVX2 = 1
+    AVX512 = 2
+
+
+class Call(ctypes.Structure):
+    """`struct frd_call`: what a rank says it is doing."""
+
+    _fields_ = [
+        ("index", c_uint64),
+        ("operation", c_uint32),
+        ("type", c_uint32),
+        ("op", c_uint32),
+        ("root", c_int32),
+        ("count", c_uint64),
+        ("layout", c_uint64),
+        ("region", c_uint64),
+        ("offset", c_uint64),
+        ("reserved", c_uint64),
+    ]
+
+
+class Failure(ctypes.Structure):
+    """`struct frd_failure`: why a group broke."""
+
+    _fields_ = [
+        ("status", c_uint32),
+        ("culprit", c_int32),
+        ("reporter", c_int32),
+        ("missing", c_int32),
+        ("culprit_pid", c_int64),
+        ("culprit_call", Call),
+        ("reporter_call", Call),
+        ("note", c_char * NOTE_BYTES),
+    ]
+
+
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "frd_abi": (c_int, []),
+    "frd_vector_level": (c_int, []),
+    "frd_use_vector_level": (c_int, [c_int]),
+    "frd_set_interrupts": (None, [c_void_p] * 4),
+    "frd_pending_interrupt": (None, [POINTER(c_void_p)] * 3),
+    "frd_segment_bytes": (c_size_t, [c_int]),
+    "frd_join": (c_void_p, [c_int, c_int, c_int, POINTER(c_int)]),
+    "frd_announce": (None, [c_void_p, c_int64]),
+    "frd_leave": (None, [c_void_p, ctypes.c_char_p]),
+    "frd_close": (None, [c_void_p]),
+    "frd_set_timeout": (None, [c_void_p, c_double]),
+    "frd_get_failure": (None, [c_void_p, POINTER(Failure)]),
+    "frd_get_call": (None, [c_void_p, c_int, POINTER(Call)]),
+    "frd_region_add": (c_int, [c_void_p, c_uint64, c_void_p, c_size_t]),
+    "frd_region_remove": (None, [c_void_p, c_uint64]),
+    "frd_barrier": (c_int, [c_void_p, c_int]),
+    "frd_all_reduce": (c_int, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int]),
+    "frd_reduce": (c_int, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, c_int]),
+    "frd_reduce_scatter": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int]),
+    "frd_reduce_scatter_even": (c_int, [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int, c_int]),
+    "frd_all_gather": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int]),
+    "frd_all_gather_even": (c_int, [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int]),
+    "frd_broadcast": (c_int, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int]),
+    "frd_gather": (c_int, [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int, c_int]),
+    "frd_scatter": (c_int, [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int, c_int]),
+    "frd_all_to_all": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int]),
+    "frd_post_send": (c_void_p, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, c_int]),
+    "frd_post_recv": (c_void_p, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, c_int]),
+    "frd_message_test": (c_int, [c_void_p, c_void_p]),
+    "frd_message_wait": (c_int, [c_void_p, c_void_p, c_double, c_int]),
+    "frd_message_source": (c_int, [c_void_p]),
+    "frd_message_release": (None, [c_void_p, c_void_p]),
+}
+
+
+def available() -> bool:
+    """Whether ranks of one host can communicate through shared memory here."""
+    return why_unavailable() is None
+
+
+@functools.cache
+def why_unavailable() -> str | None:
+    """The reason why the core cannot be used here, or None if it can."""
+    if not sys.platform.startswith("linux"):
+        return f"it needs Linux, this is {sys.platform}"
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        return "this Python was built without memfd_create and pidfd_open"
+    if _path() is None:
+        return "it was not compiled when the package was installed; install a C compiler and reinstall"
+    try:
+        os.close(os.memfd_create("farandole-probe"))
+        os.close(os.pidfd_open(os.getpid()))
+        library()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The opened library.  OSError where `why_unavailable` has a reason."""
+    path = _path()
+    if path is None:
+        raise OSError("the C core of farandole was not compiled")
+    core = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(core, name)
+        function.restype = result
+        function.argtypes = arguments
+    if core.frd_abi() != ABI:
+        raise OSError(f"{path.name} was built for version {core.frd_abi()} of the interface, not {ABI}: reinstall")
+    _connect_signals(core)
+    return core
+
+
+def vector_level() -> VectorLevel:
+    """The instruction set that reductions use on this processor."""
+    return VectorLevel(library().frd_vector_level())
+
+
+def raise_pending_interrupt() -> None:
+    """Raise what a signal handler raised while the core was waiting (after `Status.INTERRUPTED`)."""
+    kept = [c_void_p(), c_void_p(), c_void_p()]
+    library().frd_pending_interrupt(*(ctypes.byref(pointer) for pointer in kept))
+    restore = ctypes.pythonapi.PyErr_Restore
+    restore.argtypes = [c_void_p] * 3
+    restore(*kept)  # ctypes sees the exception that this sets, and raises it
+
+
+def _path() -> Path | None:
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name("_core" + suffix)
+        if path.exists():
+            return path
+    return None
+
+
+def _connect_signals(core: ctypes.CDLL) -> None:
+    """Let a waiting main thread run Python's signal handlers, so that Ctrl-C works in a collective."""
+    names = ("PyGILState_Ensure", "PyGILState_Release", "PyErr_CheckSignals", "PyErr_Fetch")
+    core.frd_set_interrupts(*(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in names))

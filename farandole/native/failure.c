@@ -1,0 +1,58 @@
+/* A group breaks once.  The first rank that sees why writes it down for all the others, and every call
+ * on the group from then on fails with the same reason. */
+#include <string.h>
+
+#include "internal.h"
+
+/* The last call of a rank: the newer of its two collectives, or a message that came after it. */
+static struct frd_call last_call(const struct rank_line *line)
+{
+    const struct frd_call *a = &line->call[0], *b = &line->call[1], *m = &line->message_call;
+    const struct frd_call *newer = a->index > b->index ? a : b;
+    return m->operation && m->index >= newer->index ? *m : *newer;
+}
+
+static int ranks_missing(const struct frd_group *g)
+{
+    int missing = 0;
+    for (int r = 0; r < g->ranks; r++)
+        missing += atomic_load(&g->lines[r].phase) < g->phase;
+    return missing;
+}
+
+int break_group(struct frd_group *g, int status, int culprit, const struct frd_call *own)
+{
+    uint32_t whole = WHOLE;
+    if (atomic_compare_exchange_strong(&g->header->broken, &whole, BREAKING)) {
+        struct rank_line *line = &g->lines[culprit];
+        struct frd_failure *failure = &g->header->failure;
+        failure->status = (uint32_t)status;
+        failure->culprit = culprit;
+        failure->reporter = g->rank;
+        failure->missing = ranks_missing(g);
+        failure->culprit_pid = line->life.pid;
+        failure->culprit_call = last_call(line);
+        failure->reporter_call = *own;
+        memcpy(failure->note, line->life.note, FRD_NOTE_BYTES);
+        atomic_store(&g->header->broken, BROKEN);
+    }
+    return broken_status(g);
+}
+
+int broken_status(struct frd_group *g)
+{
+    const uint32_t state = atomic_load(&g->header->broken);
+    if (state == WHOLE) return FRD_OK;
+    /* whoever is writing needs a microsecond; if it was killed meanwhile, its pages read as zero */
+    for (int i = 0; i < 100000 && atomic_load(&g->header->broken) != BROKEN; i++) relax();
+    const int status = (int)g->header->failure.status;
+    return status ? status : FRD_DIED;
+}
+
+void frd_get_failure(struct frd_group *g, struct frd_failure *failure)
+{
+    broken_status(g);
+    *failure = g->header->failure;
+}
+
+void frd_get_call(struct frd_group *g, int rank, struct frd_call *call) { *call = last_call(&g->lines[rank]); }

@@ -1,0 +1,36 @@
+/* Which vector code this processor gets, found once at run time. */
+#include "kernels.h"
+#include "core.h"
+
+static int level_in_use = -1;
+
+int frd_vector_level(void)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return FRD_AVX512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return FRD_AVX2;
+#endif
+    return FRD_PLAIN;
+}
+
+int frd_use_vector_level(int level)
+{
+    const int best = frd_vector_level();
+    level_in_use = level < best ? level : best;
+    return level_in_use;
+}
+
+frd_reduce_fn frd_reduce_kernel(int type, int op)
+{
+    const int code = type & 0xff;
+    if (code >= FRD_REDUCIBLE_TYPES || op < 0 || op >= FRD_REDUCE_OPS) return NULL;
+    if (level_in_use < 0) frd_use_vector_level(FRD_AVX512);
+#if defined(__x86_64__)
+    if (level_in_use == FRD_AVX512) return frd_reduce_avx512[code][op];
+    if (level_in_use == FRD_AVX2) return frd_reduce_avx2[code][op];
+#endif
+    return frd_reduce_plain[code][op];
+}

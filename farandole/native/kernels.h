@@ -1,0 +1,22 @@
+/* Element-wise reduction of several sources into one or several destinations. */
+#ifndef FARANDOLE_KERNELS_H
+#define FARANDOLE_KERNELS_H
+
+#include <stddef.h>
+
+/* dst[k][i] = src[0][i] op src[1][i] op ... op src[nsrc-1][i], always in this order, so that the result
+ * does not depend on who computes it.  A destination may be one of the sources.  For FRD_AVG the sum is
+ * divided by nsrc.  16-bit floats accumulate in fp32 and round once. */
+typedef void (*frd_reduce_fn)(void *const *dst, int ndst, const void *const *src, int nsrc, size_t count);
+
+/* One table per vector level; NULL where an operation has no meaning for a type. */
+typedef frd_reduce_fn frd_reduce_table[10][8];
+extern const frd_reduce_table frd_reduce_plain;
+#if defined(__x86_64__)
+extern const frd_reduce_table frd_reduce_avx2;
+extern const frd_reduce_table frd_reduce_avx512;
+#endif
+
+frd_reduce_fn frd_reduce_kernel(int type, int op);
+
+#endif

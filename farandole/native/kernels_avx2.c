@@ -1,0 +1,37 @@
+/* For x86 with AVX2 and F16C. */
+#if defined(__x86_64__)
+#include <immintrin.h>
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,f16c")
+#endif
+
+#include <stddef.h>
+#include <stdint.h>
+
+static void widen_f16(const uint16_t *from, float *to, size_t m)
+{
+    size_t i = 0;
+    for (; i + 8 <= m; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + i))));
+    for (; i < m; i++) to[i] = _cvtsh_ss(from[i]);
+}
+
+static void narrow_f16(const float *from, uint16_t *to, size_t m)
+{
+    size_t i = 0;
+    for (; i + 8 <= m; i += 8)
+        _mm_storeu_si128((void *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+    for (; i < m; i++) to[i] = _cvtss_sh(from[i], _MM_FROUND_TO_NEAREST_INT);
+}
+
+#define F16_TO_F32 widen_f16
+#define F32_TO_F16 narrow_f16
+#define TABLE frd_reduce_avx2
+#include "kernels.inc"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#else
+typedef int not_for_this_processor; /* ISO C wants something in every file */
+#endif

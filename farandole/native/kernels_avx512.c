@@ -1,0 +1,37 @@
+/* For x86 with AVX-512 (F, BW, DQ, VL: every server since 2017). */
+#if defined(__x86_64__)
+#include <immintrin.h>
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,f16c,prefer-vector-width=512")
+#endif
+
+#include <stddef.h>
+#include <stdint.h>
+
+static void widen_f16(const uint16_t *from, float *to, size_t m)
+{
+    size_t i = 0;
+    for (; i + 16 <= m; i += 16) _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(from + i))));
+    for (; i < m; i++) to[i] = _cvtsh_ss(from[i]);
+}
+
+static void narrow_f16(const float *from, uint16_t *to, size_t m)
+{
+    size_t i = 0;
+    for (; i + 16 <= m; i += 16)
+        _mm256_storeu_si256((void *)(to + i), _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+    for (; i < m; i++) to[i] = _cvtss_sh(from[i], _MM_FROUND_TO_NEAREST_INT);
+}
+
+#define F16_TO_F32 widen_f16
+#define F32_TO_F16 narrow_f16
+#define TABLE frd_reduce_avx512
+#include "kernels.inc"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#else
+typedef int not_for_this_processor; /* ISO C wants something in every file */
+#endif

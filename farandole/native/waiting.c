@@ -1,0 +1,198 @@
+/* How a rank waits: spin for a moment, then offer the core to others, then sleep until woken.
+ *
+ * Ranks may outnumber cores, and a rank's own computation may want the core on which its communication
+ * waits, so nobody spins for long.  A sleeper wakes every few milliseconds to see that the others live.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+#define SPINS 400
+#define YIELDS 60
+#define SLICE_S 0.010         /* one sleep */
+#define INSPECTION_S 0.050    /* between two looks at the others' processes */
+#define SIGNALS_S 0.050       /* between two looks at signals */
+#define CROWDED_YIELD_S 5e-6  /* a yield that takes longer ran somebody else */
+#define CROWDED_WAITS 64      /* how long that is remembered */
+
+double seconds_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+void relax(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb");
+#endif
+}
+
+/* The word that a futex watches is 32 bits; of a 64-bit counter it is the low half. */
+static uint32_t *low_half(_Atomic uint64_t *counter)
+{
+    uint32_t *words = (uint32_t *)counter;
+    return words + (__BYTE_ORDER__ == __ORDER_BIG_ENDIAN__);
+}
+
+static void futex_wait(uint32_t *word, uint32_t value, double seconds)
+{
+    const struct timespec t = {(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
+    syscall(SYS_futex, word, FUTEX_WAIT, value, &t, NULL, 0);
+}
+
+static void futex_wake(uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, 0x7fffffff, NULL, NULL, 0); }
+
+/* No wake-up is lost: the sleeper counts itself, then looks at the word once more (the kernel does, too);
+ * the waker changes the word, then looks at the count; all four in one order (sequential consistency). */
+void wake_if_asleep(_Atomic uint32_t *word, _Atomic uint32_t *sleepers)
+{
+    if (atomic_load(sleepers)) futex_wake((uint32_t *)word);
+}
+
+void sleep_while(_Atomic uint32_t *word, uint32_t value, _Atomic uint32_t *sleepers, double seconds)
+{
+    atomic_fetch_add(sleepers, 1);
+    if (atomic_load(word) == value) futex_wait((uint32_t *)word, value, seconds);
+    atomic_fetch_sub(sleepers, 1);
+}
+
+void yield_core(struct frd_group *g)
+{
+    const double before = seconds_now();
+    sched_yield();
+    if (seconds_now() - before > CROWDED_YIELD_S) g->crowded = CROWDED_WAITS;
+}
+
+static int (*interpreter_acquire)(void);
+static void (*interpreter_release)(int);
+static int (*interpreter_check)(void);
+static void (*interpreter_fetch)(void **, void **, void **);
+static void *pending_interrupt[3];
+
+void frd_set_interrupts(int (*acquire)(void), void (*release)(int), int (*check)(void),
+                        void (*fetch)(void **, void **, void **))
+{
+    interpreter_acquire = acquire;
+    interpreter_release = release;
+    interpreter_check = check;
+    interpreter_fetch = fetch;
+}
+
+void frd_pending_interrupt(void **type, void **value, void **traceback)
+{
+    *type = pending_interrupt[0];
+    *value = pending_interrupt[1];
+    *traceback = pending_interrupt[2];
+}
+
+/* Runs the interpreter's signal handlers; true if one raised, and then keeps what it raised. */
+bool interrupted(void)
+{
+    if (!interpreter_check) return false;
+    const int state = interpreter_acquire();
+    const bool raised = interpreter_check() != 0;
+    if (raised) interpreter_fetch(&pending_interrupt[0], &pending_interrupt[1], &pending_interrupt[2]);
+    interpreter_release(state);
+    return raised;
+}
+
+bool has_ended(struct frd_group *g, int rank)
+{
+    struct pollfd process = {.fd = g->process_descriptors[rank], .events = POLLIN};
+    return process.fd >= 0 && poll(&process, 1, 0) == 1;
+}
+
+static bool has_arrived(struct frd_group *g, int rank, uint64_t phase)
+{
+    return atomic_load_explicit(&g->lines[rank].phase, memory_order_acquire) >= phase;
+}
+
+/* Among the ranks that have not ended phase `phase - 1`: has one ended for good? */
+static int look_for_the_gone(struct frd_group *g, uint64_t phase)
+{
+    for (int r = 0; r < g->ranks; r++) {
+        if (r == g->rank || has_arrived(g, r, phase)) continue;
+        const bool gone = atomic_load(&g->lines[r].life.state) == GONE;
+        if (!gone && !has_ended(g, r)) continue;
+        if (has_arrived(g, r, phase)) continue; /* it arrived first, then ended */
+        /* a normal end may have been announced between the two looks */
+        const bool left = atomic_load(&g->lines[r].life.state) == GONE;
+        return break_group(g, left ? FRD_LEFT : FRD_DIED, r, &g->current);
+    }
+    return FRD_OK;
+}
+
+static int wait_long(struct frd_group *g, int rank, uint64_t phase)
+{
+    struct rank_line *line = &g->lines[rank];
+    const int yields = g->flags & FRD_BACKGROUND ? YIELDS / 10 : YIELDS;
+    for (int i = 0; i < yields; i++) {
+        yield_core(g);
+        if (has_arrived(g, rank, phase)) return FRD_OK;
+    }
+    double inspection = seconds_now() + INSPECTION_S, signals = inspection;
+    for (;;) {
+        atomic_fetch_add(&line->sleepers, 1);
+        const uint64_t seen = atomic_load(&line->phase);
+        if (seen < phase) futex_wait(low_half(&line->phase), (uint32_t)seen, SLICE_S);
+        atomic_fetch_sub(&line->sleepers, 1);
+        if (has_arrived(g, rank, phase)) return FRD_OK;
+
+        const double now = seconds_now();
+        int status = broken_status(g);
+        if (status) return status;
+        if (now >= inspection) {
+            status = look_for_the_gone(g, phase);
+            if (status) return status;
+            inspection = now + INSPECTION_S;
+        }
+        if (g->flags & FRD_MAIN_THREAD && now >= signals) {
+            if (interrupted()) {
+                break_group(g, FRD_INTERRUPTED, g->rank, &g->current);
+                return FRD_INTERRUPTED;
+            }
+            signals = now + SIGNALS_S;
+        }
+        if (now >= g->deadline) return break_group(g, FRD_LATE, rank, &g->current);
+    }
+}
+
+static int wait_for(struct frd_group *g, int rank, uint64_t phase)
+{
+    if (has_arrived(g, rank, phase)) return FRD_OK;
+    if (g->crowded > 0) {
+        g->crowded--;
+    } else {
+        const int spins = g->flags & FRD_BACKGROUND ? SPINS / 10 : SPINS;
+        for (int i = 0; i < spins; i++) {
+            relax();
+            if (has_arrived(g, rank, phase)) return FRD_OK;
+        }
+    }
+    return wait_long(g, rank, phase);
+}
+
+int end_phase(struct frd_group *g)
+{
+    struct rank_line *line = &g->lines[g->rank];
+    const uint64_t phase = ++g->phase;
+    atomic_store(&line->phase, phase); /* sequentially consistent: see wake_if_asleep */
+    if (atomic_load(&line->sleepers)) futex_wake(low_half(&line->phase));
+    for (int r = 0; r < g->ranks; r++) {
+        if (r == g->rank) continue;
+        const int status = wait_for(g, r, phase);
+        if (status) return status;
+    }
+    return FRD_OK;
+}

@@ -1,0 +1,51 @@
+"""The vector levels of the reductions give the same bits as the plain code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from farandole import native
+from farandole.native import VectorLevel
+from tests.comm.test_collectives import FLOATS, INTEGERS, check_all_reduce, check_special_floats
+from tests.pool import Ranks
+
+
+def check_at_level(rank: int, size: int, level: int) -> None:
+    core = native.library()
+    in_use = core.frd_use_vector_level(level)
+    try:
+        for dtype in [*FLOATS, *INTEGERS]:
+            for seed, op in enumerate(["sum", "avg", "product", "min", "max"]):
+                check_all_reduce(rank, size, seed, 70_001, dtype, op, shared=False)
+                if dtype in FLOATS:
+                    check_special_floats(rank, size, dtype, op)
+    finally:
+        core.frd_use_vector_level(VectorLevel.AVX512)
+    assert in_use == level
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("level", list(VectorLevel))
+def test_level(ranks: Callable[[int], Ranks], size: int, level: VectorLevel) -> None:
+    if level > native.vector_level():
+        pytest.skip(f"this processor has no {level.name}")
+    ranks(size).run(check_at_level, int(level))
+
+
+def every_half(rank: int, size: int, dtype: torch.dtype) -> None:
+    """All 65,536 patterns of a 16-bit float, plus zero: conversion there and back changes no value."""
+    core = native.library()
+    patterns = torch.arange(-32768, 32768).to(torch.int16).view(dtype)
+    for level in range(native.vector_level() + 1):
+        core.frd_use_vector_level(level)
+        tensor = patterns.clone() if rank == 0 else torch.zeros_like(patterns)
+        torch.distributed.all_reduce(tensor)
+        torch.testing.assert_close(tensor, patterns, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_float_survives(ranks: Callable[[int], Ranks], dtype: torch.dtype) -> None:
+    ranks(2).run(every_half, dtype)

@@ -1,0 +1,242 @@
+"""Ranks that are already running: the processes that tests borrow.
+
+Importing torch costs seconds, so that the processes are started once per session and each test only sends
+them a function.  A test asks for a world of n ranks on a backend; the first n processes leave the world
+they were in, if it was another, and join it.  A test that fails or hangs costs the processes: the next
+one gets new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from farandole.comm import register
+from farandole.launch.child import die_with
+from farandole.launch.meeting import LOOPBACK, host_store
+
+LARGEST = 8
+START_S = 120.0
+AFTER_FAILURE_S = 3.0
+
+
+class RankFailed(AssertionError):
+    """A rank raised an exception, ended, or did not answer in time."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process of the pool is sent: a function, and the world to call it in."""
+
+    world: tuple[int, str, int]  # size, backend, and a number that sets it apart from earlier worlds
+    path: list[str]
+    function: bytes
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception of a rank: pickled where it can be, and as text."""
+
+    error: bytes
+    trace: str
+
+
+class Pool:
+    """The processes, started when first needed."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="farandole-pool-")
+        self._store: dist.TCPStore | None = None
+        self._members: list[tuple[mp.Process, Connection]] = []
+        self._world = (0, "", 0)
+
+    def run(
+        self, size: int, function: Callable[..., Any], args: Sequence[Any], backend: str, timeout_s: float
+    ) -> list[Any]:
+        """Call `function(rank, size, *args)` in each rank of a world of `size`; return their results."""
+        if not 1 <= size <= LARGEST:
+            raise ValueError(f"the pool has 1 to {LARGEST} ranks, {size} were asked for")
+        self._grow(size)
+        if self._world[:2] != (size, backend):
+            self._world = (size, backend, self._world[2] + 1)
+        task = Task(self._world, sys.path, pickle.dumps((function, tuple(args))))
+        for _, pipe in self._members:
+            pipe.send(task)  # also to those outside the world: they leave the one they were in
+        answers = self._collect(size, timeout_s)
+        failures = {rank: answer for rank, answer in answers.items() if not isinstance(answer, bytes)}
+        if len(answers) < size or failures:
+            stacks = self._stacks(set(range(size)) - set(answers))
+            self.close()
+            _raise_first(failures, stacks, timeout_s)
+        return [pickle.loads(answers[rank]) for rank in range(size)]
+
+    def close(self) -> None:
+        """Kill the processes; the next `run` starts new ones."""
+        for process, pipe in self._members:
+            process.kill()
+            pipe.close()
+        for process, _ in self._members:
+            process.join()
+        self._members = []
+        self._store = None
+        self._world = (0, "", self._world[2])
+
+    def _grow(self, size: int) -> None:
+        if any(not process.is_alive() for process, _ in self._members):
+            self.close()
+        self._store = self._store or host_store()
+        context = mp.get_context("spawn")
+        new = []
+        for rank in range(len(self._members), size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, theirs, os.getpid(), self._store.port, self._stack_file(rank))
+            process = context.Process(target=_serve, args=arguments, name=f"pool-{rank}")
+            process.start()
+            theirs.close()
+            self._members.append((process, ours))
+            new.append(ours)
+        for pipe in new:
+            if not pipe.poll(START_S):
+                self.close()
+                raise RankFailed(f"a process of the pool did not start within {START_S:g} s")
+            pipe.recv()
+
+    def _collect(self, size: int, timeout_s: float) -> dict[int, bytes | Failure]:
+        """The answers that come in time; after a failure, those that come soon."""
+        ranks = {pipe: rank for rank, (_, pipe) in enumerate(self._members)}
+        answers: dict[int, bytes | Failure] = {}
+        waiting = set(ranks)
+        deadline = time.monotonic() + timeout_s
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), left):
+                assert isinstance(pipe, Connection)
+                waiting.discard(pipe)
+                rank = ranks[pipe]
+                try:
+                    answers[rank] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    process = self._members[rank][0]
+                    process.join(5)
+                    answers[rank] = Failure(b"", f"the process ended with exit code {process.exitcode}\n")
+                if isinstance(answers[rank], Failure):
+                    deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
+        return {rank: answer for rank, answer in answers.items() if rank < size or answer != b""}
+
+    def _stack_file(self, rank: int) -> str:
+        return str(Path(self._folder.name, f"stacks-{rank}"))
+
+    def _stacks(self, ranks: set[int]) -> dict[int, str]:
+        """Where the ranks that do not answer are: their Python stacks, at SIGUSR1."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._members[rank][0].pid or 0, signal.SIGUSR1)
+        if ranks:
+            time.sleep(0.5)
+        return {rank: Path(self._stack_file(rank)).read_text() for rank in sorted(ranks)}
+
+
+class Ranks:
+    """A world of `size` ranks of the pool.
+
+    ranks(2).run(function, *args) calls `function(rank, size, *args)`, a function of a module, in each rank,
+    where torch's default process group is ready; it returns the list of results, or raises the first
+    failure.
+    """
+
+    def __init__(self, pool: Pool, size: int, backend: str) -> None:
+        self._pool = pool
+        self.size = size
+        self.backend = backend
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Call the function in every rank; `timeout_s` bounds it."""
+        return self._pool.run(self.size, function, args, self.backend, timeout_s)
+
+
+def _raise_first(failures: dict[int, Any], stacks: dict[int, str], timeout_s: float) -> None:
+    late = "".join(f"\nrank {rank} did not answer; it was in\n{text}" for rank, text in stacks.items())
+    if not failures:
+        raise RankFailed(f"no end within {timeout_s:g} s{late}")
+    rank, failure = min(failures.items(), key=lambda item: (_is_secondary(item[1]), item[0]))
+    others = "".join(
+        f"\nrank {r} also failed: {f.trace.splitlines()[-1]}" for r, f in failures.items() if r != rank
+    )
+    message = f"rank {rank}:\n{failure.trace}{others}{late}"
+    raise RankFailed(message) from (pickle.loads(failure.error) if failure.error else None)
+
+
+def _is_secondary(failure: Failure) -> bool:
+    """Whether a failure only tells of another rank's."""
+    return "farandole.comm.errors" in failure.trace or "gloo/transport" in failure.trace
+
+
+def _serve(rank: int, pipe: Connection, parent_pid: int, port: int, stack_file: str) -> None:
+    """The life of a process of the pool."""
+    die_with(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test session's
+    torch.set_num_threads(1)
+    store = dist.TCPStore(LOOPBACK, port, is_master=False)
+    current: tuple[int, str, int] | None = None
+    with open(stack_file, "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+        pipe.send("ready")
+        while True:
+            try:
+                task = pipe.recv()
+            except EOFError:
+                return
+            try:
+                if task.world != current:
+                    current = _enter(task.world, rank, store)
+                answer: bytes | Failure = b""
+                if rank < task.world[0]:
+                    sys.path[:] = task.path
+                    function, args = pickle.loads(task.function)
+                    answer = pickle.dumps(function(rank, task.world[0], *args))
+            except BaseException as error:  # also SystemExit and pytest's outcomes
+                answer = Failure(_pickled(error), traceback.format_exc())
+            pipe.send(answer)
+
+
+def _enter(world: tuple[int, str, int], rank: int, store: dist.TCPStore) -> tuple[int, str, int]:
+    """Leave the world of earlier tests and join this one, if it has room for this rank."""
+    size, backend, number = world
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank < size:
+        register()
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"world-{number}", store),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=60),
+        )
+    return world
+
+
+def _pickled(error: BaseException) -> bytes:
+    """The exception for its type; empty where it cannot be rebuilt elsewhere."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:  # an exception's own pickling may raise anything
+        return b""
+    return data
