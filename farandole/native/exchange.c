@@ -37,7 +37,7 @@ static void take_streams(struct frd_group *g, const struct spread *x, size_t ste
     const int half = half_of(g->phase);
     for (int r = 0; r < g->ranks; r++) {
         if (r == g->rank || !x->wanted[r]) continue;
-        memcpy(x->wanted[r] + step * STAGE_BYTES, g->stages[r].out[!half],
+        memcpy(x->wanted[r] + step * STAGE_BYTES, g->stages[r].half[!half],
                window_bytes(x->bytes[r], step, STAGE_BYTES));
     }
 }
@@ -49,7 +49,7 @@ static int spread(struct frd_group *g, const struct spread *x, bool agreed)
     const size_t windows = windows_in(longest_of(x->bytes, g->ranks), STAGE_BYTES);
     for (size_t step = 0; step < windows || step == 0; step++) {
         const size_t bytes = window_bytes(x->bytes[me], step, STAGE_BYTES);
-        if (x->own && bytes) memcpy(g->stages[me].out[half_of(g->phase)], x->own + step * STAGE_BYTES, bytes);
+        if (x->own && bytes) memcpy(g->stages[me].half[half_of(g->phase)], x->own + step * STAGE_BYTES, bytes);
         if (step) take_streams(g, x, step - 1);
         const int status = step || agreed ? end_phase(g) : agree(g);
         if (status) return status;
@@ -156,14 +156,14 @@ static int deliver(struct frd_group *g, const struct delivery *x)
     const size_t window = STAGE_BYTES / (size_t)g->ranks / 64 * 64, windows = windows_in(x->longest, window);
     for (size_t step = 0; step <= windows; step++) {
         const int half = half_of(g->phase);
-        char *stage = g->stages[me].out[half];
+        char *stage = g->stages[me].half[half];
         for (int d = 0; d < g->ranks && step < windows; d++) {
             const size_t bytes = d == me ? 0 : window_bytes(x->out_bytes[d], step, window);
             if (bytes) memcpy(stage + (size_t)d * window, x->out[d] + step * window, bytes);
         }
         for (int s = 0; s < g->ranks && step; s++) {
             const size_t bytes = s == me ? 0 : window_bytes(x->in_bytes[s], step - 1, window);
-            const char *from = g->stages[s].out[!half] + (size_t)me * window;
+            const char *from = g->stages[s].half[!half] + (size_t)me * window;
             if (bytes) memcpy(x->in[s] + (step - 1) * window, from, bytes);
         }
         if (step == windows) break;

@@ -8,15 +8,14 @@
  * every other rank has published at least p + 1.  All staging memory exists in two halves, and one rule
  * makes every protocol in this folder safe:
  *
- *     In phase p a rank writes only its own memory of half p mod 2, and reads, of the others', only what
- *     was written in phase p - 1, which is half (p - 1) mod 2.
+ *     In phase p, half p mod 2 of a rank's memory is that rank's alone.  The other half is its peers': to
+ *     read, or, where a protocol gives each peer a part of it, to read and write that part.
  *
- * Proof.  (Written before read.)  A rank in phase p has seen every rank publish p, which each does after
- * its writes of phase p - 1, with release and acquire ordering.  (Read before overwritten.)  Half p mod 2
- * is overwritten first in phase p + 2; its owner is there only after every rank has published p + 2, that
- * is, has ended phase p + 1, the only one that reads what was written in phase p.  Both hold across calls,
- * because the count of phases runs on from call to call.  So one wait per phase is enough, and there is
- * nothing to reset.
+ * Proof.  (No two at once.)  A half changes hands between phase p and p + 1.  Whoever has it in phase p + 1
+ * has seen every rank publish p + 1, which each does after its last access in phase p; and phases of two
+ * ranks that overlap are equal, because no rank enters p + 1 before all have ended p.  (In order.)  Publishing
+ * is a release, seeing it an acquire.  Both hold across calls, because the count of phases runs on from call
+ * to call.  So one wait per phase is enough, and there is nothing to reset.
  */
 #ifndef FARANDOLE_INTERNAL_H
 #define FARANDOLE_INTERNAL_H
@@ -30,8 +29,11 @@
 #define LINE 128 /* two 64-byte lines: processors fetch them in pairs */
 #define ALIGNED __attribute__((aligned(LINE)))
 
-/* Staging: a rank's contribution to one phase, and its share of a result. */
-#define STAGE_BYTES ((size_t)1 << 19)
+/* Staging of a rank, one half.  Divided among n ranks it gives windows that stay in the second-level cache
+ * for two ranks and in the first for eight. */
+#ifndef STAGE_BYTES
+#define STAGE_BYTES ((size_t)1 << 18)
+#endif
 #define SMALL_BYTES ((size_t)1 << 14) /* up to here one phase serves a whole call */
 #define RING_BYTES ((size_t)1 << 18)
 
@@ -66,8 +68,7 @@ struct pair_table {
 };
 
 struct stage {
-    char out[2][STAGE_BYTES];    /* by half: what this rank offers to the others */
-    char result[2][STAGE_BYTES]; /* by half: what this rank has reduced for all */
+    char half[2][STAGE_BYTES];
 } ALIGNED;
 
 struct ring {

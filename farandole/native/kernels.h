@@ -6,7 +6,7 @@
 
 /* dst[k][i] = src[0][i] op src[1][i] op ... op src[nsrc-1][i], always in this order, so that the result
  * does not depend on who computes it.  A destination may be one of the sources.  For FRD_AVG the sum is
- * divided by nsrc.  16-bit floats accumulate in fp32 and round once. */
+ * divided by nsrc.  Destinations after the first are taken to be in another core's cache.  16-bit floats accumulate in fp32 and round once. */
 typedef void (*frd_reduce_fn)(void *const *dst, int ndst, const void *const *src, int nsrc, size_t count);
 
 /* One table per vector level; NULL where an operation has no meaning for a type. */
@@ -16,6 +16,18 @@ extern const frd_reduce_table frd_reduce_plain;
 extern const frd_reduce_table frd_reduce_avx2;
 extern const frd_reduce_table frd_reduce_avx512;
 #endif
+
+/* Asks for cache lines that will be read and then written, so that they cross from another core once. */
+static inline void claim_lines(const void *start, size_t bytes)
+{
+    for (size_t i = 0; i < bytes; i += 64) {
+#if defined(__x86_64__)
+        __asm__ __volatile__("prefetchw %0" : : "m"(((const char *)start)[i]));
+#else
+        __builtin_prefetch((const char *)start + i, 1);
+#endif
+    }
+}
 
 frd_reduce_fn frd_reduce_kernel(int type, int op);
 

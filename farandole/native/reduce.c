@@ -4,7 +4,9 @@
  *   small    every rank offers everything and reduces everything: one phase, two cache-line round trips.
  *   chunked  rank d owns part d.  In windows that stay in cache: offer the others' parts, reduce the own
  *            one, take the others' results.  The three run as a pipeline, so a window costs one phase.
- *            Beyond the cache a rank reads S and writes S of memory; all else stays in cache.
+ *            Beyond the cache a rank reads S and writes S of memory; all else stays in cache.  A result
+ *            replaces the offer that it came from, and every access asks for the cache line to keep: so a
+ *            line crosses between two cores twice per window, not four times.
  *   shared   the tensors are in shared buffers: rank d reduces part d from all of them straight into all of
  *            them.  No copies; S read and S written per rank; two phases.
  * In all three one rank computes a given element, from rank 0's value to rank n-1's, so the results are the
@@ -22,7 +24,7 @@ struct reduction {
     const char *in[FRD_MAX_RANKS]; /* part d, for or from rank d */
     char *out[FRD_MAX_RANKS];      /* NULL: this rank does not want it */
     size_t bytes[FRD_MAX_RANKS];
-    bool share_results;
+    bool shared[FRD_MAX_RANKS]; /* does rank d want the results of the others' parts? */
 };
 
 /* `out` is NULL where the result is not wanted. */
@@ -30,21 +32,33 @@ static int reduce_small(struct frd_group *g, frd_reduce_fn kernel, const void *i
                         size_t element)
 {
     const int half = half_of(g->phase);
-    memcpy(g->stages[g->rank].out[half], in, count * element);
+    memcpy(g->stages[g->rank].half[half], in, count * element);
     const int status = agree(g);
     if (status || !out) return status;
     const void *sources[FRD_MAX_RANKS];
-    for (int r = 0; r < g->ranks; r++) sources[r] = r == g->rank ? in : g->stages[r].out[half];
+    for (int r = 0; r < g->ranks; r++) sources[r] = r == g->rank ? in : g->stages[r].half[half];
     kernel(&out, 1, sources, g->ranks, count);
     return FRD_OK;
 }
 
-static void offer_parts(struct frd_group *g, const struct reduction *x, size_t step, size_t window)
+#define BLOCK 4096 /* copied in and out at a time */
+
+/* Takes from this rank's half what the owners of the parts made of window step - 2, and offers window step
+ * in its place.  */
+static void exchange_parts(struct frd_group *g, const struct reduction *x, size_t step, size_t window, bool take,
+                           bool offer)
 {
-    char *stage = g->stages[g->rank].out[half_of(g->phase)];
+    char *stage = g->stages[g->rank].half[half_of(g->phase)];
     for (int d = 0; d < g->ranks; d++) {
         if (d == g->rank) continue;
-        memcpy(stage + (size_t)d * window, x->in[d] + step * window, window_bytes(x->bytes[d], step, window));
+        char *slot = stage + (size_t)d * window;
+        const size_t taken = take && x->out[d] ? window_bytes(x->bytes[d], step - 2, window) : 0;
+        const size_t offered = offer ? window_bytes(x->bytes[d], step, window) : 0;
+        for (size_t at = 0; at < window && (at < taken || at < offered); at += BLOCK) {
+            claim_lines(slot + at + BLOCK, at + BLOCK < window ? BLOCK : 0);
+            if (at < taken) memcpy(x->out[d] + (step - 2) * window + at, slot + at, smaller(BLOCK, taken - at));
+            if (at < offered) memcpy(slot + at, x->in[d] + step * window + at, smaller(BLOCK, offered - at));
+        }
     }
 }
 
@@ -54,36 +68,30 @@ static void reduce_own_part(struct frd_group *g, const struct reduction *x, size
     const size_t bytes = window_bytes(x->bytes[me], step, window);
     if (!bytes) return;
     const void *sources[FRD_MAX_RANKS];
-    for (int r = 0; r < g->ranks; r++)
-        sources[r] = r == me ? x->in[me] + step * window : g->stages[r].out[!half] + (size_t)me * window;
-    void *targets[2];
+    void *targets[FRD_MAX_RANKS];
     int count = 0;
     if (x->out[me]) targets[count++] = x->out[me] + step * window;
-    if (x->share_results) targets[count++] = g->stages[me].result[half];
-    x->kernel(targets, count, sources, g->ranks, bytes / x->element);
-}
-
-static void take_results(struct frd_group *g, const struct reduction *x, size_t step, size_t window)
-{
-    const int half = half_of(g->phase);
-    for (int d = 0; d < g->ranks; d++) {
-        if (d == g->rank || !x->out[d]) continue;
-        memcpy(x->out[d] + step * window, g->stages[d].result[!half], window_bytes(x->bytes[d], step, window));
+    for (int r = 0; r < g->ranks; r++) {
+        char *offer = g->stages[r].half[!half] + (size_t)me * window;
+        sources[r] = r == me ? x->in[me] + step * window : offer;
+        if (r != me && x->shared[r]) targets[count++] = offer;
     }
+    x->kernel(targets, count, sources, g->ranks, bytes / x->element);
 }
 
 static int reduce_chunked(struct frd_group *g, const struct reduction *x)
 {
     const size_t window = STAGE_BYTES / (size_t)g->ranks / 64 * 64;
     size_t longest = 0;
-    for (int d = 0; d < g->ranks; d++)
+    bool sharing = false;
+    for (int d = 0; d < g->ranks; d++) {
         if (x->bytes[d] > longest) longest = x->bytes[d];
-    const size_t windows = (longest + window - 1) / window;
-    const size_t steps = windows + (x->share_results ? 2 : 1);
+        sharing |= x->shared[d];
+    }
+    const size_t windows = (longest + window - 1) / window, steps = windows + (sharing ? 2 : 1);
     for (size_t step = 0; step < steps; step++) {
-        if (step < windows) offer_parts(g, x, step, window);
+        exchange_parts(g, x, step, window, sharing && step >= 2, step < windows);
         if (step >= 1 && step <= windows) reduce_own_part(g, x, step - 1, window);
-        if (step >= 2) take_results(g, x, step - 2, window);
         if (step + 1 == steps) break; /* the last one only takes what is there */
         const int status = end_phase(g);
         if (status) return status;
@@ -143,10 +151,11 @@ static int reduce_to(struct frd_group *g, void *data, size_t count, int type, in
     if (status) return status;
     if (all_in_region(g)) return reduce_in_region(g, kernel, &region, count, element, root);
 
-    struct reduction x = {.kernel = kernel, .element = element, .share_results = true};
+    struct reduction x = {.kernel = kernel, .element = element};
     for (int d = 0; d < g->ranks; d++) {
         const size_t start = part_start(count, element, g->ranks, d);
         x.in[d] = (const char *)data + start * element;
+        x.shared[d] = root < 0 || d == root;
         x.out[d] = wanted ? (char *)data + start * element : NULL;
         x.bytes[d] = (part_start(count, element, g->ranks, d + 1) - start) * element;
     }
@@ -181,7 +190,7 @@ static int reduce_scatter(struct frd_group *g, const void *const *in, const size
                             .root = -1, .count = total, .layout = fingerprint(counts, g->ranks)};
     if (total * x.element <= SMALL_BYTES) {
         begin_call(g, call, flags);
-        offer_parts(g, &x, 0, SMALL_BYTES);
+        exchange_parts(g, &x, 0, SMALL_BYTES, false, true);
         const int status = agree(g);
         if (!status) reduce_own_part(g, &x, 0, SMALL_BYTES);
         return status;
