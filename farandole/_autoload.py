@@ -18,6 +18,6 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    from farandole.comm.process_group import create
+    from farandole.comm.backend import create
 
     return create(options, backend_options)

@@ -4,4 +4,12 @@ from farandole._autoload import register
 from farandole.comm.communicator import Communicator
 from farandole.comm.errors import CallMismatch, CommunicationError, RankDied, RankLate, RankLeft
 
-__all__ = ["CallMismatch", "CommunicationError", "Communicator", "RankDied", "RankLate", "RankLeft", "register"]
+__all__ = [
+    "CallMismatch",
+    "CommunicationError",
+    "Communicator",
+    "RankDied",
+    "RankLate",
+    "RankLeft",
+    "register",
+]

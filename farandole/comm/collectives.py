@@ -13,28 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farandole.comm.dense import as_real, copy_back, readable, writable
 from farandole.comm.dtypes import TYPES
 from farandole.comm.host_group import HostGroup
 from farandole.comm.work import Call
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the bytes at `data_ptr` are the values in order, with no lazy sign or conjugation."""
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    return tensor if is_dense(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
-
-
-def _writable(tensor: Tensor) -> Tensor:
-    return tensor if is_dense(tensor) else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
-def _copy_back(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    for tensor, buffer in zip(tensors, buffers, strict=True):
-        if buffer is not tensor:
-            tensor.copy_(buffer)
 
 
 def _pointers(tensors: Sequence[Tensor]) -> Any:
@@ -48,23 +30,26 @@ def _counts(tensors: Sequence[Tensor]) -> Any:
 def _of_type(tensor: Tensor, others: Sequence[Tensor]) -> int:
     for other in others:
         if other.dtype is not tensor.dtype:
-            raise ValueError(f"tensors of one collective have one type, found {tensor.dtype} and {other.dtype}")
+            raise ValueError(
+                f"tensors of one collective have one type, found {tensor.dtype} and {other.dtype}"
+            )
     return TYPES[tensor.dtype]
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _in_place(host: HostGroup, tensors: Sequence[Tensor], core_call: Callable[[Tensor, int], int]) -> Call:
     def call(flags: int) -> None:
         with torch.no_grad():
             for tensor in tensors:
-                buffer = _readable(tensor)
-                host.check(core_call(_as_real(buffer), flags))
-                _copy_back([tensor], [buffer])
+                buffer = readable(tensor)
+                host.check(core_call(as_real(buffer), flags))
+                copy_back([tensor], [buffer])
 
     return call
+
+
+def barrier(host: HostGroup) -> Call:
+    """Wait until every rank is here."""
+    return lambda flags: host.check(host.core.frd_barrier(host.handle, flags))
 
 
 def all_reduce(host: HostGroup, tensors: Sequence[Tensor], reduction: int) -> Call:
@@ -97,11 +82,11 @@ def broadcast(host: HostGroup, tensor: Tensor, root: int) -> Call:
 
     def call(flags: int) -> None:
         with torch.no_grad():
-            buffer = _readable(tensor) if host.rank == root else _writable(tensor)
+            buffer = readable(tensor) if host.rank == root else writable(tensor)
             count = buffer.numel()
             host.check(host.core.frd_broadcast(host.handle, buffer.data_ptr(), count, kind, root, flags))
             if host.rank != root:
-                _copy_back([tensor], [buffer])
+                copy_back([tensor], [buffer])
 
     return call
 
@@ -112,14 +97,20 @@ def reduce_scatter_even(host: HostGroup, output: Tensor, tensor: Tensor, reducti
 
     def call(flags: int) -> None:
         with torch.no_grad():
-            source, target = _as_real(_readable(tensor)), _writable(output)
-            real = _as_real(target)
+            source, target = as_real(readable(tensor)), writable(output)
+            real = as_real(target)
             host.check(
                 host.core.frd_reduce_scatter_even(
-                    host.handle, source.data_ptr(), real.data_ptr(), real.numel(), TYPES[real.dtype], reduction, flags
+                    host.handle,
+                    source.data_ptr(),
+                    real.data_ptr(),
+                    real.numel(),
+                    TYPES[real.dtype],
+                    reduction,
+                    flags,
                 )
             )
-            _copy_back([output], [target])
+            copy_back([output], [target])
 
     return call
 
@@ -134,8 +125,8 @@ def reduce_scatter(host: HostGroup, output: Tensor, parts: Sequence[Tensor], red
 
     def call(flags: int) -> None:
         with torch.no_grad():
-            sources, target = [_as_real(_readable(part)) for part in parts], _writable(output)
-            real = _as_real(target)
+            sources, target = [as_real(readable(part)) for part in parts], writable(output)
+            real = as_real(target)
             status = host.core.frd_reduce_scatter(
                 host.handle,
                 _pointers(sources),
@@ -146,7 +137,7 @@ def reduce_scatter(host: HostGroup, output: Tensor, parts: Sequence[Tensor], red
                 flags,
             )
             host.check(status)
-            _copy_back([output], [target])
+            copy_back([output], [target])
 
     return call
 
@@ -157,12 +148,12 @@ def all_gather_even(host: HostGroup, output: Tensor, tensor: Tensor) -> Call:
 
     def call(flags: int) -> None:
         with torch.no_grad():
-            source, target = _readable(tensor), _writable(output)
+            source, target = readable(tensor), writable(output)
             status = host.core.frd_all_gather_even(
                 host.handle, source.data_ptr(), target.data_ptr(), source.numel(), kind, flags
             )
             host.check(status)
-            _copy_back([output], [target])
+            copy_back([output], [target])
 
     return call
 
@@ -173,12 +164,12 @@ def all_gather(host: HostGroup, parts: Sequence[Tensor], tensor: Tensor) -> Call
 
     def call(flags: int) -> None:
         with torch.no_grad():
-            source, targets = _readable(tensor), [_writable(part) for part in parts]
+            source, targets = readable(tensor), [writable(part) for part in parts]
             status = host.core.frd_all_gather(
                 host.handle, source.data_ptr(), _pointers(targets), _counts(targets), kind, flags
             )
             host.check(status)
-            _copy_back(parts, targets)
+            copy_back(parts, targets)
 
     return call
 
@@ -190,12 +181,12 @@ def gather(host: HostGroup, parts: Sequence[Tensor], tensor: Tensor, root: int) 
 
     def call(flags: int) -> None:
         with torch.no_grad():
-            source, targets = _readable(tensor), [_writable(part) for part in parts]
+            source, targets = readable(tensor), [writable(part) for part in parts]
             status = host.core.frd_gather(
                 host.handle, source.data_ptr(), _pointers(targets), source.numel(), kind, root, flags
             )
             host.check(status)
-            _copy_back(parts, targets)
+            copy_back(parts, targets)
 
     return call
 
@@ -207,12 +198,12 @@ def scatter(host: HostGroup, output: Tensor, parts: Sequence[Tensor], root: int)
 
     def call(flags: int) -> None:
         with torch.no_grad():
-            sources, target = [_readable(part) for part in parts], _writable(output)
+            sources, target = [readable(part) for part in parts], writable(output)
             status = host.core.frd_scatter(
                 host.handle, _pointers(sources), target.data_ptr(), target.numel(), kind, root, flags
             )
             host.check(status)
-            _copy_back([output], [target])
+            copy_back([output], [target])
 
     return call
 
@@ -223,12 +214,18 @@ def all_to_all(host: HostGroup, outputs: Sequence[Tensor], inputs: Sequence[Tens
 
     def call(flags: int) -> None:
         with torch.no_grad():
-            sources, targets = [_readable(part) for part in inputs], [_writable(part) for part in outputs]
+            sources, targets = [readable(part) for part in inputs], [writable(part) for part in outputs]
             status = host.core.frd_all_to_all(
-                host.handle, _pointers(sources), _counts(sources), _pointers(targets), _counts(targets), kind, flags
+                host.handle,
+                _pointers(sources),
+                _counts(sources),
+                _pointers(targets),
+                _counts(targets),
+                kind,
+                flags,
             )
             host.check(status)
-            _copy_back(outputs, targets)
+            copy_back(outputs, targets)
 
     return call
 
@@ -246,7 +243,9 @@ def _split(tensor: Tensor, splits: list[int], ranks: int, what: str) -> list[Ten
     rows = tensor.shape[0]
     if not splits:
         if rows % ranks:
-            raise ValueError(f"all_to_all: the {rows} rows of the {what} do not divide among {ranks} ranks; give splits")
+            raise ValueError(
+                f"all_to_all: the {rows} rows of the {what} do not divide among {ranks} ranks; give splits"
+            )
         splits = [rows // ranks] * ranks
     if len(splits) != ranks or sum(splits) != rows:
         raise ValueError(

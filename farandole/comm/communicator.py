@@ -67,13 +67,9 @@ class Communicator:
         self, output: Tensor, input: Tensor, op: ReduceName = "sum", *, async_op: bool = False
     ) -> dist.Work | None:
         """Reduce `input` (`size` equal parts along dimension 0) and keep this rank's part in `output`."""
-        return dist.reduce_scatter_tensor(
-            output, input, _REDUCE_OPS[op], group=self.group, async_op=async_op
-        )
+        return dist.reduce_scatter_tensor(output, input, _REDUCE_OPS[op], group=self.group, async_op=async_op)
 
-    def all_gather(
-        self, output: Tensor, input: Tensor, *, async_op: bool = False
-    ) -> dist.Work | None:
+    def all_gather(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> dist.Work | None:
         """Concatenate every rank's `input` into `output` (`size` times as large), in rank order."""
         return dist.all_gather_into_tensor(output, input, group=self.group, async_op=async_op)
 
@@ -85,9 +81,7 @@ class Communicator:
         self, tensor: Tensor, root: int = 0, op: ReduceName = "sum", *, async_op: bool = False
     ) -> dist.Work | None:
         """Reduce `tensor` over all ranks into the one of rank `root`; the others' keep their values."""
-        return dist.reduce(
-            tensor, group=self.group, group_dst=root, op=_REDUCE_OPS[op], async_op=async_op
-        )
+        return dist.reduce(tensor, group=self.group, group_dst=root, op=_REDUCE_OPS[op], async_op=async_op)
 
     def gather(
         self, tensor: Tensor, outputs: list[Tensor] | None = None, root: int = 0, *, async_op: bool = False

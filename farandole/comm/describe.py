@@ -17,6 +17,7 @@ _ROOTED = {
     Operation.SEND: "to",
     Operation.RECV: "from",
 }
+_MESSAGES = (Operation.SEND, Operation.RECV)
 
 
 class Roster:
@@ -37,61 +38,108 @@ def describe_call(call: Call, roster: Roster) -> str:
     operation = Operation(call.operation)
     if operation is Operation.NOTHING:
         return "nothing yet"
+    kind = TYPE_NAMES.get(call.type, "elements of an unknown type")
     details = []
     if operation in _REDUCING:
         details.append(REDUCTION_NAMES[call.op])
-    if operation not in (Operation.BARRIER, Operation.ALL_TO_ALL):
-        details.append(f"{call.count} x {TYPE_NAMES.get(call.type, 'unknown type')}")
-    elif operation is Operation.ALL_TO_ALL:
-        details.append(TYPE_NAMES.get(call.type, "unknown type"))
+    if operation is Operation.ALL_TO_ALL:
+        details.append(kind)
+    elif operation is not Operation.BARRIER:
+        details.append(f"{call.count} x {kind}")
     if operation in _ROOTED:
         known = 0 <= call.root < len(roster.ranks)
         details.append(f"{_ROOTED[operation]} {f'rank {roster.ranks[call.root]}' if known else 'any rank'}")
-    if operation in (Operation.SEND, Operation.RECV) and call.layout:
+    if operation in _MESSAGES and call.layout:
         details.append(f"tag {call.layout}")
     return f"{operation.name.lower()}({', '.join(details)})"
 
 
-def failure_to_error(failure: Failure, own: Call, roster: Roster) -> CommunicationError:
-    """The exception for a broken group, from the record that all its ranks share and this rank's own call."""
+def failure_to_error(failure: Failure, reader: int, roster: Roster, timeout_s: float) -> CommunicationError:
+    """The exception for a broken group, from the record that all its ranks share; rank `reader` will raise it."""
     status = Status(failure.status or Status.DIED)
     culprit = roster.rank(failure.culprit)
+    if failure.culprit == reader and status is Status.LEFT:
+        culprit = "this rank, " + culprit + ","
     theirs, reported = failure.culprit_call, failure.reporter_call
-    their_call = describe_call(theirs, roster)
-    if theirs.operation == Operation.NOTHING:
-        where = "before its first call in this group"
-    elif theirs.index >= reported.index or theirs.operation >= Operation.SEND:
-        where = f"in {their_call}"
-    else:
-        where = f"after its call number {theirs.index}, {their_call}"
-    waiting = (
-        f"{roster.rank(failure.reporter)} was in {describe_call(reported, roster)}, call number {reported.index} "
-        f"of {roster.group}"
-    )
     note = bytes(failure.note).split(b"\0")[0].decode(errors="replace")
+    for_whom = "waiting" if failure.reporter == failure.culprit else "waiting for it"
+    waiting = f"{roster.rank(failure.reporter)} was {for_whom} in {_numbered(reported, roster)}"
 
     if status is Status.DIED:
-        return RankDied(f"{culprit} died {where}, without leaving the group (killed, or crashed); {waiting}")
+        return RankDied(f"{culprit} died (killed, or crashed) {_place(theirs, reported, roster)}; {waiting}")
     if status is Status.LEFT:
-        ending = f" ({note})" if note else ""
-        return RankLeft(f"{culprit} ended{ending} {where}, while others still wait for it; {waiting}")
+        why = f" ({note})" if note else ""
+        return RankLeft(f"{culprit} left the group{why} {_place(theirs, reported, roster)}; {waiting}")
     if status is Status.LATE:
-        others = f" and {failure.missing - 1} more" if failure.missing > 1 else ""
-        doing = "its last call in this group was " + their_call if theirs.operation else "it has not called anything"
-        return RankLate(f"{culprit}{others} did not arrive before the deadline: {doing}; {waiting}")
+        return _late(failure, roster, timeout_s)
     if status is Status.MISMATCH:
         return CallMismatch(
-            f"{culprit} called {their_call} where {_witness(failure, roster)} {describe_call(reported, roster)} "
-            f"(call number {reported.index} of {roster.group}); {_difference(theirs, reported)}"
+            f"{culprit} called {describe_call(theirs, roster)} where {_witness(failure, roster)} "
+            f"{_numbered(reported, roster)}: {_difference(theirs, reported)}"
         )
     if status is Status.UNEVEN:
         return CallMismatch(
-            f"in all_to_all, call number {reported.index} of {roster.group}, {culprit} sends {reported.count} elements "
-            f"to {roster.rank(reported.root)}, which expects {reported.layout} from it"
+            f"{culprit} sends {reported.count} elements to {roster.rank(reported.root)}, which expects "
+            f"{reported.layout} from it, in {_numbered(theirs, roster)}"
         )
     if status is Status.INTERRUPTED:
-        return CommunicationError(f"{culprit} gave up {where} (an exception or Ctrl-C stopped it); {waiting}")
-    return CommunicationError(f"{culprit}: {status.name.lower()} in {describe_call(own, roster)}")
+        return CommunicationError(
+            f"{culprit} was interrupted (Ctrl-C, or another signal's handler) in {_numbered(reported, roster)}"
+        )
+    return CommunicationError(f"{culprit}: {status.name.lower()}; {waiting}")
+
+
+def describe_whereabouts(calls: Sequence[Call], reader: int, roster: Roster) -> str:
+    """For whom rank `reader` waits, from the last calls of all ranks."""
+    own = calls[reader]
+    behind = [
+        f"{roster.rank(rank)} has not arrived, its last call was {describe_call(call, roster)}"
+        for rank, call in enumerate(calls)
+        if call.index < own.index
+    ]
+    what = f"{_numbered(own, roster)}, " if own.operation else ""
+    return what + ("; ".join(behind) if behind else "which all ranks have begun")
+
+
+def _numbered(call: Call, roster: Roster) -> str:
+    if call.operation in _MESSAGES:
+        return f"{describe_call(call, roster)} of {roster.group}"
+    return f"{describe_call(call, roster)}, call number {call.index} of {roster.group}"
+
+
+def _place(theirs: Call, reported: Call, roster: Roster) -> str:
+    """Where a rank was when it ended."""
+    if theirs.operation == Operation.NOTHING:
+        return f"before its first call in {roster.group}"
+    call = describe_call(theirs, roster)
+    if theirs.operation in _MESSAGES:
+        return f"after it called {call}"
+    if theirs.index >= reported.index and reported.operation not in _MESSAGES:
+        return f"in {call}"
+    return f"after {call}, its call number {theirs.index}"
+
+
+def _late(failure: Failure, roster: Roster, timeout_s: float) -> RankLate:
+    theirs, reported = failure.culprit_call, failure.reporter_call
+    who, waiter = roster.rank(failure.culprit), roster.rank(failure.reporter)
+    doing = (
+        f"its last call was {describe_call(theirs, roster)}" if theirs.operation else "it has made no call"
+    )
+    if reported.operation in _MESSAGES:
+        if reported.root < 0:
+            return RankLate(
+                f"no rank sent, within {timeout_s:g} s, what {waiter} was waiting for in {_numbered(reported, roster)}"
+            )
+        verb = "take" if reported.operation == Operation.SEND else "send"
+        return RankLate(
+            f"{who} did not {verb}, within {timeout_s:g} s, the message of {waiter} in "
+            f"{_numbered(reported, roster)}; {doing}"
+        )
+    others = f" and {failure.missing - 1} more" if failure.missing > 1 else ""
+    return RankLate(
+        f"{who}{others} did not arrive within {timeout_s:g} s ({doing}); {waiter} was waiting in "
+        f"{_numbered(reported, roster)}"
+    )
 
 
 def _witness(failure: Failure, roster: Roster) -> str:
@@ -101,15 +149,16 @@ def _witness(failure: Failure, roster: Roster) -> str:
 
 
 def _difference(a: Call, b: Call) -> str:
+    if a.operation != b.operation and not (a.operation in _MESSAGES and b.operation in _MESSAGES):
+        return "the operations differ"
     parts = {
-        "operation": (a.operation, b.operation),
-        "element type": (a.type, b.type),
+        "type of elements": (a.type, b.type),
         "reduction": (a.op, b.op),
         "root": (a.root, b.root),
         "number of elements": (a.count, b.count),
         "split of the elements among the ranks": (a.layout, b.layout),
     }
-    if a.operation != b.operation:
-        return "the operations differ"
+    if a.operation in _MESSAGES:
+        del parts["root"]
     different = [name for name, (one, other) in parts.items() if one != other]
     return f"they differ in {' and '.join(different)}" if different else "their calls are out of step"

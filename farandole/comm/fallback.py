@@ -10,6 +10,11 @@ import torch
 import torch.distributed as dist
 
 
+def has_nccl() -> bool:
+    """Whether CUDA tensors can be communicated here."""
+    return torch.cuda.is_available() and dist.is_nccl_available()
+
+
 def torch_group(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> dist.ProcessGroup:
     """A group over the same ranks: Gloo for CPU tensors and, where there is one, NCCL for CUDA tensors."""
     kinds = dist.ProcessGroup.BackendType
@@ -17,28 +22,36 @@ def torch_group(store: dist.Store, rank: int, size: int, timeout: timedelta, nam
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
     group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
     group._set_default_backend(kinds.GLOO)
-    if torch.cuda.is_available() and dist.is_nccl_available():
+    if has_nccl():
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, options)
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
-    group._set_group_name(f"{name}/torch")
+    group._set_group_name(f"{name}/torch")  # type: ignore[arg-type]  # a NewType of str
     return group
 
 
 class LazyBackend:
-    """What `_get_backend` answers for CPU tensors: torch's Gloo, made when something of it is used.
+    """What `_get_backend` answers for CPU tensors: a stand-in for torch's Gloo, made when something of it is used.
 
-    Making Gloo is a collective call, and torch asks for the backend only to look at its abilities, on one
-    rank at times; those are answered here.
+    Making Gloo is a collective call, and torch asks for the backend mostly to look at its abilities, on one
+    rank at times; those are answered here.  It says that its class is Gloo's, as it stands for one: by that
+    torch decides where a new timeout goes.
     """
 
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
 
-    def __init__(self, make: Callable[[], dist.ProcessGroup]) -> None:
+    def __init__(
+        self, make: Callable[[], dist.ProcessGroup], set_timeout: Callable[[timedelta], None]
+    ) -> None:
         self._make = make
+        self._set_default_timeout = set_timeout
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return dist.ProcessGroupGloo
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Buffers come from `Communicator.empty`, not from here."""

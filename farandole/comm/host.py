@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from farandole.comm.errors import RankLate
+
 
 @functools.cache
 def host_identity() -> str:
@@ -86,23 +88,43 @@ class Peer:
     segment: SegmentName | None
 
 
-def exchange_peers(store: dist.Store, rank: int, size: int, mine: Peer, timeout: timedelta) -> list[Peer]:
-    """Every rank's `Peer`, in rank order."""
-    texts = exchange(store, "peer", rank, size, json.dumps(asdict(mine)), timeout)
-    peers = []
-    for text in texts:
-        fields = json.loads(text)
-        segment = fields.pop("segment")
-        peers.append(Peer(**fields, segment=None if segment is None else SegmentName(**segment)))
-    return peers
+class Meeting:
+    """The ranks of a group tell each other things through the store of the group, before they share memory.
 
+    A store may outlive a group, and a group of the same name meet there again (torchrun keeps one store for
+    a job), so that every key carries the number of the meeting, which each rank counts in the store.
+    """
 
-def exchange(store: dist.Store, topic: str, rank: int, size: int, text: str, timeout: timedelta) -> list[str]:
-    """All-gather a text through the store."""
-    keys = [f"farandole/{topic}/{r}" for r in range(size)]
-    store.set(keys[rank], text or " ")
-    store.wait(keys, timeout)
-    return [store.get(key).decode().strip() for key in keys]
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, who: str) -> None:
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._who = who
+        number = store.add(f"meetings/{rank}", 1)
+        self.store = dist.PrefixStore(f"meeting-{number}/", store)
+
+    def exchange(self, topic: str, text: str) -> list[str]:
+        """All-gather a text.  `RankLate` if a rank does not come in time."""
+        keys = [f"{topic}/{rank}" for rank in range(self._size)]
+        self.store.set(keys[self._rank], text or " ")
+        try:
+            self.store.wait(keys, self._timeout)
+        except dist.DistStoreError as error:
+            missing = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
+            raise RankLate(
+                f"{self._who} could not be made: of its {self._size} ranks, number {', '.join(missing)} did not "
+                f"come within {self._timeout.total_seconds():g} s"
+            ) from error
+        return [self.store.get(key).decode().strip() for key in keys]
+
+    def exchange_peers(self, mine: Peer) -> list[Peer]:
+        """Every rank's `Peer`, in rank order."""
+        peers = []
+        for text in self.exchange("peer", json.dumps(asdict(mine))):
+            fields = json.loads(text)
+            segment = fields.pop("segment")
+            peers.append(Peer(**fields, segment=None if segment is None else SegmentName(**segment)))
+        return peers
 
 
 class Processes:

@@ -6,28 +6,24 @@ exceptions.  `process_group.py` puts tensors and asynchronous work on top.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
-import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from farandole import native
-from farandole.comm.describe import Roster, failure_to_error
+from farandole.comm.describe import Roster, describe_whereabouts, failure_to_error
+from farandole.comm.dtypes import TYPES
 from farandole.comm.host import (
+    Meeting,
     Peer,
     Processes,
     Segment,
     SegmentName,
-    exchange,
-    exchange_peers,
     host_identity,
     map_shared,
     open_segment,
@@ -35,7 +31,6 @@ from farandole.comm.host import (
 from farandole.native import Call, Failure, Status
 
 _processes = Processes()
-_open_groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
 
 
 class NotOnOneHost(Exception):
@@ -59,27 +54,32 @@ class HostGroup:
             raise OSError("the shared segment of the group could not be mapped")
         self.core.frd_announce(self.handle, os.getpid())
         self._regions = 0
-        _open_groups.add(self)
 
     @classmethod
     def meet(
-        cls, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, global_ranks: Sequence[int]
+        cls,
+        meeting: Meeting,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        global_ranks: Sequence[int],
     ) -> HostGroup:
-        """Meet the other ranks through `store`.  `NotOnOneHost`, on all ranks alike, if memory cannot be shared."""
+        """Make it with the other ranks.  `NotOnOneHost`, on all ranks alike, if memory cannot be shared."""
         reason = native.why_unavailable()
         if size > native.MAX_RANKS:
             reason = f"{size} ranks are more than the {native.MAX_RANKS} that one segment serves"
         own = None if rank or reason else Segment(native.library().frd_segment_bytes(size), "group")
         try:
             mine = Peer(f"{host_identity()}|{reason or ''}", os.getpid(), own.name if own else None)
-            peers = exchange_peers(store, rank, size, mine, timeout)
+            peers = meeting.exchange_peers(mine)
             if reasons := [peer.host.split("|")[1] for peer in peers if not peer.host.endswith("|")]:
                 raise NotOnOneHost(reasons[0])
             if hosts := {peer.host for peer in peers} - {mine.host}:
                 raise NotOnOneHost(f"its {size} ranks are on {len(hosts) + 1} hosts")
-            roster = Roster(f"group {name!r}", global_ranks, [peer.pid for peer in peers])
+            roster = Roster(name, global_ranks, [peer.pid for peer in peers])
             group, problem = cls._try_join(rank, peers, roster)
-            problems = exchange(store, "joined", rank, size, problem, timeout)
+            problems = meeting.exchange("joined", problem)
         finally:
             if own:
                 own.close()
@@ -109,18 +109,40 @@ class HostGroup:
         self.timeout_s = timeout.total_seconds()
         self.core.frd_set_timeout(self.handle, self.timeout_s)
 
+    def within(self, timeout_s: float, call: Callable[[int], None]) -> Callable[[int], None]:
+        """A call with a timeout of its own."""
+
+        def timed(flags: int) -> None:
+            usual, self.timeout_s = self.timeout_s, timeout_s
+            self.core.frd_set_timeout(self.handle, timeout_s)
+            try:
+                call(flags)
+            finally:
+                self.timeout_s = usual
+                self.core.frd_set_timeout(self.handle, usual)
+
+        return timed
+
     def check(self, status: int) -> None:
         """Raise what a status code of the core stands for."""
         if status == Status.OK:
             return
         if status == Status.INTERRUPTED and threading.current_thread() is threading.main_thread():
             native.raise_pending_interrupt()
-        failure, own = Failure(), Call()
+        if status == Status.UNSUPPORTED:
+            raise ValueError("the core does not have this reduction for this type of elements")
+        failure = Failure()
         self.core.frd_get_failure(self.handle, ctypes.byref(failure))
-        self.core.frd_get_call(self.handle, self.rank, ctypes.byref(own))
-        raise failure_to_error(failure, own, self.roster)
+        raise failure_to_error(failure, self.rank, self.roster, self.timeout_s)
 
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def whereabouts(self) -> str:
+        """For a person: which ranks are behind this one, and in which calls."""
+        calls = [Call() for _ in range(self.size)]
+        for rank, call in enumerate(calls):
+            self.core.frd_get_call(self.handle, rank, ctypes.byref(call))
+        return describe_whereabouts(calls, self.rank, self.roster)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
         """A tensor in memory that all ranks of the group can reach; every rank asks for the same."""
         elements = 1
         for length in shape:
@@ -132,9 +154,9 @@ class HostGroup:
             name = torch.zeros(3, dtype=torch.int64)
             if own:
                 name = torch.tensor([own.name.pid, own.name.descriptor, own.name.inode])
-            self._broadcast(name)
+            self._broadcast(name, flags)
             descriptor = open_segment(SegmentName(*name.tolist()))
-            self._barrier()  # everybody has it open
+            self.check(self.core.frd_barrier(self.handle, flags))  # everybody has it open
         finally:
             if own:
                 own.close()
@@ -150,23 +172,25 @@ class HostGroup:
             raise MemoryError("no memory to record a shared buffer")
         # the tensor keeps `part`, and that keeps the mapping; when the tensor goes, so do they
         weakref.finalize(part, _forget_region, weakref.ref(self), number).atexit = False
-        return torch.frombuffer(part, dtype=dtype, count=elements).view(*shape) if elements else torch.empty(
-            *shape, dtype=dtype
+        return (
+            torch.frombuffer(part, dtype=dtype, count=elements).view(*shape)
+            if elements
+            else torch.empty(*shape, dtype=dtype)
         )
 
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        from farandole.comm.dtypes import TYPES
+    def _broadcast(self, tensor: torch.Tensor, flags: int) -> None:
+        kind, root = TYPES[tensor.dtype], 0
+        self.check(self.core.frd_broadcast(self.handle, tensor.data_ptr(), tensor.numel(), kind, root, flags))
 
-        status = self.core.frd_broadcast(self.handle, tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], 0, 0)
-        self.check(status)
-
-    def _barrier(self) -> None:
-        self.check(self.core.frd_barrier(self.handle, 0))
-
-    def leave(self, note: str = "") -> None:
+    def leave(self, note: str) -> None:
         """Tell the others that this rank makes no further call."""
         if self.handle and os.getpid() == self._owner:
             self.core.frd_leave(self.handle, note.encode()[: native.NOTE_BYTES - 1])
+
+    def give_up(self) -> None:
+        """Leave, and have this process's calls under way return, with an error."""
+        if self.handle and os.getpid() == self._owner:
+            self.core.frd_give_up(self.handle)
 
     def close(self) -> None:
         """Leave, and give the memory back.  No call may be under way."""
@@ -176,19 +200,9 @@ class HostGroup:
         handle, self.handle = self.handle, None
         self.core.frd_close(handle)
         _processes.unwatch(self._pids)
-        _open_groups.discard(self)
 
 
 def _forget_region(group: weakref.ref[HostGroup], number: int) -> None:
     alive = group()
     if alive is not None and alive.handle:
         alive.core.frd_region_remove(alive.handle, number)
-
-
-@atexit.register
-def _leave_all_groups() -> None:
-    """A process that ends says so, with the exception that ended it, if that is known."""
-    error: Any = getattr(sys, "last_value", None)
-    note = f"after {type(error).__name__}: {error}" if error is not None else "its program came to its end"
-    for group in list(_open_groups):
-        group.leave(note)

@@ -2,84 +2,168 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from farandole.comm.dense import readable, writable
 from farandole.comm.dtypes import TYPES
+from farandole.comm.errors import CommunicationError, RankLate
 from farandole.comm.host_group import HostGroup
-from farandole.comm.work import LaneFuture, _callbacks, _FarandoleWork, flags_here
-from farandole.native import Status
+from farandole.comm.work import FarandoleWork, OutcomeFuture, flags_here, seconds_of
+from farandole.native import TRY, Status
+
+ANY_RANK = -1
 
 
-class MessageWork(_FarandoleWork):
+class MessageWork(FarandoleWork):
     """A send or a receive under way.  The core moves it along whether somebody waits or not."""
 
-    def __init__(self, group: HostGroup, tensor: torch.Tensor, peer: int, tag: int, *, sends: bool) -> None:
+    def __init__(self, host: HostGroup, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> None:
         super().__init__([tensor])
-        self._group = group
-        self._buffer = tensor if tensor.is_contiguous() else tensor.contiguous()
-        self._sends = sends
-        self._future: LaneFuture | None = None
-        post = group.core.frd_post_send if sends else group.core.frd_post_recv
+        with torch.no_grad():
+            self._buffer = readable(tensor) if sends else writable(tensor)
+        self._host = host
+        self.sends = sends
+        self._source = peer
+        self._outcome: OutcomeFuture | None = None
+        self._lock = threading.Lock()  # held by the thread that waits
+        post = host.core.frd_post_send if sends else host.core.frd_post_recv
         size = self._buffer.numel() * self._buffer.element_size()
         self._message: int | None = post(
-            group.handle, self._buffer.data_ptr(), size, TYPES[tensor.dtype], peer, tag, 1
+            host.handle, self._buffer.data_ptr(), size, TYPES[tensor.dtype], peer, tag, 1
         )
         if not self._message:
             raise MemoryError("no memory for a message")
-        self._source = peer
 
     def is_completed(self) -> bool:
-        """Whether a send may be changed again, or a receive is there."""
+        """Whether a send may be changed again, or a receive is there, or has failed."""
         if self._message is None:
             return True
-        return bool(self._group.core.frd_message_test(self._group.handle, self._message) != Status.PENDING)
+        if not self._lock.acquire(False):
+            return False  # somebody waits for it
+        try:
+            if self._message is not None:
+                status = self._host.core.frd_message_test(self._host.handle, self._message)
+                if status == Status.PENDING:
+                    return False
+                with contextlib.suppress(CommunicationError):  # kept, for `wait`
+                    self._settle(status)
+            return True
+        finally:
+            self._lock.release()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the message has moved; raise if its other end is gone or late."""
-        seconds = timeout.total_seconds() if timeout is not None else 0
-        return self._finish(seconds if seconds > 0 else self._group.timeout_s)
+        """Block until the message has moved; raise if its other end is gone or late.
 
-    def _finish(self, timeout_s: float) -> bool:
-        if self._message is None:
-            if self._error is not None:
-                raise self._error
-            return True
-        core, handle = self._group.core, self._group.handle
-        status = core.frd_message_wait(handle, self._message, timeout_s, flags_here())
-        message, self._message = self._message, None
+        After `timeout` the message is still under way, and may be waited for again; after the timeout of
+        the group it has failed.
+        """
+        seconds = seconds_of(timeout)
+        if self._message is not None:
+            if not self._lock.acquire(timeout=seconds if seconds is not None else -1):
+                raise RankLate(f"the message was not complete within {seconds:g} s")
+            try:
+                if self._message is not None:
+                    self._finish(seconds)
+            finally:
+                self._lock.release()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _finish(self, seconds: float | None) -> None:
+        core, handle, flags = self._host.core, self._host.handle, flags_here()
+        if seconds is None:
+            status = core.frd_message_wait(handle, self._message, self._host.timeout_s, flags)
+        else:
+            status = core.frd_message_wait(handle, self._message, seconds, flags | TRY)
+        if status == Status.PENDING:
+            raise RankLate(f"the message was not complete within {seconds:g} s")
+        self._settle(status)
+
+    def _settle(self, status: int) -> None:
+        """Give the message back to the core, and keep what became of it."""
+        core, message = self._host.core, self._message
         self._source = core.frd_message_source(message)
-        core.frd_message_release(handle, message)
+        core.frd_message_release(self._host.handle, message)
         try:
-            self._group.check(status)
+            self._host.check(status)
+            if not self.sends and self._buffer is not self._tensors[0]:
+                with torch.no_grad():
+                    self._tensors[0].copy_(self._buffer)
         except BaseException as error:
             self._error = error
             raise
-        if not self._sends and self._buffer is not self._tensors[0]:
-            with torch.no_grad():
-                self._tensors[0].copy_(self._buffer)
-        return True
+        finally:
+            self._message = None  # from here on it is complete
 
-    def _source_rank(self) -> int:
-        return self._source
+    def withdraw(self) -> None:
+        """Take back a message that has not moved, if nobody waits for it."""
+        if self._message is not None and self._lock.acquire(False):
+            try:
+                if self._message is not None:
+                    self._error = CommunicationError("the group was destroyed before the message came")
+                    self._host.core.frd_message_release(self._host.handle, self._message)
+                    self._message = None
+            finally:
+                self._lock.release()
 
     def source_rank(self) -> int:
         """The rank in the group that a receive came from."""
         return self._source
 
+    _source_rank = source_rank
+
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the tensor; a thread waits for the message."""
-        if self._future is None:
-            self._future = LaneFuture()
-            _callbacks.submit(self._complete_future, self._future)
-        return self._future
+        if self._outcome is None:
+            self._outcome = OutcomeFuture(self)
+            if self.is_completed():
+                self._outcome.complete()
+            else:
+                threading.Thread(target=self._complete_future, name="farandole-message", daemon=True).start()
+        return self._outcome.future
 
-    def _complete_future(self, future: LaneFuture) -> None:
-        try:
+    def _complete_future(self) -> None:
+        assert self._outcome is not None
+        with contextlib.suppress(CommunicationError):  # the future tells
             self.wait()
-        except BaseException as error:  # goes to whoever holds the future
-            future.complete(self._tensors, error)
-        else:
-            future.complete(self._tensors, None)
+        self._outcome.complete()
+
+
+class Messages:
+    """The messages of one group that nobody has seen complete; they must live until they have moved."""
+
+    def __init__(self) -> None:
+        self._open: list[MessageWork] = []
+        self._lock = threading.Lock()
+        self._next_look = 64
+
+    def post(self, host: HostGroup, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> MessageWork:
+        """Begin to send `tensor` to `peer`, or to receive it from there."""
+        work = MessageWork(host, tensor, peer, tag, sends=sends)
+        with self._lock:
+            self._open.append(work)
+            if len(self._open) >= self._next_look:  # seldom enough to cost nothing per message
+                self._open = [work for work in self._open if not work.is_completed()]
+                self._next_look = 64 + 2 * len(self._open)
+        return work
+
+    def close(self, patience_s: float) -> bool:
+        """Take receives back, let sends arrive; False if some take longer than `patience_s`."""
+        deadline = time.monotonic() + patience_s
+        for work in self._open:
+            if not work.sends:
+                work.withdraw()
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.001)
+        self._open = []
+        return True

@@ -2,6 +2,11 @@
 
 A call that nobody waits for runs on the lane's own thread.  Whoever waits for a call helps: if the lane
 is idle, the waiting thread runs the next calls itself, which spares two changes of thread.
+
+The callbacks of a call's future run inside the lane, right after the call, and the calls that they issue
+run at once, before those that wait.  So they keep their place in the order whether a callback was attached
+before its call was complete or after, when it runs in the thread that attaches it: hooks of DDP that
+communicate in callbacks (PowerSGD's do) issue the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +15,6 @@ import _thread
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -18,14 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from farandole.comm.errors import RankLate
+from farandole.comm.errors import CommunicationError, RankLate
 from farandole.native import BACKGROUND, MAIN_THREAD
 
 Call = Callable[[int], None]
 """A blocking call of the core; its argument are the flags of farandole.native."""
-
-# Callbacks of futures may themselves wait for collectives (PowerSGD's do), so they must not hold a lane up.
-_callbacks = ThreadPoolExecutor(max_workers=64, thread_name_prefix="farandole-callback")
 
 
 def flags_here() -> int:
@@ -33,42 +34,13 @@ def flags_here() -> int:
     return MAIN_THREAD if threading.current_thread() is threading.main_thread() else 0
 
 
-class LaneFuture(torch.futures.Future):  # type: ignore[type-arg]
-    """A torch future that is completed in place unless somebody attached a callback."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._guard = threading.RLock()
-        self._has_callbacks = False
-
-    def then(self, callback: Callable[..., Any]) -> torch.futures.Future[Any]:
-        """As torch's."""
-        with self._guard:
-            self._has_callbacks = True
-            return super().then(callback)
-
-    def add_done_callback(self, callback: Callable[..., Any]) -> None:
-        """As torch's."""
-        with self._guard:
-            self._has_callbacks = True
-            super().add_done_callback(callback)
-
-    def complete(self, tensors: list[torch.Tensor], error: BaseException | None) -> None:
-        """Set the result or the error, on another thread if callbacks would run here."""
-        with self._guard:
-            if not self._has_callbacks:
-                self._set(tensors, error)
-                return
-        _callbacks.submit(self._set, tensors, error)
-
-    def _set(self, tensors: list[torch.Tensor], error: BaseException | None) -> None:
-        if error is None:
-            self.set_result(tensors)
-        else:
-            self.set_exception(error)  # type: ignore[arg-type]
+def seconds_of(timeout: timedelta | None) -> float | None:
+    """A timeout of torch's in seconds; None where none was given (torch also says that with 0 and -1 ms)."""
+    seconds = timeout.total_seconds() if timeout is not None else 0.0
+    return seconds if seconds > 0 else None
 
 
-class _FarandoleWork(dist.Work):
+class FarandoleWork(dist.Work):
     """What all our works have in common: the tensors that they write, and how they end."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -92,8 +64,16 @@ class _FarandoleWork(dist.Work):
         """The same as `wait`: there are no streams on a CPU."""
         self.wait()
 
+    def outcome(self) -> list[torch.Tensor]:
+        """The tensors of complete work; raises its error."""
+        if isinstance(self._error, Exception):
+            raise self._error
+        if self._error is not None:  # Ctrl-C, which was for the thread that it hit
+            raise CommunicationError(f"the work was interrupted by {type(self._error).__name__}")
+        return self._tensors
 
-class CompletedWork(_FarandoleWork):
+
+class CompletedWork(FarandoleWork):
     """Work that was done before the call returned."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -111,7 +91,23 @@ class CompletedWork(_FarandoleWork):
         return future
 
 
-class LaneWork(_FarandoleWork):
+class OutcomeFuture:
+    """A torch future of the outcome of work.
+
+    `torch.futures.Future.set_exception` is seen by Python only; C++ code, DDP's reducer for one, would take the
+    exception for a result.  What a callback raises is seen by both.
+    """
+
+    def __init__(self, work: FarandoleWork) -> None:
+        self._source: torch.futures.Future[None] = torch.futures.Future()
+        self.future: torch.futures.Future[Any] = self._source.then(lambda _: work.outcome())
+
+    def complete(self) -> None:
+        """Complete it, and run its callbacks on this thread."""
+        self._source.set_result(None)
+
+
+class LaneWork(FarandoleWork):
     """One call in a lane."""
 
     def __init__(self, lane: Lane, call: Call, tensors: Sequence[torch.Tensor]) -> None:
@@ -121,35 +117,34 @@ class LaneWork(_FarandoleWork):
         self._running = _thread.allocate_lock()  # held until the call is complete
         self._running.acquire()
         self._complete = False
-        self._future: LaneFuture | None = None
-        self._future_lock = _thread.allocate_lock()
+        self._outcome: OutcomeFuture | None = None
+        self._outcome_lock = _thread.allocate_lock()
 
     def run(self, flags: int) -> None:
-        """Make the call; the lane is held by this thread."""
-        assert self._call is not None
+        """Make the call, then the callbacks that wait for it; the lane is held by this thread."""
+        call, self._call = self._call, None
         try:
-            self._call(flags)
+            if call is not None:
+                call(flags)
         except BaseException as error:  # kept for whoever waits, KeyboardInterrupt too
             self._error = error
-        self._call = None
-        with self._future_lock:
+        with self._outcome_lock:
             self._complete = True
-            future = self._future
+            outcome = self._outcome
         self._running.release()
-        if future is not None:
-            future.complete(self._tensors, self._error)
+        if outcome is not None:
+            outcome.complete()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call is complete, or `timeout`; raise its error."""
-        if timeout is not None and timeout.total_seconds() > 0:
-            if not self._running.acquire(timeout=timeout.total_seconds()):
-                raise RankLate(f"the work was not complete within {timeout.total_seconds():g} s")
-            self._running.release()
-        else:
+        seconds = seconds_of(timeout)
+        if seconds is None or self._lane.is_mine():
             while not self._complete and self._lane.help():
                 pass
-            with self._running:
-                pass
+            self._running.acquire()
+        elif not self._running.acquire(timeout=seconds):
+            raise RankLate(f"the work was not complete within {seconds:g} s: {self._lane.whereabouts()}")
+        self._running.release()
         if self._error is not None:
             raise self._error
         return True
@@ -160,40 +155,61 @@ class LaneWork(_FarandoleWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the tensors."""
-        with self._future_lock:
-            if self._future is not None:
-                return self._future
-            future = self._future = LaneFuture()
-            complete = self._complete
+        with self._outcome_lock:
+            if self._outcome is None:
+                self._outcome = OutcomeFuture(self)
+                complete = self._complete
+            else:
+                complete = False
         if complete:
-            future.complete(self._tensors, self._error)
-        return future
+            self._outcome.complete()
+        return self._outcome.future
 
 
 class Lane:
-    """Runs the calls of one group in order, on its own thread or on that of whoever waits."""
+    """Runs the calls of one group in order, on its own thread or on that of whoever waits.
 
-    def __init__(self, name: str) -> None:
+    `whereabouts` tells a person for whom the call under way waits.
+    """
+
+    def __init__(self, name: str, whereabouts: Callable[[], str]) -> None:
+        self.whereabouts = whereabouts
         self._name = name
         self._waiting: deque[LaneWork] = deque()
         self._running = _thread.allocate_lock()
+        self._runner: int | None = None  # the thread that runs works, while it may run callbacks
         self._tickets: SimpleQueue[bool] = SimpleQueue()  # one per work, for the thread
         self._thread: threading.Thread | None = None
 
     def run(self, call: Call, tensors: Sequence[torch.Tensor]) -> dist.Work:
         """Make a call now and return when it is done; after those that were issued before."""
-        if self._waiting or not self._running.acquire(False):
+        if not self.enter():
             self.submit(call, tensors).wait()
             return COMPLETED
         try:
             call(flags_here())
         finally:
-            self._running.release()
+            self.leave()
         return COMPLETED
 
+    def enter(self) -> bool:
+        """Take the lane for this thread if nothing waits or runs in it; `leave` gives it back."""
+        return not self._waiting and self._running.acquire(False)
+
+    def leave(self) -> None:
+        """Give the lane back after `enter`."""
+        self._running.release()
+
+    def is_mine(self) -> bool:
+        """Whether this thread is in a callback of a work of this lane."""
+        return self._runner == _thread.get_ident()
+
     def submit(self, call: Call, tensors: Sequence[torch.Tensor]) -> LaneWork:
-        """Have a call made in its turn."""
+        """Have a call made in its turn; a callback's at once."""
         work = LaneWork(self, call, tensors)
+        if self.is_mine():
+            work.run(flags_here())
+            return work
         self._waiting.append(work)
         if self._thread is None:
             self._thread = threading.Thread(target=self._main, name=f"farandole-{self._name}", daemon=True)
@@ -202,7 +218,9 @@ class Lane:
         return work
 
     def help(self) -> bool:
-        """Run the next call on this thread, if there is one and nobody is running any."""
+        """Run the next call on this thread, if there is one and nobody else is running any."""
+        if self.is_mine():
+            return self._run_next(flags_here())
         if not self._running.acquire(False):
             return False
         try:
@@ -210,16 +228,31 @@ class Lane:
         finally:
             self._running.release()
 
-    def close(self) -> None:
-        """End the thread after the calls that were issued."""
-        self._tickets.put(False)
+    def close(self, patience_s: float) -> bool:
+        """Complete the calls that were issued and end the thread; False if that takes longer than `patience_s`."""
+        if self._thread is not None and not self.is_mine():
+            self._tickets.put(False)
+            self._thread.join(patience_s)
+            if self._thread.is_alive():
+                return False
+        if not self._running.acquire(timeout=patience_s):
+            return False
+        self._running.release()
+        return True
 
     def _run_next(self, flags: int) -> bool:
         try:
             work = self._waiting.popleft()
         except IndexError:
             return False
-        work.run(flags)
+        outer, self._runner = self._runner, _thread.get_ident()
+        try:
+            work.run(flags)
+        finally:
+            self._runner = outer
+        error = work.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise error  # Ctrl-C is for this thread, whoever issued the work
         return True
 
     def _main(self) -> None:

@@ -67,9 +67,9 @@ def run(orders: Orders, target: str, arguments: list[str]) -> None:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except SystemExit as end:
-        if isinstance(end.code, str):  # sys.exit("message") is a failure with a message and no trace
-            _fail(ErrorReport.now(kind="SystemExit", message=end.code, trace=end.code + "\n"))
-        raise
+        if end.code in (None, 0):
+            raise
+        _fail(_exit_report(end.code))
     except Exception as error:  # reported, and the process ends
         _fail(_report(error))
 
@@ -97,6 +97,13 @@ def _report(error: Exception) -> ErrorReport:
     )
 
 
+def _exit_report(code: object) -> ErrorReport:
+    """The report of sys.exit(7), or of sys.exit("message"), which has a message and no trace."""
+    if isinstance(code, int):
+        return ErrorReport.now(kind="SystemExit", message=f"exit status {code}", trace="", status=code & 0xFF)
+    return ErrorReport.now(kind="SystemExit", message=str(code), trace=f"{code}\n")
+
+
 def _fail(report: ErrorReport) -> NoReturn:
     """Leave the report for the launcher; without one (it could not be written) show it here."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -104,7 +111,7 @@ def _fail(report: ErrorReport) -> NoReturn:
         write_report(path or "", report)
     except OSError:
         sys.stderr.write(report.trace)
-    sys.exit(1)
+    sys.exit(report.status)
 
 
 def _of_program(trace: TracebackType | None) -> TracebackType | None:

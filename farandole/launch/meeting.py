@@ -27,9 +27,30 @@ LOOPBACK = "127.0.0.1"
 
 
 def open_store(placement: Placement, timeout_s: float) -> dist.Store:
-    """The store that all ranks of the job share; raises `LaunchError` if they cannot meet in time."""
+    """The store that all ranks of the job share; raises `LaunchError` if they cannot meet in time.
+
+    A launcher's store outlives the groups that are made through it, so that each time the ranks meet they
+    get a corner of their own, without the keys of the last time.
+    """
     if placement.size == 1:
         return dist.HashStore()
+    store = _open(placement, timeout_s)
+    times = store.add(f"farandole/met/{placement.rank}", 1)
+    return dist.PrefixStore(f"farandole/{times}", store)
+
+
+def wait_for_readers(store: dist.Store, placement: Placement) -> None:
+    """Called by all ranks when they have read what they need to make their group.
+
+    Rank 0, whose end may be that of the store, waits for the others.
+    """
+    if placement.rank > 0:
+        store.set(f"farandole/has read/{placement.rank}", "")
+    else:
+        store.wait([f"farandole/has read/{rank}" for rank in range(1, placement.size)])
+
+
+def _open(placement: Placement, timeout_s: float) -> dist.Store:
     match placement.meeting:
         case TorchVariables():
             timeout = timedelta(seconds=timeout_s)
@@ -83,7 +104,8 @@ def _on_host(job: str, placement: Placement, timeout_s: float) -> dist.Store:
         store = host_store()
         _tell_port(name, store.port, placement.size - 1, timeout_s)
     else:
-        store = dist.TCPStore(LOOPBACK, _learn_port(name, placement, timeout_s), is_master=False)
+        port, timeout = _learn_port(name, placement, timeout_s), timedelta(seconds=timeout_s)
+        store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 

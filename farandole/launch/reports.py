@@ -26,15 +26,20 @@ class ErrorReport:
     kind: str
     message: str
     trace: str
+    """What to show: a traceback, the text of sys.exit("text"), or nothing for sys.exit(7)."""
     consequence: bool
     """Whether it tells of another rank's failure: a communication error."""
     time: float
     """When, in seconds since the epoch."""
+    status: int = 1
+    """The exit status with which the rank ends."""
 
     @staticmethod
-    def now(kind: str, message: str, trace: str, consequence: bool = False) -> ErrorReport:
+    def now(
+        kind: str, message: str, trace: str, *, consequence: bool = False, status: int = 1
+    ) -> ErrorReport:
         """A report of this moment."""
-        return ErrorReport(kind, message, trace, consequence, time.time())
+        return ErrorReport(kind, message, trace, consequence, time.time(), status)
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ def explain(endings: Sequence[Ending]) -> str:
     same = [e.rank for e in endings if e is not cause and _same_report(e, cause)]
     others = [e for e in endings if e is not cause and e.rank not in same]
     parts = [_headline(cause)]
-    if cause.report is not None:
+    if cause.report is not None and cause.report.trace:
         parts.append("\n" + cause.report.trace.rstrip() + "\n")
     elif cause.status == -signal.SIGKILL:
         parts.append(OUT_OF_MEMORY_HINT)
@@ -102,14 +107,16 @@ def find_cause(endings: Sequence[Ending]) -> Ending:
 def exit_status(ending: Ending) -> int:
     """The launcher's exit status for this cause, as a shell would give it."""
     if ending.report is not None:  # it may have been stopped while it was ending
-        return max(ending.status, 1)
+        return ending.report.status
     return 128 - ending.status if ending.status < 0 else ending.status
 
 
 def _headline(cause: Ending) -> str:
     who = f"rank {cause.rank} (pid {cause.pid})"
-    if cause.report is not None:
+    if cause.report is not None and cause.report.trace:
         return f"{who} failed:"
+    if cause.report is not None:
+        return f"{who} ended with {cause.report.message}"
     if cause.status < 0:
         return f"{who} was killed by {_signal_name(-cause.status)}"
     return f"{who} ended with exit status {cause.status}"
@@ -121,7 +128,7 @@ def _aftermath(others: Sequence[Ending]) -> str:
     failed = [e for e in others if not _was_stopped(e)]
     clauses = []
     for ending in failed[:2]:
-        if ending.report is not None:
+        if ending.report is not None and ending.report.trace:
             clauses.append(f"rank {ending.rank} then failed with {ending.report.kind}")
         else:
             clauses.append(_headline(ending).replace(f" (pid {ending.pid})", ""))

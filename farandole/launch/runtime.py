@@ -16,7 +16,7 @@ import torch.distributed as dist
 from farandole.comm import Communicator, register
 from farandole.launch.cores import affinity, usable_cores
 from farandole.launch.environments import find_placement
-from farandole.launch.meeting import open_store
+from farandole.launch.meeting import open_store, wait_for_readers
 from farandole.launch.placement import LaunchError, Placement
 
 
@@ -93,13 +93,15 @@ def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Runtime:
         _share_cores(placement, os.environ)
     device = _device(placement.local_rank)
     register()
+    store = open_store(placement, timeout_s)
     dist.init_process_group(
         backend or "farandole",
-        store=open_store(placement, timeout_s),
+        store=store,
         rank=placement.rank,
         world_size=placement.size,
         timeout=timedelta(seconds=timeout_s),
     )
+    wait_for_readers(store, placement)
     return _runtime(placement.launcher, placement, device, owns_group=True)
 
 

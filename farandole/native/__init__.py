@@ -19,8 +19,9 @@ from pathlib import Path
 ABI = 1
 MAX_RANKS = 256
 NOTE_BYTES = 160
-BACKGROUND, MAIN_THREAD = 1, 2
-"""Flags of a collective: give the core up early while waiting; serve signals while waiting."""
+BACKGROUND, MAIN_THREAD, TRY = 1, 2, 4
+"""Flags of a call: give the core up early while waiting; serve signals while waiting; at the deadline of a
+message return `Status.PENDING` and leave the group whole."""
 
 
 class Status(IntEnum):
@@ -104,6 +105,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_join": (c_void_p, [c_int, c_int, c_int, POINTER(c_int)]),
     "frd_announce": (None, [c_void_p, c_int64]),
     "frd_leave": (None, [c_void_p, ctypes.c_char_p]),
+    "frd_give_up": (None, [c_void_p]),
     "frd_close": (None, [c_void_p]),
     "frd_set_timeout": (None, [c_void_p, c_double]),
     "frd_get_failure": (None, [c_void_p, POINTER(Failure)]),

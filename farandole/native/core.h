@@ -74,6 +74,7 @@ size_t frd_segment_bytes(int ranks);
 struct frd_group *frd_join(int descriptor, int rank, int ranks, const int *process_descriptors);
 void frd_announce(struct frd_group *, int64_t pid);
 void frd_leave(struct frd_group *, const char *note);  /* tells the others; the mapping stays */
+void frd_give_up(struct frd_group *);                  /* this process's calls under way return, with FRD_LEFT */
 void frd_close(struct frd_group *);                    /* unmaps; no call may be under way */
 void frd_set_timeout(struct frd_group *, double seconds);
 void frd_get_failure(struct frd_group *, struct frd_failure *);
@@ -84,8 +85,9 @@ int frd_region_add(struct frd_group *, uint64_t number, void *base, size_t strid
 void frd_region_remove(struct frd_group *, uint64_t number);
 
 /* Collectives.  `flags`: FRD_BACKGROUND gives the core up early while waiting, FRD_MAIN_THREAD serves
- * signals.  Counts are elements. */
-enum frd_flags { FRD_BACKGROUND = 1, FRD_MAIN_THREAD = 2 };
+ * signals.  FRD_TRY is for frd_message_wait: at the deadline return FRD_PENDING and leave the group whole.
+ * Counts are elements. */
+enum frd_flags { FRD_BACKGROUND = 1, FRD_MAIN_THREAD = 2, FRD_TRY = 4 };
 int frd_barrier(struct frd_group *, int flags);
 int frd_all_reduce(struct frd_group *, void *data, size_t count, int type, int op, int flags);
 int frd_reduce(struct frd_group *, void *data, size_t count, int type, int op, int root, int flags);
@@ -113,7 +115,7 @@ struct frd_message *frd_post_send(struct frd_group *, const void *data, size_t b
                                   int tag, int progress);
 struct frd_message *frd_post_recv(struct frd_group *, void *data, size_t bytes, int type, int peer, int tag,
                                   int progress);
-int frd_message_test(struct frd_group *, struct frd_message *);
+int frd_message_test(struct frd_group *, struct frd_message *); /* FRD_PENDING while it is under way */
 int frd_message_wait(struct frd_group *, struct frd_message *, double timeout, int flags);
 int frd_message_source(const struct frd_message *);
 void frd_message_release(struct frd_group *, struct frd_message *);

@@ -20,7 +20,7 @@ static int ranks_missing(const struct frd_group *g)
     return missing;
 }
 
-int break_group(struct frd_group *g, int status, int culprit, const struct frd_call *own)
+int break_between(struct frd_group *g, int status, int culprit, const struct frd_call *theirs, const struct frd_call *own)
 {
     uint32_t whole = WHOLE;
     if (atomic_compare_exchange_strong(&g->header->broken, &whole, BREAKING)) {
@@ -31,12 +31,18 @@ int break_group(struct frd_group *g, int status, int culprit, const struct frd_c
         failure->reporter = g->rank;
         failure->missing = ranks_missing(g);
         failure->culprit_pid = line->life.pid;
-        failure->culprit_call = last_call(line);
+        failure->culprit_call = *theirs;
         failure->reporter_call = *own;
         memcpy(failure->note, line->life.note, FRD_NOTE_BYTES);
         atomic_store(&g->header->broken, BROKEN);
     }
     return broken_status(g);
+}
+
+int break_group(struct frd_group *g, int status, int culprit, const struct frd_call *own)
+{
+    const struct frd_call theirs = last_call(&g->lines[culprit]);
+    return break_between(g, status, culprit, &theirs, own);
 }
 
 int broken_status(struct frd_group *g)

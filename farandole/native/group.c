@@ -69,6 +69,12 @@ void frd_leave(struct frd_group *g, const char *note)
     atomic_store(&line->life.state, GONE);
 }
 
+void frd_give_up(struct frd_group *g)
+{
+    frd_leave(g, "it destroyed the group");
+    atomic_store(&g->given_up, true);
+}
+
 void frd_close(struct frd_group *g)
 {
     messages_stop(g);

@@ -99,6 +99,7 @@ struct frd_group {
     struct frd_call current;
     double timeout, deadline;
     int flags;
+    atomic_bool given_up;        /* this process leaves: do not wait any longer */
     int crowded;                 /* > 0: somebody else wants this core, so do not spin */
     int process_descriptors[FRD_MAX_RANKS];
 
@@ -131,6 +132,7 @@ struct region find_region(struct frd_group *, const void *data, size_t bytes);
 
 /* failure.c */
 int break_group(struct frd_group *, int status, int culprit, const struct frd_call *own);
+int break_between(struct frd_group *, int status, int culprit, const struct frd_call *theirs, const struct frd_call *own);
 int broken_status(struct frd_group *);
 
 /* agreement.c */

@@ -25,6 +25,7 @@
 #define YIELDS 40
 #define SLICE_S 0.010
 #define INSPECTION_S 0.050
+#define NEVER_S 1e300
 
 struct envelope {
     uint64_t bytes;
@@ -39,6 +40,7 @@ struct frd_message {
     int peer, tag, type, source, status;
     char *data;
     size_t bytes, moved;
+    double inspected; /* when somebody last looked whether its other end lives */
 };
 
 /* A message that arrived before its receive. */
@@ -141,12 +143,14 @@ static struct frd_message *find_receive(struct frd_group *g, int source, int tag
     return NULL;
 }
 
-static void refuse(struct frd_group *g, struct frd_message *m, int source)
+static void refuse(struct frd_group *g, struct frd_message *m, int source, const struct envelope *e)
 {
+    const struct frd_call theirs = {.index = g->calls, .operation = FRD_SEND, .type = e->type, .root = g->rank,
+                                    .count = e->bytes / element_bytes((int)e->type), .layout = (uint64_t)e->tag};
     const struct frd_call own = {.index = g->calls, .operation = FRD_RECV, .type = (uint32_t)m->type, .root = source,
                                  .count = m->bytes / element_bytes(m->type), .layout = (uint64_t)m->tag};
     unlink_message(&g->receives, m);
-    finish(g, m, break_group(g, FRD_MISMATCH, source, &own));
+    finish(g, m, break_between(g, FRD_MISMATCH, source, &theirs, &own));
 }
 
 static bool fits(const struct frd_message *m, const struct envelope *e)
@@ -162,7 +166,7 @@ static bool open_message(struct frd_group *g, int source, const struct envelope 
     struct frd_message *m = find_receive(g, source, envelope->tag, &wanted);
     if (!m && !wanted) return false;
     if (m && !fits(m, envelope)) {
-        refuse(g, m, source);
+        refuse(g, m, source, envelope);
         return false;
     }
     struct stray *stray = NULL;
@@ -326,6 +330,7 @@ static struct frd_message *new_message(struct frd_group *g, bool sends, void *da
     m->type = type;
     m->peer = m->source = peer;
     m->tag = tag;
+    m->inspected = seconds_now();
     g->lines[g->rank].message_call = (struct frd_call){
         .index = g->calls, .operation = sends ? FRD_SEND : FRD_RECV, .type = (uint32_t)type, .root = peer,
         .count = bytes / element_bytes(type), .layout = (uint64_t)tag};
@@ -354,7 +359,7 @@ static void claim_stray(struct frd_group *g, struct frd_message *m)
         for (struct stray *stray = g->inboxes[source].strays; stray; stray = stray->next) {
             if (stray->claimed_by || stray->envelope.tag != m->tag) continue;
             if (!fits(m, &stray->envelope)) {
-                refuse(g, m, source);
+                refuse(g, m, source, &stray->envelope);
                 return;
             }
             m->started = true;
@@ -382,7 +387,7 @@ struct frd_message *frd_post_recv(struct frd_group *g, void *data, size_t bytes,
     return m;
 }
 
-int frd_message_test(struct frd_group *g, struct frd_message *m)
+static int move_along(struct frd_group *g, struct frd_message *m)
 {
     pthread_mutex_lock(&g->lock);
     if (m->status == FRD_PENDING) progress(g);
@@ -405,30 +410,46 @@ static int look_for_the_gone_peer(struct frd_group *g, const struct frd_message 
     return last_gone < 0 ? FRD_OK : break_group(g, status, last_gone, call);
 }
 
+/* Has something happened after which the message will never be complete?  FRD_OK if not. */
 static int inspect(struct frd_group *g, struct frd_message *m, double deadline, int flags)
 {
     const struct frd_call call = {.index = g->calls, .operation = m->sends ? FRD_SEND : FRD_RECV, .root = m->peer,
                                   .type = (uint32_t)m->type, .count = m->bytes / element_bytes(m->type),
                                   .layout = (uint64_t)m->tag};
+    m->inspected = seconds_now();
     int status = broken_status(g);
+    if (!status && atomic_load(&g->given_up)) status = break_group(g, FRD_LEFT, g->rank, &call);
     if (!status) status = look_for_the_gone_peer(g, m, &call);
     if (!status && flags & FRD_MAIN_THREAD && interrupted()) {
         break_group(g, FRD_INTERRUPTED, g->rank, &call);
         status = FRD_INTERRUPTED;
     }
-    if (!status && seconds_now() >= deadline)
+    if (!status && m->inspected >= deadline) {
+        if (flags & FRD_TRY) return FRD_PENDING;
         status = break_group(g, FRD_LATE, m->peer >= 0 ? m->peer : (g->rank + 1) % g->ranks, &call);
-    return status;
+    }
+    if (!status) return FRD_OK;
+    /* what a rank sent before it ended still counts, so look at the rings after its end was seen */
+    const int moved = move_along(g, m);
+    return moved == FRD_PENDING ? status : moved;
+}
+
+int frd_message_test(struct frd_group *g, struct frd_message *m)
+{
+    const int status = move_along(g, m);
+    if (status != FRD_PENDING || seconds_now() < m->inspected + INSPECTION_S) return status;
+    const int failed = inspect(g, m, NEVER_S, 0);
+    return failed ? failed : move_along(g, m);
 }
 
 int frd_message_wait(struct frd_group *g, struct frd_message *m, double timeout, int flags)
 {
     struct rank_line *line = &g->lines[g->rank];
     const double deadline = seconds_now() + timeout;
-    double inspection = seconds_now() + INSPECTION_S;
+    m->inspected = seconds_now();
     for (int turn = 0;; turn++) {
         const uint32_t heard = atomic_load(&line->doorbell.rings);
-        int status = frd_message_test(g, m);
+        int status = move_along(g, m);
         if (status != FRD_PENDING) return status;
         if (turn < SPINS && !(flags & FRD_BACKGROUND)) {
             relax();
@@ -439,13 +460,9 @@ int frd_message_wait(struct frd_group *g, struct frd_message *m, double timeout,
             continue;
         }
         sleep_while(&line->doorbell.rings, heard, &line->doorbell.sleepers, SLICE_S);
-        if (seconds_now() < inspection) continue;
-        inspection = seconds_now() + INSPECTION_S;
-        /* what a rank sent before it ended still counts, so look at the rings after its end was seen */
-        const int failed = inspect(g, m, deadline, flags);
-        if (!failed) continue;
-        status = frd_message_test(g, m);
-        return status == FRD_PENDING ? failed : status;
+        if (seconds_now() < m->inspected + INSPECTION_S) continue;
+        status = inspect(g, m, deadline, flags);
+        if (status) return status;
     }
 }
 

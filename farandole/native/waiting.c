@@ -152,6 +152,7 @@ static int wait_long(struct frd_group *g, int rank, uint64_t phase)
         const double now = seconds_now();
         int status = broken_status(g);
         if (status) return status;
+        if (atomic_load(&g->given_up)) return break_group(g, FRD_LEFT, g->rank, &g->current);
         if (now >= inspection) {
             status = look_for_the_gone(g, phase);
             if (status) return status;

@@ -1,0 +1,40 @@
+# make demo   train a small language model on 2 ranks, in an environment of its own
+# make test   lint, types and all tests
+# make clean  remove the environment and what was built
+#
+# PYTHON=python3.12 chooses the interpreter (3.11 or later).
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+NATIVE := $(wildcard farandole/native/*.c farandole/native/*.h farandole/native/*.inc)
+
+# An installation is redone when what it depends on changed; otherwise it takes no time.
+INSTALLED := pyproject.toml setup.py constraints.txt $(NATIVE)
+INSTALL   := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable
+
+.PHONY: demo test clean
+
+demo: $(VENV)/core.stamp
+	$(BIN)/farandole train
+
+test: $(VENV)/test.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy farandole
+	$(BIN)/pytest
+
+$(VENV)/core.stamp: $(INSTALLED) | $(BIN)/pip
+	$(INSTALL) .
+	@touch $@
+
+$(VENV)/test.stamp: $(INSTALLED) | $(BIN)/pip
+	$(INSTALL) '.[test]'
+	@touch $@ $(VENV)/core.stamp
+
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) build farandole.egg-info
+	rm -f farandole/native/_core.*.so

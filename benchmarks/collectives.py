@@ -1,0 +1,216 @@
+"""Collectives through the `farandole` backend beside Gloo and MPICH, in the same processes, turn by turn.
+
+    python -m benchmarks.collectives [--ranks 2] [--quick]
+
+MPICH takes part where mpi4py and mpiexec are installed (`pip install mpi4py mpich`); the ranks are then
+started by mpiexec.  It runs with the thread level "serialized", its fastest that still allows for threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import farandole
+from benchmarks.measure import human_bytes, human_seconds, markdown_table, save, take_turns
+from benchmarks.picture import draw_latencies
+from farandole.comm.dtypes import TYPES
+
+SIZES = [
+    8,
+    64,
+    1 << 10,
+    4 << 10,
+    16 << 10,
+    64 << 10,
+    256 << 10,
+    1 << 20,
+    4 << 20,
+    16 << 20,
+    64 << 20,
+    128 << 20,
+    256 << 20,
+]
+QUICK = [8, 1 << 10, 64 << 10, 4 << 20]
+OTHER_SIZES = [1 << 10, 64 << 10, 4 << 20, 64 << 20]
+OTHERS = ["all_gather", "reduce_scatter", "broadcast", "all_to_all"]
+COLUMNS = ["farandole", "shared buffer", "core", "gloo", "mpich", "copy"]
+
+
+class Bench:
+    """The contenders of one rank."""
+
+    def __init__(self, runtime: farandole.Runtime) -> None:
+        self.comm = runtime.comm
+        self.size = runtime.size
+        self.gloo = dist.new_group(backend="gloo")
+        self.mpi = _mpi()
+        self.host = self.comm.group._host  # type: ignore[attr-defined]  # the core itself, below torch
+
+    def all_reduce(self, size: int) -> dict[str, Callable[[], Any]]:
+        """An all-reduce of `size` bytes of fp32; `copy` is one rank's copy of as many, by all ranks at once."""
+        count = max(1, size // 4)
+        ours, theirs, source = torch.zeros(count), torch.zeros(count), torch.zeros(count)
+        shared = self.comm.empty(count).zero_()
+        address, kind, core, host = (
+            ours.data_ptr(),
+            TYPES[ours.dtype],
+            self.host.core.frd_all_reduce,
+            self.host,
+        )
+        contenders: dict[str, Callable[[], Any]] = {
+            "farandole": lambda: dist.all_reduce(ours),
+            "shared buffer": lambda: dist.all_reduce(shared),
+            "core": lambda: core(host.handle, address, count, kind, 0, 0),
+            "gloo": lambda: dist.all_reduce(theirs, group=self.gloo),
+            "copy": lambda: theirs.copy_(source),
+        }
+        if self.mpi is not None:
+            mpi, buffer = self.mpi, theirs.numpy()
+            contenders["mpich"] = lambda: mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, buffer)
+        return contenders
+
+    def other(self, operation: str, size: int) -> dict[str, Callable[[], Any]]:
+        """Another collective; `size` is the larger of a rank's input and output."""
+        count = size // 4 // self.size * self.size
+        whole, part, target = torch.zeros(count), torch.zeros(count // self.size), torch.zeros(count)
+        shared = self.comm.empty(count).zero_()
+        calls: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+            "all_gather": lambda t, group: dist.all_gather_into_tensor(t, part, group=group),
+            "reduce_scatter": lambda t, group: dist.reduce_scatter_tensor(part, t, group=group),
+            "broadcast": lambda t, group: dist.broadcast(t, 0, group=group),
+            "all_to_all": lambda t, group: dist.all_to_all_single(target, t, group=group),
+        }
+        call = calls[operation]
+        contenders: dict[str, Callable[[], Any]] = {
+            "farandole": lambda: call(whole, None),
+            "shared buffer": lambda: call(shared, None),
+            "gloo": lambda: call(whole, self.gloo),
+            "copy": lambda: target.copy_(whole),
+        }
+        if self.mpi is not None:
+            world, w, p, t = self.mpi.COMM_WORLD, whole.numpy(), part.numpy(), target.numpy()
+            contenders["mpich"] = {
+                "all_gather": lambda: world.Allgather(p, w),
+                "reduce_scatter": lambda: world.Reduce_scatter_block(w, p),
+                "broadcast": lambda: world.Bcast(w, 0),
+                "all_to_all": lambda: world.Alltoall(w, t),
+            }[operation]
+        return contenders
+
+    def measure(self, contenders: dict[str, Callable[[], Any]], size: int) -> dict[str, float]:
+        """Seconds per call of each."""
+        calls = max(1, min(100, (1 << 20) // size))
+        turns = 15 if size <= 16 << 20 else 7
+        return take_turns(contenders, self.comm.barrier, turns, calls)
+
+
+def _mpi() -> Any:
+    if importlib.util.find_spec("mpi4py") is None or "PMI_RANK" not in os.environ:
+        return None
+    import mpi4py
+
+    mpi4py.rc.thread_level = "serialized"
+    from mpi4py import MPI
+
+    return MPI
+
+
+def run_rank(quick: bool) -> None:
+    """Measure, as one rank; rank 0 reports."""
+    torch.set_num_threads(1)
+    with farandole.init() as runtime:
+        bench = Bench(runtime)
+        result: dict[str, Any] = {"ranks": runtime.size, "all_reduce": {}}
+        sizes = QUICK if quick else SIZES if runtime.size == 2 else [s for s in SIZES if s <= 64 << 20]
+        for size in sizes:
+            result["all_reduce"][size] = bench.measure(bench.all_reduce(size), size)
+            if runtime.rank == 0:
+                print(
+                    human_bytes(size),
+                    {k: human_seconds(v) for k, v in result["all_reduce"][size].items()},
+                    flush=True,
+                )
+        for operation in [] if quick else OTHERS:
+            result[operation] = {
+                size: bench.measure(bench.other(operation, size), size) for size in OTHER_SIZES
+            }
+        if runtime.rank == 0:
+            report(result, quick)
+
+
+def table(operation: str, figures: dict[Any, dict[str, float]]) -> str:
+    """One operation: a line per size, and how many times faster than Gloo, MPICH and a plain copy."""
+    present = [column for column in COLUMNS if any(column in row for row in figures.values())]
+    head = [operation, *present, "x gloo", "x gloo, shared"]
+    if "core" in present:
+        head += ["core x mpich", "core / copy limit"]
+    elif "mpich" in present:
+        head += ["x mpich"]
+    rows = []
+    for size, row in figures.items():
+        cells = [human_bytes(int(size)), *(human_seconds(row[name]) for name in present)]
+        cells += [f"{row['gloo'] / row['farandole']:.1f}", f"{row['gloo'] / row['shared buffer']:.1f}"]
+        if "core" in present:
+            cells.append(f"{row['mpich'] / row['core']:.1f}" if "mpich" in row else "-")
+            cells.append(f"{100 * row['copy'] / row['core']:.0f} %")
+        elif "mpich" in present:
+            cells.append(f"{row['mpich'] / row['farandole']:.1f}")
+        rows.append(cells)
+    return markdown_table(head, rows)
+
+
+def report(result: dict[str, Any], quick: bool) -> None:
+    """Print the tables; unless it was a quick look, keep them as JSON and draw the picture."""
+    for operation, figures in result.items():
+        if isinstance(figures, dict):
+            print(f"\n{table(operation, figures)}")
+    if not quick:
+        path = save(f"collectives-{result['ranks']}", result)
+        draw_latencies(result, path.with_suffix(".png"))
+        print(f"\nwritten to {path} and {path.with_suffix('.png').name}")
+
+
+def main() -> None:
+    """Start the ranks, by mpiexec where there is one, or be one of them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
+    parser.add_argument("--quick", action="store_true", help="a look at four sizes, kept nowhere")
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        run_rank(options.quick)
+        return
+    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    program = ["-m", "benchmarks.collectives", "--as-rank", *(["--quick"] if options.quick else [])]
+    if mpiexec and importlib.util.find_spec("mpi4py"):
+        command = [mpiexec, "-n", str(options.ranks), sys.executable, *program]
+    else:
+        print("without MPICH: pip install mpi4py mpich adds its column")
+        command = [
+            sys.executable,
+            "-m",
+            "farandole",
+            "launch",
+            "--no-pin",
+            "--ranks",
+            str(options.ranks),
+            *program,
+        ]
+    sys.exit(subprocess.run(command, check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""torch's FSDP2 (`fully_shard`) over the `farandole` backend and over Gloo: steps per second of one MLP.
+
+    python -m benchmarks.fsdp2 [--ranks 2]
+
+Eight layers of 1024 x 1024 (8.4 M parameters), 64 samples per rank, SGD, fp32.  The same model is sharded
+once over each backend, in the same processes, and the two take turns step by step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+import farandole
+from benchmarks.measure import human_seconds, markdown_table, save, take_turns
+from farandole.launch.local import launch
+
+WIDTH, LAYERS, BATCH, TURNS = 1024, 8, 64, 15
+
+
+def stepper(group: dist.ProcessGroup | None) -> Callable[[], None]:
+    """A training step of the MLP: sharded over a group, or whole on this rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
+    if group is not None:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batch = torch.randn(BATCH, WIDTH)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def run_rank() -> None:
+    """Measure, as one rank; rank 0 reports."""
+    torch.set_num_threads(1)
+    with farandole.init() as runtime:
+        contenders = {
+            "FSDP2 over farandole": stepper(runtime.comm.group),
+            "FSDP2 over Gloo": stepper(dist.new_group(backend="gloo")),
+            "arithmetic alone (no FSDP)": stepper(None),
+        }
+        seconds = take_turns(contenders, runtime.comm.barrier, TURNS, 1)
+        if runtime.rank == 0:
+            gloo = seconds["FSDP2 over Gloo"]
+            rows = [
+                [name, human_seconds(s), f"{1 / s:.1f}", f"{gloo / s:.1f}"] for name, s in seconds.items()
+            ]
+            print(markdown_table(["8.4 M parameter MLP", "step", "steps/s", "x Gloo"], rows))
+            print(f"written to {save(f'fsdp2-{runtime.size}', {'ranks': runtime.size, 'seconds': seconds})}")
+
+
+def main() -> None:
+    """Start the ranks, or be one of them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        run_rank()
+    else:
+        sys.exit(launch("benchmarks.fsdp2", ["--as-rank"], ranks=options.ranks, module=True, pin=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""How the benchmarks measure: contenders take turns in one run, and each figure is a median over the turns.
+
+Machines are shared and noisy.  What two contenders do within the same second can be compared; what they do
+in different runs cannot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import farandole
+
+RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks"
+"""Where results are kept, as JSON and PNG."""
+
+Contender = Callable[[], Any]
+
+
+def take_turns(
+    contenders: dict[str, Contender], meet: Callable[[], Any], turns: int, calls: int
+) -> dict[str, float]:
+    """Seconds per call of each contender: the median over `turns` of the mean over `calls`.
+
+    `meet` brings the ranks together before every measurement.
+    """
+    for contender in contenders.values():
+        contender()
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(turns):
+        for name, contender in contenders.items():
+            meet()
+            start = time.perf_counter()
+            for _ in range(calls):
+                contender()
+            seconds[name].append((time.perf_counter() - start) / calls)
+    return {name: statistics.median(samples) for name, samples in seconds.items()}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    model = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
+        ]
+        model = names[0] if names else model
+    return {
+        "processor": model,
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "farandole": farandole.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def save(name: str, result: dict[str, Any]) -> Path:
+    """Write a result as JSON, with the machine that it comes from."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
+    return path
+
+
+def human_bytes(count: int) -> str:
+    """`4 MiB`."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:g} {unit}"
+    return f"{count} B"
+
+
+def human_seconds(seconds: float) -> str:
+    """`12.3 us`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def markdown_table(head: list[str], rows: list[list[str]]) -> str:
+    """A table as Markdown, its columns aligned for those who read the text itself."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+
+    def line(cells: list[str]) -> str:
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+    return "\n".join([line(head), line(["-" * width for width in widths]), *(line(row) for row in rows)])

@@ -1,0 +1,123 @@
+"""Training speed of the default preset: two ranks beside one, and beside torch's DDP.
+
+    python -m benchmarks.training [--ranks 2]
+
+One thread per rank, the same model, batch, precision and optimizer everywhere; the batch is that of the
+preset, divided among the ranks.  All contenders take turns in one run.  The figure is tokens per second of
+all ranks together; `one rank` is rank 0 alone with the whole batch while the others sleep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import farandole
+from benchmarks.measure import markdown_table, save, take_turns
+from farandole.comm import Communicator
+from farandole.data.sampler import Sampler
+from farandole.data.text import Text
+from farandole.launch.local import launch
+from farandole.launch.runtime import Runtime
+from farandole.models.gpt import build_gpt
+from farandole.models.loss import next_token_loss
+from farandole.train.config import TrainConfig, load_config
+from farandole.train.engine import Engine
+from farandole.train.optimizer import build_optimizer
+from farandole.train.precision import autocast, choose_precision
+from farandole.train.run import open_text
+
+TURNS, STEPS = 11, 4
+
+
+def ddp_stepper(config: TrainConfig, text: Text, precision: str, group: Any) -> Callable[[], None]:
+    """A step with torch's DistributedDataParallel: what a careful user writes."""
+    device = torch.device("cpu")
+    torch.manual_seed(config.seed)
+    replica = DistributedDataParallel(
+        build_gpt(config.model.gpt()), process_group=group, gradient_as_bucket_view=True
+    )
+    optimizer = build_optimizer(replica.module, config.optimizer)
+    sampler = Sampler(text.train.samples, config.seed)
+
+    def step() -> None:
+        samples = sampler.next(config.batch, dist.get_rank(group), dist.get_world_size(group))
+        windows = torch.from_numpy(text.train.read(samples))
+        with autocast(precision, device):
+            loss = next_token_loss(replica(windows[:, :-1]), windows[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(replica.parameters(), config.optimizer.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
+    return step
+
+
+def contenders_of(runtime: Runtime, config: TrainConfig, text: Text, precision: str) -> dict[str, Callable[[], Any]]:
+    """Everything that takes a turn on this rank."""
+    groups = [dist.new_group([rank]) for rank in range(runtime.size)]
+    alone = Engine(config, text, precision, Communicator(groups[runtime.rank]), runtime.device)
+    together = Engine(config, text, precision, runtime.comm, runtime.device)
+    return {
+        "one rank": alone.step if runtime.rank == 0 else lambda: None,
+        "farandole": together.step,
+        "DDP over Gloo": ddp_stepper(config, text, precision, dist.new_group(backend="gloo")),
+        "DDP over farandole": ddp_stepper(config, text, precision, dist.group.WORLD),
+    }
+
+
+def run_rank() -> None:
+    """Measure, as one rank; rank 0 reports."""
+    config = load_config()
+    torch.set_num_threads(1)
+    with farandole.init() as runtime:
+        if runtime.rank == 0:
+            open_text(config)  # tokenize once
+        runtime.comm.barrier()
+        text = open_text(config)
+        size = config.micro_batches(runtime.size)[1]
+        tokens = size * config.model.context
+        precision = choose_precision(config.precision, config.model.gpt(), tokens, runtime.comm).name
+        contenders = contenders_of(runtime, config, text, precision)
+        seconds = take_turns(contenders, runtime.comm.barrier, TURNS, STEPS)
+        if runtime.rank == 0:
+            report(runtime.size, config, precision, seconds)
+
+
+def report(ranks: int, config: TrainConfig, precision: str, seconds: dict[str, float]) -> None:
+    """Print the table and keep it."""
+    per_step = config.batch * config.model.context
+    one = seconds["one rank"]
+    rows = [
+        [name, f"{per_step / s:,.0f}", f"{one / s:.2f}", f"{seconds['DDP over Gloo'] / s:.2f}"]
+        for name, s in seconds.items()
+    ]
+    head = [f"default preset, {precision}, {ranks} ranks, 1 thread each", "tokens/s", "x one rank", "x DDP over Gloo"]
+    print(markdown_table(head, rows))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    result = {"ranks": ranks, "precision": precision, "tokens_per_step": per_step, "seconds": seconds, "peak": peak}
+    print(f"written to {save(f'training-{ranks}', result)}")
+
+
+def main() -> None:
+    """Start the ranks, or be one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        run_rank()
+    else:
+        sys.exit(launch("benchmarks.training", ["--as-rank"], ranks=options.ranks, module=True))
+
+
+if __name__ == "__main__":
+    main()

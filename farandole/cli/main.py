@@ -1,0 +1,59 @@
+"""The command `farandole`: one file per subcommand.
+
+The subcommands import what they run when they run, so that `farandole --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from farandole import __version__
+from farandole.cli.generate import generate
+from farandole.cli.info import info
+from farandole.cli.launch import launch
+from farandole.cli.train import train
+
+HELP = """Parallel computing on PyTorch, on a laptop's cores or on a cluster.
+
+\b
+  farandole train                           train a language model on 2 ranks
+  farandole generate runs --prompt "def"    let it write
+  farandole launch --ranks 4 script.py      run your own program on 4 ranks
+  farandole info                            what this machine offers
+
+COMMAND --help says more about each, with examples.
+"""
+
+app = typer.Typer(
+    name="farandole",
+    help=HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain text, wrapped to the terminal
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(train)
+app.command()(generate)
+# Options end where the program begins: what follows belongs to the program.
+app.command(context_settings={"allow_interspersed_args": False})(launch)
+app.command()(info)
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: bool = typer.Option(False, "--version", help="Print the version and end."),
+) -> None:
+    if version:
+        typer.echo(f"farandole {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C ends it without a trace."""
+    try:
+        app(prog_name="farandole")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,145 @@
+"""Tokens on disk, found again by the content that they came from.
+
+One entry is a folder that holds `tokenizer.json`, `train.bin`, `validation.bin` (token numbers, 2 or 4
+bytes each) and `entry.json` (their sizes and checksums).  Its name is a hash of the text and the settings, so
+a changed file is another entry and never a stale one.  An entry is written under a temporary name, flushed
+and renamed: it is there whole or not at all.  A file lock lets one process of a host build it while others,
+of this job or another, wait; the kernel releases the lock of a process that dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+from farandole.data.errors import DataError
+from farandole.data.sources import Source
+
+LAYOUT = 2
+"""Changes when what is written changes, so that older entries are built again."""
+
+FILES = ("tokenizer.json", "train.bin", "validation.bin")
+
+Progress = Callable[[str, float], None]
+"""Told what is being done and the share of it that is done, 0 to 1."""
+
+
+def default_cache() -> Path:
+    """Where this platform keeps what can be made again."""
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "farandole"
+
+
+def content_key(source: Source, settings: dict[str, object], progress: Progress) -> str:
+    """A name for this text under these settings: 32 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps([LAYOUT, source.field, settings], sort_keys=True).encode())
+    total, done = max(1, source.size), 0
+    for path in source.files:
+        name = path.relative_to(source.root) if path != source.root else Path(path.name)
+        digest.update(f"\0{name.as_posix()}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+                done += len(block)
+                progress("reading text", done / total)
+    return digest.hexdigest()
+
+
+def entry(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
+    """The folder of entry `key`, after `build(folder)` has written its `FILES` where it was not there.
+
+    Raises `DataError` when the cache cannot be written or the disk is full.
+    """
+    folder = cache / key
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f"{key}.lock"):
+            problem = _problem(folder)
+            if problem is None:
+                return folder
+            if folder.exists():
+                print(f"cached tokens in {folder} are damaged ({problem}): building them again", flush=True)
+                shutil.rmtree(folder)
+            for partial in cache.glob(f"{key}.*.tmp"):  # of a process that was killed
+                shutil.rmtree(partial)
+            _write(folder, build)
+    except OSError as error:
+        raise DataError(_cannot_write(cache, error)) from error
+    return folder
+
+
+def _problem(folder: Path) -> str | None:
+    """What is wrong with an entry, or None."""
+    try:
+        recorded = json.loads((folder / "entry.json").read_text())
+        for name in FILES:
+            size, checksum = recorded[name]
+            if (folder / name).stat().st_size != size:
+                return f"{name} has another size than it was written with"
+            if _checksum(folder / name) != checksum:
+                return f"{name} has another content than it was written with"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (ValueError, KeyError, TypeError):
+        return "entry.json cannot be read"
+    return None
+
+
+def _write(folder: Path, build: Callable[[Path], None]) -> None:
+    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
+    try:
+        build(temporary)
+        recorded = {name: [(temporary / name).stat().st_size, _checksum(temporary / name)] for name in FILES}
+        (temporary / "entry.json").write_text(json.dumps(recorded))
+        for name in (*FILES, "entry.json"):
+            flush(temporary / name)
+        temporary.chmod(0o755)
+        temporary.rename(folder)
+        flush(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        # Some file systems cannot flush a folder; its files are flushed already.
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _cannot_write(cache: Path, error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(cache).free >> 20
+        return f"no space for tokens in {cache} ({free} MiB free); choose another folder with data.cache="
+    reason = error.strerror or str(error)
+    return f"cannot write tokens to {cache}: {reason}; choose another folder with data.cache="

@@ -1,0 +1,184 @@
+"""Documents from what `data.path` names: text files, folders, JSON lines, Parquet.
+
+A *document* is one string that stands by itself: a file, a JSON line's field, a cell of a column.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from farandole.data.errors import DataError
+
+STANDARD_LIBRARY = "stdlib"
+"""The word that stands for the Python standard library's own source files."""
+
+TEXT_SUFFIXES = (
+    ".txt",
+    ".md",
+    ".rst",
+    ".py",
+    ".c",
+    ".h",
+    ".cpp",
+    ".hpp",
+    ".rs",
+    ".go",
+    ".java",
+    ".js",
+    ".ts",
+)
+JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
+PARQUET_SUFFIXES = (".parquet", ".pq")
+READABLE_SUFFIXES = TEXT_SUFFIXES + JSON_LINES_SUFFIXES + PARQUET_SUFFIXES
+
+# Tests are larger than the rest of the library; encodings and pydoc_data are tables, not programs.
+_LEFT_OUT = {
+    *("site-packages", "dist-packages", "__pycache__"),
+    *("test", "tests", "idle_test"),
+    *("encodings", "pydoc_data"),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files that hold documents, in a fixed order.
+
+    `root` is what the user named; `files` are sorted paths under it; `field` is the JSON field or Parquet
+    column that holds the text.
+    """
+
+    root: Path
+    files: tuple[Path, ...] = field(repr=False)
+    field: str = "text"
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(path.stat().st_size for path in self.files)
+
+    def documents(self) -> Iterator[str]:
+        """Every document that is not empty, in order.  Raises `DataError` naming file and place."""
+        for path in self.files:
+            yield from (text for text in _read(path, self.field) if text.strip())
+
+
+def find_source(path: str, text_field: str = "text") -> Source:
+    """The files that `path` names: `stdlib`, a file of any readable suffix, or a folder of such.
+
+    A text file may have any suffix when named itself; folders are searched recursively for
+    `READABLE_SUFFIXES`, skipping hidden files.  Raises `DataError` when there is nothing to read.
+    """
+    if path == STANDARD_LIBRARY:
+        return _standard_library()
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise DataError(_missing(root))
+    if root.is_file():
+        files: tuple[Path, ...] = (root.resolve(),)
+    else:
+        files = tuple(_walk(root.resolve()))
+        if not files:
+            raise DataError(
+                f"data.path={path}: no text found in this folder; files are read when they end in "
+                f"{' '.join(READABLE_SUFFIXES)}"
+            )
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise DataError(f"data.path={path}: no permission to read {file}")
+    source = Source(root.resolve(), files, text_field)
+    if source.size == 0:
+        what = "the file is empty" if root.is_file() else f"all {len(files)} files are empty"
+        raise DataError(f"data.path={path}: {what}")
+    return source
+
+
+def _standard_library() -> Source:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not _LEFT_OUT & set(path.relative_to(root).parts) and os.access(path, os.R_OK)
+    ]
+    if not files:
+        raise DataError(
+            f"this Python keeps no source files of its standard library in {root}; "
+            "name text of your own: data.path=FILE or FOLDER"
+        )
+    return Source(root, tuple(files))
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise DataError(f"data.path={root}: cannot look into {error.filename}: {error.strerror}")
+
+    found = []
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        found += [
+            Path(folder, name)
+            for name in names
+            if name.lower().endswith(READABLE_SUFFIXES) and not name.startswith(".")
+        ]
+    return iter(sorted(found))
+
+
+def _missing(path: Path) -> str:
+    parent = path.parent
+    while not parent.exists():
+        parent = parent.parent
+    names = [entry.name for entry in parent.iterdir()] if os.access(parent, os.R_OK) else []
+    near = difflib.get_close_matches(path.name, names, n=1)
+    hint = f"; did you mean {parent / near[0]}?" if near else f"; {parent} is the nearest folder that exists"
+    return f"data.path={path}: no such file or folder{hint}"
+
+
+def _read(path: Path, text_field: str) -> Iterator[str]:
+    suffix = path.suffix.lower()
+    if suffix in JSON_LINES_SUFFIXES:
+        return _read_json_lines(path, text_field)
+    if suffix in PARQUET_SUFFIXES:
+        return _read_parquet(path, text_field)
+    return iter((path.read_text(encoding="utf-8", errors="replace"),))
+
+
+def _read_json_lines(path: Path, text_field: str) -> Iterator[str]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record: Any = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{path}, line {number}: not JSON: {error}") from None
+            if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
+                has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+                raise DataError(
+                    f'{path}, line {number}: no text in field "{text_field}"; the line has: {has}; '
+                    "choose one with data.field="
+                )
+            yield record[text_field]
+
+
+def _read_parquet(path: Path, column: str) -> Iterator[str]:
+    import pyarrow as arrow  # here, because most text is not in Parquet and the import takes a second
+    import pyarrow.parquet as parquet
+
+    try:
+        table = parquet.ParquetFile(path)
+    except arrow.ArrowInvalid as error:
+        raise DataError(f"{path} is not a Parquet file: {error}") from None
+    if column not in table.schema_arrow.names:
+        has = ", ".join(table.schema_arrow.names)
+        raise DataError(f'{path}: no column "{column}"; it has: {has}; choose one with data.field=')
+    kind = table.schema_arrow.field(column).type
+    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+        raise DataError(f'{path}: column "{column}" holds {kind}, not text')
+    for batch in table.iter_batches(columns=[column]):
+        yield from (text for text in batch.column(0).to_pylist() if text is not None)

@@ -1,0 +1,1 @@
+"""Models: `nn.Sequential`s of blocks, written for one device, that know nothing of ranks."""

@@ -1,0 +1,53 @@
+"""Sampling text from a causal language model, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.inference_mode()
+def generate(
+    model: nn.Sequential,
+    prompt: list[int],
+    count: int,
+    *,
+    context: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Yield `count` tokens that continue `prompt` (at least one token).
+
+    `temperature` 0 takes the likeliest token; otherwise one of the `top_k` likeliest is drawn (0: any).
+    The model sees the last `context` tokens.  Nothing is cached between tokens, but the head, which is the
+    larger part of a small model, only runs on the last position.
+    """
+    if not prompt:
+        raise ValueError("generation needs a prompt of at least one token")
+    body, head = model[:-1], model[-1]
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(count):
+            window = torch.tensor([tokens[-context:]])
+            logits = head(body(window)[:, -1])[0].float()
+            tokens.append(_draw(logits, temperature, top_k, generator))
+            yield tokens[-1]
+    finally:
+        model.train(was_training)
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if 0 < top_k < logits.numel():
+        best, indices = logits.topk(top_k)
+    else:
+        best, indices = logits, torch.arange(logits.numel())
+    probabilities = (best / temperature).softmax(-1)
+    return int(indices[torch.multinomial(probabilities, 1, generator=generator)])

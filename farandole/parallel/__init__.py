@@ -1,0 +1,1 @@
+"""Parallelism: what splits a model or its data among ranks."""

@@ -1,0 +1,132 @@
+"""Data parallelism: every rank has the whole model and its own samples; gradients are averaged.
+
+The gradients live in flat buckets, filled in the order in which the backward pass produces them, from the
+last block to the first.  A bucket is reduced as soon as it is full, while the backward pass goes on
+(Li et al., 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training").  Buckets are
+reduced in the same order on every rank, whatever order their gradients arrive in.
+
+    replica = DataParallel(model, comm)
+    with replica.no_sync():
+        loss(model(first)).backward()       # accumulates, communicates nothing
+    loss(model(second)).backward()          # buckets are reduced as they fill
+    replica.synchronize()                   # .grad is now the average over ranks
+    replica.clip(1.0)
+    optimizer.step()
+    replica.zero_grad()
+
+Each rank's loss is a mean over its own samples; when all ranks have equally many, the gradient is the one
+of a single process with all samples (times the number of backward passes, as always in accumulation).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from farandole.comm.communicator import Communicator
+from farandole.parallel.buckets import GradientBucket, make_buckets, total_norm
+
+BUCKET_BYTES = 4 << 20
+
+
+class DataParallel:
+    """Keeps the gradients of `model` equal on all ranks of `comm`.
+
+    At construction the parameters and buffers of rank 0 are copied to all ranks.  Frozen parameters are
+    left alone, tied ones reduced once.  A parameter without a gradient on some ranks counts as zero
+    there; without one on all ranks, its `.grad` stays None.  With one rank nothing is communicated.
+
+    `waited_s` adds up the seconds in which this rank had nothing to do but wait for others.
+    """
+
+    def __init__(self, model: nn.Module, comm: Communicator, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.model = model
+        self.waited_s = 0.0
+        self._comm = comm
+        self._accumulating = False
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.buckets = make_buckets(reversed(trained), comm, bucket_bytes)
+        self._next = 0
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
+            for bucket in self.buckets
+            for index, parameter in enumerate(bucket.parameters)
+        ]
+        self._start_equal()
+
+    def _start_equal(self) -> None:
+        if self._comm.size == 1:
+            return
+        with torch.no_grad():
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                self._comm.broadcast(tensor.detach(), root=0)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward passes accumulate gradients and reduce nothing."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def synchronize(self) -> None:
+        """Reduce what is left and wait until every gradient is the average over ranks."""
+        self._launch_until(len(self.buckets))
+        started = time.perf_counter()
+        for bucket in self.buckets:
+            bucket.finish()
+        if self._comm.size > 1:
+            self.waited_s += time.perf_counter() - started
+
+    def gradient_norm(self) -> float:
+        """The global norm: over all parameters, of the averaged gradients.  The same on all ranks."""
+        return total_norm(bucket.gradients for bucket in self.buckets)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply every gradient by `factor`."""
+        for bucket in self.buckets:
+            bucket.gradients.mul_(factor)
+
+    def clip(self, max_norm: float) -> float:
+        """Shrink the gradients so that their global norm is at most `max_norm`; returns what it was."""
+        norm = self.gradient_norm()
+        if norm > max_norm:
+            self.scale_gradients(max_norm / norm)
+        return norm
+
+    def zero_grad(self) -> None:
+        """Start the next step: every `.grad` is None."""
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.clear()
+
+    def close(self) -> None:
+        """Let go of the model: remove the hooks and the gradients."""
+        for hook in self._hooks:
+            hook.remove()
+        self.zero_grad()
+
+    def _hook(self, bucket: GradientBucket, index: int) -> Callable[[torch.Tensor], None]:
+        def received(_: torch.Tensor) -> None:
+            bucket.receive(index)
+            if not self._accumulating and bucket.complete(index):
+                self._launch_full()
+
+        return received
+
+    def _launch_full(self) -> None:
+        """Start the reduction of full buckets, none before those that come before it."""
+        end = self._next
+        while end < len(self.buckets) and self.buckets[end].full:
+            end += 1
+        self._launch_until(end)
+
+    def _launch_until(self, end: int) -> None:
+        for bucket in self.buckets[self._next : end]:
+            bucket.launch()
+        self._next = max(self._next, end)

@@ -1,0 +1,1 @@
+"""Training: configuration, the loop, precision, checkpoints, what a run reports."""

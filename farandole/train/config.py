@@ -1,0 +1,302 @@
+"""What a training run is asked to do: a TOML file over a preset, `key=value` over both, all checked.
+
+    config = load_config("tiny", ["steps=20", "optimizer.learning_rate=1e-3"])
+
+Every value has its place in `presets/default.toml`, with what it means; a file only names what it changes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from farandole.data.tokenizer import SMALLEST_VOCABULARY
+from farandole.models.gpt import GPTConfig
+
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+
+Count = Annotated[int, Field(ge=1)]
+CountOrNone = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message has one line for each thing that is wrong."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(_Section):
+    """The GPT to train."""
+
+    vocabulary: Annotated[int, Field(ge=SMALLEST_VOCABULARY)]
+    context: Count
+    layers: Count
+    heads: Count
+    width: Count
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> ModelSection:
+        if self.width % 2:
+            raise ValueError(f"width={self.width} is odd; try width={self.width + 1}")
+        if self.width % (2 * self.heads):
+            fitting = [n for n in range(1, self.width + 1) if self.width % (2 * n) == 0]
+            near = min(fitting, key=lambda n: abs(n - self.heads))
+            raise ValueError(
+                f"width={self.width} is not a multiple of twice heads={self.heads}; try heads={near}"
+            )
+        return self
+
+    def gpt(self) -> GPTConfig:
+        """The shape as the model wants it."""
+        return GPTConfig(**self.model_dump())
+
+
+class DataSection(_Section):
+    """The text to train on."""
+
+    path: str
+    field: str
+    validation_share: Share
+    cache: str
+
+
+class OptimizerSection(_Section):
+    """AdamW and its schedule."""
+
+    learning_rate: Positive
+    final_share: Annotated[float, Field(ge=0, le=1)]
+    warmup_steps: CountOrNone
+    weight_decay: Annotated[float, Field(ge=0)]
+    beta1: Annotated[float, Field(ge=0, lt=1)]
+    beta2: Annotated[float, Field(ge=0, lt=1)]
+    clip: Positive
+
+
+class CheckpointSection(_Section):
+    """When to save, and how much to keep."""
+
+    every: CountOrNone
+    keep: Count
+
+
+class EvaluateSection(_Section):
+    """When to measure the loss on text that is not trained on."""
+
+    every: CountOrNone
+    samples: Count
+
+
+class LogSection(_Section):
+    """What to show and write while the run goes on."""
+
+    every: Count
+    tensorboard: bool
+
+
+class SampleSection(_Section):
+    """The text to generate at the end."""
+
+    prompt: str
+    tokens: CountOrNone
+    temperature: Annotated[float, Field(ge=0)]
+    top_k: CountOrNone
+
+
+class TrainConfig(_Section):
+    """Everything that `farandole train` is told."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    out: str
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)]
+    steps: Count
+    batch: Count
+    micro_batch: CountOrNone
+    precision: Precision
+    model: ModelSection
+    data: DataSection
+    optimizer: OptimizerSection
+    checkpoint: CheckpointSection
+    evaluate: EvaluateSection
+    log: LogSection
+    sample: SampleSection
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all ranks together train on in one step."""
+        return self.batch * self.model.context
+
+    def micro_batches(self, ranks: int) -> tuple[int, int]:
+        """(how many, of how many samples) each of `ranks` ranks computes in a step.
+
+        Raises `ConfigError` when the batch cannot be divided so.
+        """
+        if self.batch % ranks:
+            lower = self.batch // ranks * ranks
+            near = [str(n) for n in (lower, lower + ranks) if n]
+            raise ConfigError(
+                f"batch={self.batch} cannot be shared equally by {ranks} ranks; "
+                f"nearest that can: batch={' or '.join(near)}"
+            )
+        share = self.batch // ranks
+        size = self.micro_batch or share
+        if share % size:
+            near_size = max(n for n in range(1, min(size, share) + 1) if share % n == 0)
+            raise ConfigError(
+                f"each of {ranks} ranks has {share} samples per step, which micro_batch={size} does not "
+                f"divide; nearest that does: micro_batch={near_size}"
+            )
+        return share // size, size
+
+    def flat(self) -> dict[str, Any]:
+        """Every value under its full key, as in `model.width`."""
+        values: dict[str, Any] = {}
+        for key, value in self.model_dump().items():
+            inner = (
+                {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else None
+            )
+            values |= inner if inner is not None else {key: value}
+        return values
+
+    def to_toml(self) -> str:
+        """This configuration as a file that `load_config` reads."""
+        values = self.model_dump()
+        sections = {key: value for key, value in values.items() if isinstance(value, dict)}
+        lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if key not in sections]
+        for section, items in sections.items():
+            lines += ["", f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in items.items())]
+        return "\n".join(lines) + "\n"
+
+
+def presets() -> dict[str, str]:
+    """The TOML text of every preset, by name."""
+    folder = resources.files("farandole.train") / "presets"
+    return {
+        Path(file.name).stem: file.read_text()
+        for file in sorted(folder.iterdir(), key=lambda file: file.name)
+        if file.name.endswith(".toml")
+    }
+
+
+def load_config(source: str | None = None, overrides: list[str] | None = None) -> TrainConfig:
+    """The configuration of preset or TOML file `source`, changed by `key=value` overrides.
+
+    A file starts from the preset that its `preset = "..."` names, else from `default`.
+    Raises `ConfigError`.
+    """
+    values = _with_preset(_read(source or "default"))
+    for override in overrides or []:
+        _apply(values, override)
+    return parse_config(values)
+
+
+def with_overrides(config: TrainConfig, overrides: list[str]) -> TrainConfig:
+    """`config` changed by `key=value`s.  Raises `ConfigError`."""
+    values = config.model_dump()
+    for override in overrides:
+        _apply(values, override)
+    return parse_config(values)
+
+
+def parse_config(values: dict[str, Any]) -> TrainConfig:
+    """Check plain values, as read from TOML or a checkpoint.  Raises `ConfigError`."""
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error))) from None
+
+
+def known_keys() -> list[str]:
+    """Every key, with its section: `steps`, `model.width`, ..."""
+    keys = []
+    for name, field in TrainConfig.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, _Section):
+            keys += [f"{name}.{inner}" for inner in section.model_fields]
+        else:
+            keys.append(name)
+    return keys
+
+
+def _read(source: str) -> dict[str, Any]:
+    available = presets()
+    if source in available:
+        return {"preset": source}
+    path = Path(source).expanduser()
+    if not path.is_file():
+        near = difflib.get_close_matches(source, available, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"presets are {', '.join(available)}"
+        raise ConfigError(f"{source} is neither a preset nor a file; {hint}")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source} is not TOML: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {source}: {error.strerror}") from None
+
+
+def _with_preset(values: dict[str, Any]) -> dict[str, Any]:
+    available = presets()
+    name = values.pop("preset", "default")
+    if name not in available:
+        raise ConfigError(f"preset={name!r} is not known; presets are {', '.join(available)}")
+    merged = tomllib.loads(available["default"])
+    for layer in (tomllib.loads(available[name]), values):
+        for key, value in layer.items():
+            if isinstance(value, dict) and isinstance(merged.get(key), dict):
+                merged[key] |= value
+            else:
+                merged[key] = value
+    return merged
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"{override!r} is not an override: write key=value, as in steps=100")
+    if key not in known_keys():
+        raise ConfigError(_unknown(key))
+    *sections, last = key.split(".")
+    for section in sections:
+        values = values[section]
+    values[last] = _value(text.strip())
+
+
+def _value(text: str) -> Any:
+    """A TOML value; what is not one is a string, so that paths need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _unknown(key: str) -> str:
+    near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.5)
+    if not near:
+        ends = {known.rpartition(".")[2]: known for known in known_keys()}
+        near = [ends[end] for end in difflib.get_close_matches(key.rpartition(".")[2], ends, n=1)]
+    hint = f"did you mean {near[0]}?" if near else f"keys are {', '.join(known_keys())}"
+    return f"unknown key {key}; {hint}"
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            yield _unknown(key)
+        elif problem["type"] == "value_error":
+            yield f"{key}: {problem['ctx']['error']}"
+        else:
+            yield f"{key}={problem['input']!r}: {problem['msg'].replace('Input should', 'it should', 1)}"

@@ -1,0 +1,139 @@
+"""The training engine: one model, its data and optimizer, and what one step does.
+
+Nothing here prints, saves or decides when to stop; `run` does.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from farandole.comm.communicator import Communicator
+from farandole.data.sampler import Sampler
+from farandole.data.text import Text
+from farandole.models.gpt import build_gpt
+from farandole.models.loss import next_token_loss
+from farandole.parallel.data import DataParallel
+from farandole.train.config import TrainConfig
+from farandole.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from farandole.train.precision import LossScaler, autocast
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, the same on all ranks.
+
+    `loss` is the mean over the whole batch in nats per token; `gradient_norm` is from before clipping;
+    `waited_s` is the mean over ranks of the seconds spent waiting for others; `stop` says whether any rank
+    was asked to stop; `skipped` whether fp16 gradients overflowed and nothing was learned.
+    """
+
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    waited_s: float
+    stop: bool
+    skipped: bool
+
+
+class Engine:
+    """Trains a GPT on `text`, `config.batch` samples at a time, over the ranks of `comm`."""
+
+    def __init__(
+        self, config: TrainConfig, text: Text, precision: str, comm: Communicator, device: torch.device
+    ) -> None:
+        self.config = config
+        self.step_number = 0
+        self.precision = precision
+        self._text = text
+        self._comm = comm
+        self._device = device
+        self._count, self._size = config.micro_batches(comm.size)
+        torch.manual_seed(config.seed)
+        self.model = build_gpt(config.model.gpt()).to(device)
+        torch.manual_seed(config.seed + 1 + comm.rank)  # dropout differs between ranks
+        self.replica = DataParallel(self.model, comm)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.scaler = LossScaler(precision)
+        self.sampler = Sampler(text.train.samples, config.seed)
+
+    def step(self, stop: bool = False) -> StepResult:
+        """Train on the next batch; `stop` tells all ranks that this one was asked to stop.
+
+        Raises `FloatingPointError` on all ranks when the training has diverged.
+        """
+        rate = learning_rate(self.step_number, self.config.steps, self.config.optimizer)
+        set_learning_rate(self.optimizer, rate)
+
+        self.replica.zero_grad()
+        loss = self._backward()
+        self.replica.synchronize()
+        norm = self.replica.gradient_norm() / self.scaler.scale
+        mean_loss, waited, stops = self._share(loss, self.replica.waited_s, float(stop))
+        self.replica.waited_s = 0.0
+
+        finite = math.isfinite(norm)
+        if finite:
+            self._learn(norm)
+        elif not self.scaler.enabled:
+            raise FloatingPointError(
+                f"step {self.step_number + 1}: the gradient is {norm} at a loss of {mean_loss:g}: the training "
+                f"has diverged; lower optimizer.learning_rate={self.config.optimizer.learning_rate:g}"
+            )
+        self.scaler.update(finite)
+        self.step_number += 1
+        return StepResult(mean_loss, norm, rate, waited, stops > 0, not finite)
+
+    def evaluate(self) -> float:
+        """The loss on the validation samples of the configuration, the same ones each time."""
+        available = self._text.validation.samples
+        wanted = min(self.config.evaluate.samples, available)
+        chosen = np.arange(wanted) * available // wanted
+        mine = chosen[self._comm.rank :: self._comm.size]
+        total = 0.0
+        self.model.eval()
+        with torch.no_grad():
+            for start in range(0, len(mine), self._size):
+                windows = self._text.validation.read(mine[start : start + self._size])
+                total += self._loss(torch.from_numpy(windows)).item() * len(windows)
+        self.model.train()
+        sums = torch.tensor([total, len(mine)], dtype=torch.float64)
+        self._comm.all_reduce(sums)
+        return float(sums[0] / sums[1])
+
+    def _backward(self) -> float:
+        """Gradients of this rank's share of the batch; returns its mean loss."""
+        samples = self.sampler.next(self.config.batch, self._comm.rank, self._comm.size)
+        windows = torch.from_numpy(self._text.train.read(samples))
+        total = 0.0
+        for index, part in enumerate(windows.split(self._size)):
+            last = index == self._count - 1
+            with nullcontext() if last else self.replica.no_sync():
+                loss = self._loss(part) / self._count if self._count > 1 else self._loss(part)
+                self.scaler.multiply(loss).backward()
+            total += loss.item()
+        return total
+
+    def _loss(self, windows: torch.Tensor) -> torch.Tensor:
+        windows = windows.to(self._device)
+        inputs, targets = windows[:, :-1], windows[:, 1:]
+        with autocast(self.precision, self._device):
+            return next_token_loss(self.model(inputs), targets)
+
+    def _share(self, loss: float, waited: float, stop: float) -> tuple[float, float, float]:
+        """The means of `loss` and `waited` over all ranks, and how many of them want to stop."""
+        values = torch.tensor([loss, waited, stop], dtype=torch.float64)
+        self._comm.all_reduce(values)
+        total_loss, total_waited, stops = values.tolist()
+        return total_loss / self._comm.size, total_waited / self._comm.size, stops
+
+    def _learn(self, norm: float) -> None:
+        """Unscale, clip to the true norm and step, touching the gradients at most once."""
+        factor = min(1.0, self.config.optimizer.clip / (norm + 1e-6)) / self.scaler.scale
+        if factor != 1.0:
+            self.replica.scale_gradients(factor)
+        self.optimizer.step()

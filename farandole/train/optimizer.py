@@ -1,0 +1,58 @@
+"""AdamW with warm-up and cosine decay.
+
+Weight decay is for matrices; vectors (biases, normalisations) have none (Loshchilov and Hutter, 2019,
+"Decoupled Weight Decay Regularization"; the split is GPT-3's).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from farandole.train.config import OptimizerSection
+
+
+def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
+    """A fused AdamW over the trained parameters of `model`, in two groups."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=1e-8, fused=True
+    )
+
+
+def learning_rate(step: int, steps: int, config: OptimizerSection) -> float:
+    """The rate of `step` (0 to steps - 1): linear warm-up, then half a cosine to its final share."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return config.learning_rate * (config.final_share + (1 - config.final_share) * cosine)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Use `rate` in the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors under names that survive a change of groups: `PARAMETER/exp_avg`, ..."""
+    return {
+        f"{name}/{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def restore_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
+    """Put back what `state_by_name` returned."""
+    parameters = dict(model.named_parameters())
+    for path, value in state.items():
+        name, _, key = path.rpartition("/")
+        optimizer.state[parameters[name]][key] = value

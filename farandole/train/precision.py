@@ -1,0 +1,103 @@
+"""The type that products are computed in: fp32, bf16, or fp16 with loss scaling.
+
+Weights, gradients and optimizer are fp32 throughout; `torch.autocast` gives matrix products their operands
+in the lower type (Micikevicius et al., 2018, "Mixed Precision Training").  Which type is faster differs
+between machines by more than any list of processors would tell, so `auto` measures.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from farandole.comm.communicator import Communicator
+from farandole.models.gpt import GPTConfig
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+WORTH_IT = 1.2
+"""bf16 has to be this many times as fast as fp32 to be chosen: it has 8 bits of precision, fp32 has 24."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The precision of a run, and the reason in words."""
+
+    name: str
+    reason: str
+
+
+def choose_precision(asked: str, model: GPTConfig, tokens: int, comm: Communicator) -> Choice:
+    """What was asked, or for `auto` what is faster on the slowest rank; all ranks get the same answer.
+
+    `tokens` is how many a rank computes at a time: the rows of every product of the model.
+    """
+    if asked != "auto":
+        return Choice(asked, "as asked")
+    speeds = torch.tensor([_speed(torch.float32, model, tokens), _speed(torch.bfloat16, model, tokens)])
+    comm.all_reduce(speeds, "min")
+    fp32, bf16 = speeds.tolist()
+    name = "bf16" if bf16 >= WORTH_IT * fp32 else "fp32"
+    shape = f"{tokens} x {model.width} by {model.width} x {4 * model.width}"
+    return Choice(name, f"measured: bf16 {bf16:.3g}, fp32 {fp32:.3g} GFLOP/s per rank for {shape}")
+
+
+def _speed(dtype: torch.dtype, model: GPTConfig, tokens: int) -> float:
+    """GFLOP/s of the largest product of a block, forward and both of its gradients, median of five."""
+    x = torch.randn(tokens, model.width).to(dtype)
+    weight = torch.randn(4 * model.width, model.width).to(dtype)
+    seconds = []
+    for _ in range(6):  # the first one warms up
+        started = time.perf_counter()
+        y = x @ weight.T
+        _ = y @ weight
+        _ = y.T @ x
+        seconds.append(time.perf_counter() - started)
+    flops = 3 * 2 * x.numel() * weight.shape[0]
+    return flops / statistics.median(seconds[1:]) / 1e9
+
+
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """The context in which to compute the model and its loss."""
+    return torch.autocast(device.type, TYPES[precision], enabled=precision != "fp32")
+
+
+class LossScaler:
+    """Keeps fp16 gradients in range: they are computed of a loss multiplied by `scale`.
+
+    The scale halves when a gradient overflows, and that step is skipped; it doubles after `patience` steps
+    that did not.  Whether a gradient overflowed is read from the norm after reduction, which every rank has
+    alike, so ranks agree without asking one another.  For other types the scale stays 1.
+    """
+
+    SMALLEST = 2.0**-14
+
+    def __init__(self, precision: str, scale: float = 2.0**16, patience: int = 1000) -> None:
+        self.enabled = precision == "fp16"
+        self.scale = scale if self.enabled else 1.0
+        self.good_steps = 0
+        self._patience = patience
+
+    def multiply(self, loss: Tensor) -> Tensor:
+        """The loss to call `backward()` on."""
+        return loss * self.scale if self.enabled else loss
+
+    def update(self, finite: bool) -> None:
+        """Adapt to the gradients of this step.  Raises `FloatingPointError` when no scale can help."""
+        if not self.enabled:
+            return
+        if finite:
+            self.good_steps += 1
+            if self.good_steps >= self._patience:
+                self.scale, self.good_steps = self.scale * 2, 0
+            return
+        self.scale, self.good_steps = self.scale / 2, 0
+        if self.scale < self.SMALLEST:
+            raise FloatingPointError(
+                "fp16 gradients overflow at every loss scale: the training has diverged; "
+                "lower optimizer.learning_rate or use precision=bf16 or fp32"
+            )

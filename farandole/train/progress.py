@@ -1,0 +1,78 @@
+"""The progress line: one line that renews itself on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is: `tokens_per_s` of all ranks together, `waiting` the share of time in communication."""
+
+    step: int
+    steps: int
+    loss: float
+    tokens_per_s: float
+    left_s: float
+    waiting: float
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step:>{len(str(self.steps))}}/{self.steps}  loss {self.loss:.3f}  "
+            f"{self.tokens_per_s:,.0f} tokens/s  {minutes(self.left_s)} left  "
+            f"communication {self.waiting:.1%}"
+        )
+
+
+class ProgressLine:
+    """Shows `Progress`, and notes above it.  On a terminal `show` is cheap enough for every step."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self.renews = self._stream.isatty()
+        self._live: Live | None = None
+        if self.renews:
+            self._live = Live(console=Console(file=self._stream), refresh_per_second=5, transient=True)
+
+    def show(self, progress: Progress) -> None:
+        """Renew the line, or print one."""
+        if self._live is None:
+            print(progress, file=self._stream, flush=True)
+            return
+        row = Table.grid(padding=(0, 1))
+        row.add_row(ProgressBar(progress.steps, progress.step, width=24), str(progress))
+        self._live.update(row)
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+        if self._live is None:
+            print(text, file=self._stream, flush=True)
+        else:
+            self._live.console.print(text, highlight=False, markup=False)
+
+    def __enter__(self) -> ProgressLine:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+def minutes(seconds: float) -> str:
+    """Seconds as 1:05 or 2:03:04."""
+    whole = max(0, round(seconds))
+    hours, rest = divmod(whole, 3600)
+    short = f"{rest // 60}:{rest % 60:02d}"
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else short

@@ -1,0 +1,88 @@
+"""What a run leaves to look at: the loss curve and a sample of text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+from tokenizers import Tokenizer
+from torch import nn
+
+from farandole.models.generate import generate
+from farandole.train.config import TrainConfig
+from farandole.train.metrics import read_metrics
+
+Point = tuple[float, float]
+
+_INK, _FAINT, _TRAINING, _VALIDATION = "#22313f", "#d8dee4", "#7aa6c2", "#c8553d"
+
+
+def draw_loss_curve(run: Path, title: str) -> Path:
+    """Draw training and validation loss over steps from the metrics of `run` to `loss.png`."""
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt  # after the choice of a canvas that needs no display
+
+    records = read_metrics(run / "metrics.jsonl")
+    training = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    validation = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes.plot(*zip(*training, strict=True), color=_TRAINING, linewidth=0.8, alpha=0.35)
+    smooth = _smooth(training)
+    axes.plot(*zip(*smooth, strict=True), color=_TRAINING, linewidth=2)
+    ends = [("training", smooth[-1], _TRAINING)]
+    if validation:
+        axes.plot(*zip(*validation, strict=True), "o-", color=_VALIDATION, linewidth=1.6, markersize=4)
+        ends.append(("validation", validation[-1], _VALIDATION))
+    for up, (name, point, color) in zip((-11, 5), sorted(ends, key=lambda end: end[1][1]), strict=False):
+        axes.annotate(
+            f"{name} {point[1]:.2f}",
+            point,
+            (5, up),
+            textcoords="offset points",
+            color=color,
+            fontsize=9,
+            fontweight="bold",
+        )
+    axes.set_title(title, loc="left", color=_INK, fontsize=12, pad=12)
+    axes.set_xlabel("step", color=_INK)
+    axes.set_ylabel("loss, nats per token", color=_INK)
+    axes.grid(axis="y", color=_FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_FAINT)
+    axes.tick_params(colors=_INK, length=0)
+    axes.margins(x=0.02)
+    axes.set_xlim(right=axes.get_xlim()[1] * 1.12)  # room for the labels at the ends of the lines
+
+    path = run / "loss.png"
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+def _smooth(points: list[Point]) -> list[Point]:
+    """A running mean whose memory is a thirtieth of the run."""
+    keep = 1 - 1 / max(1.0, len(points) / 30)
+    smooth, total, weight = [], 0.0, 0.0
+    for step, value in points:
+        total, weight = keep * total + value, keep * weight + 1
+        smooth.append((step, total / weight))
+    return smooth
+
+
+def sample_text(model: nn.Sequential, tokenizer: Tokenizer, config: TrainConfig) -> str:
+    """Text that the model writes after the configured prompt, the prompt included."""
+    asked = config.sample
+    prompt = tokenizer.encode(asked.prompt).ids or [0]
+    written = generate(
+        model,
+        prompt,
+        asked.tokens,
+        context=config.model.context,
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        seed=config.seed,
+    )
+    text: str = tokenizer.decode([*prompt, *written])
+    return text

@@ -1,0 +1,90 @@
+"""A whole run as one rank sees it: prepare, train, evaluate, save, report.
+
+Rank 0 is the one that prints and writes; every rank takes the same decisions at the same steps.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+from farandole.data.cache import Progress as DataProgress
+from farandole.data.text import Text, prepare_text
+from farandole.launch.runtime import Runtime
+from farandole.train import checkpoint
+from farandole.train.allocator import keep_freed_memory
+from farandole.train.checkpoint import TOKENIZER, CheckpointWriter, read_facts
+from farandole.train.config import TrainConfig
+from farandole.train.engine import Engine
+from farandole.train.observer import Observer
+from farandole.train.precision import Choice, choose_precision
+from farandole.train.stopping import StopSignals
+
+
+def open_text(config: TrainConfig, progress: DataProgress = lambda what, share: None) -> Text:
+    """The text that a configuration names, tokenized.  Raises `DataError`."""
+    return prepare_text(
+        config.data.path,
+        vocabulary=config.model.vocabulary,
+        context=config.model.context,
+        text_field=config.data.field,
+        validation_share=config.data.validation_share,
+        cache=Path(config.data.cache).expanduser() if config.data.cache else None,
+        progress=progress,
+    )
+
+
+def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime) -> signal.Signals | None:
+    """Train as `config` says, keeping everything in folder `run`; go on from checkpoint `resume`, if any.
+
+    Called by all ranks.  Returns the signal that ended the run before its last step, or None.
+    Raises `FloatingPointError` when the training diverges and `CheckpointError` when it cannot be saved.
+    """
+    keep_freed_memory()
+    text = open_text(config)
+    with StopSignals() as stop:
+        choice = _precision(config, resume, runtime)
+        engine = Engine(config, text, choice.name, runtime.comm, runtime.device)
+        writer = CheckpointWriter(run, text.folder / TOKENIZER, config.checkpoint.keep, runtime.comm)
+        earlier_s = 0.0
+        if resume is not None:
+            earlier_s = checkpoint.load(engine, resume, runtime.comm).elapsed_s
+        with Observer(config, run, engine, choice, runtime, earlier_s) as observer:
+            _loop(engine, writer, observer, stop)
+            interrupted = engine.step_number < config.steps
+            if not interrupted:
+                observer.finished(text.tokenizer)
+        return stop.received or signal.SIGTERM if interrupted else None
+
+
+def _loop(engine: Engine, writer: CheckpointWriter, observer: Observer, stop: StopSignals) -> None:
+    """Steps until the last one, or until any rank was asked to stop; what is learned is saved."""
+    config = engine.config
+    while engine.step_number < config.steps:
+        started = time.perf_counter()
+        result = engine.step(stop.requested)
+        step = engine.step_number
+        last = step == config.steps
+        observer.stepped(result, time.perf_counter() - started)
+        if result.stop and not last:
+            break
+        if last or _due(step, config.evaluate.every):
+            observer.evaluated(engine.evaluate())
+        if not last and _due(step, config.checkpoint.every):
+            writer.save(engine, observer.elapsed_s)
+    writer.save(engine, observer.elapsed_s)
+    writer.wait()
+    observer.saved(writer.newest)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _precision(config: TrainConfig, resume: Path | None, runtime: Runtime) -> Choice:
+    """A run that is continued keeps its precision, whatever a probe would find today."""
+    if resume is not None:
+        return Choice(read_facts(resume).precision, "as before")
+    _, size = config.micro_batches(runtime.size)
+    return choose_precision(config.precision, config.model.gpt(), size * config.model.context, runtime.comm)

@@ -1,0 +1,146 @@
+"""From the words of a command to a run that can start: what can be refused is refused here.
+
+It happens once for all ranks, in the process that launches them or on rank 0, and touches nothing that
+exists.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from farandole.train.checkpoint import CheckpointError, read_facts
+from farandole.train.config import ConfigError, TrainConfig, load_config, parse_config, with_overrides
+from farandole.train.folders import find_checkpoint, new_run
+
+DEFAULT_RANKS = 2
+
+CHANGEABLE = ("name", "out", "steps", "checkpoint.", "evaluate.", "log.", "sample.", "data.cache")
+"""What may differ when a run is continued; the rest decides what it computes."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person wrote: at most one preset or file, at most one folder, and `key=value`s."""
+
+    source: str | None
+    folder: Path | None
+    overrides: list[str]
+    resume: bool
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run that can start: what to do, on how many ranks, and, to continue one, from which checkpoint."""
+
+    config: TrainConfig
+    ranks: int
+    checkpoint: Path | None = None
+
+
+@dataclass(frozen=True)
+class Order:
+    """What every rank is told: to do `config` in folder `run`, from `checkpoint` if there is one."""
+
+    config: TrainConfig
+    run: Path
+    checkpoint: Path | None = None
+
+    def dump(self) -> str:
+        """As JSON."""
+        checkpoint = None if self.checkpoint is None else str(self.checkpoint)
+        return json.dumps(
+            {"config": self.config.model_dump(), "run": str(self.run), "checkpoint": checkpoint}
+        )
+
+    @staticmethod
+    def load(text: str) -> Order:
+        """From JSON."""
+        values = json.loads(text)
+        checkpoint = None if values["checkpoint"] is None else Path(values["checkpoint"])
+        return Order(parse_config(values["config"]), Path(values["run"]), checkpoint)
+
+
+def read_request(words: Sequence[str], resume: bool) -> Request:
+    """Sort the words of a command.  Raises `ConfigError`."""
+    overrides = [word for word in words if "=" in word]
+    rest = [word for word in words if "=" not in word]
+    folders = [word for word in rest if Path(word).expanduser().is_dir()]
+    sources = [word for word in rest if word not in folders]
+    if len(sources) > 1:
+        raise ConfigError(
+            f"one preset or configuration file, please, not {len(sources)}: {', '.join(sources)}"
+        )
+    if len(folders) > 1:
+        raise ConfigError(f"one run to continue, please, not {len(folders)}: {', '.join(folders)}")
+    if folders and not resume:
+        raise ConfigError(f"{folders[0]} is a folder; to go on with the run in it, add --resume")
+    folder = Path(folders[0]) if folders else None
+    return Request(sources[0] if sources else None, folder, overrides, resume)
+
+
+def check(request: Request, ranks: int | None = None) -> Start:
+    """Check everything against everything, and write nothing.
+
+    Without a number of `ranks` a new run gets 2, and one that is continued as many as it had.
+
+    Raises `ConfigError`, or `CheckpointError` where the continued job would not be the same job.
+    """
+    if request.resume:
+        return _again(request, ranks)
+    config = load_config(request.source, request.overrides)
+    ranks = ranks or DEFAULT_RANKS
+    config.micro_batches(ranks)
+    return Start(config, ranks)
+
+
+def order(start: Start) -> Order:
+    """Give a new run its folder.  Raises `ConfigError` where that cannot be made."""
+    if start.checkpoint is not None:
+        return Order(start.config, start.checkpoint.parent.parent, start.checkpoint)
+    return Order(start.config, new_run(start.config))
+
+
+def _again(request: Request, ranks: int | None) -> Start:
+    where = request.folder or _run_folder(request)
+    checkpoint = find_checkpoint(where)
+    facts = read_facts(checkpoint)
+    before = parse_config(facts.config)
+    if request.source is None:
+        config = with_overrides(before, request.overrides)
+    else:
+        config = load_config(request.source, request.overrides)
+    if ranks is not None and ranks != facts.ranks:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} was written by {facts.ranks} ranks and this job has {ranks}: "
+            f"continue with --ranks {facts.ranks}"
+        )
+    if changed := _changes(before, config):
+        raise CheckpointError(
+            f"checkpoint {checkpoint} belongs to another configuration: {'; '.join(changed)}. "
+            f"Leave that as it was, or start a new run; {', '.join(CHANGEABLE)} may change"
+        )
+    if facts.step >= config.steps:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} is at step {facts.step} of {config.steps}: nothing is left to do; "
+            f"for more, say steps={2 * facts.step}"
+        )
+    return Start(config, facts.ranks, checkpoint)
+
+
+def _run_folder(request: Request) -> Path:
+    """Where the runs are: the other keys may only make sense together with the checkpoint's."""
+    out = [override for override in request.overrides if override.partition("=")[0].strip() == "out"]
+    return Path(load_config(request.source, out).out)
+
+
+def _changes(before: TrainConfig, now: TrainConfig) -> list[str]:
+    """`key was A, is B` for what decides what the run computes."""
+    old, new = before.flat(), now.flat()
+    return [
+        f"{key} was {old[key]!r}, is {new[key]!r}"
+        for key in old
+        if old[key] != new[key] and not key.startswith(CHANGEABLE)
+    ]

@@ -1,0 +1,66 @@
+"""One rank of a training job.
+
+Under our own launcher it is a module to run, `python -m farandole.train.worker ORDER`, where ORDER is what
+the launching process has checked.  Under another launcher every rank reads the command itself: `join`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch.distributed as dist
+
+import farandole
+from farandole.data.errors import DataError
+from farandole.launch.runtime import Runtime
+from farandole.train.checkpoint import CheckpointError
+from farandole.train.config import ConfigError
+from farandole.train.run import open_text, train
+from farandole.train.start import Order, Request, check, order
+
+REFUSALS = (ConfigError, DataError, CheckpointError, FloatingPointError)
+"""What is the user's to mend, and said without a stack trace."""
+
+
+def main(text: str) -> None:
+    """Carry out an order as one of the ranks that were launched for it."""
+    given = Order.load(text)
+    with farandole.init() as runtime:
+        _carry_out(given, runtime)
+
+
+def join(request: Request) -> None:
+    """Train as one rank of a job that another launcher started, with the same command on every rank."""
+    with farandole.init() as runtime:
+        _carry_out(_agree(request, runtime), runtime)
+
+
+def _agree(request: Request, runtime: Runtime) -> Order:
+    """Rank 0 checks the request and makes the folder; all ranks get its order, or its refusal."""
+    answer: list[str | None] = [None, None]
+    if runtime.rank == 0:
+        try:
+            start = check(request, runtime.size)
+            open_text(start.config)
+            answer[0] = order(start).dump()
+        except REFUSALS as refusal:
+            answer[1] = str(refusal)
+    dist.broadcast_object_list(answer, src=0, group=runtime.comm.group)
+    text, refused = answer
+    if text is None:
+        raise ConfigError(refused)
+    return Order.load(text)
+
+
+def _carry_out(given: Order, runtime: Runtime) -> None:
+    """Train; exits with a message where the user has something to mend, as a signal would after one."""
+    try:
+        ended_by = train(given.config, given.run, given.checkpoint, runtime)
+    except REFUSALS as refusal:
+        raise SystemExit(str(refusal)) from refusal
+    if ended_by is not None:
+        sys.exit(128 + ended_by)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,66 @@
+"""`farandole generate`: what it cannot read it names.  That it writes is shown in tests/train/test_resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+from typer.testing import CliRunner, Result
+
+from farandole.cli.main import app
+from farandole.data.tokenizer import train_tokenizer
+from farandole.models.gpt import build_gpt
+from farandole.train.config import load_config
+
+
+def _generate(*words: str) -> Result:
+    return CliRunner().invoke(app, ["generate", *words])
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "run" / "checkpoints" / "step-000001"
+    folder.mkdir(parents=True)
+    config = load_config("tiny")
+    facts = {"step": 1, "consumed": 8, "ranks": 2, "precision": "fp32", "loss_scale": 1.0, "good_steps": 0}
+    facts |= {"elapsed_s": 1.0, "config": config.model_dump()}
+    (folder / "train.json").write_text(json.dumps(facts))
+    weights = {n: p.detach() for n, p in build_gpt(config.model.gpt()).named_parameters()}
+    save_file(weights, folder / "model.safetensors")
+    train_tokenizer(["import os\n"], config.model.vocabulary).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_seed_gives_the_same_text(checkpoint: Path) -> None:
+    options = ("--prompt", "import ", "--tokens", "30")
+    texts = [_generate(str(checkpoint), *options, "--seed", seed).output for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+    assert all(text.startswith("import ") for text in texts)
+
+
+@pytest.mark.parametrize("up", [0, 2, 3])
+def test_a_checkpoint_a_run_or_a_folder_of_runs(checkpoint: Path, up: int) -> None:
+    path = [checkpoint, *checkpoint.parents][up]
+    result = _generate(str(path), "--tokens", "1", "--temperature", "0")
+    assert result.exit_code == 0, result.output
+
+
+def test_what_is_not_there_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    assert "is not a folder" in _generate(str(tmp_path / "nowhere")).output
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    result = _generate(str(tmp_path / "other"))
+    assert result.exit_code == 2
+    assert "it has: notes.txt" in result.output
+    (checkpoint / "model.safetensors").write_bytes(b"damaged")
+    result = _generate(str(checkpoint))
+    assert result.exit_code == 2
+    assert "is damaged" in result.output
+
+
+def test_an_empty_prompt_is_refused(checkpoint: Path) -> None:
+    result = _generate(str(checkpoint), "--prompt", "")
+    assert result.exit_code == 2
+    assert "the prompt is empty" in result.output

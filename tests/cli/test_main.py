@@ -1,0 +1,78 @@
+"""The command line: what it says, and what it says to mistakes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import farandole
+from farandole import native
+from farandole.cli.main import app
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, list(arguments), prog_name="farandole")
+
+
+def test_help_teaches():
+    result = invoke("--help")
+    assert result.exit_code == 0
+    assert "farandole launch --ranks 4 script.py" in result.output
+    for command in ("train", "generate", "launch", "info"):
+        assert command in result.output
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "launch", "info"])
+def test_every_command_shows_an_example(command):
+    result = invoke(command, "--help")
+    assert result.exit_code == 0
+    assert f"  farandole {command}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lauch", "x.py"], "Did you mean 'launch'?"),
+        (["launch", "--rnaks", "2", "x.py"], "--ranks"),
+        (["launch", "--no-pinn", "x.py"], "--no-pin"),
+        (["launch"], "Missing argument 'SCRIPT'"),
+        (["launch", "--ranks", "0", "x.py"], "Invalid value for '--ranks'"),
+    ],
+)
+def test_mistakes_get_the_nearest_thing(arguments, message):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_without_a_command_it_helps():
+    assert "Usage: farandole" in invoke().output
+
+
+def test_version():
+    assert invoke("--version").output == f"farandole {farandole.__version__}\n"
+
+
+def test_info():
+    result = invoke("info")
+    assert result.exit_code == 0
+    assert torch.__version__ in result.output
+    assert "alone: a world of one" in result.output
+    assert ("not available: " if not native.available() else "available, ") in result.output
+
+
+def test_info_shows_a_contradiction(monkeypatch):
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "rank 7 of 4" in invoke("info").output
+
+
+def test_as_a_module():
+    run = subprocess.run(
+        [sys.executable, "-m", "farandole", "--version"], capture_output=True, text=True, check=True
+    )
+    assert run.stdout == f"farandole {farandole.__version__}\n"

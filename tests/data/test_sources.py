@@ -1,0 +1,105 @@
+"""What `data.path` may name, and what is said where there is nothing to read."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+
+from farandole.data.errors import DataError
+from farandole.data.sources import find_source
+
+
+def _documents(path: Path, field: str = "text") -> list[str]:
+    return list(find_source(str(path), field).documents())
+
+
+def test_the_standard_library_is_found_without_its_tests() -> None:
+    source = find_source("stdlib")
+    names = {path.name for path in source.files}
+    assert {"argparse.py", "typing.py"} <= names
+    assert not any({"site-packages", "test", "encodings"} & set(path.parts) for path in source.files)
+    assert "class ArgumentParser" in "".join(source.documents())
+
+
+def test_a_text_file_of_any_suffix(tmp_path: Path) -> None:
+    (tmp_path / "poem.verse").write_text("roses\n")
+    assert _documents(tmp_path / "poem.verse") == ["roses\n"]
+
+
+def test_bytes_that_are_not_text_do_not_stop_the_reading(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert _documents(tmp_path / "latin.txt") == ["caf�"]
+
+
+def test_a_folder_is_read_in_depth_and_in_order(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name in ("z.txt", "b/a.py", "b/image.png", ".git/c.txt", ".hidden.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "empty.md").write_text("  \n")
+    assert _documents(tmp_path) == ["b/a.py", "z.txt"]
+
+
+def test_json_lines_with_a_field_of_choice(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one", "body": "eins"}\n\n{"text": "two", "body": "zwei"}\n')
+    assert _documents(path) == ["one", "two"]
+    assert _documents(path, "body") == ["eins", "zwei"]
+    with pytest.raises(
+        DataError, match=r'a.jsonl, line 1: no text in field "content"; the line has: text, body'
+    ):
+        _documents(path, "content")
+
+
+@pytest.mark.parametrize("line", ["{not json", '["text"]', json.dumps({"text": 3})])
+def test_a_bad_json_line_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(DataError, match="a.jsonl, line 2: "):
+        _documents(tmp_path / "a.jsonl")
+
+
+def test_parquet_with_a_column_of_choice(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        arrow.table({"text": ["one", None, "two"], "body": ["x", "y", "z"], "n": [1, 2, 3]}), path
+    )
+    assert _documents(path) == ["one", "two"]
+    assert _documents(path, "body") == ["x", "y", "z"]
+    with pytest.raises(DataError, match='no column "content"; it has: text, body, n'):
+        _documents(path, "content")
+    with pytest.raises(DataError, match='column "n" holds int64, not text'):
+        _documents(path, "n")
+    path.write_bytes(b"no such thing")
+    with pytest.raises(DataError, match="is not a Parquet file"):
+        _documents(path)
+
+
+def test_what_is_missing_gets_its_nearest_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("text")
+    with pytest.raises(DataError, match="no such file or folder; did you mean .*corpus.txt"):
+        find_source(str(tmp_path / "corpsu.txt"))
+    with pytest.raises(DataError, match="nearest folder that exists"):
+        find_source(str(tmp_path / "deep" / "er" / "x"))
+
+
+def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_text("x")
+    with pytest.raises(DataError, match="no text found in this folder; files are read when they end in .txt"):
+        find_source(str(tmp_path))
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(DataError, match="the file is empty"):
+        find_source(str(tmp_path / "empty.txt"))
+    with pytest.raises(DataError, match="all 1 files are empty"):
+        find_source(str(tmp_path))
+
+
+def test_a_file_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret.txt").write_text("text")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read everything
+    with pytest.raises(DataError, match="no permission to read .*secret.txt"):
+        find_source(str(tmp_path / "secret.txt"))

@@ -1,0 +1,207 @@
+"""Tokenized text: whole, split without overlap, cached by content, built once and never half."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from farandole.data import text as module
+from farandole.data.cache import FILES, default_cache
+from farandole.data.errors import DataError
+from farandole.data.text import Text, prepare_text
+from farandole.data.tokenizer import END_OF_TEXT, cut, train_tokenizer
+
+VOCABULARY, CONTEXT = 300, 8
+
+
+def _prepare(path: Path, cache: Path, **options: object) -> Text:
+    settings = {"vocabulary": VOCABULARY, "context": CONTEXT} | options
+    return prepare_text(str(path), cache=cache, **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(40):
+        lines = (f"def f{i}_{number}(x):\n    return x + {i * number}\n" for i in range(30))
+        (folder / f"{number:02d}.py").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def _decoded(text: Text) -> list[str]:
+    """The documents of both parts."""
+    whole = []
+    for part in (text.train, text.validation):
+        decoded = text.tokenizer.decode(part.tokens.tolist(), skip_special_tokens=False)
+        whole += decoded.split(END_OF_TEXT)[:-1]
+    return whole
+
+
+def test_every_document_is_there_once_and_unchanged(corpus: Path, cache: Path) -> None:
+    text = _prepare(corpus, cache, validation_share=0.2)
+    assert sorted(_decoded(text)) == sorted(path.read_text() for path in corpus.iterdir())
+    assert text.train.samples > text.validation.samples > 0
+    assert text.train.tokens.dtype == np.uint16
+
+
+def test_windows_follow_one_another_and_overlap_by_their_target(corpus: Path, cache: Path) -> None:
+    train = _prepare(corpus, cache).train
+    first, second = train.read(np.array([0, 1]))
+    assert first.shape == (CONTEXT + 1,)
+    assert first[-1] == second[0]
+    last = train.read(np.array([train.samples - 1]))
+    assert last.shape == (1, CONTEXT + 1)
+
+
+def test_the_split_is_deterministic(corpus: Path, tmp_path: Path) -> None:
+    one, two = _prepare(corpus, tmp_path / "one"), _prepare(corpus, tmp_path / "two")
+    for name in FILES:
+        assert (one.folder / name).read_bytes() == (two.folder / name).read_bytes()
+
+
+def test_a_small_text_still_has_a_validation_part(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question\n" * 100)
+    text = _prepare(tmp_path / "a.txt", cache, validation_share=0.1)
+    share = len(text.validation.tokens) / (len(text.train.tokens) + len(text.validation.tokens))
+    assert share == pytest.approx(0.1, abs=0.05)
+
+
+def test_too_little_text_says_what_would_do(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "a.txt").write_text("few words")
+    with pytest.raises(DataError, match=r"fewer than one window of model.context=8 .* lower model.context"):
+        _prepare(tmp_path / "a.txt", cache)
+    (tmp_path / "b.txt").write_text(" \n\n")
+    with pytest.raises(DataError, match="no text found, only white space"):
+        _prepare(tmp_path / "b.txt", cache)
+
+
+def test_the_cache_is_used_until_content_or_settings_change(
+    corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+    build = module._build
+    monkeypatch.setattr(module, "_build", lambda *args: (built.append(1), build(*args)))
+    folders = [_prepare(corpus, cache).folder, _prepare(corpus, cache, context=4).folder]
+    assert (len(built), len(set(folders))) == (1, 1)
+    _prepare(corpus, cache, vocabulary=301)
+    (corpus / "00.py").write_text("changed = True\n" * 50)
+    _prepare(corpus, cache)
+    assert len(built) == 3
+    assert not list(cache.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "missing", "unreadable"])
+def test_a_damaged_entry_is_built_again(
+    corpus: Path, cache: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _prepare(corpus, cache).folder
+    train = (folder / "train.bin").read_bytes()
+    match damage:
+        case "cut":
+            (folder / "train.bin").write_bytes(train[:-10])
+        case "flip":
+            (folder / "train.bin").write_bytes(bytes([train[0] ^ 1]) + train[1:])
+        case "missing":
+            (folder / "tokenizer.json").unlink()
+        case "unreadable":
+            (folder / "entry.json").write_text("{")
+    text = _prepare(corpus, cache)
+    assert (text.folder / "train.bin").read_bytes() == train
+    assert "building them again" in capsys.readouterr().out
+
+
+def test_a_full_disk_leaves_nothing_and_says_where(
+    corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "_build", full)
+    with pytest.raises(DataError, match=r"no space for tokens in .* choose another folder with data.cache="):
+        _prepare(corpus, cache)
+    assert [p for p in cache.rglob("*") if p.suffix != ".lock"] == [cache / "tokens"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="cannot write tokens to .*file"):
+        _prepare(corpus, tmp_path / "file")
+
+
+def _job(corpus: Path, cache: Path) -> None:
+    assert _prepare(corpus, cache).train.samples > 0
+
+
+def test_jobs_at_once_build_one_entry(corpus: Path, cache: Path) -> None:
+    jobs = [multiprocessing.get_context("fork").Process(target=_job, args=(corpus, cache)) for _ in range(3)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(60)
+        assert job.exitcode == 0
+    assert len([path for path in (cache / "tokens").iterdir() if path.is_dir()]) == 1
+
+
+def test_progress_goes_from_start_to_end(corpus: Path, cache: Path) -> None:
+    told: list[tuple[str, float]] = []
+    _prepare(corpus, cache, progress=lambda what, share: told.append((what, share)))
+    assert list(dict.fromkeys(what for what, _ in told)) == [
+        "reading text",
+        "learning tokens",
+        "encoding text",
+    ]
+    for what in ("reading text", "encoding text"):
+        shares = [share for named, share in told if named == what]
+        assert shares == sorted(shares)
+        assert shares[-1] == pytest.approx(1.0)
+
+
+def test_a_vocabulary_has_at_least_the_bytes(corpus: Path, cache: Path) -> None:
+    with pytest.raises(DataError, match="257 to 2"):
+        _prepare(corpus, cache, vocabulary=256)
+
+
+def test_large_vocabularies_take_four_bytes(corpus: Path, cache: Path) -> None:
+    text = _prepare(corpus, cache, vocabulary=70_000, validation_share=0.2)
+    assert text.train.tokens.dtype == np.uint32
+    assert sorted(_decoded(text)) == sorted(path.read_text() for path in corpus.iterdir())
+
+
+def test_pieces_are_the_document() -> None:
+    document = "".join(f"line {i}\n" for i in range(5000)) + "x" * 20_000
+    pieces = list(cut(document))
+    assert "".join(pieces) == document
+    assert all(len(piece) <= 1 << 13 for piece in pieces)
+    assert all(piece.endswith("\n") for piece in pieces[: len(pieces) // 2])
+
+
+def test_any_text_comes_back_from_its_tokens() -> None:
+    tokenizer = train_tokenizer(["hello world"] * 3, 280)
+    for text in ("hello", "naïve café 東京 🙂", "\ttab\r\n  spaces  ", "\0"):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_the_cache_is_where_the_platform_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    monkeypatch.setattr("sys.platform", "linux")
+    assert default_cache() == Path("/elsewhere/farandole")
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert default_cache() == Path.home() / "Library" / "Caches" / "farandole"
+
+
+def test_what_a_killed_builder_left_is_removed(corpus: Path, cache: Path) -> None:
+    folder = _prepare(corpus, cache).folder
+    shutil.move(folder, folder.with_name(f"{folder.name}.x.tmp"))
+    assert _prepare(corpus, cache).folder == folder
+    assert not list(cache.rglob("*.tmp"))

@@ -1,0 +1,87 @@
+"""Small programs in real jobs: what the tests of launchers share."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_S = 90
+
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This environment, without a trace of a launcher, in which the package can be imported."""
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
+    return clean | {"PYTHONPATH": str(ROOT)} | more
+
+
+def write(folder: Path, text: str, name: str = "program.py") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+def start(command: list[str], **more: str) -> subprocess.Popen[str]:
+    """A job in a session of its own, so that what it leaves behind can be found."""
+    return subprocess.Popen(
+        command,
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(job: subprocess.Popen[str], limit_s: float = LIMIT_S) -> tuple[int, str, str]:
+    """Status and output of a job; one that does not end is killed, and the test fails."""
+    try:
+        out, err = job.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        out, err = job.communicate()
+        raise AssertionError(f"the job did not end within {limit_s} s; it said:\n{out}\n{err}") from None
+    return job.returncode, out, err
+
+
+def run(command: list[str], **more: str) -> tuple[int, str, str]:
+    return finish(start(command, **more))
+
+
+def ours(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "farandole", "launch", *arguments]
+
+
+def wait_for_lines(path: Path, count: int, limit_s: float = 60) -> list[str]:
+    """The lines of a file that ranks write, once there are `count` of them."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        lines = path.read_text().splitlines() if path.exists() else []
+        if len(lines) >= count:
+            return lines
+        time.sleep(0.05)
+    raise AssertionError(f"{path} did not get {count} lines within {limit_s} s")
+
+
+def all_ended(pids: list[int], limit_s: float = 10) -> bool:
+    """Whether these processes are gone in time."""
+    deadline = time.monotonic() + limit_s
+    while any(_is_running(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

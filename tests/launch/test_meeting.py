@@ -1,0 +1,84 @@
+"""Ranks of one host meet without an address: in threads here, in processes in `test_launchers`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from farandole.launch.meeting import meeting_name, open_store
+from farandole.launch.placement import ALONE, LaunchError, NoMeeting, Placement, SameHost
+
+
+def place(rank, size, job):
+    return Placement("mpirun (Hydra)", rank, size, rank, size, SameHost(job))
+
+
+def meet(size, job, delay_s=0.0):
+    """Open the store in `size` ranks, rank 0 last; return what each sees there of rank 0."""
+
+    def rank_meets(rank):
+        if rank == 0:
+            time.sleep(delay_s)
+        store = open_store(place(rank, size, job), 20)
+        if rank == 0:
+            store.set("greeting", job)
+        return store.get("greeting").decode(), store
+
+    with ThreadPoolExecutor(size) as threads:
+        met = list(threads.map(rank_meets, range(size)))  # rank 0's store must live until all have met
+    return [word for word, _ in met]
+
+
+def test_ranks_meet_whoever_comes_first():
+    job = uuid4().hex
+    assert meet(4, job, delay_s=0.3) == [job] * 4
+    assert meet(4, job) == [job] * 4  # and again: nothing is left of the first time
+
+
+def test_jobs_at_once_do_not_mix():
+    jobs = [uuid4().hex for _ in range(3)]
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        assert list(threads.map(lambda job: meet(2, job), jobs)) == [[job] * 2 for job in jobs]
+
+
+def test_no_rank_0():
+    with pytest.raises(
+        LaunchError, match=r"rank 1 of 2 waited 0.3 s for rank 0.*never called farandole.init"
+    ):
+        open_store(place(1, 2, uuid4().hex), 0.3)
+
+
+def test_a_meeting_that_is_taken():
+    job = uuid4().hex
+    keep = open_store(place(0, 2, job), 5)
+    with pytest.raises(LaunchError, match="another process already meets"):
+        open_store(place(0, 2, job), 5)
+    del keep
+    for thread in threading.enumerate():
+        if thread.name == "farandole-meeting":
+            thread.join(10)
+
+
+def test_several_hosts_without_an_address():
+    lost = Placement("mpirun (Hydra)", 0, 4, 0, 2, NoMeeting("set MASTER_ADDR"))
+    with pytest.raises(LaunchError, match="4 ranks on several hosts.*set MASTER_ADDR"):
+        open_store(lost, 5)
+
+
+def test_alone_there_is_nobody_to_meet():
+    store = open_store(ALONE, 1)
+    store.set("a", "b")
+    assert store.get("a") == b"b"
+
+
+@pytest.mark.skipif(not Path("/proc/net/unix").exists(), reason="looks at Linux's list of sockets")
+def test_nothing_is_left_behind():
+    job = uuid4().hex
+    meet(2, job)
+    time.sleep(0.2)
+    assert meeting_name(job) not in Path("/proc/net/unix").read_text()

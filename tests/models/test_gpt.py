@@ -1,0 +1,103 @@
+"""The GPT: its size, its first loss, that it looks back only, and gradients through tied weights."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from farandole.models.attention import causal_attention
+from farandole.models.generate import generate
+from farandole.models.gpt import GPTConfig, TransformerBlock, build_gpt
+from farandole.models.loss import next_token_loss
+
+SMALL = GPTConfig(vocabulary=97, context=16, layers=2, heads=2, width=8)
+
+
+@pytest.mark.parametrize("config", [SMALL, GPTConfig(11, 5, 1, 1, 4), GPTConfig(50257, 1024, 12, 12, 768)])
+def test_the_formula_counts_the_parameters(config: GPTConfig) -> None:
+    with torch.device("meta"):
+        model = build_gpt(config)
+    assert sum(p.numel() for p in model.parameters()) == config.parameters
+
+
+def test_gpt2_small_has_its_124_million_parameters_but_for_the_positions() -> None:
+    assert GPTConfig(50257, 1024, 12, 12, 768).parameters == 124_439_808 - 1024 * 768  # openai's gpt2
+
+
+def test_an_untrained_model_knows_nothing() -> None:
+    torch.manual_seed(0)
+    model = build_gpt(SMALL)
+    tokens = torch.randint(0, SMALL.vocabulary, (64, SMALL.context))
+    loss = next_token_loss(model(tokens), torch.randint(0, SMALL.vocabulary, tokens.shape))
+    assert loss.item() == pytest.approx(math.log(SMALL.vocabulary), rel=0.01)
+
+
+def test_a_position_does_not_see_what_comes_after() -> None:
+    model = build_gpt(SMALL)
+    tokens = torch.randint(0, SMALL.vocabulary, (1, SMALL.context))
+    changed = tokens.clone()
+    changed[0, 9] = (tokens[0, 9] + 1) % SMALL.vocabulary
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9:], after[:, 9:])
+
+
+def test_the_head_shares_the_embedding() -> None:
+    model = build_gpt(SMALL)
+    assert model[-1].weight is model[0].tokens.weight
+
+
+def test_what_adds_to_the_residual_stream_starts_smaller() -> None:
+    torch.manual_seed(0)
+    blocks = [b for b in build_gpt(GPTConfig(97, 16, 8, 2, 128)) if isinstance(b, TransformerBlock)]
+    assert blocks[0].attention.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert blocks[0].feed_forward.down.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+
+
+def test_a_width_that_heads_do_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="width 10 is not a multiple of twice heads 3"):
+        GPTConfig(97, 16, 1, 3, 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_by_products_is_attention(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    qkv = [torch.randn(2, 3, 17, 8, dtype=dtype, requires_grad=True) for _ in range(3)]
+    reference = [t.detach().double().requires_grad_() for t in qkv]
+    ours, theirs = causal_attention(*qkv), causal_attention(*reference)
+    weight = torch.randn(2, 3, 17, 8)
+    (ours * weight).sum().backward()
+    (theirs * weight.double()).sum().backward()
+    torch.testing.assert_close(ours.double(), theirs, atol=0.03, rtol=0.03)
+    for got, expected in zip(qkv, reference, strict=True):
+        assert got.grad is not None
+        assert expected.grad is not None
+        torch.testing.assert_close(got.grad.double(), expected.grad, atol=0.1, rtol=0.1)
+
+
+def test_generation_at_temperature_zero_takes_the_likeliest() -> None:
+    torch.manual_seed(0)
+    model = build_gpt(SMALL)
+    prompt = [1, 2, 3]
+    written = list(generate(model, prompt, 20, context=SMALL.context, temperature=0))
+    tokens = list(prompt)
+    for token in written:
+        assert token == int(model(torch.tensor([tokens[-SMALL.context :]]))[0, -1].argmax())
+        tokens.append(token)
+
+
+def test_a_seed_gives_the_same_text_and_top_k_bounds_it() -> None:
+    model = build_gpt(SMALL)
+    options = {"context": SMALL.context, "temperature": 1.0}
+    once = list(generate(model, [5], 30, seed=1, top_k=0, **options))
+    assert once == list(generate(model, [5], 30, seed=1, top_k=0, **options))
+    assert once != list(generate(model, [5], 30, seed=2, top_k=0, **options))
+    only = list(generate(model, [5], 30, seed=3, top_k=1, **options))
+    assert only == list(generate(model, [5], 30, context=SMALL.context, temperature=0))
+
+
+def test_generation_needs_a_prompt() -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        next(generate(build_gpt(SMALL), [], 1, context=SMALL.context))

@@ -1,0 +1,36 @@
+"""The C core compiles without a warning: with GCC and Clang, for x86 and for Arm, with or without Python."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from farandole import native
+
+SOURCES = sorted(Path(native.__file__).parent.glob("*.c"))
+FLAGS = ["-O1", "-std=gnu11", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-fPIC", "-pthread", "-shared"]
+
+
+@pytest.mark.parametrize("compiler", ["gcc", "clang", "aarch64-linux-gnu-gcc"])
+def test_compiles_without_a_warning(compiler: str, tmp_path: Path) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(tmp_path / "core.so")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_needs_nothing_but_the_c_library() -> None:
+    """No torch, no MPI and no Python headers."""
+    allowed = {path.name for path in Path(native.__file__).parent.iterdir()}
+    for path in [*SOURCES, *Path(native.__file__).parent.glob("*.h")]:
+        for line in path.read_text().splitlines():
+            if line.startswith('#include "'):
+                assert line.split('"')[1] in allowed, f"{path.name}: {line}"
+            elif line.startswith("#include <"):
+                assert not any(word in line for word in ("Python", "torch", "mpi", "omp")), (
+                    f"{path.name}: {line}"
+                )

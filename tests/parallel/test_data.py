@@ -1,0 +1,208 @@
+"""Data parallelism gives the parameters of one process with the whole batch, under SGD in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from farandole.comm.communicator import Communicator
+from farandole.parallel.buckets import make_buckets, total_norm
+from farandole.parallel.data import DataParallel
+
+SHARE, STEPS, CLIP = 4, 3, 0.5
+
+
+class Odd(nn.Module):
+    """Uneven shapes, tied weights, a frozen one, one that nobody uses, one that only some samples use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7)
+        self.hidden = nn.Linear(7, 5)
+        self.hidden.bias.requires_grad_(False)
+        self.back = nn.Linear(5, 7)
+        self.sometimes = nn.Linear(7, 7)
+        self.never = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("offset", torch.randn(7))
+
+    def forward(self, tokens: Tensor, use: bool) -> Tensor:
+        x = self.back(torch.tanh(self.hidden(self.embedding(tokens)))) * self.scale + self.offset
+        if use:
+            x = x + self.sometimes(x)
+        return F.linear(x, self.embedding.weight)
+
+
+def _world() -> Communicator:
+    assert dist.group.WORLD is not None
+    return Communicator(dist.group.WORLD)
+
+
+def _loss(model: nn.Module, tokens: Tensor, use: bool = False) -> Tensor:
+    return F.cross_entropy(model(tokens, use).flatten(0, 1), tokens.roll(1, -1).flatten())
+
+
+def _model(seed: int) -> Odd:
+    torch.manual_seed(seed)
+    return Odd()
+
+
+def _train_alone(
+    batches: list[Tensor], share: int, uses: Callable[[int], bool], clip: float
+) -> dict[str, Any]:
+    """One process: the mean over the ranks' shares of the loss of each."""
+    model = _model(0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        parts = batch.split(share)
+        for rank, part in enumerate(parts):
+            (_loss(model, part, uses(rank)) / len(parts)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def _train_parallel(
+    rank: int, size: int, batches: list[Tensor], accumulate: int, user: int | None, bucket_bytes: int
+) -> dict[str, Any]:
+    model = _model(seed=rank)  # rank 0's must win
+    replica = DataParallel(model, _world(), bucket_bytes)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in batches:
+        mine = batch.split(SHARE)[rank].split(SHARE // accumulate)
+        replica.zero_grad()
+        for part in mine[:-1]:
+            with replica.no_sync():
+                (_loss(model, part, rank == user) / accumulate).backward()
+        (_loss(model, mine[-1], rank == user) / accumulate).backward()
+        replica.synchronize()
+        replica.clip(CLIP)
+        optimizer.step()
+    assert model.never.weight.grad is None
+    assert (model.sometimes.weight.grad is None) == (user is None)
+    assert model.hidden.bias.grad is None
+    replica.close()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("user", [None, 0])
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
+def test_the_answer_is_that_of_one_process(
+    ranks: Any, size: int, accumulate: int, user: int | None, bucket_bytes: int
+) -> None:
+    generator = torch.Generator().manual_seed(size)
+    batches = [torch.randint(0, 11, (SHARE * size, 6), generator=generator) for _ in range(STEPS)]
+    expected = _train_alone(batches, SHARE, lambda rank: rank == user, CLIP)
+    results = ranks(size).run(_train_parallel, batches, accumulate, user, bucket_bytes)
+    for result in results:
+        for name, value in result.items():
+            torch.testing.assert_close(value, expected[name], msg=lambda m, name=name: f"{name}: {m}")
+            assert torch.equal(value, results[0][name]), f"{name} differs between ranks"
+
+
+def _reductions(rank: int, size: int) -> tuple[int, int]:
+    """How many collectives an accumulated step makes, and how many buckets there are."""
+    comm = _world()
+    calls = 0
+    reduce = comm.all_reduce
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return reduce(*args, **options)
+
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    replica = DataParallel(model, comm, bucket_bytes=100)
+    comm.all_reduce = counted  # type: ignore[method-assign]
+    for _ in range(3):
+        with replica.no_sync():
+            model(torch.ones(2, 6)).sum().backward()
+    assert calls == 0
+    model(torch.ones(2, 6)).sum().backward()
+    assert calls == len(replica.buckets), "not everything was reduced during the backward pass"
+    replica.synchronize()
+    return calls, len(replica.buckets)
+
+
+def test_accumulation_communicates_once(ranks: Any) -> None:
+    for calls, buckets in ranks(2).run(_reductions):
+        assert calls == buckets > 1
+    assert ranks(1).run(_alone_is_silent) == [True]
+
+
+def _alone_is_silent(rank: int, size: int) -> bool:
+    comm = _world()
+    comm.all_reduce = comm.broadcast = None  # type: ignore[method-assign,assignment]
+    replica = DataParallel(_model(0), comm)
+    _loss(replica.model, torch.ones(2, 3, dtype=torch.long)).backward()
+    replica.synchronize()
+    return replica.waited_s == 0.0
+
+
+def _second_backward(rank: int, size: int) -> str:
+    replica = DataParallel(_model(0), _world())
+    tokens = torch.ones(2, 3, dtype=torch.long)
+    _loss(replica.model, tokens, use=True).backward()
+    replica.synchronize()
+    with pytest.raises(RuntimeError, match=r"under no_sync\(\)") as error:
+        _loss(replica.model, tokens, use=True).backward()
+    return str(error.value)
+
+
+def test_a_second_backward_after_the_reduction_is_refused(ranks: Any) -> None:
+    ranks(2).run(_second_backward)
+
+
+def _views(rank: int, size: int) -> None:
+    model = _model(0)
+    replica = DataParallel(model, _world())
+    for _ in range(2):
+        replica.zero_grad()
+        _loss(model, torch.ones(2, 3, dtype=torch.long)).backward()
+        replica.synchronize()
+        inside = {b.gradients.untyped_storage().data_ptr() for b in replica.buckets}
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                assert parameter.grad.untyped_storage().data_ptr() in inside
+                assert parameter.grad.data_ptr() % 64 == 0
+
+
+def test_gradients_are_aligned_views_of_the_buckets(ranks: Any) -> None:
+    ranks(2).run(_views)
+
+
+def _norm(rank: int, size: int) -> tuple[float, float, float]:
+    model = _model(0)
+    replica = DataParallel(model, _world(), bucket_bytes=50)
+    _loss(model, torch.full((2, 3), rank + 1)).backward()
+    replica.synchronize()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    true = float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients])))
+    told = replica.clip(true / 2)
+    return true, told, total_norm(gradients)
+
+
+def test_clipping_uses_the_norm_of_the_averaged_gradient(ranks: Any) -> None:
+    results = ranks(2).run(_norm)
+    assert results[0] == results[1]
+    true, told, clipped = results[0]
+    assert told == pytest.approx(true, rel=1e-5)
+    assert clipped == pytest.approx(true / 2, rel=1e-5)
+
+
+def _types(rank: int, size: int) -> list[torch.dtype]:
+    parameters = [nn.Parameter(torch.zeros(3, dtype=t)) for t in (torch.float32, torch.bfloat16) * 2]
+    return [bucket.gradients.dtype for bucket in make_buckets(parameters, _world(), 1 << 20)]
+
+
+def test_a_bucket_has_one_type(ranks: Any) -> None:
+    assert ranks(1).run(_types) == [[torch.float32, torch.bfloat16]]

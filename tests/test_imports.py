@@ -1,0 +1,106 @@
+"""The house: imports point one way, and importing the package is light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "farandole"
+
+LEVELS = [
+    {"native"},
+    {"comm", "_autoload"},
+    {"mesh", "layout", "plan"},
+    {"parallel", "memory"},
+    {"train", "serve", "edge", "learn", "launch"},
+    {"cli"},
+    {"__main__"},
+]
+"""A room may import its own level and those before it."""
+
+LOW = {"models", "data"}
+"""These import nothing of the package but themselves; any room from `parallel` up may import them."""
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def level_of(room: str) -> int:
+    for level, rooms in enumerate(LEVELS):
+        if room in rooms:
+            return level
+    raise AssertionError(f"farandole/{room} has no place in the house: add it to LEVELS in {__file__}")
+
+
+def imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and room of every import from the package in a file, wherever it stands in it."""
+    package = ["farandole", *path.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "farandole" and len(parts) > 1 and is_room(parts[1]):
+                yield node.lineno, parts[1]
+
+
+def is_room(name: str) -> bool:
+    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_one_way(path):
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    for line, other in imported_rooms(path):
+        where = f"{path}:{line}: farandole.{room} imports farandole.{other}"
+        if room in LOW:
+            assert other == room, f"{where}, but {room} imports nothing above torch"
+        elif other in LOW:
+            assert level_of(room) >= level_of("parallel"), f"{where}, which lies above it"
+        else:
+            assert level_of(other) <= level_of(room), f"{where}, which lies above it"
+
+
+def test_the_check_sees_imports_inside_functions(tmp_path, monkeypatch):
+    file = PACKAGE / "comm" / "made_up.py"
+    source = "def f():\n    from farandole.launch.runtime import init\n    from ..cli import main\n"
+    monkeypatch.setattr(Path, "read_text", lambda self: source)
+    assert list(imported_rooms(file)) == [(2, "launch"), (3, "cli")]
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+def test_importing_the_package_is_light():
+    loaded = loaded_by("import farandole; farandole.__version__")
+    assert not loaded & {"torch", "numpy", "typer", "rich", "matplotlib", "pydantic"}
+
+
+def test_the_command_line_loads_torch_only_to_run_something():
+    loaded = loaded_by("import farandole.cli.main")
+    assert not loaded & {"torch", "numpy", "matplotlib", "pyarrow"}
+
+
+def test_public_names_load_when_used():
+    loaded = loaded_by("import farandole; farandole.init; farandole.Communicator; farandole.Runtime")
+    assert "torch" in loaded
+    assert not loaded & {"typer", "matplotlib", "tensorboard"}
+
+
+def test_an_unknown_name_lists_those_there_are():
+    import farandole
+
+    with pytest.raises(AttributeError, match="no attribute 'initialise'; it has .*init"):
+        _ = farandole.initialise

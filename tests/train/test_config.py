@@ -1,0 +1,107 @@
+"""Configurations: what is asked is what is done, and what cannot be done is explained."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farandole.train.config import (
+    ConfigError,
+    known_keys,
+    load_config,
+    parse_config,
+    presets,
+    with_overrides,
+)
+
+
+@pytest.mark.parametrize("name", list(presets()))
+def test_every_preset_is_whole_and_survives_writing(name: str) -> None:
+    config = load_config(name)
+    assert parse_config(tomllib.loads(config.to_toml())) == config
+    assert parse_config(config.model_dump()) == config
+    config.micro_batches(2)
+
+
+def test_the_default_preset_names_every_key() -> None:
+    values = tomllib.loads(presets()["default"])
+    named = [k for k, v in values.items() if not isinstance(v, dict)]
+    named += [f"{section}.{k}" for section, v in values.items() if isinstance(v, dict) for k in v]
+    assert sorted(named) == sorted(known_keys())
+
+
+def test_a_file_changes_its_preset_and_overrides_change_both(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('preset = "tiny"\nsteps = 7\n[model]\nwidth = 64\n')
+    config = load_config(str(path), ["steps=8", "optimizer.learning_rate=1e-4", "data.path=/a b/ü.txt"])
+    assert (config.steps, config.model.width, config.model.layers) == (8, 64, 2)
+    assert (config.optimizer.learning_rate, config.data.path) == (1e-4, "/a b/ü.txt")
+    assert with_overrides(config, ["steps=9"]).steps == 9
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("stps=3", "unknown key stps; did you mean steps?"),
+        ("modle.width=3", "unknown key modle.width; did you mean model.width?"),
+        ("learning_rate=1", "unknown key learning_rate; did you mean optimizer.learning_rate?"),
+        ("model=3", "unknown key model; did you mean"),
+        ("steps=many", "steps='many': it should be a valid integer"),
+        ("steps=0", "steps=0: it should be greater than or equal to 1"),
+        ("precision=int8", "precision='int8': it should be 'auto', 'fp32', 'bf16' or 'fp16'"),
+        ("optimizer.clip=-1", "optimizer.clip=-1: it should be greater than 0"),
+        ("optimizer.clip=nan", "optimizer.clip=nan: it should be"),
+        ("model.heads=3", "model: width=32 is not a multiple of twice heads=3; try heads=2"),
+        ("model.vocabulary=100", "model.vocabulary=100: it should be greater than or equal to 257"),
+        ("name=../up", "name='../up': "),
+        ("steps", "'steps' is not an override: write key=value, as in steps=100"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_would_be_right(override: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        load_config("tiny", [override])
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config("tiny", ["steps=0", "batch=0", "model.layers=0"])
+    assert len(str(error.value).splitlines()) == 3
+
+
+def test_a_source_that_is_not_there_or_not_toml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tinny is neither a preset nor a file; did you mean tiny?"):
+        load_config("tinny")
+    with pytest.raises(ConfigError, match="presets are default, gpt2-small, tiny"):
+        load_config("nothing-like-it")
+    (tmp_path / "bad.toml").write_text("steps = = 3")
+    with pytest.raises(ConfigError, match=r"bad.toml is not TOML: .*line 1"):
+        load_config(str(tmp_path / "bad.toml"))
+    (tmp_path / "odd.toml").write_text("[model]\nwidht = 3\n")
+    with pytest.raises(ConfigError, match="unknown key model.widht; did you mean model.width?"):
+        load_config(str(tmp_path / "odd.toml"))
+    (tmp_path / "preset.toml").write_text('preset = "nope"')
+    with pytest.raises(ConfigError, match="presets are default, gpt2-small, tiny"):
+        load_config(str(tmp_path / "preset.toml"))
+
+
+@settings(deadline=None, max_examples=50)
+@given(batch=st.integers(1, 64), micro=st.integers(0, 64), ranks=st.integers(1, 9))
+def test_micro_batches_make_up_the_batch_or_a_near_one_is_named(batch: int, micro: int, ranks: int) -> None:
+    config = load_config("tiny", [f"batch={batch}", f"micro_batch={micro}"])
+    try:
+        count, size = config.micro_batches(ranks)
+    except ConfigError as error:
+        key, _, value = str(error).rpartition(" ")[2].partition("=")
+        near = int(value) if key == "micro_batch" else int(str(error).rpartition(" ")[2].split("=")[-1])
+        setting = "micro_batch" if "micro_batch=" in str(error) else "batch"
+        if setting == "micro_batch":
+            with_overrides(config, [f"micro_batch={near}"]).micro_batches(ranks)
+        else:
+            with_overrides(config, [f"batch={near}", "micro_batch=0"]).micro_batches(ranks)
+    else:
+        assert count * size * ranks == batch

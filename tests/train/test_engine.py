@@ -1,0 +1,200 @@
+"""The engine and its checkpoints, in ranks that are already running."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from farandole.comm.communicator import Communicator
+from farandole.data.text import Text
+from farandole.train.checkpoint import CheckpointError, CheckpointWriter, checkpoints, load
+from farandole.train.config import TrainConfig, load_config
+from farandole.train.engine import Engine
+from farandole.train.run import open_text
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """Overrides that name a small text."""
+    lines = (f"{n} bottles of beer on the wall, {n} bottles of beer\n" for n in range(2000))
+    (tmp_path / "text.txt").write_text("".join(lines))
+    return [f"data.path={tmp_path / 'text.txt'}", f"data.cache={tmp_path / 'cache'}"]
+
+
+def _world() -> Communicator:
+    assert dist.group.WORLD is not None
+    return Communicator(dist.group.WORLD)
+
+
+def _make(words: list[str], precision: str = "fp32") -> tuple[TrainConfig, Text, Engine]:
+    config = load_config("tiny", words)
+    text = open_text(config)
+    return config, text, Engine(config, text, precision, _world(), CPU)
+
+
+def _losses(rank: int, size: int, words: list[str], precision: str, steps: int) -> list[float]:
+    _, _, engine = _make(words, precision)
+    return [engine.step().loss for _ in range(steps)] + [engine.evaluate()]
+
+
+def test_ranks_and_micro_batches_do_not_change_what_is_learned(ranks: Any, words: list[str]) -> None:
+    alone = ranks(1).run(_losses, words, "fp32", 6)[0]
+    for size, micro in ((2, 0), (2, 2), (4, 1)):
+        results = ranks(size).run(_losses, [*words, f"micro_batch={micro}"], "fp32", 6)
+        assert all(result == results[0] for result in results)
+        assert results[0] == pytest.approx(alone, rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precisions_learn_the_same(ranks: Any, words: list[str], precision: str) -> None:
+    expected = ranks(2).run(_losses, words, "fp32", 10)[0]
+    result = ranks(2).run(_losses, words, precision, 10)[0]
+    assert result == pytest.approx(expected, rel=0.05)
+
+
+def _overflow(rank: int, size: int, words: list[str]) -> None:
+    _, _, engine = _make(words, "fp16")
+    before = [p.clone() for p in engine.model.parameters()]
+    engine.scaler.scale = 2.0**40 if rank == 0 else 1.0  # one rank overflows: all must skip
+    factor = engine.scaler.scale
+    result = engine.step()
+    assert result.skipped
+    assert engine.scaler.scale == factor / 2
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
+    engine.scaler.scale = 128.0
+    assert not engine.step().skipped
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, words: list[str]) -> None:
+    ranks(2).run(_overflow, words)
+
+
+def _diverge(rank: int, size: int, words: list[str]) -> str:
+    _, _, engine = _make(words)
+    if rank == 1:
+        next(engine.model.parameters()).data.fill_(float("nan"))
+    with pytest.raises(FloatingPointError) as error:
+        engine.step()
+    return str(error.value)
+
+
+def test_divergence_is_said_by_all_ranks(ranks: Any, words: list[str]) -> None:
+    for message in ranks(2).run(_diverge, words):
+        assert "step 1: the gradient is nan" in message
+        assert "lower optimizer.learning_rate=0.002" in message
+
+
+def _stop(rank: int, size: int, words: list[str]) -> list[bool]:
+    _, _, engine = _make(words)
+    return [engine.step(stop=rank == 1 and step == 2).stop for step in range(4)]
+
+
+def test_all_ranks_stop_at_the_step_at_which_one_was_asked(ranks: Any, words: list[str]) -> None:
+    assert ranks(2).run(_stop, words) == [[False, False, True, False]] * 2
+
+
+def _save_and_load(rank: int, size: int, words: list[str], run: Path, precision: str) -> list[str]:
+    config, text, engine = _make([*words, "model.dropout=0.2"], precision)
+    writer = CheckpointWriter(run, text.folder / "tokenizer.json", keep=2, comm=_world())
+    for step in range(1, 7):
+        engine.step()
+        if step % 2 == 0:
+            writer.save(engine, 1.0)
+        if step == 4:
+            mark = writer.newest
+    expected_tail = [p.clone() for p in engine.model.parameters()]
+    writer.wait()
+    kept = [path.name for path in checkpoints(run)]
+
+    other = Engine(config, text, precision, _world(), CPU)
+    facts = load(other, mark, _world())
+    assert (facts.step, facts.consumed, facts.ranks) == (4, 4 * config.batch, size)
+    for _ in range(2):
+        other.step()
+    for ours, theirs in zip(other.model.parameters(), expected_tail, strict=True):
+        assert torch.equal(ours, theirs)
+    assert other.scaler.scale == engine.scaler.scale
+    return kept
+
+
+@pytest.mark.parametrize(("size", "precision"), [(1, "fp32"), (2, "fp16")])
+def test_a_loaded_engine_goes_on_bit_for_bit(
+    ranks: Any, words: list[str], tmp_path: Path, size: int, precision: str
+) -> None:
+    for kept in ranks(size).run(_save_and_load, words, tmp_path / "run", precision):
+        assert kept == ["step-000004", "step-000006"]
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints/step-000006").iterdir()) == [
+        *("model.safetensors", "state", "tokenizer.json", "train.json")
+    ]
+
+
+def _fail_to_save(rank: int, size: int, words: list[str], run: Path, full: int) -> str:
+    _, text, engine = _make(words)
+    writer = CheckpointWriter(run, text.folder / "tokenizer.json", keep=2, comm=_world())
+    dist.barrier()
+    if rank == full:
+        writer._tokenizer = run / "gone.json"
+        shutil.rmtree(run / "checkpoints")
+        (run / "checkpoints").touch()
+    dist.barrier()
+    writer.save(engine, 0.0)
+    with pytest.raises(CheckpointError) as error:
+        writer.wait()
+    return str(error.value)
+
+
+def test_a_checkpoint_that_cannot_be_written_fails_on_all_ranks(
+    ranks: Any, words: list[str], tmp_path: Path
+) -> None:
+    for message in ranks(2).run(_fail_to_save, words, tmp_path / "run", 0):
+        assert f"cannot write a checkpoint to {tmp_path / 'run' / 'checkpoints'}" in message
+
+
+def _load_damaged(rank: int, size: int, words: list[str], run: Path) -> str:
+    config, text, engine = _make(words)
+    writer = CheckpointWriter(run, text.folder / "tokenizer.json", keep=2, comm=_world())
+    engine.step()
+    writer.save(engine, 0.0)
+    writer.wait()
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(writer.newest / "state")
+    dist.barrier()
+    with pytest.raises(CheckpointError) as error:
+        load(Engine(config, text, "fp32", _world(), CPU), writer.newest, _world())
+    return str(error.value)
+
+
+def test_a_damaged_checkpoint_is_named_by_all_ranks(ranks: Any, words: list[str], tmp_path: Path) -> None:
+    for message in ranks(2).run(_load_damaged, words, tmp_path / "run"):
+        assert "step-000001 is damaged" in message
+
+
+def _growth(rank: int, size: int, words: list[str], run: Path) -> int:
+    """By how many bytes this rank grows in 150 steps with checkpoints."""
+    _, text, engine = _make(words)
+    writer = CheckpointWriter(run, text.folder / "tokenizer.json", keep=1, comm=_world())
+    resident = []
+    for step in range(200):
+        engine.step()
+        if step % 10 == 0:
+            writer.save(engine, 0.0)
+        if step in (49, 199):
+            writer.wait()
+            resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize())
+    return resident[1] - resident[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_does_not_grow_with_steps(ranks: Any, words: list[str], tmp_path: Path) -> None:
+    for growth in ranks(2).run(_growth, words, tmp_path / "run"):
+        assert growth < 4 << 20

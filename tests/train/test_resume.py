@@ -1,0 +1,89 @@
+"""A run that is stopped, killed and continued has the losses of one that ran through, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.train.command import Command, losses, only_run
+
+STEPS = 120
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    library = Path(os.__file__).parent
+    text = "".join((library / name).read_text() for name in ("argparse.py", "typing.py", "inspect.py"))
+    (folder / "text.py").write_text(text)
+    return folder
+
+
+def _train(folder: Path, out: str, *words: str) -> Command:
+    settings = (
+        *("data.path=text.py", "data.cache=cache", f"out={out}", f"steps={STEPS}", "precision=bf16"),
+        *("model.dropout=0.1", "checkpoint.every=20", "checkpoint.keep=3", "evaluate.every=50"),
+        "log.tensorboard=false",
+    )
+    return Command(folder, "train", "tiny", *settings, *words)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Path:
+    command = _train(folder, "reference")
+    assert command.end() == 0, command.output
+    return only_run(folder / "reference")
+
+
+def test_a_run_leaves_what_it_promises(reference: Path) -> None:
+    assert list(losses(reference)) == list(range(1, STEPS + 1))
+    assert losses(reference)[STEPS] < losses(reference)[1] - 0.5
+    kept = sorted(path.name for path in (reference / "checkpoints").iterdir())
+    assert kept == ["step-000080", "step-000100", "step-000120"]
+    assert (reference / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (reference / "sample.txt").read_text().startswith("def")
+    records = [json.loads(line) for line in (reference / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if "validation_loss" in r] == [50, 100, 120]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_stopped_killed_and_continued_bit_for_bit(folder: Path, reference: Path) -> None:
+    command = _train(folder, "broken")
+    command.wait_until(lambda: (folder / "broken").exists())
+    run = only_run(folder / "broken")
+
+    command.wait_until(lambda: len(losses(run)) >= 10)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.end() == 128 + signal.SIGTERM, command.output
+    stopped_at = len(losses(run))
+    assert 10 <= stopped_at < STEPS
+    assert f"to go on: farandole train --resume {run.relative_to(folder)}" in command.output
+    assert (run / "checkpoints" / f"step-{stopped_at:06d}").is_dir(), "it did not save first"
+
+    command = Command(folder, "train", "out=broken", "--resume")  # the newest run there
+    command.wait_until(lambda: len(losses(run)) >= min(stopped_at + 25, STEPS - 20))
+    os.kill(command.ranks()[1], signal.SIGKILL)
+    assert command.end() != 0
+    assert command.output.count("was killed by SIGKILL") == 1, command.output
+    assert "to go on: farandole train --resume" in command.output
+
+    command = Command(folder, "train", "--resume", str(run))
+    assert command.end() == 0, command.output
+    assert losses(run) == losses(reference)
+    last = f"checkpoints/step-{STEPS:06d}/model.safetensors"
+    ours, theirs = load_file(run / last), load_file(reference / last)
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    assert not list(run.rglob("*.tmp"))
+
+
+def test_the_model_writes(folder: Path, reference: Path) -> None:
+    command = Command(folder, "generate", "reference", "--prompt", "class ", "--tokens", "20")
+    assert command.end() == 0, command.output
+    assert command.output.startswith("class ")
+    assert len(command.output) > 20
