@@ -2,7 +2,7 @@
 
     python -m benchmarks.fsdp2 [--ranks 2]
 
-Eight layers of 1024 x 1024 (8.4 M parameters), 64 samples per rank, SGD, fp32.  The same model is sharded
+Eight layers of 1024 x 1024 (8.4 M parameters), 16 samples per rank, SGD, fp32.  The same model is sharded
 once over each backend, in the same processes, and the two take turns step by step.
 """
 
@@ -22,7 +22,7 @@ import farandole
 from benchmarks.measure import human_seconds, markdown_table, save, take_turns
 from farandole.launch.local import launch
 
-WIDTH, LAYERS, BATCH, TURNS = 1024, 8, 64, 15
+WIDTH, LAYERS, BATCH, TURNS = 1024, 8, 16, 15
 
 
 def stepper(group: dist.ProcessGroup | None) -> Callable[[], None]:

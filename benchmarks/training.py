@@ -61,7 +61,9 @@ def ddp_stepper(config: TrainConfig, text: Text, precision: str, group: Any) -> 
     return step
 
 
-def contenders_of(runtime: Runtime, config: TrainConfig, text: Text, precision: str) -> dict[str, Callable[[], Any]]:
+def contenders_of(
+    runtime: Runtime, config: TrainConfig, text: Text, precision: str
+) -> dict[str, Callable[[], Any]]:
     """Everything that takes a turn on this rank."""
     groups = [dist.new_group([rank]) for rank in range(runtime.size)]
     alone = Engine(config, text, precision, Communicator(groups[runtime.rank]), runtime.device)
@@ -100,16 +102,29 @@ def report(ranks: int, config: TrainConfig, precision: str, seconds: dict[str, f
         [name, f"{per_step / s:,.0f}", f"{one / s:.2f}", f"{seconds['DDP over Gloo'] / s:.2f}"]
         for name, s in seconds.items()
     ]
-    head = [f"default preset, {precision}, {ranks} ranks, 1 thread each", "tokens/s", "x one rank", "x DDP over Gloo"]
+    head = [
+        f"default preset, {precision}, {ranks} ranks, 1 thread each",
+        "tokens/s",
+        "x one rank",
+        "x DDP over Gloo",
+    ]
     print(markdown_table(head, rows))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    result = {"ranks": ranks, "precision": precision, "tokens_per_step": per_step, "seconds": seconds, "peak": peak}
+    result = {
+        "ranks": ranks,
+        "precision": precision,
+        "tokens_per_step": per_step,
+        "seconds": seconds,
+        "peak": peak,
+    }
     print(f"written to {save(f'training-{ranks}', result)}")
 
 
 def main() -> None:
     """Start the ranks, or be one of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -32,6 +32,7 @@ class MessageWork(FarandoleWork):
         self.sends = sends
         self._source = peer
         self._outcome: OutcomeFuture | None = None
+        self._thread: threading.Thread | None = None  # that completes the future
         self._lock = threading.Lock()  # held by the thread that waits
         post = host.core.frd_post_send if sends else host.core.frd_post_recv
         size = self._buffer.numel() * self._buffer.element_size()
@@ -114,6 +115,10 @@ class MessageWork(FarandoleWork):
             finally:
                 self._lock.release()
 
+    def at_rest(self) -> bool:
+        """Whether it is complete, and no thread of ours has anything to do with it."""
+        return self.is_completed() and (self._thread is None or not self._thread.is_alive())
+
     def source_rank(self) -> int:
         """The rank in the group that a receive came from."""
         return self._source
@@ -127,7 +132,10 @@ class MessageWork(FarandoleWork):
             if self.is_completed():
                 self._outcome.complete()
             else:
-                threading.Thread(target=self._complete_future, name="farandole-message", daemon=True).start()
+                self._thread = threading.Thread(
+                    target=self._complete_future, name="farandole-message", daemon=True
+                )
+                self._thread.start()
         return self._outcome.future
 
     def _complete_future(self) -> None:
@@ -151,7 +159,7 @@ class Messages:
         with self._lock:
             self._open.append(work)
             if len(self._open) >= self._next_look:  # seldom enough to cost nothing per message
-                self._open = [work for work in self._open if not work.is_completed()]
+                self._open = [work for work in self._open if not work.at_rest()]
                 self._next_look = 64 + 2 * len(self._open)
         return work
 
@@ -161,7 +169,7 @@ class Messages:
         for work in self._open:
             if not work.sends:
                 work.withdraw()
-            while not work.is_completed():
+            while not work.at_rest():
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.001)

@@ -133,7 +133,7 @@ class LaneWork(FarandoleWork):
             outcome = self._outcome
         self._running.release()
         if outcome is not None:
-            outcome.complete()
+            self._lane.run_callbacks(outcome)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call is complete, or `timeout`; raise its error."""
@@ -177,7 +177,7 @@ class Lane:
         self._name = name
         self._waiting: deque[LaneWork] = deque()
         self._running = _thread.allocate_lock()
-        self._runner: int | None = None  # the thread that runs works, while it may run callbacks
+        self._caller: int | None = None  # the thread that runs callbacks
         self._tickets: SimpleQueue[bool] = SimpleQueue()  # one per work, for the thread
         self._thread: threading.Thread | None = None
 
@@ -202,7 +202,7 @@ class Lane:
 
     def is_mine(self) -> bool:
         """Whether this thread is in a callback of a work of this lane."""
-        return self._runner == _thread.get_ident()
+        return self._caller == _thread.get_ident()
 
     def submit(self, call: Call, tensors: Sequence[torch.Tensor]) -> LaneWork:
         """Have a call made in its turn; a callback's at once."""
@@ -228,6 +228,14 @@ class Lane:
         finally:
             self._running.release()
 
+    def run_callbacks(self, outcome: OutcomeFuture) -> None:
+        """Complete a future on this thread, which holds the lane: its callbacks' calls come before those that wait."""
+        outer, self._caller = self._caller, _thread.get_ident()
+        try:
+            outcome.complete()
+        finally:
+            self._caller = outer
+
     def close(self, patience_s: float) -> bool:
         """Complete the calls that were issued and end the thread; False if that takes longer than `patience_s`."""
         if self._thread is not None and not self.is_mine():
@@ -245,11 +253,7 @@ class Lane:
             work = self._waiting.popleft()
         except IndexError:
             return False
-        outer, self._runner = self._runner, _thread.get_ident()
-        try:
-            work.run(flags)
-        finally:
-            self._runner = outer
+        work.run(flags)
         error = work.exception()
         if error is not None and not isinstance(error, Exception):
             raise error  # Ctrl-C is for this thread, whoever issued the work

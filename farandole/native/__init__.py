@@ -167,7 +167,9 @@ def library() -> ctypes.CDLL:
         function.restype = result
         function.argtypes = arguments
     if core.frd_abi() != ABI:
-        raise OSError(f"{path.name} was built for version {core.frd_abi()} of the interface, not {ABI}: reinstall")
+        raise OSError(
+            f"{path.name} was built for version {core.frd_abi()} of the interface, not {ABI}: reinstall"
+        )
     _connect_signals(core)
     return core
 

@@ -41,7 +41,7 @@ static int reduce_small(struct frd_group *g, frd_reduce_fn kernel, const void *i
     return FRD_OK;
 }
 
-#define BLOCK 4096 /* copied in and out at a time */
+#define BLOCK 2048 /* bytes copied in and out at a time: half a page of lines asked for ahead */
 
 /* Takes from this rank's half what the owners of the parts made of window step - 2, and offers window step
  * in its place.  */

@@ -87,20 +87,24 @@ sys.stdout.write(f"{totals}\\n")
 
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
 def test_joining_again_after_leaving(tmp_path, backend):
-    status, out, err = run(torchrun(write(tmp_path, AGAIN), backend), OMP_NUM_THREADS="1")
+    status, out, err = run(
+        torchrun(write(tmp_path, AGAIN), backend), OMP_NUM_THREADS="1", TMPDIR=str(tmp_path)
+    )
     assert status == 0, err
     assert out == "[1, 3, 5]\n" * 2
 
 
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
 def test_torchrun(tmp_path, backend):
-    status, out, err = run(torchrun(write(tmp_path, PROGRAM), backend), OMP_NUM_THREADS="1")
+    status, out, err = run(
+        torchrun(write(tmp_path, PROGRAM), backend), OMP_NUM_THREADS="1", TMPDIR=str(tmp_path)
+    )
     assert status == 0, err
     assert rows(out) == expected("torchrun", backend)
 
 
 def test_a_group_that_exists_already(tmp_path):
-    status, out, err = run(torchrun(write(tmp_path, EXISTING)), OMP_NUM_THREADS="1")
+    status, out, err = run(torchrun(write(tmp_path, EXISTING)), OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
     assert status == 0, err
     assert rows(out) == [[str(rank), "2", str(rank), "2", "torchrun"] for rank in range(2)]
 

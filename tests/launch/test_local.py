@@ -84,9 +84,11 @@ def temporary(tmp_path, monkeypatch):
 def start_waiting(tmp_path):
     """A function that starts a job of two ranks that wait; returns the launcher and their process ids."""
     jobs = []
+    folder = tmp_path / "tmp"
+    folder.mkdir(exist_ok=True)  # a launcher that is killed leaves a folder
 
     def start_job(how):
-        job = start(ours("-n", "2", write(tmp_path, WAIT), str(tmp_path), how))
+        job = start(ours("-n", "2", write(tmp_path, WAIT), str(tmp_path), how), TMPDIR=str(folder))
         jobs.append(job)
         return job, [int(line) for line in wait_for_lines(tmp_path / "pids", 2)]
 

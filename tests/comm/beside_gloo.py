@@ -1,0 +1,43 @@
+"""The reference for a collective: the same call on a Gloo group of the same ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def gloo_group() -> dist.ProcessGroup:
+    """A Gloo group over the ranks of the default group, made once for each of those.
+
+    It is not destroyed before the world is: Gloo's destructor waits, with the interpreter locked, for its
+    threads, which may just be about to free Python objects of the last work.
+    """
+    world = dist.group.WORLD
+    if not hasattr(world, "beside"):
+        world.beside = dist.new_group(backend="gloo")
+    return world.beside
+
+
+def same_on_both(gloo: dist.ProcessGroup, run: Callable[[dist.ProcessGroup], Any]) -> None:
+    """`run(group)` gives the same tensors on the default group, of our backend, and on Gloo."""
+    assert dist.get_backend() == "farandole"
+    found, expected = flat(run(dist.group.WORLD)), flat(run(gloo))
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(one, Tensor):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        else:
+            assert one == other
+
+
+def flat(result: Any) -> list[Any]:
+    """All tensors, and whatever else, of nested lists."""
+    if isinstance(result, Tensor):
+        return [result.detach().clone()]
+    if isinstance(result, (list, tuple)):
+        return [tensor for each in result for tensor in flat(each)]
+    return [result]

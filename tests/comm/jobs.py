@@ -1,0 +1,144 @@
+"""Jobs of ranks that may be killed: each rank is a process of its own, forked where torch is already loaded.
+
+with Job(2, function, args) as job:      # function(rank, size, tell, *args)
+    job.hear(1)                          # what rank 1 said by tell(...)
+    job.kill(1)
+    end = job.end(0)                     # how rank 0 ended: its exception, or what it returned, and when
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+from farandole.launch.meeting import LOOPBACK, host_store
+
+SOON_S = 2.0
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch.nn.parallel", "farandole.comm.backend", "tests.comm.jobs"]
+)
+
+
+@dataclass(frozen=True)
+class End:
+    """How the function of a rank ended."""
+
+    kind: str  # the name of its exception's class, or "returned"
+    text: str
+    at: float  # on the clock that all processes share
+    trace: str = ""
+
+
+class Job:
+    """Ranks of the backend that run one function."""
+
+    def __init__(self, size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> None:
+        self._store = host_store()
+        self.ranks: list[tuple[Any, Connection]] = []
+        for rank in range(size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_rank,
+                args=(rank, size, self._store.port, timeout_s, theirs, function, args),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self.ranks.append((process, ours))
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for process, pipe in self.ranks:
+            process.join(0 if any(error) else 5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            pipe.close()
+
+    def pid(self, rank: int) -> int:
+        """Its process."""
+        return self.ranks[rank][0].pid
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> float:
+        """Send a signal; the time at which it was sent."""
+        os.kill(self.pid(rank), number)
+        return time.monotonic()
+
+    def hear(self, rank: int, timeout_s: float = 30) -> Any:
+        """The next thing that the rank says."""
+        pipe = self.ranks[rank][1]
+        assert pipe.poll(timeout_s), f"rank {rank} says nothing"
+        said = pipe.recv()
+        assert not isinstance(said, End), said.trace or said
+        return said
+
+    def end(self, rank: int, timeout_s: float = 20) -> End:
+        """How the function of the rank ended, whatever it said before."""
+        pipe = self.ranks[rank][1]
+        deadline = time.monotonic() + timeout_s
+        while pipe.poll(max(0, deadline - time.monotonic())):
+            said = pipe.recv()
+            if isinstance(said, End):
+                return said
+        raise AssertionError(f"rank {rank} does not end within {timeout_s:g} s")
+
+    def exit_code(self, rank: int, timeout_s: float = 10) -> int | None:
+        """The exit code of its process; negative for a signal."""
+        process = self.ranks[rank][0]
+        process.join(timeout_s)
+        return process.exitcode
+
+
+def survivors_of(
+    job: Job, victim: int, since: float, kind: str, *patterns: str, within_s: float = SOON_S
+) -> None:
+    """Every other rank raised `kind` in time, and its message names the victim and says all of `patterns`."""
+    for rank in range(len(job.ranks)):
+        if rank == victim:
+            continue
+        end = job.end(rank)
+        assert end.kind == kind, end.trace or end
+        assert end.at - since < within_s, f"rank {rank} raised after {end.at - since:.1f} s"
+        for pattern in (rf"^rank {victim} \(process {job.pid(victim)}\) ", *patterns):
+            assert re.search(pattern, end.text), f"{pattern} not in: {end.text}"
+
+
+def _rank(
+    rank: int,
+    size: int,
+    port: int,
+    timeout_s: float,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: Any,
+) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    dist.init_process_group(
+        "farandole",
+        store=dist.TCPStore(LOOPBACK, port, is_master=False),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        result = function(rank, size, pipe.send, *args)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        pipe.send(End(type(error).__name__, str(error), time.monotonic(), traceback.format_exc()))
+    else:
+        pipe.send(End("returned", repr(result), time.monotonic()))

@@ -1,0 +1,54 @@
+"""Ranks that are whole programs: scripts that do not import the package, started as torchrun would."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import sys, time, torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("farandole", timeout=timedelta(seconds=30))
+dist.all_reduce(torch.ones(3))
+{body}
+"""
+
+
+def run_program(tmp_path: Path, size: int, body: str, options: tuple[str, ...] = ()) -> list[tuple[int, str]]:
+    """Exit codes and what was written on the standard error, by rank, of a script that does not import us."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM.format(body=body))
+    processes = start_program(tmp_path, size, [*options, str(script)])
+    ends = []
+    for process in processes:
+        _, errors = process.communicate(timeout=60)
+        ends.append((process.returncode, errors))
+    return ends
+
+
+def start_program(tmp_path: Path, size: int, arguments: list[str]) -> list[subprocess.Popen[str]]:
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(size),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(tmp_path),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

@@ -1,0 +1,211 @@
+"""Point-to-point messages through `torch.distributed` on the backend."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from farandole.comm import RankLate
+
+BEYOND_THE_RING = 300_000  # floats: more than a ring of 256 KiB holds
+
+
+def check_both_directions(rank: int, size: int) -> None:
+    """Everybody sends to everybody before anybody receives, small and large."""
+    for count in (1, 1000, BEYOND_THE_RING):
+        peers = [r for r in range(size) if r != rank]
+        sends = [dist.isend(torch.full((count,), float(rank * 10 + peer)), peer) for peer in peers]
+        buffers = {peer: torch.zeros(count) for peer in peers}
+        receives = [dist.irecv(buffers[peer], peer) for peer in reversed(peers)]
+        for work in [*receives, *sends]:
+            work.wait()
+        for peer, buffer in buffers.items():
+            assert (buffer == peer * 10 + rank).all()
+
+
+def check_receives_first(rank: int, size: int) -> None:
+    for count in (1, BEYOND_THE_RING):
+        peer = (rank + 1) % size
+        source = (rank - 1) % size
+        buffer = torch.zeros(count)
+        receive = dist.irecv(buffer, source)
+        assert not receive.is_completed() or buffer[0] == source
+        dist.send(torch.full((count,), float(rank)), peer)  # blocking, after everybody's irecv
+        receive.wait()
+        assert (buffer == source).all() and receive.is_completed()
+
+
+def check_batch(rank: int, size: int) -> None:
+    """Many tags in both directions in one batch, received in another order than sent."""
+    peer, source = (rank + 1) % size, (rank - 1) % size
+    tags = list(range(20))
+    buffers = [torch.zeros(50 * tag) for tag in tags]
+    operations = [
+        dist.P2POp(dist.isend, torch.full((50 * tag,), float(rank * 100 + tag)), peer, tag=tag)
+        for tag in tags
+    ]
+    operations += [dist.P2POp(dist.irecv, buffers[tag], source, tag=tag) for tag in reversed(tags)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    for tag in tags:
+        assert (buffers[tag] == source * 100 + tag).all()
+
+
+def check_tags_out_of_order(rank: int, size: int) -> None:
+    if rank == 0:
+        for tag in (5, 3, 5, 4):
+            dist.send(torch.full((3,), float(tag)), 1, tag=tag)
+        dist.send(torch.full((BEYOND_THE_RING,), 9.0), 1, tag=9)
+        dist.send(torch.tensor([10.0]), 1, tag=10)
+    if rank == 1:
+        last = torch.zeros(1)
+        dist.recv(last, 0, tag=10)  # everything else is put aside, also what the ring cannot hold
+        assert last == 10
+        large = torch.zeros(BEYOND_THE_RING)
+        dist.recv(large, 0, tag=9)
+        assert (large == 9).all()
+        for tag in (3, 4, 5, 5):
+            buffer = torch.zeros(3)
+            dist.recv(buffer, 0, tag=tag)
+            assert (buffer == tag).all()
+
+
+def check_any_source(rank: int, size: int) -> None:
+    if rank == 0:
+        seen = {}
+        for _ in range(size - 1):
+            buffer = torch.zeros(4)
+            source = dist.recv(buffer)
+            seen[source] = buffer[0].item()
+        assert seen == {r: float(r) for r in range(1, size)}
+    else:
+        dist.send(torch.full((4,), float(rank)), 0)
+    group = dist.new_group([size - 1, 0])  # sources are global ranks also in a group
+    if rank == 0:
+        assert dist.recv(torch.zeros(2), group=group) == size - 1
+    if rank == size - 1:
+        dist.send(torch.ones(2), 0, group=group)
+    dist.barrier()
+    if rank in (0, size - 1):
+        dist.destroy_process_group(group)
+
+
+def check_progress_while_nobody_waits(rank: int, size: int) -> None:
+    """A message larger than the ring moves while both ends do something else."""
+    tensor = torch.full((4 * BEYOND_THE_RING,), float(rank))
+    work = dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
+    deadline = time.monotonic() + 10
+    while not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert work.is_completed() and work.is_success() and work.exception() is None
+    assert (tensor == 0).all()
+
+
+def check_futures_and_results(rank: int, size: int) -> None:
+    tensor = torch.full((10,), float(rank))
+    work = dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
+    total = work.get_future().then(lambda future: future.value()[0].sum().item())
+    assert total.wait() == 0
+    assert work.result()[0] is tensor
+    work.wait()
+    if rank == 1:
+        assert work.source_rank() == 0
+
+
+def check_works_from_threads(rank: int, size: int) -> None:
+    """Several threads talk at once, each with tags of its own."""
+    errors = []
+
+    def talk(thread: int) -> None:
+        try:
+            for turn in range(20):
+                buffer = torch.zeros(1000 * thread)
+                receive = dist.irecv(buffer, 1 - rank, tag=thread)
+                dist.send(torch.full((1000 * thread,), float(100 * thread + turn)), 1 - rank, tag=thread)
+                receive.wait()
+                assert (buffer == 100 * thread + turn).all()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=talk, args=(i,)) for i in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def check_unwaited(rank: int, size: int) -> None:
+    """Messages that nobody ever waits for arrive, and are not kept."""
+    count = 500
+    if rank == 0:
+        for i in range(count):
+            dist.isend(torch.tensor([float(i)]), 1)
+    else:
+        for i in range(count):
+            buffer = torch.zeros(1)
+            dist.recv(buffer, 0)
+            assert buffer == i
+    dist.barrier()
+    assert len(dist.group.WORLD._messages._open) < 130
+
+
+def check_wait_with_timeout(rank: int, size: int) -> None:
+    """A wait that ends early is no failure of the group: the message still comes."""
+    if rank == 0:
+        buffer = torch.zeros(2)
+        work = dist.irecv(buffer, 1)
+        start = time.monotonic()
+        with pytest.raises(RankLate, match="was not complete within 0.2 s"):
+            work.wait(timedelta(seconds=0.2))
+        assert time.monotonic() - start < 2
+        dist.send(torch.ones(1), 1)
+        work.wait()
+        assert (buffer == 5).all()
+    else:
+        dist.recv(torch.zeros(1), 0)
+        dist.send(torch.full((2,), 5.0), 0)
+    dist.barrier()
+
+
+def check_pipeline_ring(rank: int, size: int) -> None:
+    """A token runs around many times, beside collectives on the same group."""
+    token = torch.zeros(1)
+    for turn in range(30):
+        if rank == 0:
+            dist.send(token + 1, 1)
+            dist.recv(token, size - 1)
+            assert token == (turn + 1) * size
+        else:
+            dist.recv(token, rank - 1)
+            dist.send(token + 1, (rank + 1) % size)
+        if turn % 10 == 0:
+            dist.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "check", [check_both_directions, check_receives_first, check_batch, check_any_source, check_pipeline_ring]
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_among_all(ranks, size, check):
+    ranks(size).run(check)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_tags_out_of_order,
+        check_progress_while_nobody_waits,
+        check_futures_and_results,
+        check_works_from_threads,
+        check_unwaited,
+        check_wait_with_timeout,
+    ],
+)
+def test_between_two(ranks, check):
+    ranks(2).run(check)
