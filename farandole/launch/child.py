@@ -71,6 +71,7 @@ def run(orders: Orders, target: str, arguments: list[str]) -> None:
             raise
         _fail(_exit_report(end.code))
     except Exception as error:  # reported, and the process ends
+        sys.last_value = error  # as the interpreter would: the other ranks are told what ended this one
         _fail(_report(error))
 
 

@@ -1,0 +1,57 @@
+"""Puts the tables of the last results into docs/benchmarks.md, between their markers.
+
+python -m benchmarks.report
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from benchmarks.collectives import table
+from benchmarks.measure import RESULTS, human_seconds, markdown_table
+
+PAGE = RESULTS.with_suffix(".md")
+
+
+def main() -> None:
+    """Rewrite every `<!-- NAME -->` ... `<!-- end -->` of the page from NAME.json."""
+
+    def fill(match: re.Match[str]) -> str:
+        name, operation = match["name"], match["operation"]
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        text = machine_line(result["machine"]) if operation == "machine" else tables(name, operation, result)
+        return f"<!-- {name} {operation} -->\n{text}\n<!-- end -->"
+
+    pattern = r"<!-- (?P<name>[\w-]+) (?P<operation>\w+) -->\n.*?<!-- end -->"
+    PAGE.write_text(re.sub(pattern, fill, PAGE.read_text(), flags=re.DOTALL))
+
+
+def tables(name: str, operation: str, result: dict[str, Any]) -> str:
+    """The table of one operation of a result."""
+    if name.startswith("collectives"):
+        return table(operation, result[operation])
+    seconds = result["seconds"]
+    if name.startswith("fsdp2"):
+        gloo = seconds["FSDP2 over Gloo"]
+        rows = [[what, human_seconds(s), f"{1 / s:.1f}", f"{gloo / s:.1f}"] for what, s in seconds.items()]
+        return markdown_table(["", "step", "steps/s", "x Gloo"], rows)
+    one, gloo = seconds["one rank"], seconds["DDP over Gloo"]
+    rows = [
+        [what, f"{result['tokens_per_step'] / s:,.0f}", f"{one / s:.2f}", f"{gloo / s:.2f}"]
+        for what, s in seconds.items()
+    ]
+    return markdown_table(["", "tokens/s", "x one rank", "x DDP over Gloo"], rows)
+
+
+def machine_line(machine: dict[str, Any]) -> str:
+    """What the figures were measured on."""
+    return (
+        f"Measured on {machine['cores']} cores of an {machine['processor']} (a virtual machine), torch "
+        f"{machine['torch']}, farandole {machine['farandole']}, {machine['date']}."
+    )
+
+
+if __name__ == "__main__":
+    main()
