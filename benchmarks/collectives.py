@@ -1,6 +1,6 @@
 """Collectives through the `farandole` backend beside Gloo and MPICH, in the same processes, turn by turn.
 
-    python -m benchmarks.collectives [--ranks 2] [--quick]
+    python -m benchmarks.collectives [--ranks 2] [--pin] [--quick]
 
 MPICH takes part where mpi4py and mpiexec are installed (`pip install mpi4py mpich`); the ranks are then
 started by mpiexec.  It runs with the thread level "serialized", its fastest that still allows for threads.
@@ -128,12 +128,15 @@ def _mpi() -> Any:
     return MPI
 
 
-def run_rank(quick: bool) -> None:
+def run_rank(quick: bool, pin: bool) -> None:
     """Measure, as one rank; rank 0 reports."""
     torch.set_num_threads(1)
     with farandole.init() as runtime:
+        if pin:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[runtime.rank % len(cores)]})
         bench = Bench(runtime)
-        result: dict[str, Any] = {"ranks": runtime.size, "all_reduce": {}}
+        result: dict[str, Any] = {"ranks": runtime.size, "pinned": pin, "all_reduce": {}}
         crowded = runtime.size > (os.cpu_count() or 1)
         sizes = QUICK if quick else [s for s in SIZES if s <= 16 << 20] if crowded else SIZES
         for size in sizes:
@@ -144,7 +147,7 @@ def run_rank(quick: bool) -> None:
                     {k: human_seconds(v) for k, v in result["all_reduce"][size].items()},
                     flush=True,
                 )
-        for operation in [] if quick or crowded else OTHERS:
+        for operation in [] if quick or crowded or pin else OTHERS:
             result[operation] = {
                 size: bench.measure(bench.other(operation, size), size) for size in OTHER_SIZES
             }
@@ -179,7 +182,7 @@ def report(result: dict[str, Any], quick: bool) -> None:
         if isinstance(figures, dict):
             print(f"\n{table(operation, figures)}")
     if not quick:
-        path = save(f"collectives-{result['ranks']}", result)
+        path = save(f"collectives-{result['ranks']}{'-pinned' if result['pinned'] else ''}", result)
         draw_latencies(result, path.with_suffix(".png"))
         print(f"\nwritten to {path} and {path.with_suffix('.png').name}")
 
@@ -191,13 +194,15 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
     parser.add_argument("--quick", action="store_true", help="a look at four sizes, kept nowhere")
+    parser.add_argument("--pin", action="store_true", help="keep each rank to a core of its own")
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
-        run_rank(options.quick)
+        run_rank(options.quick, options.pin)
         return
     mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-    program = ["-m", "benchmarks.collectives", "--as-rank", *(["--quick"] if options.quick else [])]
+    flags = [flag for flag in ("--quick", "--pin") if getattr(options, flag.strip("-"))]
+    program = ["-m", "benchmarks.collectives", "--as-rank", *flags]
     crowded = options.ranks > (os.cpu_count() or 1)
     if mpiexec and importlib.util.find_spec("mpi4py") and not crowded:
         command = [mpiexec, "-n", str(options.ranks), sys.executable, *program]

@@ -9,8 +9,6 @@ collectives do nothing, shows what FSDP2 itself takes: no backend can be faster.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
 
 import torch
@@ -20,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import farandole
-from benchmarks.measure import human_seconds, markdown_table, save, take_turns
-from farandole.launch.local import launch
+from benchmarks.measure import human_seconds, markdown_table, save, start, take_turns
 
 WIDTH, LAYERS, BATCH, TURNS = 1024, 8, 16, 15
 
@@ -66,19 +63,5 @@ def run_rank() -> None:
             print(f"written to {save(f'fsdp2-{runtime.size}', {'ranks': runtime.size, 'seconds': seconds})}")
 
 
-def main() -> None:
-    """Start the ranks, or be one of them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.as_rank:
-        run_rank()
-    else:
-        sys.exit(launch("benchmarks.fsdp2", ["--as-rank"], ranks=options.ranks, module=True, pin=False))
-
-
 if __name__ == "__main__":
-    main()
+    start(__doc__, "benchmarks.fsdp2", run_rank, pin=False)

@@ -6,10 +6,12 @@ in different runs cannot.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 import farandole
+from farandole.launch.local import launch
 
 RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks"
 """Where results are kept, as JSON and PNG."""
@@ -43,6 +46,20 @@ def take_turns(
                 contender()
             seconds[name].append((time.perf_counter() - start) / calls)
     return {name: statistics.median(samples) for name, samples in seconds.items()}
+
+
+def start(description: str, module: str, run_rank: Callable[[], None], *, pin: bool) -> None:
+    """The command line of a benchmark: start its ranks, or be one of them."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        run_rank()
+    else:
+        sys.exit(launch(module, ["--as-rank"], ranks=options.ranks, module=True, pin=pin))
 
 
 def machine() -> dict[str, Any]:

@@ -9,9 +9,7 @@ all ranks together; `one rank` is rank 0 alone with the whole batch while the ot
 
 from __future__ import annotations
 
-import argparse
 import resource
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +18,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import farandole
-from benchmarks.measure import markdown_table, save, take_turns
+from benchmarks.measure import markdown_table, save, start, take_turns
 from farandole.comm import Communicator
 from farandole.data.sampler import Sampler
 from farandole.data.text import Text
-from farandole.launch.local import launch
 from farandole.launch.runtime import Runtime
 from farandole.models.gpt import build_gpt
 from farandole.models.loss import next_token_loss
@@ -120,19 +117,5 @@ def report(ranks: int, config: TrainConfig, precision: str, seconds: dict[str, f
     print(f"written to {save(f'training-{ranks}', result)}")
 
 
-def main() -> None:
-    """Start the ranks, or be one of them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.as_rank:
-        run_rank()
-    else:
-        sys.exit(launch("benchmarks.training", ["--as-rank"], ranks=options.ranks, module=True))
-
-
 if __name__ == "__main__":
-    main()
+    start(__doc__, "benchmarks.training", run_rank, pin=True)
