@@ -74,9 +74,13 @@ def open_segment(name: SegmentName) -> int:
     return descriptor
 
 
-def map_shared(descriptor: int, size: int) -> mmap.mmap:
-    """Map `size` bytes of a segment for reading and writing."""
-    return mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+def open_and_map(name: SegmentName, size: int) -> mmap.mmap:
+    """Map `size` bytes of another process's segment for reading and writing.  OSError as in `open_segment`."""
+    descriptor = open_segment(name)
+    try:
+        return mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ exceptions.  `process_group.py` puts tensors and asynchronous work on top.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
 import weakref
@@ -17,7 +18,7 @@ import torch
 
 from farandole import native
 from farandole.comm.describe import Roster, describe_whereabouts, failure_to_error
-from farandole.comm.dtypes import TYPES
+from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
 from farandole.comm.host import (
     Meeting,
     Peer,
@@ -25,7 +26,7 @@ from farandole.comm.host import (
     Segment,
     SegmentName,
     host_identity,
-    map_shared,
+    open_and_map,
     open_segment,
 )
 from farandole.native import Call, Failure, Status
@@ -54,6 +55,7 @@ class HostGroup:
             raise OSError("the shared segment of the group could not be mapped")
         self.core.frd_announce(self.handle, os.getpid())
         self._regions = 0
+        self._call_timeout_s: float | None = None  # of the collective under way, if it has its own
 
     @classmethod
     def meet(
@@ -113,13 +115,13 @@ class HostGroup:
         """A call with a timeout of its own."""
 
         def timed(flags: int) -> None:
-            usual, self.timeout_s = self.timeout_s, timeout_s
+            self._call_timeout_s = timeout_s
             self.core.frd_set_timeout(self.handle, timeout_s)
             try:
                 call(flags)
             finally:
-                self.timeout_s = usual
-                self.core.frd_set_timeout(self.handle, usual)
+                self._call_timeout_s = None
+                self.core.frd_set_timeout(self.handle, self.timeout_s)
 
         return timed
 
@@ -133,7 +135,7 @@ class HostGroup:
             raise ValueError("the core does not have this reduction for this type of elements")
         failure = Failure()
         self.core.frd_get_failure(self.handle, ctypes.byref(failure))
-        raise failure_to_error(failure, self.rank, self.roster, self.timeout_s)
+        raise failure_to_error(failure, self.rank, self.roster, self._call_timeout_s or self.timeout_s)
 
     def whereabouts(self) -> str:
         """For a person: which ranks are behind this one, and in which calls."""
@@ -149,21 +151,7 @@ class HostGroup:
             elements *= length
         page = os.sysconf("SC_PAGE_SIZE")
         stride = max(1, -(-elements * dtype.itemsize // page)) * page
-        own = None if self.rank else Segment(stride * self.size, "buffer")
-        try:
-            name = torch.zeros(3, dtype=torch.int64)
-            if own:
-                name = torch.tensor([own.name.pid, own.name.descriptor, own.name.inode])
-            self._broadcast(name, flags)
-            descriptor = open_segment(SegmentName(*name.tolist()))
-            self.check(self.core.frd_barrier(self.handle, flags))  # everybody has it open
-        finally:
-            if own:
-                own.close()
-        try:
-            memory = map_shared(descriptor, stride * self.size)
-        finally:
-            os.close(descriptor)
+        memory = self._share(stride * self.size, flags)
         part = (ctypes.c_char * stride).from_buffer(memory, self.rank * stride)
         base = ctypes.addressof(part) - self.rank * stride
         number = self._regions
@@ -178,9 +166,32 @@ class HostGroup:
             else torch.empty(*shape, dtype=dtype)
         )
 
-    def _broadcast(self, tensor: torch.Tensor, flags: int) -> None:
-        kind, root = TYPES[tensor.dtype], 0
-        self.check(self.core.frd_broadcast(self.handle, tensor.data_ptr(), tensor.numel(), kind, root, flags))
+    def _share(self, size: int, flags: int) -> mmap.mmap:
+        """New memory of `size` bytes, mapped by all ranks.  OSError on all of them if one cannot have it."""
+        own, memory, problem = None, None, ""
+        try:
+            try:
+                own = None if self.rank else Segment(size, "buffer")
+            except OSError as error:
+                problem = str(error)
+            name = torch.zeros(3, dtype=torch.int64)
+            if own:
+                name = torch.tensor([own.name.pid, own.name.descriptor, own.name.inode])
+            kind = TYPES[name.dtype]
+            self.check(self.core.frd_broadcast(self.handle, name.data_ptr(), name.numel(), kind, 0, flags))
+            try:
+                memory = open_and_map(SegmentName(*name.tolist()), size)
+            except (OSError, ValueError) as error:
+                problem = problem or str(error)
+            failed = torch.tensor([int(bool(problem))])
+            most = REDUCTION_NAMES.index("max")
+            self.check(self.core.frd_all_reduce(self.handle, failed.data_ptr(), 1, kind, most, flags))
+        finally:
+            if own:
+                own.close()
+        if memory is None or failed.item():
+            raise OSError(f"no shared buffer of {size} bytes: {problem or 'another rank could not map it'}")
+        return memory
 
     def leave(self, note: str) -> None:
         """Tell the others that this rank makes no further call."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -24,8 +26,18 @@ ANY_RANK = -1
 class MessageWork(FarandoleWork):
     """A send or a receive under way.  The core moves it along whether somebody waits or not."""
 
-    def __init__(self, host: HostGroup, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> None:
+    def __init__(
+        self,
+        host: HostGroup,
+        tensor: Tensor,
+        peer: int,
+        tag: int,
+        *,
+        sends: bool,
+        done: Callable[[MessageWork], None],
+    ) -> None:
         super().__init__([tensor])
+        self._done = done
         with torch.no_grad():
             self._buffer = readable(tensor) if sends else writable(tensor)
         self._host = host
@@ -103,6 +115,8 @@ class MessageWork(FarandoleWork):
             raise
         finally:
             self._message = None  # from here on it is complete
+            if self._thread is None:
+                self._done(self)
 
     def withdraw(self) -> None:
         """Take back a message that has not moved, if nobody waits for it."""
@@ -112,6 +126,7 @@ class MessageWork(FarandoleWork):
                     self._error = CommunicationError("the group was destroyed before the message came")
                     self._host.core.frd_message_release(self._host.handle, self._message)
                     self._message = None
+                    self._done(self)
             finally:
                 self._lock.release()
 
@@ -143,35 +158,40 @@ class MessageWork(FarandoleWork):
         with contextlib.suppress(CommunicationError):  # the future tells
             self.wait()
         self._outcome.complete()
+        self._done(self)
 
 
 class Messages:
-    """The messages of one group that nobody has seen complete; they must live until they have moved."""
+    """The messages of one group that are under way; they must live until they have moved."""
 
     def __init__(self) -> None:
-        self._open: list[MessageWork] = []
-        self._lock = threading.Lock()
-        self._next_look = 64
+        self._open: dict[int, MessageWork] = {}
 
     def post(self, host: HostGroup, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> MessageWork:
         """Begin to send `tensor` to `peer`, or to receive it from there."""
-        work = MessageWork(host, tensor, peer, tag, sends=sends)
-        with self._lock:
-            self._open.append(work)
-            if len(self._open) >= self._next_look:  # seldom enough to cost nothing per message
-                self._open = [work for work in self._open if not work.at_rest()]
-                self._next_look = 64 + 2 * len(self._open)
+        work = MessageWork(host, tensor, peer, tag, sends=sends, done=self._forget)
+        self._open[id(work)] = work
+        self._look()
         return work
+
+    def _look(self) -> None:
+        """See which messages that nobody waits for have moved: each new one looks at two, in turn."""
+        for key, work in list(itertools.islice(self._open.items(), 2)):
+            if not work.is_completed() and self._open.pop(key, None) is not None:
+                self._open[key] = work  # now the last in the row
+
+    def _forget(self, work: MessageWork) -> None:
+        self._open.pop(id(work), None)
 
     def close(self, patience_s: float) -> bool:
         """Take receives back, let sends arrive; False if some take longer than `patience_s`."""
         deadline = time.monotonic() + patience_s
-        for work in self._open:
+        for work in list(self._open.values()):
             if not work.sends:
                 work.withdraw()
             while not work.at_rest():
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.001)
-        self._open = []
+        self._open.clear()
         return True

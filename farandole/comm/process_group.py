@@ -35,6 +35,7 @@ _PLANS = {
     for operation, number in REDUCTIONS.items()
     if reducible(dtype, number)
 }
+_NO_TIMEOUT = timedelta(0)
 
 
 class FarandoleProcessGroup(GroupBase):
@@ -44,7 +45,7 @@ class FarandoleProcessGroup(GroupBase):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Reduce each tensor over all ranks, in place."""
-        if self._all_reduce_now(tensors, opts):
+        if timeout is None and self._all_reduce_now(tensors, opts):
             return COMPLETED
         tensors, opts = tensor_list(tensors), options(opts, dist.AllreduceOptions, reduceOp=opts)
         host = self._on_host(*tensors)
@@ -71,7 +72,9 @@ class FarandoleProcessGroup(GroupBase):
         if plan is None or not tensor.is_cpu or tensor.layout is not torch.strided or handle is None:
             return False
         address = tensor.data_ptr()  # 0 for a wrapper of another tensor
-        if not address or not tensor.is_contiguous() or tensor.is_neg() or not self._lane.enter():
+        if not address or not tensor.is_contiguous() or tensor.is_neg() or opts.timeout > _NO_TIMEOUT:
+            return False
+        if not self._lane.enter():
             return False
         kind, reduction = plan
         try:

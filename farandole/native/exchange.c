@@ -153,7 +153,7 @@ struct delivery {
 static int deliver(struct frd_group *g, const struct delivery *x)
 {
     const int me = g->rank;
-    const size_t window = STAGE_BYTES / (size_t)g->ranks / 64 * 64, windows = windows_in(x->longest, window);
+    const size_t window = window_of(g), windows = windows_in(x->longest, window);
     for (size_t step = 0; step <= windows; step++) {
         const int half = half_of(g->phase);
         char *stage = g->stages[me].half[half];

@@ -1,6 +1,7 @@
 /* A group breaks once.  The first rank that sees why writes it down for all the others, and every call
  * on the group from then on fails with the same reason. */
 #include <string.h>
+#include <time.h>
 
 #include "internal.h"
 
@@ -47,10 +48,13 @@ int break_group(struct frd_group *g, int status, int culprit, const struct frd_c
 
 int broken_status(struct frd_group *g)
 {
-    const uint32_t state = atomic_load(&g->header->broken);
-    if (state == WHOLE) return FRD_OK;
-    /* whoever is writing needs a microsecond; if it was killed meanwhile, its pages read as zero */
-    for (int i = 0; i < 100000 && atomic_load(&g->header->broken) != BROKEN; i++) relax();
+    if (atomic_load(&g->header->broken) == WHOLE) return FRD_OK;
+    /* Whoever is writing the record needs a microsecond, or its turn on a crowded core.  If it was killed
+     * meanwhile, what it has not written reads as zero. */
+    for (int i = 0; i < 1000 && atomic_load(&g->header->broken) != BROKEN; i++) {
+        const struct timespec a_millisecond = {0, 1000000};
+        nanosleep(&a_millisecond, NULL);
+    }
     const int status = (int)g->header->failure.status;
     return status ? status : FRD_DIED;
 }

@@ -100,7 +100,7 @@ struct frd_group {
     double timeout, deadline;
     int flags;
     atomic_bool given_up;        /* this process leaves: do not wait any longer */
-    int crowded;                 /* > 0: somebody else wants this core, so do not spin */
+    atomic_int crowded;          /* > 0: somebody else wants this core, so do not spin */
     int process_descriptors[FRD_MAX_RANKS];
 
     pthread_mutex_t region_lock; /* buffers may be freed while a collective runs on others */
@@ -114,6 +114,7 @@ struct frd_group {
     bool progress_running, stopping;
     int in_background;           /* operations that the progress thread must see to */
     struct frd_message *sends[FRD_MAX_RANKS], *receives;
+    bool sends_torn[FRD_MAX_RANKS];
     struct inbox *inboxes;
 };
 
@@ -144,6 +145,11 @@ bool all_in_region(const struct frd_group *);  /* after agree: is every rank's t
 static inline int half_of(uint64_t phase) { return (int)(phase & 1); }
 static inline size_t element_bytes(int type) { return (size_t)type >> 8; }
 static inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+
+/* How much of a half each rank's part gets where a half is divided among all ranks. */
+static inline size_t window_of(const struct frd_group *g) { return STAGE_BYTES / (size_t)g->ranks / 64 * 64; }
+
+_Static_assert(SMALL_BYTES <= STAGE_BYTES && STAGE_BYTES / FRD_MAX_RANKS >= 64, "a half holds a part of every rank");
 
 /* Tells two lists of counts apart (FNV-1a, by words). */
 static inline uint64_t fingerprint(const size_t *counts, int ranks)

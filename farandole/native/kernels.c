@@ -1,8 +1,11 @@
 /* Which vector code this processor gets, found once at run time. */
 #include "kernels.h"
+
+#include <stdatomic.h>
+
 #include "core.h"
 
-static int level_in_use = -1;
+static atomic_int level_in_use = -1;
 
 int frd_vector_level(void)
 {
@@ -19,18 +22,20 @@ int frd_vector_level(void)
 int frd_use_vector_level(int level)
 {
     const int best = frd_vector_level();
-    level_in_use = level < best ? level : best;
-    return level_in_use;
+    const int used = level < best ? level : best;
+    atomic_store(&level_in_use, used);
+    return used;
 }
 
 frd_reduce_fn frd_reduce_kernel(int type, int op)
 {
     const int code = type & 0xff;
     if (code >= FRD_REDUCIBLE_TYPES || op < 0 || op >= FRD_REDUCE_OPS) return NULL;
-    if (level_in_use < 0) frd_use_vector_level(FRD_AVX512);
 #if defined(__x86_64__)
-    if (level_in_use == FRD_AVX512) return frd_reduce_avx512[code][op];
-    if (level_in_use == FRD_AVX2) return frd_reduce_avx2[code][op];
+    int level = atomic_load_explicit(&level_in_use, memory_order_relaxed);
+    if (level < 0) level = frd_use_vector_level(FRD_AVX512);
+    if (level == FRD_AVX512) return frd_reduce_avx512[code][op];
+    if (level == FRD_AVX2) return frd_reduce_avx2[code][op];
 #endif
     return frd_reduce_plain[code][op];
 }

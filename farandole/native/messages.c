@@ -52,8 +52,11 @@ struct stray {
     char data[];
 };
 
-/* What comes from one rank: the message under way, and those put aside (oldest first). */
+/* What comes from one rank: the message under way, and those put aside (oldest first).  A message that was
+ * given up half-way leaves its ring useless: nobody could tell its rest from the next one.  Its group is
+ * broken, and the end that gave up (`torn`, `sends_torn`) moves nothing there any more. */
 struct inbox {
+    bool torn;
     bool under_way;
     struct envelope envelope;
     size_t moved;
@@ -98,7 +101,7 @@ static bool push(struct frd_group *g, int peer)
     struct frd_message *m = g->sends[peer];
     struct ring *ring = ring_between(g, g->rank, peer);
     bool moved = false;
-    while (m) {
+    while (m && !g->sends_torn[peer]) {
         uint64_t written = atomic_load_explicit(&ring->written.bytes, memory_order_relaxed);
         size_t space = RING_BYTES - (size_t)(written - atomic_load_explicit(&ring->taken.bytes, memory_order_acquire));
         if (space < ENVELOPE) break;
@@ -219,7 +222,7 @@ static bool pull(struct frd_group *g, int source)
     struct inbox *inbox = &g->inboxes[source];
     struct ring *ring = ring_between(g, source, g->rank);
     bool moved = false;
-    for (;;) {
+    while (!inbox->torn) {
         uint64_t taken = atomic_load_explicit(&ring->taken.bytes, memory_order_relaxed);
         size_t there = (size_t)(atomic_load_explicit(&ring->written.bytes, memory_order_acquire) - taken);
         if (!there) break;
@@ -396,18 +399,17 @@ static int move_along(struct frd_group *g, struct frd_message *m)
     return status;
 }
 
-/* Can this message still be completed?  FRD_OK if so. */
-static int look_for_the_gone_peer(struct frd_group *g, const struct frd_message *m, const struct frd_call *call)
+/* Who ended so that this message cannot be completed any more, if all who could have ended; -1 if none. */
+static int gone_peer(struct frd_group *g, const struct frd_message *m)
 {
-    int last_gone = -1, status = FRD_OK;
+    int gone = -1;
     for (int r = 0; r < g->ranks; r++) {
         if (r == g->rank || (m->peer >= 0 && r != m->peer)) continue;
         const bool left = atomic_load(&g->lines[r].life.state) == GONE;
-        if (!left && !has_ended(g, r)) return FRD_OK; /* somebody can still answer */
-        last_gone = r;
-        status = atomic_load(&g->lines[r].life.state) == GONE ? FRD_LEFT : FRD_DIED;
+        if (!left && !has_ended(g, r)) return -1; /* somebody can still answer */
+        gone = r;
     }
-    return last_gone < 0 ? FRD_OK : break_group(g, status, last_gone, call);
+    return gone;
 }
 
 /* Has something happened after which the message will never be complete?  FRD_OK if not. */
@@ -417,21 +419,24 @@ static int inspect(struct frd_group *g, struct frd_message *m, double deadline, 
                                   .type = (uint32_t)m->type, .count = m->bytes / element_bytes(m->type),
                                   .layout = (uint64_t)m->tag};
     m->inspected = seconds_now();
-    int status = broken_status(g);
-    if (!status && atomic_load(&g->given_up)) status = break_group(g, FRD_LEFT, g->rank, &call);
-    if (!status) status = look_for_the_gone_peer(g, m, &call);
-    if (!status && flags & FRD_MAIN_THREAD && interrupted()) {
-        break_group(g, FRD_INTERRUPTED, g->rank, &call);
-        status = FRD_INTERRUPTED;
-    }
-    if (!status && m->inspected >= deadline) {
-        if (flags & FRD_TRY) return FRD_PENDING;
-        status = break_group(g, FRD_LATE, m->peer >= 0 ? m->peer : (g->rank + 1) % g->ranks, &call);
-    }
-    if (!status) return FRD_OK;
+    const int gone = gone_peer(g, m);
     /* what a rank sent before it ended still counts, so look at the rings after its end was seen */
     const int moved = move_along(g, m);
-    return moved == FRD_PENDING ? status : moved;
+    if (moved != FRD_PENDING) return moved;
+    const int status = broken_status(g);
+    if (status) return status;
+    if (atomic_load(&g->given_up)) return break_group(g, FRD_LEFT, g->rank, &call);
+    if (gone >= 0) {
+        const bool left = atomic_load(&g->lines[gone].life.state) == GONE;
+        return break_group(g, left ? FRD_LEFT : FRD_DIED, gone, &call);
+    }
+    if (flags & FRD_MAIN_THREAD && interrupted()) {
+        break_group(g, FRD_INTERRUPTED, g->rank, &call);
+        return FRD_INTERRUPTED;
+    }
+    if (m->inspected < deadline) return FRD_OK;
+    if (flags & FRD_TRY) return FRD_PENDING;
+    return break_group(g, FRD_LATE, m->peer >= 0 ? m->peer : (g->rank + 1) % g->ranks, &call);
 }
 
 int frd_message_test(struct frd_group *g, struct frd_message *m)
@@ -471,10 +476,11 @@ int frd_message_source(const struct frd_message *m) { return m->source; }
 void frd_message_release(struct frd_group *g, struct frd_message *m)
 {
     pthread_mutex_lock(&g->lock);
-    if (m->status == FRD_PENDING) { /* given up: a half-moved message leaves its ring unusable */
+    if (m->status == FRD_PENDING) { /* given up */
         if (m->started) break_group(g, FRD_INTERRUPTED, g->rank, &g->lines[g->rank].message_call);
+        if (m->started && m->sends) g->sends_torn[m->peer] = true;
         for (int r = 0; r < g->ranks; r++) {
-            if (g->inboxes[r].receive == m) g->inboxes[r].receive = NULL, g->inboxes[r].under_way = false;
+            if (g->inboxes[r].under_way && g->inboxes[r].receive == m) g->inboxes[r].torn = true;
             for (struct stray *s = g->inboxes[r].strays; s; s = s->next)
                 if (s->claimed_by == m) s->claimed_by = NULL;
         }

@@ -17,7 +17,6 @@
 #include "internal.h"
 #include "kernels.h"
 
-
 struct reduction {
     frd_reduce_fn kernel;
     size_t element;
@@ -81,7 +80,7 @@ static void reduce_own_part(struct frd_group *g, const struct reduction *x, size
 
 static int reduce_chunked(struct frd_group *g, const struct reduction *x)
 {
-    const size_t window = STAGE_BYTES / (size_t)g->ranks / 64 * 64;
+    const size_t window = window_of(g);
     size_t longest = 0;
     bool sharing = false;
     for (int d = 0; d < g->ranks; d++) {
@@ -188,11 +187,12 @@ static int reduce_scatter(struct frd_group *g, const void *const *in, const size
     x.out[g->rank] = out;
     struct frd_call call = {.operation = FRD_REDUCE_SCATTER, .type = (uint32_t)type, .op = (uint32_t)op,
                             .root = -1, .count = total, .layout = fingerprint(counts, g->ranks)};
-    if (total * x.element <= SMALL_BYTES) {
+    const size_t window = window_of(g);
+    if (total * x.element <= smaller(SMALL_BYTES, window)) { /* no part is larger than a window */
         begin_call(g, call, flags);
-        exchange_parts(g, &x, 0, SMALL_BYTES, false, true);
+        exchange_parts(g, &x, 0, window, false, true);
         const int status = agree(g);
-        if (!status) reduce_own_part(g, &x, 0, SMALL_BYTES);
+        if (!status) reduce_own_part(g, &x, 0, window);
         return status;
     }
     struct region region = {0, NULL, 0};

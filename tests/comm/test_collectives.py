@@ -287,3 +287,14 @@ def check_reduction_refused(rank: int, size: int) -> None:
 
 def test_reductions_without_meaning_are_refused_before_any_rank_waits(ranks: Borrow) -> None:
     ranks(2).run(check_reduction_refused)
+
+
+def check_small_reduce_scatter(rank: int, size: int) -> None:
+    parts = [values(3, r, 100 * size, torch.int32) for r in range(size)]
+    output = torch.empty(100, dtype=torch.int32)
+    Communicator(dist.group.WORLD).reduce_scatter(output, parts[rank])
+    same_bits(output, reduced(parts, "sum")[100 * rank : 100 * (rank + 1)])
+
+
+def test_small_reduce_scatter_on_many_ranks(ranks: Borrow) -> None:
+    ranks(8).run(check_small_reduce_scatter)
