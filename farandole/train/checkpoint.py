@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,17 +68,34 @@ def read_facts(folder: Path) -> Facts:
 def checkpoints(run: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
     found = [path for path in (run / "checkpoints").glob("step-*") if not path.name.endswith(".tmp")]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """After how many steps a checkpoint was made, by its name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint; its name goes first, so that what has the name is whole at any moment."""
+    partial = checkpoint.with_name(checkpoint.name + ".tmp")
+    checkpoint.rename(partial)
+    shutil.rmtree(partial)
 
 
 class CheckpointWriter:
     """Writes the checkpoints of `run` in the background, and keeps the newest `keep`.
 
+    A run that goes on from step `resumed_step` leaves another future behind, if it had been further: those
+    checkpoints are set aside, because their steps will be made again.
+
     `save` and `wait` are called by all ranks.  A failure to write is raised, on all ranks, by the next of
     these calls.
     """
 
-    def __init__(self, run: Path, tokenizer: Path, keep: int, comm: Communicator) -> None:
+    def __init__(
+        self, run: Path, tokenizer: Path, keep: int, comm: Communicator, resumed_step: int | None = None
+    ) -> None:
         self._folder = run / "checkpoints"
         self._tokenizer = tokenizer
         self._keep = keep
@@ -87,19 +105,31 @@ class CheckpointWriter:
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._saved_step = -1
+        self._saved_step = -1 if resumed_step is None else resumed_step
         if comm.rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             for partial in self._folder.glob("*.tmp"):  # of a run that was killed
                 shutil.rmtree(partial)
+            if resumed_step is not None:
+                self._set_aside([path for path in checkpoints(run) if step_of(path) > resumed_step])
         comm.barrier()
+
+    def _set_aside(self, later: list[Path]) -> None:
+        if not later:
+            return
+        aside = self._folder / time.strftime("set-aside-%Y%m%d-%H%M%S")
+        aside.mkdir()
+        for path in later:
+            path.rename(aside / path.name)
+        names = ", ".join(path.name for path in later)
+        print(f"training goes on from an earlier step; set aside in {aside}: {names}", flush=True)
 
     def save(self, engine: Engine, elapsed_s: float) -> None:
         """Copy the state of `engine` now; write it while training goes on."""
         self.wait()
-        self._saved_step = engine.step_number
-        if self.newest.exists():  # a run that was continued, and asked to stop before its first step
+        if engine.step_number == self._saved_step:  # asked to stop before the first step after a checkpoint
             return
+        self._saved_step = engine.step_number
         state = {name: self._copy(name, value) for name, value in _state(engine, self._comm.rank).items()}
         facts = _facts(engine, self._comm.size, elapsed_s)
         self._thread = threading.Thread(
@@ -154,7 +184,7 @@ class CheckpointWriter:
         partial.rename(final)
         flush(self._folder)
         for old in checkpoints(self._folder.parent)[: -self._keep]:
-            shutil.rmtree(old)
+            _remove(old)
 
 
 def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:

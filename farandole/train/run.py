@@ -46,7 +46,10 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
     with StopSignals() as stop:
         choice = _precision(config, resume, runtime)
         engine = Engine(config, text, choice.name, runtime.comm, runtime.device)
-        writer = CheckpointWriter(run, text.folder / TOKENIZER, config.checkpoint.keep, runtime.comm)
+        resumed_step = None if resume is None else read_facts(resume).step
+        writer = CheckpointWriter(
+            run, text.folder / TOKENIZER, config.checkpoint.keep, runtime.comm, resumed_step
+        )
         earlier_s = 0.0
         if resume is not None:
             earlier_s = checkpoint.load(engine, resume, runtime.comm).elapsed_s

@@ -87,3 +87,25 @@ def test_the_model_writes(folder: Path, reference: Path) -> None:
     assert command.end() == 0, command.output
     assert command.output.startswith("class ")
     assert len(command.output) > 20
+
+
+def test_going_on_from_an_older_checkpoint_keeps_what_it_learns(folder: Path) -> None:
+    assert _train(folder, "older", "steps=80").end() == 0
+    run = only_run(folder / "older")
+    checkpoints = run / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        "step-000040",
+        "step-000060",
+        "step-000080",
+    ]
+    before = load_file(checkpoints / "step-000060" / "model.safetensors")
+
+    command = Command(folder, "train", "--resume", str(checkpoints / "step-000040"), "steps=70")
+    assert command.end() == 0, command.output
+    assert "set aside" in command.output
+    whole = sorted(path.name for path in checkpoints.glob("step-*"))
+    assert whole == ["step-000040", "step-000060", "step-000070"]
+    (aside,) = checkpoints.glob("set-aside-*")
+    assert sorted(path.name for path in aside.iterdir()) == ["step-000060", "step-000080"]
+    after = load_file(checkpoints / "step-000060" / "model.safetensors")
+    assert any(not before[name].equal(after[name]) for name in before)  # another schedule: trained anew
