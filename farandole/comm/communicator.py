@@ -45,15 +45,17 @@ class Communicator:
         self.rank: int = group.rank()
         self.size: int = group.size()
 
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def empty(
+        self, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    ) -> Tensor:
         """An uninitialised tensor that lives in memory shared by the ranks of this group.
 
         A collective call: every rank asks for the same shape and type.  Where the group cannot share
-        memory (another backend, several hosts), the tensor is an ordinary one.
+        memory (another backend, several hosts, a device other than the CPU), the tensor is an ordinary one.
         """
         allocate = getattr(self.group, "allocate_shared", None)
-        if allocate is None:
-            return torch.empty(*shape, dtype=dtype)
+        if allocate is None or (device is not None and device.type != "cpu"):
+            return torch.empty(*shape, dtype=dtype, device=device)
         shared: Tensor = allocate(shape, dtype)
         return shared
 

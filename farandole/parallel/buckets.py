@@ -31,7 +31,8 @@ class GradientBucket:
         for parameter in self.parameters:
             starts.append(end)
             end += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-        self._buffer = comm.empty(end + len(self.parameters), dtype=self.parameters[0].dtype).zero_()
+        first = self.parameters[0]
+        self._buffer = comm.empty(end + len(self.parameters), dtype=first.dtype, device=first.device).zero_()
         self.gradients = self._buffer[:end]
         self._flags = self._buffer[end:]
         self._views = [
@@ -99,14 +100,15 @@ class GradientBucket:
 def make_buckets(
     parameters: Iterable[nn.Parameter], comm: Communicator, bucket_bytes: int
 ) -> list[GradientBucket]:
-    """Fill buckets of about `bucket_bytes` in the order given, one type of element in each."""
-    open_buckets: dict[torch.dtype, list[nn.Parameter]] = {}
+    """Fill buckets of about `bucket_bytes` in the order given, one type and device in each."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     full: list[list[nn.Parameter]] = []
     for parameter in parameters:
-        members = open_buckets.setdefault(parameter.dtype, [])
+        kind = (parameter.dtype, parameter.device)
+        members = open_buckets.setdefault(kind, [])
         members.append(parameter)
         if sum(member.nbytes for member in members) >= bucket_bytes:
-            full.append(open_buckets.pop(parameter.dtype))
+            full.append(open_buckets.pop(kind))
     full += open_buckets.values()
     return [GradientBucket(members, comm) for members in full]
 

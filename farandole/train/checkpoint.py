@@ -207,6 +207,8 @@ def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
     optimizer_state = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
     restore_state(engine.model, engine.optimizer, optimizer_state)
     torch.set_rng_state(wanted[f"random.rank{comm.rank}"])
+    if engine.device.type == "cuda":
+        torch.cuda.set_rng_state(wanted[f"random.cuda.rank{comm.rank}"], engine.device)
     engine.step_number = facts.step
     engine.sampler.consumed = facts.consumed
     engine.scaler.scale, engine.scaler.good_steps = facts.loss_scale, facts.good_steps
@@ -219,7 +221,10 @@ def _state(engine: Engine, rank: int) -> dict[str, Tensor]:
     optimizer = {
         f"optimizer.{name}": value for name, value in state_by_name(engine.model, engine.optimizer).items()
     }
-    return weights | optimizer | {f"random.rank{rank}": torch.get_rng_state()}
+    random = {f"random.rank{rank}": torch.get_rng_state()}
+    if engine.device.type == "cuda":
+        random[f"random.cuda.rank{rank}"] = torch.cuda.get_rng_state(engine.device)
+    return weights | optimizer | random
 
 
 def _facts(engine: Engine, ranks: int, elapsed_s: float) -> Facts:

@@ -51,7 +51,7 @@ class Engine:
         self.precision = precision
         self._text = text
         self._comm = comm
-        self._device = device
+        self.device = device
         self._count, self._size = config.micro_batches(comm.size)
         torch.manual_seed(config.seed)
         self.model = build_gpt(config.model.gpt()).to(device)
@@ -119,9 +119,9 @@ class Engine:
         return total
 
     def _loss(self, windows: torch.Tensor) -> torch.Tensor:
-        windows = windows.to(self._device)
+        windows = windows.to(self.device)
         inputs, targets = windows[:, :-1], windows[:, 1:]
-        with autocast(self.precision, self._device):
+        with autocast(self.precision, self.device):
             return next_token_loss(self.model(inputs), targets)
 
     def _share(self, loss: float, waited: float, stop: float) -> tuple[float, float, float]:

@@ -51,8 +51,9 @@ def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def restore_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
-    """Put back what `state_by_name` returned."""
+    """Put back what `state_by_name` returned, each tensor on the device of its parameter."""
     parameters = dict(model.named_parameters())
     for path, value in state.items():
         name, _, key = path.rpartition("/")
-        optimizer.state[parameters[name]][key] = value
+        parameter = parameters[name]
+        optimizer.state[parameter][key] = value.to(parameter.device)
