@@ -141,11 +141,13 @@ def available() -> bool:
 def why_unavailable() -> str | None:
     """The reason why the core cannot be used here, or None if it can."""
     if not sys.platform.startswith("linux"):
-        return f"it needs Linux, this is {sys.platform}"
+        return f"the C core needs Linux, this is {sys.platform}"
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         return "this Python was built without memfd_create and pidfd_open"
     if _path() is None:
-        return "it was not compiled when the package was installed; install a C compiler and reinstall"
+        return (
+            "the C core was not compiled when the package was installed; install a C compiler and reinstall"
+        )
     try:
         os.close(os.memfd_create("farandole-probe"))
         os.close(os.pidfd_open(os.getpid()))

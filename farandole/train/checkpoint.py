@@ -179,6 +179,7 @@ class CheckpointWriter:
         save_file(weights, partial / WEIGHTS)
         shutil.copyfile(self._tokenizer, partial / TOKENIZER)
         (partial / FACTS).write_text(json.dumps(asdict(facts), indent=1))
+        shutil.copymode(partial / FACTS, partial / WEIGHTS)  # safetensors makes it readable by its owner only
         for name in (WEIGHTS, TOKENIZER, FACTS, STATE, "."):
             flush(partial / name)
         partial.rename(final)

@@ -106,6 +106,12 @@ def order(start: Start) -> Order:
 def _again(request: Request, ranks: int | None) -> Start:
     where = request.folder or _run_folder(request)
     checkpoint = find_checkpoint(where)
+    run = checkpoint.parent.parent
+    if checkpoint.parent.name != "checkpoints" or not (run / "config.toml").is_file():
+        raise CheckpointError(
+            f"checkpoint {checkpoint} does not lie in a run (RUN/checkpoints/{checkpoint.name}), and a run goes on in "
+            f"its own folder; name it where training put it"
+        )
     facts = read_facts(checkpoint)
     before = parse_config(facts.config)
     if request.source is None:

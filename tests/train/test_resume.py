@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -109,3 +110,15 @@ def test_going_on_from_an_older_checkpoint_keeps_what_it_learns(folder: Path) ->
     assert sorted(path.name for path in aside.iterdir()) == ["step-000060", "step-000080"]
     after = load_file(checkpoints / "step-000060" / "model.safetensors")
     assert any(not before[name].equal(after[name]) for name in before)  # another schedule: trained anew
+
+
+def test_a_checkpoint_outside_a_run_is_refused_and_nothing_is_written_beside_it(
+    folder: Path, reference: Path
+) -> None:
+    newest = sorted((reference / "checkpoints").glob("step-*"))[0]
+    copy = folder / "elsewhere" / "copies" / newest.name
+    shutil.copytree(newest, copy)
+    command = Command(folder, "train", "--resume", str(copy), "steps=130")
+    assert command.end() == 2
+    assert "does not lie in a run" in command.output
+    assert [path.name for path in (folder / "elsewhere").iterdir()] == ["copies"]
