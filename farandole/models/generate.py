@@ -28,14 +28,15 @@ def generate(
     if not prompt:
         raise ValueError("generation needs a prompt of at least one token")
     body, head = model[:-1], model[-1]
+    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     was_training = model.training
     model.eval()
     try:
         for _ in range(count):
-            window = torch.tensor([tokens[-context:]])
-            logits = head(body(window)[:, -1])[0].float()
+            window = torch.tensor([tokens[-context:]], device=device)
+            logits = head(body(window)[:, -1])[0].float().cpu()  # where `generator` is
             tokens.append(_draw(logits, temperature, top_k, generator))
             yield tokens[-1]
     finally:

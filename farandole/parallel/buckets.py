@@ -116,4 +116,6 @@ def make_buckets(
 def total_norm(tensors: Iterable[Tensor]) -> float:
     """The Euclidean norm of all elements of `tensors` together; infinite or NaN if any element is."""
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
-    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+    if not norms:
+        return 0.0
+    return float(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])))

@@ -197,8 +197,11 @@ def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
     try:
         reader = FileSystemReader(folder / STATE)
         wanted = _state(engine, comm.rank)
+        saved = reader.read_metadata().state_dict_metadata
+        if f"random.cuda.rank{comm.rank}" not in saved:  # this rank was on a CPU
+            wanted.pop(f"random.cuda.rank{comm.rank}", None)
         # The optimizer of a new engine is still empty: make room for what the checkpoint has of it.
-        for name, entry in reader.read_metadata().state_dict_metadata.items():
+        for name, entry in saved.items():
             if name.startswith("optimizer.") and isinstance(entry, TensorStorageMetadata):
                 wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         dcp.load(wanted, storage_reader=reader, process_group=comm.group)
@@ -208,7 +211,7 @@ def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
     optimizer_state = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
     restore_state(engine.model, engine.optimizer, optimizer_state)
     torch.set_rng_state(wanted[f"random.rank{comm.rank}"])
-    if engine.device.type == "cuda":
+    if f"random.cuda.rank{comm.rank}" in wanted:
         torch.cuda.set_rng_state(wanted[f"random.cuda.rank{comm.rank}"], engine.device)
     engine.step_number = facts.step
     engine.sampler.consumed = facts.consumed

@@ -46,13 +46,14 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
     with StopSignals() as stop:
         choice = _precision(config, resume, runtime)
         engine = Engine(config, text, choice.name, runtime.comm, runtime.device)
-        resumed_step = None if resume is None else read_facts(resume).step
+        earlier_s, resumed_step = 0.0, None
+        if resume is not None:
+            facts = checkpoint.load(engine, resume, runtime.comm)
+            earlier_s, resumed_step = facts.elapsed_s, facts.step
+        # After loading: a checkpoint that turns out to be damaged must not cost the later ones their place.
         writer = CheckpointWriter(
             run, text.folder / TOKENIZER, config.checkpoint.keep, runtime.comm, resumed_step
         )
-        earlier_s = 0.0
-        if resume is not None:
-            earlier_s = checkpoint.load(engine, resume, runtime.comm).elapsed_s
         with Observer(config, run, engine, choice, runtime, earlier_s) as observer:
             _loop(engine, writer, observer, stop)
             interrupted = engine.step_number < config.steps

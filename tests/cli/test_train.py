@@ -92,6 +92,7 @@ def _checkpoint(run: Path, step: int, **facts: Any) -> Path:
         "elapsed_s": 1.0,
         "config": config.model_dump(),
     }
+    (run / "config.toml").write_text(config.to_toml())
     (folder / "train.json").write_text(json.dumps(values | facts))
     return folder
 

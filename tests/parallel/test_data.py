@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -206,3 +208,39 @@ def _types(rank: int, size: int) -> list[torch.dtype]:
 
 def test_a_bucket_has_one_type(ranks: Any) -> None:
     assert ranks(1).run(_types) == [[torch.float32, torch.bfloat16]]
+
+
+def test_a_bucket_has_one_device() -> None:
+    devices = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
+    parameters = [SimpleNamespace(dtype=torch.float32, device=d, nbytes=4) for d in devices * 2]
+    with mock.patch("farandole.parallel.buckets.GradientBucket") as bucket:
+        make_buckets(cast(Any, parameters), mock.Mock(), 1 << 20)
+    filled = [[parameter.device for parameter in call.args[0]] for call in bucket.call_args_list]
+    assert filled == [[device] * 2 for device in devices]
+
+
+def test_a_bucket_is_where_its_parameters_are() -> None:
+    comm = mock.Mock(empty=mock.Mock(side_effect=torch.empty))
+    (bucket,) = make_buckets([nn.Parameter(torch.ones(3))], comm, 1 << 20)
+    comm.empty.assert_called_once_with(mock.ANY, dtype=torch.float32, device=torch.device("cpu"))
+    assert bucket.gradients.device == torch.device("cpu")
+
+
+def _empty(rank: int, size: int) -> None:
+    comm = _world()
+    shared = comm.empty(5, device=torch.device("cpu")).fill_(rank)
+    comm.all_reduce(shared)
+    assert shared.tolist() == [1.0] * 5
+    with (
+        mock.patch.object(comm.group, "allocate_shared") as allocate,
+        mock.patch("farandole.comm.communicator.torch.empty") as ordinary,
+    ):
+        comm.empty(5, device=torch.device("cpu"))
+        allocate.assert_called_once_with((5,), torch.float32)
+        comm.empty(2, 3, device=torch.device("cuda", 0))
+        ordinary.assert_called_once_with(2, 3, dtype=torch.float32, device=torch.device("cuda", 0))
+        allocate.assert_called_once()
+
+
+def test_only_memory_of_the_cpu_is_shared(ranks: Any) -> None:
+    ranks(2).run(_empty)

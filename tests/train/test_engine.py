@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from farandole.data.text import Text
 from farandole.train.checkpoint import CheckpointError, CheckpointWriter, checkpoints, load
 from farandole.train.config import TrainConfig, load_config
 from farandole.train.engine import Engine
+from farandole.train.optimizer import restore_state
 from farandole.train.run import open_text
 
 CPU = torch.device("cpu")
@@ -135,6 +137,68 @@ def test_a_loaded_engine_goes_on_bit_for_bit(
     assert sorted(p.name for p in (tmp_path / "run/checkpoints/step-000006").iterdir()) == [
         *("model.safetensors", "state", "tokenizer.json", "train.json")
     ]
+
+
+def _random_of_an_accelerator(rank: int, size: int, words: list[str], run: Path) -> None:
+    config, text, engine = _make(words)
+    engine.step()
+    writer = CheckpointWriter(run, text.folder / "tokenizer.json", keep=2, comm=_world())
+    engine.device = torch.device("cuda", 0)  # its generator is not: see the mocks
+    mine = torch.tensor([rank, 7], dtype=torch.uint8)
+    with mock.patch("torch.cuda.get_rng_state", return_value=mine):
+        writer.save(engine, 0.0)
+        writer.wait()
+    dist.barrier()
+
+    other = Engine(config, text, "fp32", _world(), CPU)
+    load(other, writer.newest, _world())  # on a machine without accelerators
+    other.device = engine.device
+    with (
+        mock.patch("torch.cuda.get_rng_state", return_value=torch.zeros(2, dtype=torch.uint8)),
+        mock.patch("torch.cuda.set_rng_state") as restored,
+    ):
+        load(other, writer.newest, _world())
+        (state, device), _ = restored.call_args
+        assert (state.tolist(), device) == (mine.tolist(), engine.device)
+
+        engine.device = CPU
+        engine.step()
+        writer.save(engine, 0.0)
+        writer.wait()
+        dist.barrier()
+        restored.reset_mock()
+        load(other, writer.newest, _world())  # what a CPU saved
+        restored.assert_not_called()
+    assert other.step_number == 2
+
+
+def test_the_generator_of_an_accelerator_is_saved_too(ranks: Any, words: list[str], tmp_path: Path) -> None:
+    ranks(2).run(_random_of_an_accelerator, words, tmp_path / "run")
+
+
+def test_optimizer_state_is_where_its_parameter_is() -> None:
+    model, loaded = torch.nn.Linear(2, 3), mock.Mock()
+    optimizer = torch.optim.AdamW(model.parameters())
+    restore_state(model, optimizer, {"weight/exp_avg": loaded})
+    loaded.to.assert_called_once_with(model.weight.device)
+    assert optimizer.state[model.weight]["exp_avg"] is loaded.to.return_value
+
+
+def _deleted(rank: int, size: int, words: list[str], run: Path) -> list[str]:
+    """The names of the folders that a writer deletes, at that moment."""
+    _, text, engine = _make(words)
+    writer = CheckpointWriter(run, text.folder / "tokenizer.json", keep=1, comm=_world())
+    with mock.patch("farandole.train.checkpoint.shutil.rmtree") as rmtree:
+        for _ in range(2):
+            engine.step()
+            writer.save(engine, 0.0)
+            writer.wait()
+    return [call.args[0].name for call in rmtree.call_args_list]
+
+
+def test_what_is_being_deleted_is_no_checkpoint(ranks: Any, words: list[str], tmp_path: Path) -> None:
+    assert ranks(1).run(_deleted, words, tmp_path / "run") == [["step-000001.tmp"]]
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000002"]
 
 
 def _fail_to_save(rank: int, size: int, words: list[str], run: Path, full: int) -> str:

@@ -122,3 +122,14 @@ def test_a_checkpoint_outside_a_run_is_refused_and_nothing_is_written_beside_it(
     assert command.end() == 2
     assert "does not lie in a run" in command.output
     assert [path.name for path in (folder / "elsewhere").iterdir()] == ["copies"]
+
+
+def test_an_older_checkpoint_that_is_damaged_costs_no_later_one(folder: Path, reference: Path) -> None:
+    run = folder / "damaged"
+    shutil.copytree(reference, run)
+    before = sorted(path.name for path in (run / "checkpoints").iterdir())
+    shutil.rmtree(run / "checkpoints" / before[0] / "state")
+    command = Command(folder, "train", "--resume", str(run / "checkpoints" / before[0]))
+    assert command.end() != 0
+    assert f"{before[0]} is damaged" in command.output
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
