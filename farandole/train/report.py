@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from itertools import accumulate
 from pathlib import Path
 
 import matplotlib
@@ -23,7 +25,7 @@ def draw_loss_curve(run: Path, title: str) -> Path:
     import matplotlib.pyplot as plt  # after the choice of a canvas that needs no display
 
     records = read_metrics(run / "metrics.jsonl")
-    training = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    training = [(r["step"], r["loss"]) for r in records if math.isfinite(r.get("loss", math.nan))]
     validation = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
 
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
@@ -62,12 +64,17 @@ def draw_loss_curve(run: Path, title: str) -> Path:
 
 
 def _smooth(points: list[Point]) -> list[Point]:
-    """A running mean whose memory is a thirtieth of the run."""
-    keep = 1 - 1 / max(1.0, len(points) / 30)
-    smooth, total, weight = [], 0.0, 0.0
-    for step, value in points:
-        total, weight = keep * total + value, keep * weight + 1
-        smooth.append((step, total / weight))
+    """Means over a fifteenth of the run around each point, of as many steps before it as after it.
+
+    Such a mean does not lag behind.  It is taken over less at the start, where losses fall fast; at the end,
+    where they do not, over what there is.
+    """
+    reach = len(points) // 30
+    sums = [0.0, *accumulate(value for _, value in points)]
+    smooth = []
+    for i, (step, _) in enumerate(points):
+        first, end = i - min(i, reach), min(i + min(i, reach) + 1, len(points))
+        smooth.append((step, (sums[end] - sums[first]) / (end - first)))
     return smooth
 
 
