@@ -29,7 +29,7 @@ from farandole.train.config import TrainConfig, load_config
 from farandole.train.engine import Engine
 from farandole.train.optimizer import build_optimizer
 from farandole.train.precision import autocast, choose_precision
-from farandole.train.run import open_text
+from farandole.train.text import open_text
 
 TURNS, STEPS = 11, 4
 
