@@ -83,6 +83,8 @@ def find_source(path: str, text_field: str = "text") -> Source:
     """
     if path == STANDARD_LIBRARY:
         return _standard_library()
+    if not path:
+        raise DataError(f"data.path is empty: name a file, a folder, or {STANDARD_LIBRARY}")
     root = Path(path).expanduser()
     if not root.exists():
         raise DataError(_missing(root))

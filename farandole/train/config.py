@@ -245,7 +245,8 @@ def _read(source: str) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source} is not TOML: {error}") from None
+        hint = "" if path.suffix == ".toml" else f"; text to train on is named as data.path={source}"
+        raise ConfigError(f"{source} is not TOML: {error}{hint}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {source}: {error.strerror}") from None
 

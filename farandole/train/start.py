@@ -18,6 +18,7 @@ from farandole.train.checkpoint_folder import CheckpointError, check_whole, read
 from farandole.train.config import (
     ConfigError,
     TrainConfig,
+    known_keys,
     load_config,
     parse_config,
     presets,
@@ -83,6 +84,8 @@ def read_request(words: Sequence[str], resume: bool) -> Request:
     rest = [word for word in words if "=" not in word]
     folders = [word for word in rest if _is_folder(word, resume)]
     sources = [word for word in rest if word not in folders]
+    if keys := [word for word in sources if word in known_keys()]:
+        raise ConfigError(f"{keys[0]} is a key: write it with its value, {keys[0]}=VALUE")
     if len(sources) > 1:
         raise ConfigError(
             f"one preset or configuration file, please, not {len(sources)}: {', '.join(sources)}"
@@ -90,7 +93,10 @@ def read_request(words: Sequence[str], resume: bool) -> Request:
     if len(folders) > 1:
         raise ConfigError(f"one run to continue, please, not {len(folders)}: {', '.join(folders)}")
     if folders and not resume:
-        raise ConfigError(f"{folders[0]} is a folder; to go on with the run in it, add --resume")
+        raise ConfigError(
+            f"{folders[0]} is a folder; to train on the text in it, write data.path={folders[0]}; "
+            f"to go on with the run in it, add --resume"
+        )
     folder = Path(folders[0]) if folders else None
     return Request(sources[0] if sources else None, folder, overrides, resume)
 

@@ -73,7 +73,9 @@ def test_runs_never_share_a_folder(launched: list[Any]) -> None:
         (("--resume", "tiny-1"), "tiny-1 is not there"),
         ((*MINE, "model.width=1000000"), "2 ranks"),
         ((*MINE, "model.width=1000000"), "nearest that fits: model.width="),
-        ((".",), ". is a folder; to go on with the run in it, add --resume"),
+        ((".",), ". is a folder; to train on the text in it, write data.path=.; to go on with the run"),
+        (("tiny", "steps", "100"), "steps is a key: write it with its value, steps=VALUE"),
+        (("text.txt",), "text to train on is named as data.path=text.txt"),
         ((".", "--resume"), "no checkpoint and no run with one in .; it has: text.txt"),
     ],
 )

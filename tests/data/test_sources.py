@@ -105,6 +105,8 @@ def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "picture.png").write_text("x")
     with pytest.raises(DataError, match="no text found in this folder; files are read when they end in .txt"):
         find_source(str(tmp_path))
+    with pytest.raises(DataError, match="data.path is empty: name a file, a folder, or stdlib"):
+        find_source("")
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DataError, match="the file is empty"):
         find_source(str(tmp_path / "empty.txt"))
