@@ -83,11 +83,12 @@ def train(
       {keys}
     """
     # Imports here and not above: `--help` need not wait for them.
+    from farandole.launch.placement import LaunchError
     from farandole.train.start import REFUSALS
 
     try:
         status = _train(words or [], ranks, resume)
-    except REFUSALS as refusal:
+    except (*REFUSALS, LaunchError) as refusal:
         typer.echo(f"farandole train: {refusal}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(status)

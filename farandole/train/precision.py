@@ -44,8 +44,7 @@ def choose_precision(
     comm.all_reduce(speeds, "min")
     fp32, bf16 = speeds.tolist()
     name = "bf16" if bf16 >= WORTH_IT * fp32 else "fp32"
-    shape = f"{tokens} x {model.width} by {model.width} x {4 * model.width}"
-    return Choice(name, f"measured: bf16 {bf16:.3g}, fp32 {fp32:.3g} GFLOP/s per rank for {shape}")
+    return Choice(name, f"measured: bf16 {bf16:.3g}, fp32 {fp32:.3g} GFLOP/s per rank")
 
 
 def _speed(dtype: torch.dtype, model: GPTConfig, tokens: int, device: torch.device) -> float:

@@ -39,7 +39,7 @@ def join(request: Request) -> Path:
 
 
 def _agree(request: Request, runtime: Runtime) -> Order:
-    """Rank 0 checks the request and makes the folder; all ranks get its order, or its refusal."""
+    """Rank 0 checks the request and makes the folder; all ranks get its order, or end."""
     answer: list[str | None] = [None, None]
     if runtime.rank == 0:
         try:
@@ -51,8 +51,10 @@ def _agree(request: Request, runtime: Runtime) -> Order:
             answer[1] = str(refusal)
     dist.broadcast_object_list(answer, src=0, group=runtime.comm.group)
     text, refused = answer
-    if text is None:
+    if text is None and runtime.rank == 0:
         raise ConfigError(refused)
+    if text is None:  # rank 0 says it for all
+        sys.exit(2)
     return Order.load(text)
 
 

@@ -35,6 +35,7 @@ def _train(*words: str) -> Result:
     return CliRunner().invoke(app, ["train", *words])
 
 
+PATHS = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
 MINE = ("tiny", "data.path=text.txt", "data.cache=cache")
 
 
@@ -217,6 +218,25 @@ def test_another_launcher_has_the_word_about_ranks(
     result = _train("tiny", "--ranks", "2")
     assert result.exit_code == 2
     assert "has started 4; leave --ranks away" in result.output
+
+
+def test_variables_that_contradict_each_other_are_said_in_a_line(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    result = _train("tiny")
+    assert result.exit_code == 2
+    assert result.output.startswith("farandole train: environment variables gave this process rank 7 of 4")
+
+
+def test_under_another_launcher_rank_0_refuses_for_all(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("all work and no play\n" * 200)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words = ["-m", "farandole", "train", *MINE, "model.width=1000000"]
+    run = subprocess.run([*torchrun, *words], cwd=tmp_path, env=PATHS, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert run.stderr.count("nearest that fits: model.width=") == 1, run.stderr
 
 
 def test_help_teaches_by_example() -> None:
