@@ -84,7 +84,9 @@ def run_rank() -> None:
         text = open_text(config)
         size = config.micro_batches(runtime.size)[1]
         tokens = size * config.model.context
-        precision = choose_precision(config.precision, config.model.gpt(), tokens, runtime.comm).name
+        precision = choose_precision(
+            config.precision, config.model.gpt(), tokens, runtime.comm, runtime.device
+        ).name
         contenders = contenders_of(runtime, config, text, precision)
         seconds = take_turns(contenders, runtime.comm.barrier, TURNS, STEPS)
         if runtime.rank == 0:
