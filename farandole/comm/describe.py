@@ -132,6 +132,8 @@ def _late(failure: Failure, roster: Roster, timeout_s: float) -> RankLate:
     doing = (
         f"its last call was {describe_call(theirs, roster)}" if theirs.operation else "it has made no call"
     )
+    if roster.hosts[failure.culprit] != roster.hosts[failure.reporter]:
+        doing = "what it does is not known here"
     if reported.operation in _MESSAGES:
         if reported.root < 0:
             return RankLate(

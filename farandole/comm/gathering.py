@@ -13,7 +13,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from platform import node
+from socket import gethostname
 
 from farandole import native
 from farandole.comm.addresses import is_loopback, own_address, socket_address
@@ -48,7 +48,7 @@ def gather(
     reason = native.why_unavailable()
     own = None if reason else Segment(native.library().frd_segment_bytes(1), "group")
     try:
-        mine = Peer(f"{host_identity()}|{reason or ''}", node(), os.getpid(), own.name if own else None)
+        mine = Peer(f"{host_identity()}|{reason or ''}", gethostname(), os.getpid(), own.name if own else None)
         peers = meeting.exchange_peers(mine)
         if reasons := [peer.host.split("|")[1] for peer in peers if not peer.host.endswith("|")]:
             raise CannotShareMemory(reasons[0])

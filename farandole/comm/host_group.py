@@ -27,8 +27,8 @@ from farandole.comm.host import Processes, Segment, SegmentName, open_and_map
 from farandole.comm.verdict import Verdict
 from farandole.native import Call, Failure, Status
 
-SILENCE_S = 8.0
-"""A host that lives acknowledges something every three seconds."""
+SILENCE_S = 4.0
+"""A host that lives acknowledges something every two seconds (`KEEPALIVE_S` in native/wire.c)."""
 
 _processes = Processes()
 
@@ -127,10 +127,11 @@ class HostGroup:
         """The reason that all hosts give; the connections are closed, so that all look for it."""
         assert self.verdict is not None
         found = None
-        if failure.status in (Status.CLOSED, Status.ELSEWHERE, Status.MISFIT):
-            found = self.verdict.find(failure.culprit)
-        if found is None:
-            found = self.verdict.publish(self._with_link(failure, error))
+        if failure.status in (Status.CLOSED, Status.ELSEWHERE, Status.MISFIT) or (
+            failure.status == Status.LATE and failure.culprit not in self.members
+        ):  # on the other host they may know better: why it closed, or for whom it waits itself
+            found = self.verdict.find(failure.culprit if failure.status == Status.CLOSED else None)
+        found = self.verdict.publish(found or self._with_link(failure, error))
         self.core.frd_wires_hang_up(self.handle)
         return found
 

@@ -42,15 +42,15 @@ class Verdict:
         found = self._ask(lambda: self._store.compare_set(_KEY, "", mine))
         return error if found is None or _as_bytes(found) == mine.encode() else _to_error(_as_bytes(found))
 
-    def find(self, gone: int) -> CommunicationError | None:
-        """The reason that another rank gave, or will give in a moment; `gone` is the rank whose connection ended."""
+    def find(self, gone: int | None) -> CommunicationError | None:
+        """The reason that another rank gave, or will give in a moment; `gone`: the rank that closed its connection."""
 
         def look() -> bytes | CommunicationError | None:
             deadline = time.monotonic() + PATIENCE_S - _LOOK_S
             while time.monotonic() < deadline:
                 if self._store.check([_KEY]):
                     return self._store.get(_KEY)
-                if self._store.check([f"left/{gone}"]):
+                if gone is not None and self._store.check([f"left/{gone}"]):
                     return RankLeft(self._store.get(f"left/{gone}").decode())
                 time.sleep(_LOOK_S)
             return None

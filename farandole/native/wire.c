@@ -26,7 +26,7 @@
 
 #define MAGIC 0x656c6f646e617261u /* "arandole" */
 #define HELLO 64
-#define KEEPALIVE_S 3        /* a silent connection is asked so often whether its other end is there */
+#define KEEPALIVE_S 2        /* a silent connection is asked so often whether its other end is there */
 #define EVENTS 64
 
 struct hello {

@@ -13,13 +13,13 @@ from farandole.comm import Options, gathering
 @contextmanager
 def on_hosts(host_of: Sequence[int], rank: int) -> Iterator[None]:
     """Groups made inside believe that rank r is on host `host_of[r]`."""
-    identity, name = gathering.host_identity, gathering.node
+    identity, name = gathering.host_identity, gathering.gethostname
     gathering.host_identity = lambda: f"{identity()}-{host_of[rank]}"
-    gathering.node = lambda: f"host{host_of[rank]}"
+    gathering.gethostname = lambda: f"host{host_of[rank]}"
     try:
         yield
     finally:
-        gathering.host_identity, gathering.node = identity, name
+        gathering.host_identity, gathering.gethostname = identity, name
 
 
 def spanning_group(host_of: Sequence[int], rank: int, **options) -> dist.ProcessGroup:
