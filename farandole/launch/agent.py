@@ -10,7 +10,7 @@ import contextlib
 import logging
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -57,6 +57,11 @@ class Agent(LocalElasticAgent):
             for rank, failure in result.failures.items()
             for report in [read_report(failure.error_file_data)]
         ]
+
+    def ranks(self, local_ranks: Iterable[int]) -> list[int]:
+        """The numbers in the job of ranks of this host."""
+        workers = self.get_worker_group().workers
+        return [workers[local_rank].global_rank for local_rank in local_ranks]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)

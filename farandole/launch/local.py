@@ -16,7 +16,7 @@ from farandole.launch.child import Orders
 from farandole.launch.cores import divide_cores
 from farandole.launch.environments.torchrun import OUR_RUNS
 from farandole.launch.placement import LaunchError
-from farandole.launch.reports import Ending, exit_status, explain, find_cause
+from farandole.launch.reports import Ending, exit_status, explain, find_cause, stopped_by
 
 if TYPE_CHECKING:
     from farandole.launch.agent import Agent
@@ -89,6 +89,7 @@ def _run_agent(
         try:
             result = agent.run()
         except SignalException as stop:  # a signal before the ranks were watched
+            print(stopped_by(stop.sigval, ()), file=sys.stderr, flush=True)
             return 128 + stop.sigval
         return _conclude(agent, agent.endings(result))
 
@@ -96,8 +97,8 @@ def _run_agent(
 def _conclude(agent: Agent, endings: list[Ending]) -> int:
     """Say why the job failed, if it did; return the exit status."""
     interrupted, elsewhere = agent.watch.interrupted_by, agent.rendezvous.failed_elsewhere
-    if interrupted or elsewhere:  # ranks that ended because of it are no news
-        endings = [e for e in endings if e.report is not None and not e.report.consequence]
+    if interrupted or elsewhere:  # ranks that ended because of it are no news, whatever their exit status
+        endings = [e for e in endings if e.report and e.report.trace and not e.report.consequence]
     if endings:
         text = explain(endings)
         print(text, file=sys.stderr, flush=True)
@@ -105,6 +106,7 @@ def _conclude(agent: Agent, endings: list[Ending]) -> int:
     elif elsewhere:
         print(f"stopped, because of another host: {elsewhere}", file=sys.stderr, flush=True)
     if interrupted:
+        print(stopped_by(interrupted, agent.ranks(agent.watch.killed)), file=sys.stderr, flush=True)
         return 128 + interrupted
     if endings:
         return exit_status(find_cause(endings))

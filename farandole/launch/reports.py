@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
 OUT_OF_MEMORY_HINT = (
@@ -118,7 +118,7 @@ def _headline(cause: Ending) -> str:
     if cause.report is not None:
         return f"{who} ended with {cause.report.message}"
     if cause.status < 0:
-        return f"{who} was killed by {_signal_name(-cause.status)}"
+        return f"{who} was killed by {signal_name(-cause.status)}"
     return f"{who} ended with exit status {cause.status}"
 
 
@@ -160,7 +160,16 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _signal_name(number: int) -> str:
+def stopped_by(number: int, killed: Collection[int]) -> str:
+    """The line that ends a job which was told to stop by a signal; `killed` are the ranks that had to be."""
+    line = f"stopped by {signal_name(number)}"
+    return f"{line}; {_ranks(sorted(killed))} had to be killed" if killed else line
+
+
+def signal_name(number: int) -> str:
+    """`SIGTERM`; and what people know as Ctrl-C with both its names."""
+    if number == signal.SIGINT:
+        return "Ctrl-C (SIGINT)"
     try:
         return signal.Signals(number).name
     except ValueError:

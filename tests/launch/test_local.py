@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from farandole.launch.reports import signal_name
 from tests.launch.jobs import all_ended, finish, ours, run, start, wait_for_lines, write
 
 HELLO = """
@@ -53,7 +54,7 @@ how = sys.argv[2]
 def save(number, frame):
     with open(folder / "saved", "a") as file:
         file.write(f"{os.environ['RANK']} {signal.Signals(number).name}\\n")
-    sys.exit(0)
+    sys.exit(128 + number)
 if how == "save":
     signal.signal(signal.SIGTERM, save)
     signal.signal(signal.SIGINT, save)
@@ -67,6 +68,13 @@ with open(folder / "pids", "a") as file:
 if how == "hang" and os.environ["RANK"] == "1":
     raise ValueError("rank 0 will not listen")
 time.sleep(100)
+"""
+
+
+LOADER = """
+import subprocess
+print(subprocess.Popen(["sleep", "100"]).pid)
+raise ValueError("no more")
 """
 
 
@@ -184,8 +192,7 @@ def test_a_signal_lets_every_rank_save(tmp_path, temporary, start_waiting, numbe
     status, _, err = finish(job)
     assert status == 128 + number
     assert sorted((tmp_path / "saved").read_text().splitlines()) == [f"{r} {number.name}" for r in range(2)]
-    assert f"{number.name}: 2 ranks were asked to stop" in err
-    assert "Traceback" not in err
+    assert err.splitlines()[1:] == [f"stopped by {signal_name(number)}"]
     assert all_ended(pids)
 
 
@@ -197,8 +204,24 @@ def test_a_second_signal_kills(temporary, start_waiting):
     job.send_signal(signal.SIGINT)
     status, _, err = finish(job, 20)
     assert status == 128 + signal.SIGINT
-    assert "SIGINT again: 2 ranks are killed" in err
+    assert err.splitlines()[-1] == "stopped by Ctrl-C (SIGINT); ranks 0 and 1 had to be killed"
     assert all_ended(pids)
+
+
+def test_ranks_that_take_their_time_to_stop_are_said(temporary, start_waiting):
+    job, _ = start_waiting("ignore")
+    job.send_signal(signal.SIGTERM)
+    time.sleep(2)
+    job.send_signal(signal.SIGTERM)
+    _, _, err = finish(job, 20)
+    assert "SIGTERM: 2 of 2 ranks are still stopping; they have 60 s, and a second signal kills" in err
+
+
+def test_what_a_failed_rank_has_started_ends_with_it(tmp_path):
+    status, out, err = run(ours("-n", "1", write(tmp_path, LOADER)))
+    assert status == 1
+    assert "ValueError: no more" in err
+    assert all_ended([int(out)])
 
 
 def test_ranks_die_with_the_launcher(start_waiting):
