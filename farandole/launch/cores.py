@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,11 @@ class Division:
 
     shares: tuple[Share, ...]
     line: str
+
+    @property
+    def processors(self) -> frozenset[int]:
+        """The logical processors to which the ranks keep; none where they are not pinned."""
+        return frozenset(p for share in self.shares for p in share.processors)
 
 
 def affinity(pid: int = 0) -> frozenset[int]:
@@ -67,28 +72,37 @@ def processor_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None
 
 def divide_cores(
     ranks: int,
+    cores: Sequence[Core],
     *,
+    quota: float | None = None,
     pin: bool = True,
     threads: int | None = None,
-    cores: Sequence[Core] | None = None,
-    quota: float | None = None,
+    taken: Collection[int] = (),
 ) -> Division:
-    """Divide `cores` (by default those of this process) among the `ranks` of this host.
+    """Divide `cores` among the `ranks` of this host.
 
-    With `pin`, each rank keeps to its own cores; not so where there are more ranks than cores, or less
-    time than cores (`quota`, in processors).  `threads` overrides the number of threads of each rank.
+    With `pin`, each rank keeps to its own cores, none of them `taken` by another job; not so where there are
+    more ranks than such cores, or less time than cores (`quota`, in processors).  `threads` overrides the
+    number of threads of each rank.
     """
-    if cores is None:
-        cores, quota = physical_cores(affinity()), processor_quota()
+    free = [core for core in cores if not set(core).intersection(taken)]
+    some_taken = pin and len(free) < len(cores)
+    if some_taken and len(_units(free, ranks)) >= ranks:
+        cores = free
     units = _units(cores, ranks)
     count = len(units) if quota is None else min(len(units), max(1, math.floor(quota)))
     each = threads or max(1, count // ranks)
-    what = f"{_count(ranks, 'rank')} on {_count(count, 'core')}: {_count(each, 'thread')} each"
+    where = _count(count, "free core" if some_taken and cores is free else "core")
+    what = f"{_count(ranks, 'rank')} on {where}: {_count(each, 'thread')}{' each' if ranks > 1 else ''}"
     shared = tuple(Share(each) for _ in range(ranks))
-    if ranks == 1:
-        return Division(shared, what.removesuffix(" each"))
+    if ranks == 1 and not some_taken:
+        return Division(shared, what)
     if count < ranks:
         return Division(shared, f"{what}, more ranks than cores: they take turns")
+    if some_taken and cores is not free:
+        return Division(
+            shared, f"{what}, not pinned: other jobs keep {len(cores) - len(free)} of them for their ranks"
+        )
     if count < len(units):
         return Division(shared, f"{what}, not pinned: a quota limits the time, not the cores")
     if not pin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import os
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farandole.launch.child import Orders
-from farandole.launch.cores import divide_cores
+from farandole.launch.claims import claim
+from farandole.launch.cores import Division, affinity, divide_cores, physical_cores, processor_quota
 from farandole.launch.environments.torchrun import OUR_RUNS
 from farandole.launch.placement import LaunchError
 from farandole.launch.reports import Ending, exit_status, explain, find_cause, stopped_by
@@ -55,11 +57,33 @@ def launch(
         raise LaunchError(f"--ranks {ranks}: a job has at least 1 rank on each host")
     endpoint = _endpoint(nodes, node_rank, rendezvous)
     _check_target(target, module)
-    division = divide_cores(ranks, pin=pin, threads=threads or _threads_of_user())
-    print(division.line, file=sys.stderr, flush=True)
-    orders = Orders(os.getpid(), division.shares, module)
-    command = ["-m", "farandole.launch.child", orders.dump(), target, *arguments]
-    return _run_agent(command, ranks, nodes, node_rank, endpoint)
+    with contextlib.ExitStack() as held:
+        division = _take_cores(ranks, pin, threads or _threads_of_user(), held)
+        print(division.line, file=sys.stderr, flush=True)
+        orders = Orders(os.getpid(), division.shares, module)
+        command = ["-m", "farandole.launch.child", orders.dump(), target, *arguments]
+        return _run_agent(command, ranks, nodes, node_rank, endpoint)
+
+
+def _take_cores(ranks: int, pin: bool, threads: int | None, held: contextlib.ExitStack) -> Division:
+    """Divide the cores that no other job has claimed; this job's claims last as long as `held`."""
+    processors = affinity()
+    with claim(processors if pin else ()) as claims:
+        held.callback(claims.close)
+        division = divide_cores(
+            ranks,
+            physical_cores(processors),
+            quota=processor_quota(),
+            pin=pin,
+            threads=threads,
+            taken=claims.taken,
+        )
+        claims.keep(division.processors)
+    if claims.blind is None:
+        return division
+    return Division(
+        division.shares, f"{division.line}; the cores of other jobs are not known: {claims.blind}"
+    )
 
 
 def _run_agent(
