@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,3 +78,14 @@ def test_as_a_module():
         [sys.executable, "-m", "farandole", "--version"], capture_output=True, text=True, check=True
     )
     assert run.stdout == f"farandole {farandole.__version__}\n"
+
+
+def test_info_finds_launchers_beside_the_interpreter(tmp_path):
+    """In an environment that is not activated, nothing of it is on the path."""
+    bare = {**os.environ, "PATH": str(tmp_path)}
+    told = subprocess.run(
+        [sys.executable, "-m", "farandole", "info"], capture_output=True, text=True, check=True, env=bare
+    )
+    line = next(line for line in told.stdout.splitlines() if line.startswith("launchers"))
+    torchrun = Path(sys.executable).with_name("torchrun")
+    assert (str(torchrun) in line) == torchrun.exists()
