@@ -13,10 +13,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from farandole.launch.cgroup import oom_kills
 from farandole.launch.child import Orders
 from farandole.launch.claims import claim
-from farandole.launch.cores import Division, affinity, divide_cores, physical_cores, processor_quota
+from farandole.launch.cores import (
+    Division,
+    affinity,
+    divide_cores,
+    physical_cores,
+    processor_quota,
+    usable_cores,
+)
 from farandole.launch.environments.torchrun import OUR_RUNS
+from farandole.launch.limits import advice, check_ranks
 from farandole.launch.placement import LaunchError
 from farandole.launch.reports import Ending, exit_status, explain, find_cause, stopped_by
 
@@ -57,9 +66,12 @@ def launch(
         raise LaunchError(f"--ranks {ranks}: a job has at least 1 rank on each host")
     endpoint = _endpoint(nodes, node_rank, rendezvous)
     _check_target(target, module)
+    check_ranks(ranks)
     with contextlib.ExitStack() as held:
         division = _take_cores(ranks, pin, threads or _threads_of_user(), held)
         print(division.line, file=sys.stderr, flush=True)
+        if warning := advice(ranks, usable_cores()):
+            print(warning, file=sys.stderr, flush=True)
         orders = Orders(os.getpid(), division.shares, module)
         command = ["-m", "farandole.launch.child", orders.dump(), target, *arguments]
         return _run_agent(command, ranks, nodes, node_rank, endpoint)
@@ -109,22 +121,31 @@ def _run_agent(
         monitor_interval=0.05,
     )
     with tempfile.TemporaryDirectory(prefix=run_id) as folder, restored_signals():
+        oom_kills_before = oom_kills()
         agent = Agent(spec, DefaultLogsSpecs(log_dir=folder), rendezvous)
         try:
             result = agent.run()
         except SignalException as stop:  # a signal before the ranks were watched
             print(stopped_by(stop.sigval, ()), file=sys.stderr, flush=True)
             return 128 + stop.sigval
-        return _conclude(agent, agent.endings(result))
+        return _conclude(agent, agent.endings(result), _more(oom_kills_before, oom_kills()))
 
 
-def _conclude(agent: Agent, endings: list[Ending]) -> int:
-    """Say why the job failed, if it did; return the exit status."""
+def _more(before: int | None, after: int | None) -> int | None:
+    """By how much a counter has grown; None where it cannot be read."""
+    return None if before is None or after is None else after - before
+
+
+def _conclude(agent: Agent, endings: list[Ending], oom_kills: int | None) -> int:
+    """Say why the job failed, if it did; return the exit status.
+
+    `oom_kills` is how many processes the kernel killed meanwhile for lack of memory, if it tells.
+    """
     interrupted, elsewhere = agent.watch.interrupted_by, agent.rendezvous.failed_elsewhere
     if interrupted or elsewhere:  # ranks that ended because of it are no news, whatever their exit status
         endings = [e for e in endings if e.report and e.report.trace and not e.report.consequence]
     if endings:
-        text = explain(endings)
+        text = explain(endings, oom_kills)
         print(text, file=sys.stderr, flush=True)
         agent.rendezvous.tell_failure(text.splitlines()[0])
     elif elsewhere:
