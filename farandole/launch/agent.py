@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType
@@ -31,8 +32,9 @@ logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logg
 class Agent(LocalElasticAgent):
     """Starts the ranks of this host and follows the rules of `Watch` until they have ended."""
 
-    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, rendezvous: FixedRendezvous) -> None:
+    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, rendezvous: FixedRendezvous, verbose: bool) -> None:
         super().__init__(spec, logs)
+        self.verbose = verbose
         self.rendezvous = rendezvous
         self._watch: Watch | None = None
 
@@ -72,7 +74,14 @@ class Agent(LocalElasticAgent):
         self._watch = Watch(processes, context.error_files, say=_say)
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
+        if self.verbose:
+            for local_rank, process in processes.items():
+                rank = self.ranks([local_rank])[0]
+                _say(f"rank {rank}: process {process.pid} on {socket.gethostname()}, of {self._size()} ranks")
         return pids
+
+    def _size(self) -> int:
+        return int(self.get_worker_group().workers[0].world_size)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self.watch.poll():

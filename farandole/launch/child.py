@@ -32,6 +32,8 @@ class Orders:
     launcher_pid: int
     shares: tuple[Share, ...]
     module: bool
+    output: str | None = None
+    """The folder for what the ranks print."""
 
     def dump(self) -> str:
         """As JSON."""
@@ -42,7 +44,7 @@ class Orders:
         """From JSON."""
         fields = json.loads(text)
         shares = tuple(Share(share["threads"], tuple(share["processors"])) for share in fields["shares"])
-        return Orders(fields["launcher_pid"], shares, fields["module"])
+        return Orders(fields["launcher_pid"], shares, fields["module"], fields["output"])
 
 
 def main(arguments: list[str]) -> None:
@@ -55,6 +57,8 @@ def run(orders: Orders, target: str, arguments: list[str]) -> None:
     """Run a script or a module; does not return where it fails."""
     die_with(orders.launcher_pid)
     take_share(orders.shares[int(os.environ["LOCAL_RANK"])])
+    if orders.output is not None:
+        print_to(orders.output)
     if hasattr(sys.stdout, "reconfigure"):
         # Lines of several ranks stay whole, and none is lost with a rank that is killed.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
@@ -100,6 +104,19 @@ def take_share(share: Share) -> None:
     os.environ["OMP_NUM_THREADS"] = str(share.threads)
     if share.processors:
         os.sched_setaffinity(0, share.processors)
+
+
+def print_to(folder: str) -> None:
+    """Let this rank, and what it starts, print to files: FOLDER/rank.N/stdout and stderr, as horovodrun has it."""
+    width = len(str(int(os.environ["WORLD_SIZE"]) - 1))
+    own = os.path.join(folder, f"rank.{os.environ['RANK']:0>{width}}")
+    os.makedirs(own, exist_ok=True)
+    for stream in (sys.stdout, sys.stderr):
+        file = os.open(
+            os.path.join(own, stream.name.strip("<>")), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666
+        )
+        os.dup2(file, stream.fileno())
+        os.close(file)
 
 
 def _report(error: BaseException) -> ErrorReport:

@@ -86,32 +86,34 @@ def divide_cores(
     number of threads of each rank.
     """
     free = [core for core in cores if not set(core).intersection(taken)]
-    some_taken = pin and len(free) < len(cores)
-    if some_taken and len(_units(free, ranks)) >= ranks:
+    others = len(cores) - len(free) if pin else 0
+    crowded_out = others > 0 and len(_units(free, ranks)) < ranks
+    if others and not crowded_out:
         cores = free
     units = _units(cores, ranks)
-    count = len(units) if quota is None else min(len(units), max(1, math.floor(quota)))
-    each = threads or max(1, count // ranks)
-    where = _count(count, "free core" if some_taken and cores is free else "core")
-    what = f"{_count(ranks, 'rank')} on {where}: {_count(each, 'thread')}{' each' if ranks > 1 else ''}"
-    shared = tuple(Share(each) for _ in range(ranks))
-    if ranks == 1 and not some_taken:
-        return Division(shared, what)
-    if count < ranks:
-        return Division(shared, f"{what}, more ranks than cores: they take turns")
-    if some_taken and cores is not free:
-        return Division(
-            shared, f"{what}, not pinned: other jobs keep {len(cores) - len(free)} of them for their ranks"
-        )
-    if count < len(units):
-        return Division(shared, f"{what}, not pinned: a quota limits the time, not the cores")
-    if not pin:
-        return Division(shared, f"{what}, not pinned")
-    if sys.platform != "linux":
-        return Division(shared, f"{what}, not pinned: this system cannot")
-    blocks = [units[rank * count // ranks : (rank + 1) * count // ranks] for rank in range(ranks)]
-    shares = tuple(Share(each, tuple(p for core in block for p in core)) for block in blocks)
-    return Division(shares, f"{what}, pinned ({_describe(shares)}); --no-pin turns it off")
+    number = len(units) if quota is None else min(len(units), max(1, math.floor(quota)))
+    each = threads or max(1, number // ranks)
+    what = (
+        f"{count(ranks, 'rank')} on {count(number, 'free core' if cores is free else 'core')}: "
+        f"{count(each, 'thread')}{' each' if ranks > 1 else ''}"
+    )
+    if ranks == 1 and not others:
+        why_not = ""
+    elif number < ranks:
+        why_not = ", more ranks than cores: they take turns"
+    elif crowded_out:
+        why_not = f", not pinned: other jobs keep {others} of them for their ranks"
+    elif number < len(units):
+        why_not = ", not pinned: a quota limits the time, not the cores"
+    elif not pin:
+        why_not = ", not pinned"
+    elif sys.platform != "linux":
+        why_not = ", not pinned: this system cannot"
+    else:
+        blocks = [units[rank * number // ranks : (rank + 1) * number // ranks] for rank in range(ranks)]
+        shares = tuple(Share(each, tuple(p for core in block for p in core)) for block in blocks)
+        return Division(shares, f"{what}, pinned ({_describe(shares)}); --no-pin turns it off")
+    return Division(tuple(Share(each) for _ in range(ranks)), what + why_not)
 
 
 def _units(cores: Sequence[Core], ranks: int) -> list[Core]:
@@ -140,7 +142,8 @@ def _processors(processors: Sequence[int]) -> str:
     return f"core {text}" if len(processors) == 1 else f"cores {text}"
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

@@ -43,6 +43,23 @@ def test_every_command_shows_an_example(command):
         (["launch", "--no-pinn", "x.py"], "--no-pin"),
         (["launch"], "Missing argument 'SCRIPT'"),
         (["launch", "--ranks", "0", "x.py"], "Invalid value for '--ranks'"),
+        (["launch", "--rnks", "2", "x.py"], "there is no option --rnks; nearest: --ranks"),
+        (["launch", "--zzz", "x.py"], "there is no option --zzz\n"),
+        (["train", "--resum"], "there is no option --resum; nearest: --resume"),
+        (
+            ["launch", "--mpi", "x.py"],
+            "--mpi is not served: start the ranks with MPI's own launcher: mpirun -n 4",
+        ),
+        (["launch", "--gloo", "x.py"], "--gloo is not served: leave it away"),
+        (["launch", "--min-np", "2", "x.py"], "torchrun --nnodes MIN:MAX script.py starts elastic jobs"),
+        (["launch", "--host-discovery-script", "x.sh", "x.py"], "--hosts or --hostfile names the hosts"),
+        (["launch", "--check-build"], "`farandole info` says what there is"),
+        (["launch", "--nproc_per_node", "2", "x.py"], "--ranks says how many processes"),
+        (["launch", "--hostfile", "no-such-file", "x.py"], "--hostfile no-such-file: No such file"),
+        (["launch", "-H", "a:2", "--hostfile", "f", "x.py"], "name the hosts, each alone"),
+        (["launch", "-H", "a:2", "--nodes", "2", "x.py"], "--hosts starts the launchers of all hosts"),
+        (["launch", "--ssh-port", "22", "x.py"], "--ssh-port is for the hosts of --hosts"),
+        (["launch", "--nics", "eth99", "x.py"], "--network-interface eth99: this host"),
     ],
 )
 def test_mistakes_get_the_nearest_thing(arguments, message):

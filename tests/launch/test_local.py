@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 
 import pytest
@@ -128,6 +129,50 @@ def test_no_pin_and_threads(tmp_path):
     assert "not pinned" in err
 
 
+FLAGS = """
+import os, sys
+names = ("HOROVOD_TIMELINE", "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "GLOO_SOCKET_IFNAME")
+print(os.environ["WORLD_SIZE"], *(os.environ.get(name) for name in names))
+print("a complaint", file=sys.stderr)
+"""
+
+
+def test_flags_of_horovodrun(tmp_path):
+    flags = [
+        "-np",
+        "1",
+        "--timeline-filename",
+        "t.json",
+        "--fusion-threshold-mb",
+        "32",
+        "--cycle-time-ms",
+        "3.5",
+    ]
+    status, out, err = run(ours(*flags, "--network-interface", "lo", "--verbose", write(tmp_path, FLAGS)))
+    assert status == 0, err
+    assert out == "1 t.json 33554432 3.5 lo\n"
+    assert "rank 0: process " in err
+
+
+def test_every_rank_prints_to_files_of_its_own(tmp_path):
+    logs = tmp_path / "logs"
+    status, out, err = run(ours("-n", "2", "--output-filename", str(logs), write(tmp_path, FLAGS)))
+    assert (status, out) == (0, "")
+    assert "complaint" not in err
+    for rank in range(2):
+        assert (logs / f"rank.{rank}" / "stdout").read_text() == "2 None None None None\n"
+        assert (logs / f"rank.{rank}" / "stderr").read_text() == "a complaint\n"
+
+
+def test_what_stands_after_the_script_is_the_scripts(tmp_path):
+    program = write(tmp_path, "import sys\nprint(sys.argv[1:])\n")
+    status, out, err = run(ours(program, "--ranks", "3"))
+    assert (status, out) == (0, "['--ranks', '3']\n" * 2)
+    assert f"--ranks stands after {program} and is passed to it" in err
+    _, _, err = run(ours("-n", "1", program, "--ranks", "3"))
+    assert "stands after" not in err
+
+
 def test_a_module(tmp_path):
     (tmp_path / "hello_module.py").write_text(HELLO)
     command = ours("-n", "1", "-m", "hello_module", "--flag")
@@ -135,6 +180,16 @@ def test_a_module(tmp_path):
     assert status == 0, err
     assert out.startswith("0|1|0|1|farandole launch|1|")
     assert out.endswith("|['--flag']\n")
+
+
+def test_a_module_of_a_package_under_the_installed_command(tmp_path):
+    """The folder one stands in is searched, as by python -m, and nothing is imported by the launcher."""
+    (tmp_path / "outer").mkdir()
+    write(tmp_path / "outer", "import os\nprint(os.environ.get('RANK'))\n", "__init__.py")
+    write(tmp_path / "outer", "print('run')\n", "inner.py")
+    command = [sys.executable, "-P", "-c", "from farandole.cli.main import main; main()", "launch", "-n", "1"]
+    status, out, err = run(["env", "-C", str(tmp_path), *command, "-m", "outer.inner"])
+    assert (status, out) == (0, "0\nrun\n"), err
 
 
 def test_an_exception_is_shown_once_with_its_rank(tmp_path, temporary):
@@ -289,11 +344,22 @@ def test_a_failure_on_one_host_stops_the_other(tmp_path):
         (["--nodes", "2", "--node-rank", "2", "x.py"], "numbered from 0 to 1"),
         (["--rendezvous", "node0", "x.py"], "'node0' is not HOST:PORT"),
         (["progam.py"], "there is no script 'progam.py' here; nearest: program.py"),
+        (["no/such/program.py"], "there is no folder 'no/such'"),
+        (["folder"], "'folder' is a folder, not a script; scripts in it: folder/inner.py"),
+        (["folder/iner.py"], "there is no script 'folder/iner.py' in folder; nearest: folder/inner.py"),
         (["-m", "no.such.module"], "there is no module 'no.such.module'"),
+        (["-m", "program.py"], "the script program.py is launched without -m"),
+        (["-m", "folder"], "'folder' is a package without a module to run, folder.__main__"),
+        (
+            ["--output-filename", "program.py/x", "program.py"],
+            "--output-filename program.py/x: Not a directory",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_before_a_rank_starts(tmp_path, arguments, message):
     write(tmp_path, HELLO)
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder", HELLO, "inner.py")
     status, out, err = run(["env", "-C", str(tmp_path), *ours("-n", "2", *arguments)])
     assert status == 2
     assert message in err
