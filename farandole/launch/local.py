@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import sys
-import tempfile
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -28,6 +27,7 @@ from farandole.launch.limits import advice, check_ranks
 from farandole.launch.placement import LaunchError
 from farandole.launch.program import Program
 from farandole.launch.reports import Ending, exit_status, explain, find_cause, stopped_by
+from farandole.launch.scratch import scratch_folder
 from farandole.launch.target import check_target
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _run_agent(
         max_restarts=0,
         monitor_interval=0.05,
     )
-    with tempfile.TemporaryDirectory(prefix=run_id) as folder, restored_signals():
+    with scratch_folder("farandole-launch-") as folder, restored_signals():
         oom_kills_before = oom_kills()
         agent = Agent(spec, DefaultLogsSpecs(log_dir=folder), rendezvous, verbose)
         try:

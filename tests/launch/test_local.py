@@ -286,6 +286,25 @@ def test_ranks_die_with_the_launcher(start_waiting):
     assert all_ended(pids)
 
 
+def test_what_a_killed_launcher_leaves_is_swept_by_the_next(tmp_path, start_waiting):
+    job, _ = start_waiting("ignore")
+    job.kill()
+    job.communicate()
+    (left,) = (tmp_path / "tmp").iterdir()
+    program = write(tmp_path, "import os\nprint(os.listdir(os.environ['TMPDIR']))\n", "look.py")
+    status, out, err = run(ours("-n", "1", program), TMPDIR=str(tmp_path / "tmp"))
+    assert status == 0, err
+    assert out.count("farandole-launch-") == 1 and left.name not in out
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_running_launcher_keeps_its_folder(tmp_path, start_waiting):
+    start_waiting("ignore")
+    (kept,) = (tmp_path / "tmp").iterdir()
+    run(ours("-n", "1", write(tmp_path, "", "empty.py")), TMPDIR=str(tmp_path / "tmp"))
+    assert list((tmp_path / "tmp").iterdir()) == [kept]
+
+
 def test_two_jobs_at_once(tmp_path):
     program = write(tmp_path, HELLO)
     jobs = [start(ours("-n", "2", "--no-pin", program, name)) for name in "ab"]
