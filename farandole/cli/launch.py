@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -147,6 +148,7 @@ def launch(
     """
     from farandole.launch.placement import LaunchError
     from farandole.launch.program import Program
+    from farandole.launch.reports import stopped_by
 
     program = Program(target, tuple(arguments or ()), module, pin, threads, output, verbose)
     _hint(program, ranks)
@@ -175,6 +177,9 @@ def launch(
     except LaunchError as error:
         typer.echo(f"farandole launch: {error}", err=True)
         raise typer.Exit(2) from None
+    except KeyboardInterrupt:  # before there was a rank to stop
+        typer.echo(stopped_by(signal.SIGINT, ()), err=True)
+        raise typer.Exit(128 + signal.SIGINT) from None
     raise typer.Exit(status)
 
 

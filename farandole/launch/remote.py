@@ -58,7 +58,11 @@ class RemoteShell:
     def reach(self, host: str, command: Sequence[str]) -> list[str]:
         """The words that run `command` on `host`; ssh asks for no passwords, which nobody could type."""
         words = shlex.split(self.command)
-        if words and Path(words[0]).name == "ssh":
+        if not words:
+            raise LaunchError(
+                "--remote-shell is empty; it is a command like ssh, before a host and a command"
+            )
+        if Path(words[0]).name == "ssh":
             words += ["-o", "BatchMode=yes"]
             words += ["-p", str(self.port)] if self.port is not None else []
             words += ["-i", str(self.identity)] if self.identity is not None else []

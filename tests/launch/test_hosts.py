@@ -211,5 +211,7 @@ def test_ssh_gets_its_options():
         *("ssh", "-o", "BatchMode=yes", "-p", "2222", "-i", "/keys/id", "node1"),
         *("env", "'A=b c'", "python"),
     ]
+    with pytest.raises(LaunchError, match="--remote-shell is empty"):
+        RemoteShell("").reach("node1", ["true"])
     with pytest.raises(LaunchError, match="the remote shell is 'rsh'"):
         RemoteShell("rsh", 2222).reach("node1", ["true"])

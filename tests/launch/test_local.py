@@ -263,6 +263,15 @@ def test_a_second_signal_kills(temporary, start_waiting):
     assert all_ended(pids)
 
 
+def test_ctrl_c_before_a_rank_has_started(tmp_path):
+    job = start(ours("-n", "2", write(tmp_path, "")))
+    assert job.stderr is not None
+    job.stderr.readline()  # which cores; torch is loaded next
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=60)
+    assert (job.returncode, err) == (128 + signal.SIGINT, "stopped by Ctrl-C (SIGINT)\n")
+
+
 def test_ranks_that_take_their_time_to_stop_are_said(temporary, start_waiting):
     job, _ = start_waiting("ignore")
     job.send_signal(signal.SIGTERM)
