@@ -62,12 +62,12 @@ def _groups(controller: str = "memory") -> Iterator[Path]:
 
 def _room(folder: Path) -> int | None:
     for limit_name, current_name, cached in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ("memory.max", "memory.current", ("inactive_file", "active_file")),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     ):
         limit, current = _number(folder / limit_name), _number(folder / current_name)
         if limit is not None and current is not None and limit < NO_LIMIT:
-            return limit - current + (_field(folder / "memory.stat", cached) or 0)
+            return limit - current + sum(_field(folder / "memory.stat", name) or 0 for name in cached)
     return None
 
 

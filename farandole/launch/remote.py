@@ -35,7 +35,7 @@ from farandole.launch.target import check_target
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
-LEAVE_S = 15.0
+LEAVE_S = 8.0
 """How long the launchers of the other hosts have, in seconds, to stop once one has failed."""
 
 OF_THIS_HOST = re.compile(
@@ -45,6 +45,8 @@ OF_THIS_HOST = re.compile(
 
 SSH_REFUSED = 255
 """The exit status of ssh where it could not connect."""
+NOT_FOUND = 127
+"""The exit status of `env` where it did not find a command."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,8 @@ class _Job:
 def _ending(host: str, status: int) -> str:
     if status == SSH_REFUSED:
         return f"the remote shell could not reach {host}, or lost it (exit status {status})"
+    if status == NOT_FOUND:
+        return f"{host} has no {sys.executable}: the hosts of a job need the same Python at the same place"
     if status < 0:
         return f"the launcher of {host} was killed by {signal.Signals(-status).name}"
     return f"the job ended on {host} with exit status {status}"

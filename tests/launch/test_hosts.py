@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -154,6 +155,14 @@ def test_a_host_that_cannot_be_reached(tmp_path):
     assert "no route to far-away" in err
     assert "the remote shell could not reach far-away" in err
     assert time.monotonic() - started < 30
+
+
+def test_a_host_without_this_python(tmp_path):
+    shell = write(tmp_path, '#!/bin/sh\nshift 3\nexec env /no/such/python "$@"\n', "shell")
+    Path(shell).chmod(0o755)
+    status, _, err = run(ours("-H", "bare", "--remote-shell", shell, write(tmp_path, HELLO)))
+    assert status == 127
+    assert f"bare has no {sys.executable}: the hosts of a job need the same Python" in err
 
 
 def test_hosts_that_do_not_come_in_time(tmp_path):
