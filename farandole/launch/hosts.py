@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from farandole.launch.cores import count
 from farandole.launch.placement import LaunchError
 
 
@@ -51,7 +52,7 @@ def spread(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
         return list(hosts)
     if ranks > slots:
         named = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
-        raise LaunchError(f"--ranks {ranks}: the hosts have {slots} slots together ({named})")
+        raise LaunchError(f"--ranks {ranks}: the hosts have {count(slots, 'slot')} together ({named})")
     filled = []
     for host in hosts:
         if ranks > 0:

@@ -24,9 +24,13 @@ def _check_script(path: Path, target: str) -> None:
     if path.is_file():
         return
     if path.is_dir():
+        if (path / "__main__.py").is_file():
+            raise LaunchError(
+                f"{target!r} is a package, not a script; it is launched with -m: -m {path.name}"
+            )
         scripts = sorted(str(p) for p in path.glob("*.py"))
         there = f"; scripts in it: {', '.join(scripts[:4])}" if scripts else ""
-        raise LaunchError(f"{target!r} is a folder, not a script{there} (a package is launched with -m)")
+        raise LaunchError(f"{target!r} is a folder, not a script{there}")
     if not path.parent.is_dir():
         raise LaunchError(f"there is no script {target!r}: there is no folder {str(path.parent)!r}")
     siblings = {p.name: p for p in path.parent.glob("*.py")}

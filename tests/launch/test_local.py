@@ -374,6 +374,7 @@ def test_a_failure_on_one_host_stops_the_other(tmp_path):
         (["progam.py"], "there is no script 'progam.py' here; nearest: program.py"),
         (["no/such/program.py"], "there is no folder 'no/such'"),
         (["folder"], "'folder' is a folder, not a script; scripts in it: folder/inner.py"),
+        (["package"], "'package' is a package, not a script; it is launched with -m: -m package"),
         (["folder/iner.py"], "there is no script 'folder/iner.py' in folder; nearest: folder/inner.py"),
         (["-m", "no.such.module"], "there is no module 'no.such.module'"),
         (["-m", "program.py"], "the script program.py is launched without -m"),
@@ -388,6 +389,8 @@ def test_what_is_wrong_is_said_before_a_rank_starts(tmp_path, arguments, message
     write(tmp_path, HELLO)
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder", HELLO, "inner.py")
+    (tmp_path / "package").mkdir()
+    write(tmp_path / "package", HELLO, "__main__.py")
     status, out, err = run(["env", "-C", str(tmp_path), *ours("-n", "2", *arguments)])
     assert status == 2
     assert message in err
