@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from farandole.cli.invocation import command
+from farandole.cli.mistakes import Command
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -25,7 +25,7 @@ start from, then any number of KEY=VALUE, a key being written with its section: 
 optimizer.learning_rate=1e-3.  With --resume also the folder of a run."""
 
 
-class TrainCommand(TyperCommand):
+class TrainCommand(Command):
     """Takes `--resume=RUN` for `--resume RUN`: --resume is a flag, and words are sorted by what they are."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -48,7 +48,9 @@ def gather(
     reason = native.why_unavailable()
     own = None if reason else Segment(native.library().frd_segment_bytes(1), "group")
     try:
-        mine = Peer(f"{host_identity()}|{reason or ''}", gethostname(), os.getpid(), own.name if own else None)
+        mine = Peer(
+            f"{host_identity()}|{reason or ''}", gethostname(), os.getpid(), own.name if own else None
+        )
         peers = meeting.exchange_peers(mine)
         if reasons := [peer.host.split("|")[1] for peer in peers if not peer.host.endswith("|")]:
             raise CannotShareMemory(reasons[0])
