@@ -11,13 +11,12 @@ import ctypes
 import itertools
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 _numbers = itertools.count()
-_NEW_NETWORK, _NEW_HOSTNAME = 0x40000000, 0x04000000  # of linux/sched.h
+_NEW_NETWORK = 0x40000000  # linux/sched.h
 
 
 def why_not() -> str | None:
@@ -47,13 +46,12 @@ class Host:
         return subprocess.Popen(["ip", "netns", "exec", self.name, *command], env=env, **options)
 
     def enter(self) -> None:
-        """Make the calling process one of this host, with the host's name."""
+        """Give the calling process the network of this host."""
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self.name}") as namespace:
-            failed = libc.setns(namespace.fileno(), _NEW_NETWORK) or libc.unshare(_NEW_HOSTNAME)
+            failed = libc.setns(namespace.fileno(), _NEW_NETWORK)
         if failed:
             raise OSError(ctypes.get_errno(), f"no way into network namespace {self.name}")
-        socket.sethostname(self.name)
 
     def link(self, state: str) -> None:
         """Take its end of the link `up` or `down`."""

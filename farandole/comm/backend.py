@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from farandole.comm.algorithms.choice import Choice
 from farandole.comm.collectives import HostCollectives
+from farandole.comm.fallback import gloo_group
 from farandole.comm.gathering import CannotShareMemory, Gathered, gather
 from farandole.comm.host import Meeting
 from farandole.comm.hosts import Hosts
@@ -36,13 +37,15 @@ def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
     except CannotShareMemory as reason:
         if rank == 0:
             say_once(f"{who} communicates through Gloo: {reason}")
-        return FarandoleProcessGroup(meeting.store, rank, size, timeout, name, None, None)
+        return FarandoleProcessGroup(meeting.store, rank, size, timeout, name, None, None, None)
     carrier: HostCollectives | SpanningCollectives = HostCollectives(gathered.host)
     if len(gathered.hosts) > 1:
         leg = _leg(options, gathered, rank, meeting, timeout)
         hosts = Hosts(gathered.host, gathered.hosts, options.leaders, leg)
         carrier = SpanningCollectives(hosts, Choice(options.algorithm))
-    return FarandoleProcessGroup(meeting.store, rank, size, timeout, name, gathered.host, carrier)
+    return FarandoleProcessGroup(
+        meeting.store, rank, size, timeout, name, gathered.host, carrier, gathered.address
+    )
 
 
 def _leg(
@@ -56,4 +59,4 @@ def _leg(
         return None
     index = next(index for index, ranks in enumerate(gathered.hosts) if rank in ranks)
     store = dist.PrefixStore(f"leg-{number}/", meeting.store)
-    return TorchTransport(dist.ProcessGroupGloo(store, index, len(gathered.hosts), timeout=timeout))
+    return TorchTransport(gloo_group(store, index, len(gathered.hosts), timeout, gathered.address))

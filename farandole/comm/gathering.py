@@ -29,10 +29,14 @@ class CannotShareMemory(Exception):
 
 @dataclass(frozen=True)
 class Gathered:
-    """What the ranks of a group have found out: `hosts` lists the ranks of each host."""
+    """What the ranks of a group have found out.
+
+    `hosts` lists the ranks of each host; `address` is where the other hosts reach this one, if there are any.
+    """
 
     host: HostGroup
     hosts: list[list[int]]
+    address: str | None
 
 
 def gather(
@@ -76,9 +80,11 @@ def gather(
             raise CannotShareMemory(f"rank {r} cannot open the memory of its host: {problem}")
     assert group is not None
     group.set_timeout(timeout)
+    address = None
     if len(hosts) > 1:
-        _lay_wires(meeting, group, rank, members, size, interface)
-    return Gathered(group, hosts)
+        address = own_address(meeting.store, interface)
+        _lay_wires(meeting, group, rank, members, size, address)
+    return Gathered(group, hosts, address)
 
 
 def _by_host(peers: Sequence[Peer]) -> list[list[int]]:
@@ -105,13 +111,12 @@ def _try_join(
 
 
 def _lay_wires(
-    meeting: Meeting, group: HostGroup, rank: int, members: Sequence[int], size: int, interface: str | None
+    meeting: Meeting, group: HostGroup, rank: int, members: Sequence[int], size: int, address: str
 ) -> None:
     """Listen, tell the others where, and learn where they do.
 
     A token that only readers of the group's store know keeps strangers' connections out.
     """
-    address = own_address(meeting.store, interface)
     listener = socket.create_server(
         (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=min(size, 4096)
     )

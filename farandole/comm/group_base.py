@@ -27,7 +27,7 @@ class GroupBase(dist.ProcessGroup):
     """The parts of a process group that its collectives stand on.
 
     `host` and `carrier`, our own collectives, are None where the core is missing; `store` is for torch's own groups
-    beside them.
+    beside them, `address` where they listen.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class GroupBase(dist.ProcessGroup):
         name: str,
         host: HostGroup | None,
         carrier: HostCollectives | SpanningCollectives | None,
+        address: str | None,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub knows another constructor only
         self._rank, self._size = rank, size
@@ -48,6 +49,7 @@ class GroupBase(dist.ProcessGroup):
         self._group_desc = "undefined"
         self._host = host
         self._carrier = carrier
+        self._address = address
         self._alone_on_host = host if isinstance(carrier, HostCollectives) else None
         self._lane = Lane(name, host.whereabouts if host is not None else str)
         self._messages = Messages()
@@ -168,7 +170,7 @@ class GroupBase(dist.ProcessGroup):
         with self._making_torch_group:
             if self._torch_group is None:
                 self._torch_group = torch_group(
-                    self._store, self._rank, self._size, self._timeout, self._group_name
+                    self._store, self._rank, self._size, self._timeout, self._group_name, self._address
                 )
             return self._torch_group
 

@@ -26,7 +26,7 @@ from farandole.comm.algorithms import tree
 from farandole.comm.algorithms.choice import Choice
 from farandole.comm.algorithms.ring import all_gather as ring_all_gather
 from farandole.comm.algorithms.ring import reduce_scatter as ring_reduce_scatter
-from farandole.comm.algorithms.steps import COMBINE, Running, Steps, split
+from farandole.comm.algorithms.steps import Combine, Running, Steps, split
 from farandole.comm.collectives import equal_lengths, of_type, split_rows
 from farandole.comm.dense import as_real, copy_back, counts_of, pointers_to, readable, writable
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
@@ -269,7 +269,7 @@ class SpanningCollectives:
         if reduction == _AVG:
             self._average(flat, flags)
             return
-        combine = COMBINE[REDUCTION_NAMES[reduction]]
+        combine = self._combine(flat.dtype, reduction)
 
         def lead(share: Tensor) -> Steps:
             size = share.numel() * share.element_size()
@@ -335,7 +335,7 @@ class SpanningCollectives:
             self._host_reduce_scatter(shares, piece, in_core, flags)
             pieces.append(piece)
         if self.hosts.leads:
-            combine = COMBINE[REDUCTION_NAMES[in_core]]
+            combine = self._combine(source.dtype, in_core)
             self._run(ring_reduce_scatter(self.hosts.leg, pieces, combine))
         block = torch.empty(sum(counts[r] for r in self.host.members), dtype=source.dtype)
         self._host_all_gather(pieces[self.hosts.index], self._shares(block), flags)
@@ -414,7 +414,17 @@ class SpanningCollectives:
         yield from arrivals
         yield from departures
 
-    # ---- the core's collectives, inside the host ----
+    # ---- the core, inside the host ----
+
+    def _combine(self, dtype: torch.dtype, reduction: int) -> Combine:
+        """The core's reduction of two tensors: on one thread, as those of torch would wait for each other's turn."""
+        core, kind = self.host.core, TYPES[dtype]
+
+        def combine(result: Tensor, a: Tensor, b: Tensor) -> None:
+            count = result.numel()
+            core.frd_combine(result.data_ptr(), a.data_ptr(), b.data_ptr(), count, kind, reduction)
+
+        return combine
 
     def _host_reduce_scatter(self, parts: Sequence[Tensor], own: Tensor, reduction: int, flags: int) -> None:
         host = self.host

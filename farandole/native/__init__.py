@@ -105,6 +105,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_abi": (c_int, []),
     "frd_vector_level": (c_int, []),
     "frd_use_vector_level": (c_int, [c_int]),
+    "frd_combine": (c_int, [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int]),
     "frd_set_interrupts": (None, [c_void_p] * 4),
     "frd_pending_interrupt": (None, [POINTER(c_void_p)] * 3),
     "frd_segment_bytes": (c_size_t, [c_int]),

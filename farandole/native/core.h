@@ -64,6 +64,8 @@ struct frd_message;  /* a point-to-point operation under way */
 int frd_abi(void);
 int frd_vector_level(void);          /* the best this processor has */
 int frd_use_vector_level(int level); /* for tests: lower it; returns what is in use */
+/* out = a op b, on this thread alone; out may be a or b */
+int frd_combine(void *out, const void *a, const void *b, size_t count, int type, int op);
 /* Functions of the interpreter, so that a waiting main thread still serves Ctrl-C. */
 void frd_set_interrupts(int (*acquire)(void), void (*release)(int), int (*check)(void),
                         void (*fetch)(void **, void **, void **));

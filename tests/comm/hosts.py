@@ -11,11 +11,12 @@ from farandole.comm import Options, gathering
 
 
 @contextmanager
-def on_hosts(host_of: Sequence[int], rank: int) -> Iterator[None]:
+def on_hosts(host_of: Sequence[int | str], rank: int) -> Iterator[None]:
     """Groups made inside believe that rank r is on host `host_of[r]`."""
     identity, name = gathering.host_identity, gathering.gethostname
     gathering.host_identity = lambda: f"{identity()}-{host_of[rank]}"
-    gathering.gethostname = lambda: f"host{host_of[rank]}"
+    name_here = host_of[rank] if isinstance(host_of[rank], str) else f"host{host_of[rank]}"
+    gathering.gethostname = lambda: name_here
     try:
         yield
     finally:

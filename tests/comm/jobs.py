@@ -64,7 +64,8 @@ class Place:
         """Become a process of that host; for the time of the context if it is pretended."""
         if self.namespaces and self.host is not None:
             self.namespaces[self.host].enter()
-        elif self.hosts:
+            return on_hosts([host.name for host in self.namespaces], self.host)
+        if self.hosts:
             return on_hosts(self.hosts, rank)
         return contextlib.nullcontext()
 
