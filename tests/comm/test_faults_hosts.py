@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import socket
+import struct
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from benchmarks.namespaces import two_hosts, why_not
+from farandole.comm.addresses import own_address
 from tests.comm.jobs import Job, survivors_of
 
 LARGE = 6_000_000
@@ -154,3 +160,35 @@ def agree(rank: int, size: int, tell: Callable) -> str:
     dist.all_reduce(tensor)
     dist.barrier()
     return str(tensor.unique().item())
+
+
+def ports_of_this_process() -> list[int]:
+    sockets = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    ports = []
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        listens = fields[3] == "0A"
+        if listens and f"socket:[{fields[9]}]" in sockets:
+            ports.append(int(fields[1].split(":")[1], 16))
+    return ports
+
+
+def meet_strangers(rank: int, size: int, tell: Callable) -> float:
+    address = own_address(None, None)
+    hello = struct.pack("<Q32sii16x", 0x656C6F646E617261, b"0" * 32, 1, size)
+    for port in ports_of_this_process():
+        for words in (b"", b"GET / HTTP/1.1\r\n\r\n" * 5, bytes(64), hello, hello[:20]):
+            with socket.create_connection((address, port), timeout=5) as stranger:
+                stranger.sendall(words)
+                if len(words) >= 64:
+                    with contextlib.suppress(ConnectionResetError):
+                        assert stranger.recv(1) == b""  # hung up
+    tensor = torch.full((100_000,), rank + 1.0)
+    dist.all_reduce(tensor)
+    return tensor.unique().item()
+
+
+def test_strangers_are_not_let_in():
+    with Job(2, meet_strangers, hosts=[0, 1]) as job:
+        ends = [job.end(rank) for rank in (0, 1)]
+    assert [end.text for end in ends] == ["3.0", "3.0"], [end.trace for end in ends]
