@@ -29,6 +29,12 @@ from farandole.horovod.common.basics import (
 from farandole.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from farandole.horovod.common.process_sets import ProcessSet, global_process_set
 from farandole.horovod.torch.compression import Compression
+from farandole.horovod.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from farandole.horovod.torch.gradients import (
     allgather,
     allreduce,
@@ -67,11 +73,13 @@ from farandole.horovod.torch.mpi_ops import (
     synchronize,
     wait,
 )
+from farandole.horovod.torch.optimizer import DistributedOptimizer
 
 __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DistributedOptimizer",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "Max",
@@ -82,6 +90,7 @@ __all__ = [
     "add_process_set",
     "allgather",
     "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -93,6 +102,9 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
     "ccl_built",
     "cross_rank",
     "cross_size",

@@ -29,6 +29,46 @@ SUPPORTED = frozenset(
 )
 
 
+def make_request(
+    name: str,
+    kind: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    signature: Signature | None,
+    agreed: dict[str, Any],
+) -> Request:
+    """A request for tensors, ready to be submitted; ValueError where they cannot be communicated.
+
+    signature: that of an earlier request for tensors of the same types and shapes, which need not be checked again.
+    agreed: more fields of the signature.
+    """
+    first = inputs[0]
+    if signature is None:
+        _check(inputs, kind)
+        types = tuple([tensor.dtype for tensor in inputs])
+        shapes = tuple([tensor.shape for tensor in inputs])
+        signature = Signature(kind, types, shapes, first.device.type, **agreed)
+    request = Request(name, signature, inputs, outputs)
+    if signature.device != "cpu":
+        request.event = torch.Event(signature.device)
+        request.event.record()
+    return request
+
+
+def _check(inputs: Sequence[Tensor], kind: str) -> None:
+    for tensor in inputs:
+        if tensor.dtype not in SUPPORTED:
+            raise ValueError(f"Tensor type {tensor.type()} is not supported.")
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{kind} of a sparse tensor is not supported; hvd.sparse_allreduce_async is, or tensor.to_dense()"
+            )
+        if tensor.device != inputs[0].device:
+            raise ValueError(
+                f"the tensors of a group lie on one device, not on {inputs[0].device} and {tensor.device}"
+            )
+
+
 def submit(
     process_set: ProcessSet,
     kind: str,
@@ -38,35 +78,9 @@ def submit(
     collect: Collect,
     **agreed: Any,
 ) -> int:
-    """Check tensors and put a request for them into the engine of the process set; returns its handle.
-
-    agreed: more fields of the `Signature`.
-    """
+    """Put a request into the engine of the process set; returns its handle."""
     engine = process_set.engine or process_set.member()
-    first = inputs[0]
-    for tensor in inputs:
-        if tensor.dtype not in SUPPORTED:
-            raise ValueError(f"Tensor type {tensor.type()} is not supported.")
-        if tensor.layout is not torch.strided:
-            raise ValueError(
-                f"{kind} of a sparse tensor is not supported; hvd.sparse_allreduce_async is, or tensor.to_dense()"
-            )
-        if tensor.device != first.device:
-            raise ValueError(
-                f"the tensors of a group lie on one device, not on {first.device} and {tensor.device}"
-            )
-    device = first.device.type
-    signature = Signature(
-        kind,
-        tuple([tensor.dtype for tensor in inputs]),
-        tuple([tensor.shape for tensor in inputs]),
-        device,
-        **agreed,
-    )
-    request = Request(name or engine.name_for(kind), signature, inputs, outputs)
-    if device != "cpu":
-        request.event = torch.Event(device)
-        request.event.record()
+    request = make_request(name or engine.name_for(kind), kind, inputs, outputs, None, agreed)
     return horovod.hand_out(engine, request, collect)
 
 
