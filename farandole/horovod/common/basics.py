@@ -43,7 +43,7 @@ class Horovod:
         self.timeline = Timeline()
         self.settings = Settings()
         self.handles: dict[int, tuple[Engine, Request, Collect]] = {}
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(1)  # as in Horovod, whose scripts ask `if handle`
         self._sets: dict[int, list[ProcessSet]] = {}
         self._world: list[int] = []  # ranks in torch's world
         self._groups: list[dist.ProcessGroup] = []

@@ -57,6 +57,7 @@ class Engine:
         speaks = groups.control.rank() == 0
         self._stall = StallInspector(settings, ranks, limit_s, speaks)
         self._warn_s = settings.stall_check_s
+        self._heartbeat_s = min(HEARTBEAT_S, (settings.stall_check_s or HEARTBEAT_S) / 4)
 
         self._submitted: deque[Request] = deque()
         self._unnamed: Counter[str] = Counter()
@@ -117,11 +118,15 @@ class Engine:
             with contextlib.suppress(HorovodInternalError):
                 self.wait(request)
 
-    def close(self) -> None:
-        """End the engine, and those of the other ranks with it: what is in flight there fails."""
+    def begin_to_close(self) -> None:
+        """Have the engine end, and those of the other ranks with it: what is in flight there fails."""
         with self._wake:
             self._closing = True
             self._wake.notify()
+
+    def close(self) -> None:
+        """End the engine, and return when it has ended."""
+        self.begin_to_close()
         self._thread.join(_PATIENCE_S)
         if self._thread.is_alive():  # ranks that hang or have died unnoticed
             self._abort()
@@ -155,6 +160,7 @@ class Engine:
             self.cycles += 1
             if outcome.last_joined is not None:
                 self.last_joined = outcome.last_joined
+                self._unnamed.clear()  # ranks that joined early have made fewer names up
             if outcome.ready:
                 if self._timeline.active and self._timeline.marks_cycles:
                     self._timeline.mark("CYCLE_START")
@@ -175,7 +181,7 @@ class Engine:
             with self._wake:
                 self._asleep = True
                 if not (self._submitted or self._closing):
-                    self._wake.wait(HEARTBEAT_S)
+                    self._wake.wait(self._heartbeat_s)
                 self._asleep = False
         while (left := self._next_cycle - time.monotonic()) > 0:
             with self._wake:
