@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def started(rank, size, path):
     with session():
         hvd.start_timeline(path)
         hvd.allreduce(torch.ones(2), name="one")
-    assert rank or json.loads(open(path).read())  # ended by shutdown
+    assert rank or json.loads(Path(path).read_text())  # ended by shutdown
 
 
 def test_a_timeline_started_by_the_program(ranks, tmp_path):

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
-from farandole.horovod.common.exceptions import not_initialized
+from farandole.horovod.common.exceptions import HorovodInternalError, not_initialized
 from farandole.horovod.common.process_sets import ProcessSet, global_process_set
+from farandole.horovod.common.reform import World, form
 from farandole.horovod.common.settings import Settings, unsupported
 from farandole.horovod.engine.engine import Engine, Groups
 from farandole.horovod.engine.requests import ALLGATHER, Request, Signature
@@ -49,6 +51,9 @@ class Horovod:
         self._groups: list[dist.ProcessGroup] = []
         self._local = (0, 1, 0, 1)
         self._homogeneous = True
+        self._owns_world = False
+        self._elastic: World | None = None
+        self._generation = 0
         atexit.register(self.shutdown)
 
     # ---- beginning and end ----
@@ -63,6 +68,7 @@ class Horovod:
         if self.runtime is not None:
             return
         self.settings = Settings.read(os.environ)
+        self._owns_world = not dist.is_initialized()
         runtime = join_job(timeout_s=TIMEOUT_S)
         self._world = self._chosen_ranks(comm, runtime)
         if runtime.rank not in self._world:
@@ -106,6 +112,41 @@ class Horovod:
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
         runtime.close()
+        if (
+            self._owns_world and dist.is_initialized()
+        ):  # one that was formed anew, which the runtime only took over
+            dist.destroy_process_group()
+
+    # ---- elastic programs ----
+
+    def prepare_to_reform(self) -> None:
+        """Have the ranks exchange what they need to form a new world when some have died."""
+        runtime = self.joined()
+        if self._elastic is not None or runtime.size == 1:
+            return
+        if not self._owns_world:
+            raise HorovodInternalError(
+                "hvd.elastic.run forms the world anew when ranks die, and cannot where the program has called "
+                "torch.distributed.init_process_group itself: leave that to hvd.init()"
+            )
+        store = _get_default_store()
+        self._elastic = World(store, runtime.rank, runtime.size, self._generation)
+
+    def reform(self) -> None:
+        """Leave the world and form one of the ranks that live; called by all of them."""
+        self.joined()
+        world, self._elastic = self._elastic, None
+        self.shutdown()
+        self._generation += 1
+        if world is not None:
+            members = world.survivors()
+            world.close()
+            form(world, members, self._generation, TIMEOUT_S)
+        self.init()
+        if world is not None:
+            self._owns_world = True
+            if self.size > 1:
+                self._elastic = World(world.store, self.rank, self.size, self._generation)
 
     def _chosen_ranks(self, comm: Any, runtime: Runtime) -> list[int]:
         if comm is None or comm == []:
@@ -322,63 +363,3 @@ def stop_timeline() -> None:
     """End the timeline."""
     horovod.joined()
     horovod.timeline.stop()
-
-
-# ---- what it is built of ----
-
-
-def mpi_threads_supported() -> bool:
-    """Whether MPI may be used beside it from any thread.  ValueError: MPI carries nothing here."""
-    horovod.joined()
-    raise ValueError("Horovod MPI is not enabled: ranks communicate through farandole's process groups")
-
-
-def mpi_built() -> bool:
-    """False: mpirun may start the ranks, but MPI does not carry their data."""
-    return False
-
-
-def mpi_enabled() -> bool:
-    """False: see `mpi_built`."""
-    return False
-
-
-def gloo_built() -> bool:
-    """Whether torch has Gloo."""
-    return dist.is_gloo_available()
-
-
-def gloo_enabled() -> bool:
-    """Whether Gloo carries CPU tensors in this job; false where ranks share memory, and before `init`."""
-    if horovod.runtime is None:
-        return False
-    group = horovod.runtime.comm.group
-    return dist.get_backend(group) == "gloo" or getattr(group, "_host", group) is None
-
-
-def nccl_built() -> int:
-    """The version number of torch's NCCL; 0 where there is none."""
-    if not dist.is_nccl_available():
-        return 0
-    major, minor, patch = torch.cuda.nccl.version()[:3]
-    return int(major) * 10000 + int(minor) * 100 + int(patch)
-
-
-def cuda_built() -> bool:
-    """Whether torch was built with CUDA."""
-    return torch.version.cuda is not None
-
-
-def rocm_built() -> bool:
-    """Whether torch was built with ROCm."""
-    return torch.version.hip is not None
-
-
-def ddl_built() -> bool:
-    """False: IBM's DDL is not used."""
-    return False
-
-
-def ccl_built() -> bool:
-    """False: Intel's oneCCL is not used."""
-    return False

@@ -1,26 +1,28 @@
 """`horovod.torch`: a script for Horovod 0.28 runs with `import farandole.horovod.torch as hvd`."""
 
-from farandole.horovod.common.basics import (
-    add_process_set,
+from farandole.horovod.common.abilities import (
     ccl_built,
-    cross_rank,
-    cross_size,
     cuda_built,
     ddl_built,
     gloo_built,
     gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from farandole.horovod.common.basics import (
+    add_process_set,
+    cross_rank,
+    cross_size,
     init,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
     rank,
     remove_process_set,
-    rocm_built,
     shutdown,
     size,
     start_timeline,
@@ -28,6 +30,7 @@ from farandole.horovod.common.basics import (
 )
 from farandole.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from farandole.horovod.common.process_sets import ProcessSet, global_process_set
+from farandole.horovod.torch import elastic
 from farandole.horovod.torch.compression import Compression
 from farandole.horovod.torch.functions import (
     allgather_object,
@@ -74,6 +77,7 @@ from farandole.horovod.torch.mpi_ops import (
     wait,
 )
 from farandole.horovod.torch.optimizer import DistributedOptimizer
+from farandole.horovod.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
@@ -87,6 +91,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -110,6 +115,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

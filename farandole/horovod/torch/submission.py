@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farandole.horovod.common.basics import Collect, gloo_enabled, horovod
+from farandole.horovod.common.abilities import gloo_enabled
+from farandole.horovod.common.basics import Collect, horovod
 from farandole.horovod.common.process_sets import ProcessSet
 from farandole.horovod.engine.adasum import unsuitable
 from farandole.horovod.engine.requests import ADASUM, AVERAGE, OP_NAMES, SUM, Request, Signature
