@@ -31,24 +31,7 @@ from farandole.horovod.common.basics import (
 from farandole.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from farandole.horovod.common.process_sets import ProcessSet, global_process_set
 from farandole.horovod.torch import elastic
-from farandole.horovod.torch.compression import Compression
-from farandole.horovod.torch.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from farandole.horovod.torch.gradients import (
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    reducescatter,
-)
-from farandole.horovod.torch.mpi_ops import (
+from farandole.horovod.torch.asynchronous import (
     Adasum,
     Average,
     Max,
@@ -75,6 +58,23 @@ from farandole.horovod.torch.mpi_ops import (
     sparse_allreduce_async,
     synchronize,
     wait,
+)
+from farandole.horovod.torch.compression import Compression
+from farandole.horovod.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from farandole.horovod.torch.gradients import (
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
 )
 from farandole.horovod.torch.optimizer import DistributedOptimizer
 from farandole.horovod.torch.sync_batch_norm import SyncBatchNorm

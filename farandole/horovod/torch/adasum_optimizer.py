@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from farandole.horovod.common.process_sets import ProcessSet
+from farandole.horovod.torch.asynchronous import Adasum, allreduce_async_, reduction, synchronize
 from farandole.horovod.torch.compression import Compressor
-from farandole.horovod.torch.mpi_ops import Adasum, allreduce_async_, reduction, synchronize
 from farandole.horovod.torch.naming import name_parameters
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from farandole.horovod.common.basics import rank
 from farandole.horovod.common.process_sets import ProcessSet, global_process_set
+from farandole.horovod.torch.asynchronous import broadcast_, broadcast_async_, synchronize
 from farandole.horovod.torch.gradients import allgather
-from farandole.horovod.torch.mpi_ops import broadcast_, broadcast_async_, synchronize
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:

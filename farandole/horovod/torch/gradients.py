@@ -18,9 +18,9 @@ from torch import Tensor
 
 from farandole.horovod.common.basics import rank
 from farandole.horovod.common.process_sets import ProcessSet, global_process_set
-from farandole.horovod.torch import mpi_ops
+from farandole.horovod.torch import asynchronous as ops
+from farandole.horovod.torch.asynchronous import Average, Max, Min, Product, Sum, synchronize
 from farandole.horovod.torch.compression import Compression, Compressor
-from farandole.horovod.torch.mpi_ops import Average, Max, Min, Product, Sum, synchronize
 
 
 def _backward_name(name: str | None) -> str | None:
@@ -34,7 +34,7 @@ class _Allreduce(torch.autograd.Function):
         ctx: Any, name: str | None, op: int, pre: float, post: float, where: ProcessSet, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.arguments = name, op, pre, post, where
-        return tuple(synchronize(mpi_ops.grouped_allreduce_async(tensors, None, name, op, pre, post, where)))
+        return tuple(synchronize(ops.grouped_allreduce_async(tensors, None, name, op, pre, post, where)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -43,7 +43,7 @@ class _Allreduce(torch.autograd.Function):
             raise NotImplementedError(
                 "there is no gradient through an allreduce with op=Min, Max or Product; through Sum and Average there is"
             )
-        handle = mpi_ops.grouped_allreduce_async(gradients, None, _backward_name(name), op, pre, post, where)
+        handle = ops.grouped_allreduce_async(gradients, None, _backward_name(name), op, pre, post, where)
         return None, None, None, None, None, *synchronize(handle)
 
 
@@ -77,8 +77,8 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Reduce several tensors over the ranks, none before all of them are ready on all ranks."""
-    group = mpi_ops.as_group(tensors, "allreduce")
-    resolved = mpi_ops.reduction(op, average, process_set, group)
+    group = ops.as_group(tensors, "allreduce")
+    resolved = ops.reduction(op, average, process_set, group)
     narrow = [compression.compress(tensor) for tensor in group]
     sent = [tensor for tensor, _ in narrow]
     reduced = _Allreduce.apply(name, resolved, prescale_factor, postscale_factor, process_set, *sent)
@@ -89,7 +89,7 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, where: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.arguments = name, where
-        handle = mpi_ops.grouped_allgather_async(tensors, name, where)
+        handle = ops.grouped_allgather_async(tensors, name, where)
         ctx.rows = [len(tensor) for tensor in tensors]
         return tuple(synchronize(handle))
 
@@ -98,10 +98,8 @@ class _Allgather(torch.autograd.Function):
         name, where = ctx.arguments
         back = _backward_name(name)
         counts = torch.tensor([ctx.rows])
-        all_counts = mpi_ops.allgather_async(counts, None if back is None else f"{back}.rows", where)
-        reduced = synchronize(
-            mpi_ops.grouped_allreduce_async(gradients, None, back, Average, process_set=where)
-        )
+        all_counts = ops.allgather_async(counts, None if back is None else f"{back}.rows", where)
+        reduced = synchronize(ops.grouped_allreduce_async(gradients, None, back, Average, process_set=where))
         starts = synchronize(all_counts)[: where.rank()].sum(0).tolist()
         own = zip(reduced, starts, ctx.rows, strict=True)
         return None, None, *[gradient[start : start + rows] for gradient, start, rows in own]
@@ -118,19 +116,19 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
     """Concatenate each of several tensors over the ranks."""
-    return list(_Allgather.apply(name, process_set, *mpi_ops.as_group(tensors, "allgather")))
+    return list(_Allgather.apply(name, process_set, *ops.as_group(tensors, "allgather")))
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, root: int, where: ProcessSet, tensor: Tensor) -> Any:
         ctx.arguments = name, root, where
-        return synchronize(mpi_ops.broadcast_async(tensor, root, name, where))
+        return synchronize(ops.broadcast_async(tensor, root, name, where))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         name, root, where = ctx.arguments
-        handle = mpi_ops.allreduce_async(gradient, None, _backward_name(name), Average, process_set=where)
+        handle = ops.allreduce_async(gradient, None, _backward_name(name), Average, process_set=where)
         reduced = synchronize(handle)
         return None, None, None, reduced if rank() == root else torch.zeros_like(reduced)
 
@@ -146,11 +144,11 @@ def broadcast(
 class _Alltoall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, splits: Any, where: ProcessSet, tensor: Tensor) -> Any:
-        output, received = synchronize(mpi_ops.alltoall_async(tensor, splits, name, where))
+        output, received = synchronize(ops.alltoall_async(tensor, splits, name, where))
         ctx.arguments = name, where
         ctx.received, ctx.unsent = (
             received,
-            len(tensor) - sum(mpi_ops.split_rows(tensor, splits, where.size())),
+            len(tensor) - sum(ops.split_rows(tensor, splits, where.size())),
         )
         ctx.mark_non_differentiable(received)
         return output, received
@@ -158,7 +156,7 @@ class _Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *unused: Any) -> Any:
         name, where = ctx.arguments
-        handle = mpi_ops.alltoall_async(gradient, ctx.received, _backward_name(name), where)
+        handle = ops.alltoall_async(gradient, ctx.received, _backward_name(name), where)
         returned, _ = synchronize(handle)
         if ctx.unsent:  # rows beyond the splits went nowhere
             returned = torch.cat([returned, returned.new_zeros((ctx.unsent, *returned.shape[1:]))])
@@ -183,7 +181,7 @@ class _Reducescatter(torch.autograd.Function):
         ctx: Any, name: str | None, op: int, pre: float, post: float, where: ProcessSet, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.arguments = name, op, pre * post, where
-        return tuple(synchronize(mpi_ops.grouped_reducescatter_async(tensors, name, op, where, pre, post)))
+        return tuple(synchronize(ops.grouped_reducescatter_async(tensors, name, op, where, pre, post)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -192,7 +190,7 @@ class _Reducescatter(torch.autograd.Function):
             raise NotImplementedError("gradients flow through a reducescatter with op=Sum or Average only")
         factor *= where.size() if op == Sum else 1
         scaled = [gradient * factor for gradient in gradients]
-        gathered = synchronize(mpi_ops.grouped_allgather_async(scaled, _backward_name(name), where))
+        gathered = synchronize(ops.grouped_allgather_async(scaled, _backward_name(name), where))
         return None, None, None, None, None, *gathered
 
 
@@ -221,7 +219,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Reduce several tensors over the ranks and keep this rank's rows of each."""
-    narrow = [compression.compress(tensor) for tensor in mpi_ops.as_group(tensors, "reducescatter")]
+    narrow = [compression.compress(tensor) for tensor in ops.as_group(tensors, "reducescatter")]
     sent = [tensor for tensor, _ in narrow]
     kept = _Reducescatter.apply(name, op, prescale_factor, postscale_factor, process_set, *sent)
     return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(kept, narrow, strict=True)]

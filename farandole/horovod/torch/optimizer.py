@@ -17,9 +17,9 @@ from torch import Tensor
 from farandole.horovod.common.basics import size
 from farandole.horovod.common.process_sets import ProcessSet, global_process_set
 from farandole.horovod.torch.adasum_optimizer import DistributedAdasumOptimizer
+from farandole.horovod.torch.asynchronous import Adasum, Average, reduction
 from farandole.horovod.torch.compression import Compression, Compressor
 from farandole.horovod.torch.functions import broadcast_object
-from farandole.horovod.torch.mpi_ops import Adasum, Average, reduction
 from farandole.horovod.torch.naming import name_parameters
 from farandole.horovod.torch.reducing import Bundle, Slot
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from farandole.horovod.common.process_sets import ProcessSet
 from farandole.horovod.engine.engine import Engine
 from farandole.horovod.engine.requests import ALLREDUCE, Request, Signature
+from farandole.horovod.torch.asynchronous import sparse_allreduce_async
 from farandole.horovod.torch.compression import Compressor, NoneCompressor
-from farandole.horovod.torch.mpi_ops import sparse_allreduce_async
 from farandole.horovod.torch.submission import make_request
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from farandole.horovod.common.process_sets import ProcessSet, global_process_set
-from farandole.horovod.torch.mpi_ops import Sum, allgather_async, allreduce_async_, synchronize
+from farandole.horovod.torch.asynchronous import Sum, allgather_async, allreduce_async_, synchronize
 
 
 class SyncBatchNorm(_BatchNorm):
