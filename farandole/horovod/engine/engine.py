@@ -160,7 +160,8 @@ class Engine:
             self.cycles += 1
             if outcome.last_joined is not None:
                 self.last_joined = outcome.last_joined
-                self._unnamed.clear()  # ranks that joined early have made fewer names up
+                with self._wake:
+                    self._unnamed.clear()  # ranks that joined early have made fewer names up
             if outcome.ready:
                 if self._timeline.active and self._timeline.marks_cycles:
                     self._timeline.mark("CYCLE_START")
