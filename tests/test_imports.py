@@ -18,6 +18,7 @@ LEVELS = [
     {"mesh", "layout", "plan"},
     {"parallel", "memory"},
     {"train", "serve", "edge", "learn", "launch"},
+    {"horovod"},
     {"cli"},
     {"__main__"},
 ]

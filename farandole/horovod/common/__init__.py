@@ -1,0 +1,1 @@
+"""What the interfaces for all frameworks share: the state of this process, process sets, exceptions."""

@@ -1,0 +1,218 @@
+"""The engine of one process set: a queue of requests and the thread that serves it.
+
+The protocol, and why it is safe, is in `negotiation`; here is only when a cycle begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from farandole.horovod.common.exceptions import HorovodInternalError
+from farandole.horovod.common.settings import Settings
+from farandole.horovod.engine.execution import Executor
+from farandole.horovod.engine.negotiation import HEARTBEAT_S, Negotiator
+from farandole.horovod.engine.requests import UNNAMED, Request
+from farandole.horovod.engine.stall import StallInspector
+from farandole.horovod.engine.timeline import Timeline
+
+_PATIENCE_S = 5.0
+"""How long `close` waits for the other ranks, who come at the next heartbeat if they live."""
+
+SHUT_DOWN = (
+    "Horovod has been shut down. This was caused by an exception on one of the ranks, or by an operation "
+    "submitted after one of the ranks finished execution."
+)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a process set, which nothing but its engine uses."""
+
+    control: dist.ProcessGroup
+    data: dist.ProcessGroup
+
+
+class Engine:
+    """Takes requests from any thread and finishes them, in an order common to all ranks of the process set.
+
+    ranks: the members' numbers in the world.  limit_s: how long a request may wait for other ranks.
+    """
+
+    def __init__(
+        self, groups: Groups, ranks: Sequence[int], settings: Settings, timeline: Timeline, limit_s: float
+    ) -> None:
+        self._groups = groups
+        self._cycle_time_s = settings.cycle_time_s
+        self._timeline = timeline
+        self._negotiator = Negotiator(groups.control, ranks, settings.cache_capacity)
+        self._executor = Executor(groups.data, ranks, settings.fusion_threshold, timeline)
+        speaks = groups.control.rank() == 0
+        self._stall = StallInspector(settings, ranks, limit_s, speaks)
+        self._warn_s = settings.stall_check_s
+        self._heartbeat_s = min(HEARTBEAT_S, (settings.stall_check_s or HEARTBEAT_S) / 4)
+
+        self._submitted: deque[Request] = deque()
+        self._unnamed: Counter[str] = Counter()
+        self._in_flight: dict[str, Request] = {}
+        self._wake = threading.Condition()
+        self._asleep = False  # whether the thread must be woken for a new request
+        self._waiters = 0  # threads that wait for a result: there is no use in waiting for more requests
+        self._next_cycle = 0.0
+        self._closing = False
+        self._ended: BaseException | None = None
+        self.last_joined = -1
+        self.cycles = 0
+        self._thread = threading.Thread(target=self._main, name="farandole-horovod", daemon=True)
+        self._thread.start()
+
+    # ---- for other threads ----
+
+    def name_for(self, kind: str) -> str:
+        """A name for a request that was given none; the same on all ranks that make such requests in one order."""
+        with self._wake:
+            number = self._unnamed[kind]
+            self._unnamed[kind] += 1
+        return f"{kind}{UNNAMED}{number}"
+
+    def submit(self, request: Request) -> None:
+        """Put a request into the queue.  `HorovodInternalError` if its name is in use, or the engine has ended."""
+        if self._in_flight.setdefault(request.name, request) is not request:
+            raise HorovodInternalError(
+                f"Requested to {request.signature.kind} a tensor with the same name as another tensor that is "
+                f"currently being processed: {request.name}. If you want to request another tensor, use a "
+                f"different tensor name."
+            )
+        self._submitted.append(request)
+        if self._ended is not None:
+            self._in_flight.pop(request.name, None)
+            raise self._refusal()
+        if self._asleep:
+            with self._wake:
+                self._wake.notify()
+
+    def wait(self, request: Request) -> None:
+        """Block until a request is finished; raise its error."""
+        if not request.finished():
+            with self._wake:
+                self._waiters += 1
+                self._wake.notify()
+            try:
+                request.wait()
+            finally:
+                with self._wake:
+                    self._waiters -= 1
+        else:
+            request.wait()
+
+    def drain(self) -> None:
+        """Wait until nothing of this rank is in flight; errors are left to those who wait for them."""
+        for request in list(self._in_flight.values()):
+            with contextlib.suppress(HorovodInternalError):
+                self.wait(request)
+
+    def begin_to_close(self) -> None:
+        """Have the engine end, and those of the other ranks with it: what is in flight there fails."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+
+    def close(self) -> None:
+        """End the engine, and return when it has ended."""
+        self.begin_to_close()
+        self._thread.join(_PATIENCE_S)
+        if self._thread.is_alive():  # ranks that hang or have died unnoticed
+            self._abort()
+            self._thread.join(_PATIENCE_S)
+
+    # ---- the thread ----
+
+    def _main(self) -> None:
+        try:
+            with torch.no_grad():  # parameters are leaves, and are written in place
+                reason = self._serve()
+            self._end(HorovodInternalError(reason))
+        except BaseException as error:  # whatever it is, nobody may wait for this thread any more
+            self._end(error)
+            self._abort()
+
+    def _serve(self) -> str:
+        """Run cycles until the set is shut down; returns why it was."""
+        negotiator, progress, reason = self._negotiator, True, None
+        while True:
+            self._pause(progress)
+            began = time.monotonic()
+            fresh = bool(self._submitted)
+            negotiator.take(self._drain_submitted())
+            if self._closing:
+                reason = SHUT_DOWN
+            if self._warn_s is not None and negotiator.pending():
+                negotiator.give_up_old(began - self._warn_s)
+                reason = reason or self._stall.look(negotiator.table, negotiator.joined)
+            outcome = negotiator.cycle(reason)
+            self.cycles += 1
+            if outcome.last_joined is not None:
+                self.last_joined = outcome.last_joined
+                with self._wake:
+                    self._unnamed.clear()  # ranks that joined early have made fewer names up
+            if outcome.ready:
+                if self._timeline.active and self._timeline.marks_cycles:
+                    self._timeline.mark("CYCLE_START")
+                self._executor.run(outcome.ready, self._finish)
+            if outcome.shutdown is not None:
+                return outcome.shutdown
+            progress = fresh or bool(outcome.ready)
+            self._next_cycle = began + self._cycle_time_s
+
+    def _pause(self, progress: bool) -> None:
+        """Sleep until a cycle is of use.
+
+        With nothing pending: until there is something, or the heartbeat.  Else until the cycle time has passed, so
+        that requests gather, unless a thread waits for a result and the last cycle brought something:
+        then more would come of the next.
+        """
+        if not (self._submitted or self._negotiator.pending() or self._closing):
+            with self._wake:
+                self._asleep = True
+                if not (self._submitted or self._closing):
+                    self._wake.wait(self._heartbeat_s)
+                self._asleep = False
+        while (left := self._next_cycle - time.monotonic()) > 0:
+            with self._wake:
+                if self._closing or (self._waiters and (progress or self._submitted)):
+                    return
+                self._wake.wait(left)
+
+    def _drain_submitted(self) -> list[Request]:
+        requests = []
+        while self._submitted:
+            requests.append(self._submitted.popleft())
+        return requests
+
+    def _finish(self, request: Request, error: BaseException | None) -> None:
+        self._in_flight.pop(request.name, None)
+        request.finish(error)
+
+    def _end(self, error: BaseException) -> None:
+        """Fail everything in flight, and what is submitted later."""
+        self._ended = error
+        self._negotiator.drop_all()
+        for request in list(self._in_flight.values()):
+            if self._in_flight.pop(request.name, None) is not None:
+                request.finish(error)
+
+    def _refusal(self) -> HorovodInternalError:
+        return HorovodInternalError(str(self._ended))
+
+    def _abort(self) -> None:
+        """Have collectives under way fail, here and on the other ranks."""
+        for group in (self._groups.control, self._groups.data):
+            with contextlib.suppress(RuntimeError):  # Gloo cannot; its peers see the connection close
+                group.abort()

@@ -1,0 +1,155 @@
+"""Requests: what a rank asks the engine to do under a name, and whether the ranks ask for the same.
+
+A `Signature` is the part of a request that other ranks must know; a `Request` adds this rank's tensors
+and where its result goes.
+"""
+
+from __future__ import annotations
+
+import _thread
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from farandole.horovod.common.exceptions import HorovodInternalError
+
+ALLREDUCE = "allreduce"
+ALLGATHER = "allgather"
+BROADCAST = "broadcast"
+ALLTOALL = "alltoall"
+REDUCESCATTER = "reducescatter"
+BARRIER = "barrier"
+JOIN = "join"
+
+AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
+"""Horovod's numbers of the reductions (0 and 1 are Average and Sum there too; scripts use the names)."""
+
+OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+
+UNNAMED = ".noname."
+"""In the names that are made up; such a name is used once, so that remembering it would be of no use."""
+
+
+class Signature(NamedTuple):
+    """What other ranks must know of a request.  Shapes and types are those of its tensors, several in a group."""
+
+    kind: str
+    dtypes: tuple[torch.dtype, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    device: str = "cpu"
+    op: int = SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = -1
+    splits: tuple[int, ...] = ()
+
+
+class Request:
+    """One request of this rank, on its way through the engine.
+
+    `inputs` are read and `outputs` written, in place where they are the same; for operations whose result's
+    size is not known before, `outputs` is filled by the engine.
+    """
+
+    __slots__ = (
+        "_done",
+        "error",
+        "event",
+        "inputs",
+        "name",
+        "outputs",
+        "received_splits",
+        "signature",
+        "submitted",
+    )
+
+    def __init__(
+        self, name: str, signature: Signature, inputs: Sequence[Tensor] = (), outputs: Sequence[Tensor] = ()
+    ) -> None:
+        self.name = name
+        self.signature = signature
+        self.inputs = inputs
+        self.outputs = outputs
+        self.received_splits: list[int] = []
+        self.error: BaseException | None = None
+        self.event: Any = None  # of the device, when the inputs are ready
+        self.submitted = time.monotonic()
+        self._done = _thread.allocate_lock()  # held until the request is finished
+        self._done.acquire()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Called once by the engine."""
+        self.error = error
+        self._done.release()
+
+    def finished(self) -> bool:
+        """Whether the result is there, or the error."""
+        return not self._done.locked()
+
+    def wait(self) -> None:
+        """Block until it is finished; raise its error."""
+        self._done.acquire()
+        self._done.release()
+        if self.error is not None:
+            # a new exception for each waiter: a traceback belongs to one raise
+            kind = type(self.error) if isinstance(self.error, HorovodInternalError) else HorovodInternalError
+            raise kind(str(self.error)) from self.error
+
+
+def disagreement(name: str, signatures: Sequence[Signature | None], ranks: Sequence[int]) -> str | None:
+    """How the signatures of one name contradict each other, in words; None where they fit together.
+
+    signatures: one per rank of the process set, None for those that have joined.
+    ranks: the numbers of those ranks in the world, for the message.
+    """
+    given = [(rank, found) for rank, found in zip(ranks, signatures, strict=True) if found is not None]
+    first_rank, first = given[0]
+
+    def differ(what: str, values: list[Any]) -> str | None:
+        for (rank, _), value in zip(given, values, strict=True):
+            if value != values[0]:
+                return (
+                    f"Mismatched {first.kind} {what} for tensor {name}: rank {first_rank} sent "
+                    f"{_show(values[0])}, but rank {rank} sent {_show(value)}."
+                )
+        return None
+
+    kinds = [found.kind for _, found in given]
+    for (rank, _), kind in zip(given, kinds, strict=True):
+        if kind != kinds[0]:
+            return (
+                f"Mismatched collective operations for tensor {name}: rank {first_rank} did an {kinds[0]}, "
+                f"but rank {rank} did an {kind}."
+            )
+    found = [signature for _, signature in given]
+    problem = (
+        differ("numbers of tensors in a group", [len(one.shapes) for one in found])
+        or differ("data types", [one.dtypes for one in found])
+        or differ("devices", [one.device for one in found])
+        or differ("reduction operations", [OP_NAMES[one.op] for one in found])
+        or differ("root ranks", [one.root for one in found])
+        or differ("prescale factors", [one.prescale for one in found])
+        or differ("postscale factors", [one.postscale for one in found])
+    )
+    if problem:
+        return problem
+    if first.kind in (ALLGATHER, ALLTOALL):
+        return differ(
+            "tensor shapes (beyond the first dimension)",
+            [tuple(torch.Size(shape[1:]) for shape in one.shapes) for one in found],
+        ) or differ("numbers of dimensions", [tuple(len(shape) for shape in one.shapes) for one in found])
+    return differ("tensor shapes", [one.shapes for one in found])
+
+
+def _show(value: Any) -> str:
+    """Shapes as lists, types as torch writes them; the one of a single tensor without its tuple."""
+    if isinstance(value, torch.Size):
+        return str(list(value))
+    if isinstance(value, tuple):
+        if len(value) == 1:
+            return _show(value[0])
+        return "[" + ", ".join(_show(item) for item in value) + "]"
+    return str(value)

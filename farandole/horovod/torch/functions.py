@@ -1,0 +1,168 @@
+"""Objects, parameters and optimizer states, made equal on all ranks."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farandole.horovod.common.basics import rank
+from farandole.horovod.common.process_sets import ProcessSet, global_process_set
+from farandole.horovod.torch.asynchronous import broadcast_, broadcast_async_, synchronize
+from farandole.horovod.torch.gradients import allgather
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Copy the tensors of rank `root_rank` to all ranks, in place.
+
+    params: `model.state_dict()` or another dict of tensors, or an iterable of tensors or (name, tensor) pairs.
+    """
+    if isinstance(params, Mapping):
+        named = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, (str, Tensor)):
+        named = [item if isinstance(item, tuple) else (None, item) for item in params]
+    else:
+        raise ValueError(
+            f"invalid params of type: {type(params)}; a dict or an iterable of tensors is expected"
+        )
+    for name, tensor in named:
+        if not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"{name or 'an entry of params'} is no tensor but {type(tensor).__name__}; "
+                f"hvd.broadcast_object sends other objects"
+            )
+    handles = [
+        broadcast_async_(tensor, root_rank, None if name is None else f"broadcast.{name}")
+        for name, tensor in named
+    ]
+    for handle in handles:
+        synchronize(handle)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give all ranks the state of the optimizer of rank `root_rank`, and its options (learning rates and so on).
+
+    The optimizers may be in any state, also a fresh one, which has none; it need not be the same on all
+    ranks.  ValueError where they do not have equally many parameters in equally many groups.
+
+    model: taken for Horovod's sake, where sparse parameters are found with it; nothing here depends on it.
+    """
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model is a torch.nn.Module, not {type(model).__name__}")
+    tensors: list[Tensor] = []
+    outline = None
+    if rank() == root_rank:
+        outline = _outline(_by_position(optimizer), tensors)
+        outline = (outline, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
+    outline, sizes = broadcast_object(outline, root_rank)
+    received = tensors or [torch.empty(shape, dtype=dtype) for shape, dtype in sizes]
+    on_host = [tensor.detach().cpu().contiguous() for tensor in received]
+    broadcast_parameters(on_host, root_rank)
+    if rank() != root_rank:
+        _take_over(optimizer, _filled(outline, on_host), root_rank)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _by_position(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state by position of the parameter, and the options by group."""
+    parameters = _parameters(optimizer)
+    options = [
+        {key: value for key, value in group.items() if key != "params"} | {"count": len(group["params"])}
+        for group in optimizer.param_groups
+    ]
+    states = {
+        index: optimizer.state[parameter]
+        for index, parameter in enumerate(parameters)
+        if parameter in optimizer.state
+    }
+    return {"options": options, "states": states}
+
+
+class _Hole(int):
+    """Stands for the tensor of this number in an outline."""
+
+
+def _outline(value: Any, tensors: list[Tensor]) -> Any:
+    """The same nest of dicts, lists and tuples, with tensors taken out and put into a list."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Hole(len(tensors) - 1)
+    if isinstance(value, dict):
+        return {key: _outline(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_outline(item, tensors) for item in value)
+    return value
+
+
+def _filled(outline: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(outline, _Hole):
+        return tensors[outline]
+    if isinstance(outline, dict):
+        return {key: _filled(item, tensors) for key, item in outline.items()}
+    if type(outline) in (list, tuple):
+        return type(outline)(_filled(item, tensors) for item in outline)
+    return outline
+
+
+def _take_over(optimizer: torch.optim.Optimizer, found: dict[str, Any], root_rank: int) -> None:
+    mine = [len(group["params"]) for group in optimizer.param_groups]
+    theirs = [options.pop("count") for options in found["options"]]
+    if mine != theirs:
+        raise ValueError(
+            f"the optimizer of rank {root_rank} has groups of {theirs} parameters, that of rank {rank()} of {mine}"
+        )
+    for group, options in zip(optimizer.param_groups, found["options"], strict=True):
+        group.update(options)
+    parameters = _parameters(optimizer)
+    optimizer.state.clear()
+    for index, state in found["states"].items():
+        parameter = parameters[index]
+        optimizer.state[parameter] = {
+            # a step count stays on the host, as optimizers keep it; what has a parameter's shape goes to its device
+            key: item.to(parameter.device) if isinstance(item, Tensor) and item.dim() else item
+            for key, item in state.items()
+        }
+
+
+def _pickler() -> Any:
+    """cloudpickle where it is installed, as it takes lambdas and local classes; else pickle."""
+    try:
+        return importlib.import_module("cloudpickle")
+    except ImportError:
+        return pickle
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The object of rank `root_rank`, pickled and sent to all ranks; what other ranks pass is not looked at."""
+    is_root = rank() == root_rank
+    data = _as_tensor(_pickler().dumps(obj)) if is_root else torch.empty(0, dtype=torch.uint8)
+    size = broadcast_(torch.tensor([len(data)]), root_rank, name and f"{name}.size", process_set)
+    if not is_root:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    broadcast_(data, root_rank, name and f"{name}.object", process_set)
+    return obj if is_root else pickle.loads(data.numpy().tobytes())
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """The objects of all ranks, in rank order."""
+    data = _as_tensor(_pickler().dumps(obj))
+    sizes = allgather(torch.tensor([len(data)]), name and f"{name}.size", process_set)
+    everything = allgather(data, name and f"{name}.object", process_set)
+    return [pickle.loads(part.numpy().tobytes()) for part in everything.split(sizes.tolist())]

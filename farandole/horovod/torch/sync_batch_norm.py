@@ -1,0 +1,136 @@
+"""Batch normalization over the batches of all ranks."""
+
+# mypy: disable-error-code="no-untyped-call,override"
+# torch.autograd.Function: `apply` is untyped, and `forward` has arguments of its own
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from farandole.horovod.common.process_sets import ProcessSet, global_process_set
+from farandole.horovod.torch.asynchronous import Sum, allgather_async, allreduce_async_, synchronize
+
+
+class SyncBatchNorm(_BatchNorm):
+    """`torch.nn.BatchNorm1d`, `2d` and `3d` in one, whose statistics in training are those of all ranks' samples.
+
+    Input and output: (N, C, ...), N may differ among ranks; C = num_features.  On any device.  Weight and bias
+    get this rank's gradients, which the distributed optimizer reduces like any others.
+    ValueError where there is only one value per channel on all ranks together.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self._process_set = process_set
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+        if input.shape[1] != self.num_features:
+            raise ValueError(f"expected {self.num_features} channels in dimension 1, got {list(input.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize; in training with the statistics of all ranks, which all call it."""
+        self._check_input_dim(input)
+        alone = self._process_set.size() == 1
+        if alone or not (self.training or self.running_mean is None):
+            return super().forward(input)
+        factor = self._average_factor()
+        normalized, mean, variance, count = _Normalize.apply(
+            input, self.weight, self.bias, self.eps, self._process_set
+        )
+        if self.training and self.running_mean is not None and self.running_var is not None:
+            with torch.no_grad():
+                unbiased = variance * (count / (count - 1))
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+                self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+        result: Tensor = normalized
+        return result
+
+    def _average_factor(self) -> float:
+        """The weight of this batch in the running statistics."""
+        if not self.training or self.num_batches_tracked is None:
+            return 0.0
+        self.num_batches_tracked.add_(1)
+        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+
+class _Normalize(torch.autograd.Function):
+    """Returns the normalized input, and mean, variance and number of the values of each channel on all ranks.
+
+    Statistics of ranks are combined as Chan, Golub and LeVeque (1979) combine those of samples, in float64.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, where: ProcessSet
+    ) -> Any:
+        channels = input.shape[1]
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        others = [dim for dim in range(input.dim()) if dim != 1]
+        count = input.numel() // channels if channels else 0
+        mean = (
+            wide.mean(others, dtype=torch.float64) if count else wide.new_zeros(channels, dtype=torch.float64)
+        )
+        squares = (wide - _spread(mean.to(wide.dtype), input)).square().sum(others, dtype=torch.float64)
+        mine = torch.cat([mean.new_tensor([count]), mean, squares])
+        name = f"sync_batch_norm.{channels}.statistics"
+        everyone = synchronize(allgather_async(mine[None], name, where))
+        counts, means, sums = everyone.split([1, channels, channels], 1)
+        total = counts.sum()
+        if total <= 1:
+            raise ValueError(
+                f"expected more than 1 value per channel on all ranks together, got {int(total)}"
+            )
+        mean = (counts * means).sum(0) / total
+        variance = (sums + counts * (means - mean).square()).sum(0) / total
+        scale = torch.rsqrt(variance + eps)
+        ctx.save_for_backward(input, weight, mean, scale)
+        ctx.where, ctx.total = where, float(total)
+        normalized = (wide - _spread(mean.to(wide.dtype), input)) * _spread(scale.to(wide.dtype), input)
+        if weight is not None:
+            normalized = normalized * _spread(weight, input)
+        if bias is not None:
+            normalized = normalized + _spread(bias, input)
+        ctx.mark_non_differentiable(mean, variance, total)
+        return normalized.to(input.dtype), mean, variance, total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *unused: Any) -> Any:
+        input, weight, mean, scale = ctx.saved_tensors
+        channels = input.shape[1]
+        others = [dim for dim in range(input.dim()) if dim != 1]
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        deviation = (input.to(wide.dtype) - _spread(mean.to(wide.dtype), input)) * _spread(
+            scale.to(wide.dtype), input
+        )
+        for_bias = wide.sum(others, dtype=torch.float64)
+        for_weight = (wide * deviation).sum(others, dtype=torch.float64)
+        name = f"sync_batch_norm.{channels}.gradients"
+        sums = synchronize(
+            allreduce_async_(torch.cat([for_bias, for_weight]), name=name, op=Sum, process_set=ctx.where)
+        )
+        shared_bias, shared_weight = (sums / ctx.total).to(wide.dtype).split(channels)
+        inner = wide - _spread(shared_bias, input) - deviation * _spread(shared_weight, input)
+        factor = scale.to(wide.dtype) if weight is None else scale.to(wide.dtype) * weight
+        for_input = (inner * _spread(factor, input)).to(input.dtype)
+        if weight is None:
+            return for_input, None, None, None, None
+        return for_input, for_weight.to(weight.dtype), for_bias.to(weight.dtype), None, None
+
+
+def _spread(vector: Tensor, like: Tensor) -> Tensor:
+    """A value per channel, in the number of dimensions of (N, C, ...)."""
+    return vector.view(1, -1, *[1] * (like.dim() - 2))

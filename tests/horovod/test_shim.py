@@ -1,0 +1,101 @@
+"""Scripts that import horovod, unmodified, under every launcher that is here."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.jobs import ROOT, environment, ours, run, write
+
+LAB = str(ROOT / "labs" / "horovod_digits.py")
+
+SCRIPT = """
+import sys
+import horovod
+import horovod.torch as hvd
+from horovod.torch.mpi_ops import allreduce
+from horovod.torch.elastic import TorchState
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.process_sets import ProcessSet
+import helper
+import farandole.horovod.torch
+import torch
+
+assert hvd is farandole.horovod.torch and hvd.__spec__.name == "farandole.horovod.torch"
+assert hvd.elastic.TorchState is TorchState and hvd.ProcessSet is ProcessSet
+assert __name__ == "__main__" and sys.argv[1:] == ["--flag", "value"], sys.argv
+try:
+    import horovod.mxnet
+except ImportError as error:
+    assert "horovod.mxnet is not there" in str(error) and "horovod.torch" in str(error), error
+else:
+    raise AssertionError
+hvd.init()
+total = int(allreduce(torch.tensor(hvd.rank() + 1), op=hvd.Sum))
+sys.stdout.write(f"{hvd.rank()}|{hvd.size()}|{hvd.local_rank()}|{total}\\n")
+"""
+
+SHIM = ["-m", "farandole.horovod.shim"]
+
+
+def mpirun() -> str:
+    found = Path(sys.executable).parent / "mpirun"
+    command = str(found) if found.exists() else shutil.which("mpirun")
+    if not command:
+        pytest.skip("no mpirun here")
+    return command
+
+
+def commands(ranks: int) -> dict[str, list[str]]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return {"farandole launch": ours("-n", str(ranks), *SHIM), "torchrun": [*torchrun, *SHIM]}
+
+
+@pytest.mark.parametrize("launcher", ["alone", "torchrun", "mpirun"])
+def test_a_script_that_imports_horovod(tmp_path, launcher):
+    write(tmp_path, "", "helper.py")
+    script = [write(tmp_path, SCRIPT), "--flag", "value"]
+    if launcher == "alone":
+        command = [sys.executable, *SHIM, *script]
+    elif launcher == "mpirun":
+        command = [mpirun(), "-n", "2", sys.executable, *SHIM, *script]
+    else:
+        command = [*commands(2)[launcher], *script]
+    status, out, err = run(command)
+    assert status == 0, err
+    expected = ["0|1|0|1"] if launcher == "alone" else ["0|2|0|3", "1|2|1|3"]
+    assert sorted(out.splitlines()) == expected
+
+
+def test_a_module_and_wrong_usage(tmp_path):
+    write(tmp_path, "import horovod.torch as hvd; hvd.init(); print(hvd.size())", "program.py")
+    shim = [sys.executable, *SHIM]
+    done = subprocess.run(
+        [*shim, "-m", "program"], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout == "1\n", done.stderr
+    for wrong in ([], ["-m"], ["--help"]):
+        status, _, err = run([*shim, *wrong])
+        assert status == 1 and err.startswith("usage: ")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [
+        ("farandole launch", ["--use-adasum"]),
+        ("torchrun", ["--gradient-predivide-factor", "2"]),
+        ("mpirun", ["--fp16-allreduce"]),
+    ],
+)
+def test_the_lab_learns_digits(launcher, options):
+    pytest.importorskip("sklearn", reason="labs/horovod_digits.py needs scikit-learn: pip install '.[labs]'")
+    command = [mpirun(), "-n", "2", sys.executable, *SHIM] if launcher == "mpirun" else commands(2)[launcher]
+    status, out, err = run([*command, LAB, "--epochs", "2", *options])
+    assert status == 0, err
+    accuracy = float(re.findall(r"test accuracy (\S+),", out)[-1])
+    assert len(out.splitlines()) == 2 and accuracy > 0.85, out
