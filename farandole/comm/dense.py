@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
 reachable = {"cpu"}
 """The devices whose memory is used by its address; tensors of others are copied to the host and back."""
 

@@ -76,19 +76,17 @@ def _store(timeout: timedelta) -> dist.Store:
     with way.lock:
         hosts = world.allgather(socket.gethostname())
     one_host = len(set(hosts)) == 1
-    place: tuple[str, int] | None = None
-    if world.Get_rank() == 0:
-        listener = socket.create_server((LOOPBACK if one_host else "", 0))
-        host = LOOPBACK if one_host else os.environ.get("MASTER_ADDR") or hosts[0]
-        place = (host, listener.getsockname()[1])
-        store = dist.TCPStore(
-            *place,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=listener.detach(),
-        )
+    host = LOOPBACK if one_host else os.environ.get("MASTER_ADDR") or hosts[0]
+    listener = socket.create_server((LOOPBACK if one_host else "", 0)) if world.Get_rank() == 0 else None
     with way.lock:
-        place = world.bcast(place, root=0)
-    assert place is not None
-    return store if world.Get_rank() == 0 else dist.TCPStore(*place, is_master=False, timeout=timeout)
+        port = world.bcast(listener.getsockname()[1] if listener else 0, root=0)
+    if listener is None:
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )

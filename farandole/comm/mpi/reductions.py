@@ -1,9 +1,10 @@
 """Reductions.  Those that MPI has are MPI's; the others are computed here.
 
-MPI has none for 16-bit floats (the type for bf16 is null in MPICH's wheel, and using it ends the job), no average,
-and its minimum may drop a NaN on one rank and not on another.  For those each rank gets a part of the elements of
-all ranks, reduces it from rank 0's value to rank n-1's, 16-bit floats in fp32 and rounded once, and gives it to
-the others.  So results are the same bits on all ranks.
+MPI has none for 16-bit floats (the type for bf16 is null in MPICH's wheel, and using it ends the job) and no average;
+its minimum may drop a NaN on one rank and not on another; and sums of whole numbers of 8 and 16 bits wrap around in
+torch and stop at the largest in Open MPI.  For those each rank gets a part of the elements of all ranks, reduces it
+from rank 0's value to rank n-1's, 16-bit floats in fp32 and rounded once, and gives it to the others.  So results
+are the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -46,6 +47,13 @@ _OPS = {
 _BOOL_OPS = {**_OPS, "sum": "BOR", "product": "BAND", "min": "BAND", "max": "BOR"}
 
 
+def _differs(dtype: torch.dtype, reduction: str) -> bool:
+    """Whether MPI's reduction is not, or not everywhere, torch's."""
+    if dtype.is_floating_point:
+        return reduction in ("min", "max")
+    return dtype is not torch.bool and dtype.itemsize < 4 and reduction in ("sum", "product")
+
+
 class Reductions(Calls):
     """all-reduce, reduce and reduce-scatter."""
 
@@ -54,9 +62,9 @@ class Reductions(Calls):
         # for each type and reduction that are MPI's own: its type, its operation
         self._plans: dict[tuple[int, int], tuple[Any, Any]] = {}
         for dtype, name in _PLAIN.items():
+            ops = _BOOL_OPS if dtype is torch.bool else _OPS
             for number, reduction in enumerate(REDUCTION_NAMES):
-                ops = _BOOL_OPS if dtype is torch.bool else _OPS
-                if reduction in ops and not (dtype.is_floating_point and reduction in ("min", "max")):
+                if reduction in ops and not _differs(dtype, reduction):
                     plan = getattr(self.mpi, name), getattr(self.mpi, ops[reduction])
                     self._plans[TYPES[dtype], number] = plan
 

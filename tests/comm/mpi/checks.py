@@ -140,8 +140,8 @@ def deadlines(rank: int, size: int) -> None:
     dist.barrier()
     if rank > 0:
         dist.all_reduce(torch.ones(3), group=group)  # comes, late; the work of rank 0 ends behind its back
+    dist.group.WORLD.set_timeout(timedelta(seconds=0.3))
     with pytest.raises(RankLate, match=r"no rank sent, within 0.3 s, what rank \d+"):
-        dist.group.WORLD.set_timeout(timedelta(seconds=0.3))
         dist.recv(torch.ones(2))
     dist.group.WORLD.set_timeout(timedelta(seconds=30))
     dist.barrier()
