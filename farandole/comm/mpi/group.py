@@ -22,7 +22,7 @@ from farandole.comm.errors import CommunicationError, RankDied, RankLate
 from farandole.comm.host import Meeting
 from farandole.comm.mpi.core import MpiCore
 from farandole.comm.mpi.engine import Engine, engine
-from farandole.comm.mpi.library import MpiUnavailable, describe_library
+from farandole.comm.mpi.library import NO_FORK, MpiUnavailable, describe_library
 from farandole.native import Call, Failure, Status
 
 SLOW_S = 1.0
@@ -42,7 +42,8 @@ class MpiGroup:
         self.roster = roster
         self.handle: int | None = 1  # what the core is called with; None after `close`
         self.core: Any = MpiCore(self)
-        self.compares = dist.get_debug_level() is dist.DebugLevel.DETAIL
+        self.compares = dist.get_debug_level() == dist.DebugLevel.DETAIL
+        self._owner = os.getpid()
         self._store = meeting.store
         self._index = 0
         self._call: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
@@ -123,7 +124,7 @@ class MpiGroup:
 
     def close(self) -> None:
         """Give the communicator back.  No call may be under way."""
-        if not self.handle:
+        if not self.handle or self._owner != os.getpid():
             return
         self.handle = None
         if self._broken is None and not self.engine.mpi.Is_finalized():
@@ -134,6 +135,8 @@ class MpiGroup:
 
     def begin(self, operation: int, kind: int, op: int, count: int, root: int = 0) -> None:
         """A collective begins; raises the error of a group that is broken."""
+        if self._owner != os.getpid():
+            raise MpiUnavailable(NO_FORK)
         if self._broken is not None:
             raise self._broken
         self._index += 1

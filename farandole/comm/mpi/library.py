@@ -23,6 +23,11 @@ _SIZES = {
 }
 """Where launchers say how many ranks they started, the innermost first."""
 
+NO_FORK = (
+    "this process was forked from one that uses MPI, which does not survive that; start it with the method 'spawn' "
+    "(of multiprocessing, or multiprocessing_context='spawn' of a DataLoader)"
+)
+
 
 class MpiUnavailable(CommunicationError):
     """There is no MPI that could be used; the message says what to install, load or set."""
@@ -68,10 +73,7 @@ def loaded() -> Any:
     """The same, in the process that loaded it: MPI does not survive a fork."""
     mpi = load()
     if _process[0] != os.getpid():
-        raise MpiUnavailable(
-            "this process was forked from one that uses MPI, which does not survive that; start it with "
-            "multiprocessing's method 'spawn'"
-        )
+        raise MpiUnavailable(NO_FORK)
     return mpi
 
 

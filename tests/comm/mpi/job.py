@@ -52,7 +52,7 @@ def start(
 
 
 def run_script(
-    tmp_path: Path, size: int, text: str, *, environ: dict[str, str] | None = None, timeout_s: float = 60
+    tmp_path: Path, size: int, text: str, *, environ: dict[str, str] | None = None, timeout_s: float = 30
 ) -> tuple[int, str, str]:
     """Exit code, output and errors of a script on `size` ranks."""
     script = tmp_path / "script.py"
