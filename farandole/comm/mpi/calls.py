@@ -38,6 +38,7 @@ class Calls:
         self.engine = group.engine
         self.mpi = group.engine.mpi
         self._memory = self.mpi.memory.fromaddress
+        self._begins: dict[str, Callable[..., Any]] = {}
         # data that only move are whole numbers of the right width
         names = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
         self._units = {width: getattr(self.mpi, name) for width, name in names.items()}
@@ -124,7 +125,9 @@ class Calls:
             and self._block(background, getattr(self.comm, name), arguments)
         ):
             return
-        begin = getattr(self.comm, f"I{name[0].lower()}{name[1:]}")
+        begin = self._begins.get(name)
+        if begin is None:
+            begin = self._begins[name] = getattr(self.comm, f"I{name[0].lower()}{name[1:]}")
         self.finish(self.group.start(begin, *arguments), transfer, background)
 
     def finish(self, request: Any, transfer: int, background: bool) -> None:

@@ -61,6 +61,15 @@ class Engine:
         # after all groups have taken their leave (see comm/ending.py), before mpi4py ends MPI
         Finalize(None, self._end, exitpriority=-1)
 
+    def complete_soon(self, request: Any, spins: int = SPINS) -> bool:
+        """Test a request some times in a row; whether it is complete."""
+        lock, test = self.lock, request.Test
+        for _ in range(spins):
+            with lock:
+                if test():
+                    return True
+        return False
+
     def complete(
         self,
         request: Any,
@@ -74,17 +83,9 @@ class Engine:
 
         `transfer` is how many bytes move; `each_turn(waited_s)` is called between tests, without the lock.
         """
-        lock, test = self.lock, request.Test
-        for _ in range(3 if background else SPINS):
-            with lock:
-                if test():
-                    return True
         started = time.monotonic()
         yielding = YIELDING_S + transfer / MOVED_PER_S
-        while True:
-            with lock:
-                if test():
-                    return True
+        while not self.complete_soon(request, 1):
             waited = time.monotonic() - started
             if waited > seconds:
                 return False
@@ -96,6 +97,7 @@ class Engine:
                 os.sched_yield()
             else:
                 time.sleep(NAP_S if waited < IDLE_S else LONG_NAP_S)
+        return True
 
     # ---- calls that may block inside MPI ----
 

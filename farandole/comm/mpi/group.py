@@ -21,7 +21,7 @@ from farandole.comm.describe import Roster, describe_call, failure_to_error
 from farandole.comm.errors import CommunicationError, RankDied, RankLate
 from farandole.comm.host import Meeting
 from farandole.comm.mpi.core import MpiCore
-from farandole.comm.mpi.engine import Engine, engine
+from farandole.comm.mpi.engine import SPINS, Engine, engine
 from farandole.comm.mpi.library import NO_FORK, MpiUnavailable, describe_library
 from farandole.native import Call, Failure, Status
 
@@ -153,17 +153,11 @@ class MpiGroup:
     def finish(self, request: Any, transfer: int, *, background: bool) -> None:
         """Wait for a part of the call under way.  `RankLate` at the deadline, after which the group is broken."""
         seconds = self._call_timeout_s or self.timeout_s
-        slow_s = min(SLOW_S, seconds / 2)
-
-        def each_turn(waited: float) -> None:
-            if self._given_up:
-                raise CommunicationError(f"the group was destroyed in {self._in_words()}")
-            if waited > slow_s and self._told < self._index:
-                self._tell()
-
         try:
+            if self.engine.complete_soon(request, 3 if background else SPINS):
+                return
             done = self.engine.complete(
-                request, seconds, transfer=transfer, background=background, each_turn=each_turn
+                request, seconds, transfer=transfer, background=background, each_turn=self._each_turn
             )
         except self.engine.mpi.Exception as error:
             raise self._failed(error) from error
@@ -177,6 +171,14 @@ class MpiGroup:
             self.engine.abandon(request)
             self._broken = self._late(seconds)
             raise self._broken
+
+    def _each_turn(self, waited_s: float) -> None:
+        """Between the tests of a call that takes longer."""
+        if self._given_up:
+            raise CommunicationError(f"the group was destroyed in {self._in_words()}")
+        seconds = self._call_timeout_s or self.timeout_s
+        if waited_s > min(SLOW_S, seconds / 2) and self._told < self._index:
+            self._tell()
 
     def compare(self, background: bool) -> None:
         """With TORCH_DISTRIBUTED_DEBUG=DETAIL: `CallMismatch` unless all ranks make the same call here."""

@@ -66,8 +66,9 @@ class MpiMessage:
 
     def wait(self, deadline: float, *, background: bool) -> bool:
         """Test until it is complete; False at the deadline, a point of the monotonic clock."""
-        return self._way.complete(
-            _Tested(self), deadline - time.monotonic(), transfer=self._nbytes, background=background
+        tested = _Tested(self)
+        return self._way.complete_soon(tested) or self._way.complete(
+            tested, deadline - time.monotonic(), transfer=self._nbytes, background=background
         )
 
 

@@ -84,7 +84,7 @@ def test_over_mpi(size: int, number: int, checks: list[Check]) -> None:
 @needs_mpi
 @pytest.mark.slow
 def test_counts_beyond_32_bits() -> None:
-    if free_bytes() < 20 * 2**30:
-        pytest.skip("less than 20 GiB of memory are free")
+    if free_bytes() < 12 * 2**30:
+        pytest.skip("less than 12 GiB of memory are free")
     found, errors = outcomes(2, json.dumps([(OWN, "large_counts", [2**31 + 7])]))
     assert found.get("0") == "", found.get("0") or errors
