@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from farandole.comm.errors import CommunicationError
+from farandole.comm.remark import say_once
 
 _SIZES = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
@@ -44,7 +45,7 @@ def load() -> Any:
             "that of the cluster, or pip install mpich"
         ) from error
     if "mpi4py.MPI" not in sys.modules:
-        mpi4py.rc.thread_level = "serialized"
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True  # begun below, ended with the interpreter
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -55,7 +56,10 @@ def load() -> Any:
     if MPI.Is_finalized():
         raise MpiUnavailable("this program has finalized MPI already, which cannot be started twice")
     if not MPI.Is_initialized():
+        _remark_on_launcher(os.environ, describe_library(MPI))
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
+        for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
+            comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py makes exceptions of errors
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise MpiUnavailable(
             "this program has initialised MPI for one thread, and asynchronous work needs others; before the first "
@@ -98,11 +102,19 @@ def check_world(environ: Mapping[str, str], size: int, library: str) -> None:
     )
 
 
+def _remark_on_launcher(environ: Mapping[str, str], library: str) -> None:
+    """Before MPI begins: most builds of other MPIs end the process there, under Open MPI's mpirun."""
+    variable = "OMPI_COMM_WORLD_SIZE"
+    if environ.get(variable, "1") != "1" and not library.startswith("Open MPI"):
+        say_once(
+            f"{_SIZES[variable]} started this process, and mpi4py loads {library}; if that does not begin here, "
+            f"{_remedy(variable)}"
+        )
+
+
 def _remedy(variable: str) -> str:
     beside = Path(sys.executable).with_name("mpiexec")
-    start = (
-        f"start with {beside}" if beside.exists() else "start with the mpiexec of the library that is loaded"
-    )
+    start = "start with that library's own mpiexec" + (f" (perhaps {beside})" if beside.exists() else "")
     if variable == "WORLD_SIZE":
         return f"{start}; under this launcher use the backend farandole"
     if variable == "SLURM_STEP_NUM_TASKS":

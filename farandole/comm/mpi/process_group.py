@@ -43,3 +43,8 @@ class MpiProcessGroup(FarandoleProcessGroup):
         elif not all(tensor.is_cpu for tensor in tensors):
             return None
         return super()._on_host()
+
+    def abandon(self, note: str, patience_s: float) -> None:
+        """The program ends: what it has begun may still complete, as MPI's own end waits for all ranks anyway."""
+        if not self._rest(patience_s / 2):
+            super().abandon(note, patience_s / 2)

@@ -123,7 +123,7 @@ def test_another_launcher_is_named_with_the_remedy(tmp_path):
     assert run.returncode != 0
     assert re.search(
         r"torchrun .*started 2 ranks \(WORLD_SIZE=2\), but mpi4py has loaded \w+.*, which sees a world of one; "
-        r"start with .*mpiexec.*; under this launcher use the backend farandole",
+        r"start with that library.s own mpiexec.*; under this launcher use the backend farandole",
         run.stderr,
     ), run.stderr
 
