@@ -136,7 +136,7 @@ class Calls:
 
     def _block(self, background: bool, call: Callable[..., Any], arguments: Sequence[Any]) -> bool:
         """Make a call that blocks inside MPI if all ranks are here and can afford that; see `engine.py`."""
-        alone = self.engine.try_alone()
+        alone = not background and self.engine.try_alone()
         try:
             agreed = (ctypes.c_byte * 1)(alone)
             buffer = [agreed, 1, self.mpi.INT8_T]

@@ -7,7 +7,8 @@ groups, on several threads, in another order on each rank, do not wait for each 
 
 Open MPI's collectives that do not block are two to three times slower than those that do (measured on one
 host, 5.0).  There a large call first agrees, in a small one that does not block, that every rank is here with
-nothing else of the kind under way; then it may block inside MPI: every rank is about to do its part.
+nothing else of the kind under way; then it may block inside MPI: every rank is about to do its part.  Not so work
+beside the program's own, which a blocking call would keep from its core (DDP is three times slower with it).
 """
 
 from __future__ import annotations
