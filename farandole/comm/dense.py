@@ -9,10 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+reachable = {"cpu"}
+"""The devices whose memory is used by its address; tensors of others are copied to the host and back."""
+
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the bytes at `data_ptr` are the values in order, with no lazy sign or conjugation."""
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    """Whether the bytes at `data_ptr` are within reach, and the values in order, with no lazy sign or conjugation."""
+    return (
+        tensor.device.type in reachable
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -33,12 +41,19 @@ def plain(tensor: Tensor) -> Tensor:
 
 def readable(tensor: Tensor) -> Tensor:
     """A dense tensor of the same values; the tensor itself where it is one."""
-    return tensor if is_dense(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+    if is_dense(tensor):
+        return tensor
+    values = tensor.resolve_conj().resolve_neg()
+    return values.contiguous() if values.device.type in reachable else writable(tensor).copy_(values)
 
 
 def writable(tensor: Tensor) -> Tensor:
     """A dense tensor of the same shape, to be copied back; the tensor itself where it is one."""
-    return tensor if is_dense(tensor) else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    if is_dense(tensor):
+        return tensor
+    if tensor.device.type in reachable:
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
 def copy_back(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:

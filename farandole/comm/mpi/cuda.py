@@ -1,0 +1,64 @@
+"""CUDA tensors over MPI.  Not run by the authors: their machines have no GPU and no MPI that knows of one.
+
+An MPI that is aware of CUDA takes addresses of device memory like others; whether the one that is loaded is, it
+tells by `MPIX_Query_cuda_support` (Open MPI, MPICH and its relatives).  For others, tensors go through pinned memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MEMORY_TYPE, _ON_DEVICE = 2, 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_DEVICE
+
+
+@functools.cache
+def is_aware() -> bool:
+    """Whether the MPI of this process takes addresses of CUDA memory."""
+    if not torch.cuda.is_available():
+        return False
+    query = getattr(ctypes.CDLL(None), "MPIX_Query_cuda_support", None) or _query_in_loaded_library()
+    return bool(query and query())
+
+
+def _query_in_loaded_library() -> Any:
+    """mpi4py opens MPI for itself alone, so its names are looked up in the file that is mapped."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split()[-1] for line in maps if "libmpi" in line and ".so" in line}
+    for path in sorted(paths):
+        query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
+        if query is not None:
+            return query
+    return None
+
+
+def ready(*tensors: Tensor) -> None:
+    """Wait until the kernels that write the tensors have run: MPI knows nothing of streams."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def tensor_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    """A view of `count` elements at an address of this host or, if MPI takes those, of a device."""
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    if is_aware() and _is_on_device(address):
+        view = type("View", (), {"__cuda_array_interface__": _describe(address, count * dtype.itemsize)})()
+        return torch.as_tensor(view, device="cuda").view(dtype)
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype, count=count)
+
+
+def _describe(address: int, nbytes: int) -> dict[str, Any]:
+    return {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _is_on_device(address: int) -> bool:
+    kind = ctypes.c_uint(0)
+    query = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+    found = query(ctypes.byref(kind), _MEMORY_TYPE, ctypes.c_uint64(address)) == 0
+    return found and kind.value == _ON_DEVICE

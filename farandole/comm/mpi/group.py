@@ -1,0 +1,263 @@
+"""A group of ranks in MPI, with the face of `HostGroup`: what the process group needs below tensors.
+
+`MpiGroup` is who is in the group, how long its calls wait, and errors that name ranks; its `core` (core.py) has
+the calls of the C core, over MPI.  So lanes, spellings, copies of tensors and messages are those of the
+shared-memory backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from socket import gethostname
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from farandole.comm.describe import Roster, describe_call, failure_to_error
+from farandole.comm.errors import CommunicationError, RankDied, RankLate
+from farandole.comm.host import Meeting
+from farandole.comm.mpi.core import MpiCore
+from farandole.comm.mpi.engine import SPINS, Engine, engine
+from farandole.comm.mpi.library import NO_FORK, MpiUnavailable, describe_library
+from farandole.native import Call, Failure, Status
+
+SLOW_S = 1.0
+"""After that long in a call a rank leaves word in the store, by which the others know that it is not the late one."""
+GRACE_S = 0.5
+"""How long a rank whose deadline has passed waits for such words."""
+
+
+class MpiGroup:
+    """The ranks of one group and their communicator.  Made by every rank of the group at once with `meet`."""
+
+    def __init__(self, comm: Any, way: Engine, roster: Roster, meeting: Meeting, timeout: timedelta) -> None:
+        self.comm = comm
+        self.engine = way
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+        self.roster = roster
+        self.handle: int | None = 1  # what the core is called with; None after `close`
+        self.core: Any = MpiCore(self)
+        self.compares = dist.get_debug_level() == dist.DebugLevel.DETAIL
+        self._owner = os.getpid()
+        self._store = meeting.store
+        self._index = 0
+        self._call: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+        self._told = 0  # the number of the last call that the store knows of
+        self._call_timeout_s: float | None = None
+        self._given_up = False
+        self._broken: CommunicationError | None = None
+        self.set_timeout(timeout)
+
+    @classmethod
+    def meet(
+        cls, meeting: Meeting, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
+    ) -> MpiGroup:
+        """Make it with the other ranks.
+
+        `ranks` are for messages: how people number them.  MPI's numbers are exchanged, as the program may
+        have chosen others.  `RankLate` if a rank does not come; `MpiUnavailable` if MPI does not know them all.
+        """
+        way = engine()
+        world, mpi = way.mpi.COMM_WORLD, way.mpi
+        with way.making_group():
+            told = meeting.exchange(
+                "mpi", f"{world.Get_rank()} {os.getpid()} {gethostname()} {describe_library(mpi)}"
+            )
+            numbers = [int(text.split()[0]) for text in told]
+            libraries = sorted({text.split(maxsplit=3)[3] for text in told})
+            if len(libraries) > 1:
+                raise MpiUnavailable(
+                    f"the ranks of {name} have loaded different MPIs: {', '.join(libraries)}"
+                )
+            if len(set(numbers)) < size or world.Get_size() < size:
+                raise MpiUnavailable(
+                    f"{name} has {size} ranks, and {libraries[0]} knows of {world.Get_size()}; start them with mpiexec"
+                )
+            tag = sum((i + 1) * number for i, number in enumerate(numbers)) % 32768
+            with way.lock:
+                members = world.Get_group()
+                comm = world.Create_group(members.Incl(numbers), tag)
+                comm.Set_errhandler(mpi.ERRORS_RETURN)
+        pids, hosts = [int(text.split()[1]) for text in told], [text.split()[2] for text in told]
+        roster = Roster(name, ranks, pids, hosts)
+        return cls(comm, way, roster, meeting, timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a call waits for the other ranks."""
+        self.timeout_s = timeout.total_seconds()
+
+    def within(self, timeout_s: float, call: Callable[[int], None]) -> Callable[[int], None]:
+        """A call with a timeout of its own."""
+
+        def timed(flags: int) -> None:
+            self._call_timeout_s = timeout_s
+            try:
+                call(flags)
+            finally:
+                self._call_timeout_s = None
+
+        return timed
+
+    def check(self, status: Any) -> None:
+        """Raise an error that the core returned."""
+        if isinstance(status, BaseException):
+            raise status
+
+    def whereabouts(self) -> str:
+        """For a person: the call under way, and which ranks are not known to be in it."""
+        what = f"{self._in_words()}, call number {self._index} of {self.roster.group}"
+        behind = [f"{self.roster.rank(rank)} has not said that it arrived" for rank in self._missing()]
+        return "; ".join([what, *behind])
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
+        """An ordinary tensor: MPI has no better memory to offer."""
+        return torch.empty(*shape, dtype=dtype)
+
+    def leave(self, note: str) -> None:
+        """MPI has no way to tell the others."""
+
+    def give_up(self) -> None:
+        """Have this process's calls under way return, with an error."""
+        self._given_up = True
+
+    def close(self) -> None:
+        """Give the communicator back.  No call may be under way."""
+        if not self.handle or self._owner != os.getpid():
+            return
+        self.handle = None
+        if self._broken is None and not self.engine.mpi.Is_finalized():
+            with self.engine.lock:
+                self.comm.Free()
+
+    # ---- for the core ----
+
+    def begin(self, operation: int, kind: int, op: int, count: int, root: int = 0) -> None:
+        """A collective begins; raises the error of a group that is broken."""
+        if self._owner != os.getpid():
+            raise MpiUnavailable(NO_FORK)
+        if self._broken is not None:
+            raise self._broken
+        self._index += 1
+        self._call = (operation, kind, op, count, root)
+
+    def start(self, begin: Callable[..., Any], *arguments: Any) -> Any:
+        """Call MPI; an error of its becomes one of ours."""
+        try:
+            with self.engine.lock:
+                return begin(*arguments)
+        except self.engine.mpi.Exception as error:
+            raise self._failed(error) from error
+
+    def finish(self, request: Any, transfer: int, *, background: bool) -> None:
+        """Wait for a part of the call under way.  `RankLate` at the deadline, after which the group is broken."""
+        seconds = self._call_timeout_s or self.timeout_s
+        try:
+            if self.engine.complete_soon(request, 3 if background else SPINS):
+                return
+            done = self.engine.complete(
+                request, seconds, transfer=transfer, background=background, each_turn=self._each_turn
+            )
+        except self.engine.mpi.Exception as error:
+            raise self._failed(error) from error
+        except BaseException:
+            self._broken = CommunicationError(
+                f"{self.roster.group} was interrupted in {self._in_words()} and cannot be used any more"
+            )
+            self.engine.abandon(request)
+            raise
+        if not done:
+            self.engine.abandon(request)
+            self._broken = self._late(seconds)
+            raise self._broken
+
+    def _each_turn(self, waited_s: float) -> None:
+        """Between the tests of a call that takes longer."""
+        if self._given_up:
+            raise CommunicationError(f"the group was destroyed in {self._in_words()}")
+        seconds = self._call_timeout_s or self.timeout_s
+        if waited_s > min(SLOW_S, seconds / 2) and self._told < self._index:
+            self._tell()
+
+    def compare(self, background: bool) -> None:
+        """With TORCH_DISTRIBUTED_DEBUG=DETAIL: `CallMismatch` unless all ranks make the same call here."""
+        mine = torch.tensor([self._index, *self._call])
+        calls = torch.empty(self.size, mine.numel(), dtype=mine.dtype)
+        request = self.start(self.comm.Iallgather, mine.numpy(), calls.numpy())
+        self.finish(request, 0, background=background)
+        same = [row == calls[0].tolist() for row in calls.tolist()]
+        if all(same):
+            return
+        # the culprit is the first that differs from most others
+        common = max(range(self.size), key=lambda r: sum(row == calls[r].tolist() for row in calls.tolist()))
+        culprit = next(r for r in range(self.size) if calls[r].tolist() != calls[common].tolist())
+        failure = Failure(
+            status=Status.MISMATCH,
+            culprit=culprit,
+            reporter=common,
+            culprit_call=_call(*calls[culprit].tolist()),
+            reporter_call=_call(*calls[common].tolist()),
+        )
+        self._broken = failure_to_error(failure, self.rank, self.roster, self.timeout_s)
+        raise self._broken
+
+    # ---- errors ----
+
+    def _in_words(self) -> str:
+        return describe_call(_call(self._index, *self._call), self.roster)
+
+    def _failed(self, error: Any) -> CommunicationError:
+        mpi = self.engine.mpi
+        kind = (
+            RankDied
+            if error.Get_error_class() == getattr(mpi, "ERR_PROC_FAILED", None)
+            else CommunicationError
+        )
+        self._broken = kind(
+            f"MPI failed on {self.roster.rank(self.rank)} in {self._in_words()}, call number {self._index} of "
+            f"{self.roster.group}: {error.Get_error_string()}"
+        )
+        return self._broken
+
+    def _late(self, seconds: float) -> RankLate:
+        self._tell()
+        deadline = time.monotonic() + GRACE_S
+        while (missing := self._missing()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        waiting = f"in {self._in_words()}, call number {self._index} of {self.roster.group}"
+        if not missing:
+            return RankLate(
+                f"all ranks have arrived, and the transfer did not end within {seconds:g} s, {waiting}: a rank is "
+                f"stopped, or the network is"
+            )
+        names = ", ".join(self.roster.rank(rank) for rank in missing)
+        return RankLate(
+            f"{names} did not arrive within {seconds:g} s; {self.roster.rank(self.rank)} was waiting {waiting}"
+        )
+
+    def _tell(self) -> None:
+        """Leave word that this rank is in its call; without a store nobody is told."""
+        self._told = self._index
+        with contextlib.suppress(RuntimeError):  # torch's DistError: rank 0, which keeps the store, is gone
+            self._store.set(f"in call/{self.rank}", str(self._index))
+
+    def _missing(self) -> list[int]:
+        """The ranks that have not left word that they are in this call or in a later one."""
+        missing = []
+        for rank in range(self.size):
+            key = f"in call/{rank}"
+            with contextlib.suppress(RuntimeError):
+                if rank != self.rank and not (
+                    self._store.check([key]) and int(self._store.get(key)) >= self._index
+                ):
+                    missing.append(rank)
+        return missing
+
+
+def _call(index: int, operation: int, kind: int, op: int, count: int, root: int) -> Call:
+    return Call(index=index, operation=operation, type=kind, op=op, root=root, count=count)

@@ -1,0 +1,125 @@
+"""The MPI library that mpi4py has loaded: initialised here, and checked against the launcher.
+
+The thread level is "serialized": one thread at a time is in MPI, whichever it is (see `engine.py`).  With
+"multiple", the level that mpi4py asks for by itself, MPICH gives up its collectives in shared memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from farandole.comm.errors import CommunicationError
+from farandole.comm.remark import say_once
+
+_SIZES = {
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+    "PMI_SIZE": "Hydra, the mpiexec of MPICH and its relatives,",
+    "WORLD_SIZE": "torchrun (or whoever set WORLD_SIZE)",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
+"""Where launchers say how many ranks they started, the innermost first."""
+
+NO_FORK = (
+    "this process was forked from one that uses MPI, which does not survive that; start it with the method 'spawn' "
+    "(of multiprocessing, or multiprocessing_context='spawn' of a DataLoader)"
+)
+
+
+class MpiUnavailable(CommunicationError):
+    """There is no MPI that could be used; the message says what to install, load or set."""
+
+
+@functools.cache
+def load() -> Any:
+    """The module `mpi4py.MPI`, initialised.  `MpiUnavailable` with the remedy where that cannot be."""
+    try:
+        import mpi4py
+    except ImportError as error:
+        raise MpiUnavailable(
+            "the backend farandole-mpi needs mpi4py 4 or later: pip install 'farandole[mpi]', and an MPI library: "
+            "that of the cluster, or pip install mpich"
+        ) from error
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True  # begun below, ended with the interpreter
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise MpiUnavailable(
+            f"mpi4py is installed and finds no MPI library: {error}; load the cluster's module for MPI, name its "
+            f"libmpi.so in MPI4PY_LIBMPI, or pip install mpich"
+        ) from error
+    if MPI.Is_finalized():
+        raise MpiUnavailable("this program has finalized MPI already, which cannot be started twice")
+    if not MPI.Is_initialized():
+        _remark_on_launcher(os.environ, describe_library(MPI))
+        MPI.Init_thread(MPI.THREAD_SERIALIZED)
+        for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
+            comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py makes exceptions of errors
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise MpiUnavailable(
+            "this program has initialised MPI for one thread, and asynchronous work needs others; before the first "
+            "`from mpi4py import MPI` write `import mpi4py; mpi4py.rc.thread_level = 'serialized'`"
+        )
+    check_world(os.environ, MPI.COMM_WORLD.Get_size(), describe_library(MPI))
+    _process.append(os.getpid())
+    return MPI
+
+
+_process: list[int] = []
+
+
+def loaded() -> Any:
+    """The same, in the process that loaded it: MPI does not survive a fork."""
+    mpi = load()
+    if _process[0] != os.getpid():
+        raise MpiUnavailable(NO_FORK)
+    return mpi
+
+
+def describe_library(mpi: Any) -> str:
+    """`MPICH 5.0.2`."""
+    name, version = mpi.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
+
+
+def check_world(environ: Mapping[str, str], size: int, library: str) -> None:
+    """`MpiUnavailable` where a launcher started several ranks and MPI sees a world of one.
+
+    That happens when the mpirun of one MPI starts a Python that has loaded another, and each process would
+    run the whole job.
+    """
+    variable = next((name for name in _SIZES if environ.get(name, "").isdecimal()), None)
+    if size != 1 or variable is None or int(environ[variable]) <= 1:
+        return
+    raise MpiUnavailable(
+        f"{_SIZES[variable]} started {environ[variable]} ranks ({variable}={environ[variable]}), but mpi4py has "
+        f"loaded {library}, which sees a world of one; {_remedy(variable)}"
+    )
+
+
+def _remark_on_launcher(environ: Mapping[str, str], library: str) -> None:
+    """Before MPI begins: most builds of other MPIs end the process there, under Open MPI's mpirun."""
+    variable = "OMPI_COMM_WORLD_SIZE"
+    if environ.get(variable, "1") != "1" and not library.startswith("Open MPI"):
+        say_once(
+            f"{_SIZES[variable]} started this process, and mpi4py loads {library}; if that does not begin here, "
+            f"{_remedy(variable)}"
+        )
+
+
+def _remedy(variable: str) -> str:
+    beside = Path(sys.executable).with_name("mpiexec")
+    start = "start with that library's own mpiexec" + (f" (perhaps {beside})" if beside.exists() else "")
+    if variable == "WORLD_SIZE":
+        return f"{start}; under this launcher use the backend farandole"
+    if variable == "SLURM_STEP_NUM_TASKS":
+        return f"use srun --mpi=pmix (or pmi2: `srun --mpi=list`), or {start}"
+    return (
+        f"{start}, or have mpi4py load the launcher's: MPI4PY_LIBMPI=/path/to/libmpi.so, or MPI4PY_MPIABI=openmpi "
+        f"(mpich) where both are installed; without any MPI, `farandole launch` runs the backend farandole"
+    )

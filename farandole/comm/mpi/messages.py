@@ -1,0 +1,142 @@
+"""Point-to-point messages, under the names of the C core."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from farandole.comm.describe import describe_call
+from farandole.comm.errors import CallMismatch, CommunicationError, RankLate
+from farandole.comm.mpi.calls import Calls
+from farandole.comm.mpi.engine import Engine
+from farandole.native import BACKGROUND, TRY, Call, Operation, Status
+
+
+class MpiMessage:
+    """A send or a receive under way."""
+
+    def __init__(self, way: Engine, request: Any, call: Call, nbytes: int) -> None:
+        self.call = call
+        self.source: int = call.root
+        self._way = way
+        self._request = request
+        self._status = way.mpi.Status()
+        self._nbytes = nbytes
+        self.outcome: Exception | None = None
+        self.complete = False
+
+    @property
+    def sends(self) -> bool:
+        """Whether it goes away from here."""
+        return bool(self.call.operation == Operation.SEND)
+
+    def advance(self) -> bool:
+        """Test it, under the lock of the engine; whether it is complete, well or not."""
+        if self.complete:
+            return True
+        mpi = self._way.mpi
+        try:
+            if not self._request.Test(self._status):
+                return False
+            if not self.sends:
+                self._look_at_what_came(mpi)
+        except mpi.Exception as error:
+            self.outcome = CommunicationError(f"MPI failed in a message: {error.Get_error_string()}")
+        self.complete = True
+        return True
+
+    def _look_at_what_came(self, mpi: Any) -> None:
+        self.source = self._status.Get_source()
+        came = (
+            self._status.Get_elements(mpi.BYTE) if self._nbytes <= self._way.largest_count else self._nbytes
+        )
+        if not self._status.Is_cancelled() and came != self._nbytes:
+            self.outcome = CallMismatch(f"a message of {came} bytes came where {self._nbytes} were expected")
+
+    def test(self) -> bool:
+        """`advance`, by a thread that does not hold the lock."""
+        with self._way.lock:
+            return self.advance()
+
+    def take_back(self) -> None:
+        """Cancel a receive; a send cannot be taken back, and stays with the engine."""
+        with self._way.lock:
+            if not self.sends and not self.advance():
+                self._request.Cancel()
+
+    def wait(self, deadline: float, *, background: bool) -> bool:
+        """Test until it is complete; False at the deadline, a point of the monotonic clock."""
+        tested = _Tested(self)
+        return self._way.complete_soon(tested) or self._way.complete(
+            tested, deadline - time.monotonic(), transfer=self._nbytes, background=background
+        )
+
+
+class _Tested:
+    """A message as the engine tests a request."""
+
+    def __init__(self, message: MpiMessage) -> None:
+        self.Test = message.advance
+
+
+class Messages(Calls):
+    """send, receive, and receive from any rank."""
+
+    def frd_post_send(
+        self, handle: Any, address: int, nbytes: int, kind: int, peer: int, tag: int, copies: int
+    ) -> MpiMessage:
+        """Begin to send `nbytes` to rank `peer`."""
+        return self._post(self.comm.Isend, Operation.SEND, address, nbytes, kind, peer, tag)
+
+    def frd_post_recv(
+        self, handle: Any, address: int, nbytes: int, kind: int, peer: int, tag: int, copies: int
+    ) -> MpiMessage:
+        """Begin to receive `nbytes` from rank `peer`, or from any (-1)."""
+        return self._post(self.comm.Irecv, Operation.RECV, address, nbytes, kind, peer, tag)
+
+    def _post(
+        self, begin: Any, operation: Operation, address: int, nbytes: int, kind: int, peer: int, tag: int
+    ) -> MpiMessage:
+        largest = self.comm.Get_attr(self.mpi.TAG_UB) - 1
+        if not 0 <= tag <= largest:
+            raise ValueError(f"tag {tag}: this MPI has tags from 0 to {largest}")
+        call = Call(operation=operation, type=kind, count=nbytes // (kind >> 8), root=peer, layout=tag)
+        whom = self.mpi.ANY_SOURCE if peer < 0 else peer
+        request = self.group.start(begin, self.bytes_at(address, nbytes), whom, tag)
+        message = MpiMessage(self.engine, request, call, nbytes)
+        if not message.test():
+            self.engine.watch(message)
+        return message
+
+    def frd_message_test(self, handle: Any, message: MpiMessage) -> Any:
+        """`Status.PENDING` or how it ended."""
+        return (message.outcome or Status.OK) if message.test() else Status.PENDING
+
+    def frd_message_wait(self, handle: Any, message: MpiMessage, timeout_s: float, flags: int) -> Any:
+        """How it ended; at the deadline `RankLate`, or with `TRY` `Status.PENDING`."""
+        deadline = time.monotonic() + timeout_s
+        if message.wait(deadline, background=bool(flags & BACKGROUND)):
+            return message.outcome or Status.OK
+        if flags & TRY:
+            return Status.PENDING
+        return late_message(message, self.group, timeout_s)
+
+    def frd_message_source(self, message: MpiMessage) -> int:
+        """The rank that it came from, or goes to."""
+        return message.source
+
+    def frd_message_release(self, handle: Any, message: MpiMessage) -> None:
+        """Nobody asks for it any more; a receive that has not come is taken back."""
+        message.take_back()
+
+
+def late_message(message: MpiMessage, group: Any, timeout_s: float) -> RankLate:
+    """The error of a message that did not move in time."""
+    what = f"{describe_call(message.call, group.roster)} of {group.roster.group}"
+    waiter = group.roster.rank(group.rank)
+    if message.call.root < 0:
+        return RankLate(f"no rank sent, within {timeout_s:g} s, what {waiter} was waiting for in {what}")
+    verb = "take" if message.sends else "send"
+    return RankLate(
+        f"{group.roster.rank(message.call.root)} did not {verb}, within {timeout_s:g} s, the message of {waiter} in {what}"
+    )

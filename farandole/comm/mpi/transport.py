@@ -1,0 +1,99 @@
+"""Bytes between ranks through MPI: a leg across hosts for collectives that have two levels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from farandole.comm.host import Meeting
+from farandole.comm.mpi.group import MpiGroup
+from farandole.comm.mpi.messages import MpiMessage, late_message
+
+
+class MpiTransport:
+    """Sends and receives among the ranks of a group, none of which waits.
+
+        transport = MpiTransport.meet(store, rank, size, timeout)       # all ranks
+        received = transport.recv(buffer, source, tag)
+        transport.send(tensor, peer, tag).wait(60.0)
+        received.wait(60.0)
+
+    Messages between two ranks with one tag keep their order.  The memory of a tensor is used until its message
+    is complete.
+    """
+
+    def __init__(self, group: MpiGroup) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self._group = group
+
+    @classmethod
+    def meet(
+        cls,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str = "a transport",
+        ranks: Sequence[int] | None = None,
+    ) -> MpiTransport:
+        """Make it with the other ranks, which meet through `store`; `ranks` are their numbers in messages.
+
+        `RankLate` if a rank does not come in time, `MpiUnavailable` where there is no MPI among them.
+        """
+        meeting = Meeting(store, rank, size, timeout, name)
+        return cls(MpiGroup.meet(meeting, size, timeout, name, ranks or range(size)))
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> MpiPending:
+        """Begin to send a contiguous CPU tensor to rank `peer`."""
+        return self._begin(tensor, peer, tag, sends=True)
+
+    def recv(self, tensor: Tensor, peer: int, tag: int) -> MpiPending:
+        """Begin to receive as many bytes as `tensor` has from rank `peer`."""
+        return self._begin(tensor, peer, tag, sends=False)
+
+    def close(self) -> None:
+        """Give the communicator back, after all messages are complete."""
+        self._group.close()
+
+    def _begin(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> MpiPending:
+        if not tensor.is_cpu or not tensor.is_contiguous():
+            raise ValueError(
+                f"a transport moves contiguous CPU tensors, not a {tensor.device} tensor of strides {tensor.stride()}"
+            )
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise ValueError(f"rank {self.rank} of {self.size} has no peer {peer}")
+        core = self._group.core
+        post = core.frd_post_send if sends else core.frd_post_recv
+        nbytes, kind = tensor.numel() * tensor.element_size(), 1 << 8
+        return MpiPending(post(1, tensor.data_ptr(), nbytes, kind, peer, tag, 1), tensor, self._group)
+
+
+class MpiPending:
+    """A message under way; it keeps its tensor."""
+
+    def __init__(self, message: MpiMessage, tensor: Tensor, group: MpiGroup) -> None:
+        self._message = message
+        self._tensor = tensor
+        self._group = group
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until it is complete; `RankLate` after `timeout_s`, when it is still under way."""
+        if not self._message.wait(time.monotonic() + timeout_s, background=False):
+            raise late_message(self._message, self._group, timeout_s)
+        self._raise()
+
+    def test(self) -> bool:
+        """Whether it is complete; raises if it failed."""
+        if not self._message.test():
+            return False
+        self._raise()
+        return True
+
+    def _raise(self) -> None:
+        if self._message.outcome is not None:
+            raise self._message.outcome

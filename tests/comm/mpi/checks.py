@@ -1,0 +1,178 @@
+"""What is checked over MPI beside the contract of the shared-memory backend."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farandole.comm import RankLate
+from farandole.comm.mpi import MpiTransport
+from tests.comm import test_collectives as contract
+from tests.comm.test_backend_collectives import check_large
+
+
+def random_collectives(rank: int, size: int, seed: int, turns: int) -> None:
+    """The properties of test_collectives.py, on random types, reductions, counts and roots."""
+    draw = random.Random(seed)
+    counts = [0, 1, 2, 3, 7, 100, 4095, 5000, 70_001]
+    for turn in range(turns):
+        count, root = draw.choice(counts), draw.randrange(size)
+        each = [draw.choice(counts) for _ in range(size)]
+        table = [[draw.choice(counts) for _ in range(size)] for _ in range(size)]
+        dtype = draw.choice(contract.REDUCIBLE)
+        moved = draw.choice(contract.REDUCIBLE + contract.OTHERS)
+        number = draw.choice(contract.FLOATS + contract.INTEGERS)
+        ops = contract.ON_FLOATS if dtype in contract.FLOATS else contract.ON_INTEGERS
+        op = draw.choice(contract.ON_BOOLS if dtype is torch.bool else ops)
+        contract.check_all_reduce(rank, size, turn, count, dtype, op, False)
+        contract.check_rooted_reduce(rank, size, turn, count, dtype, root)
+        contract.check_reduce_scatter(rank, size, turn, each, number, draw.choice(["sum", "avg", "min"]))
+        contract.check_gathers(rank, size, turn, each, moved, root)
+        contract.check_broadcast_and_scatter(rank, size, turn, count, moved, root)
+        contract.check_all_to_all(rank, size, turn, table, moved)
+
+
+def every_reduction(rank: int, size: int) -> None:
+    """All types and reductions; the same bits on all ranks, and close to what one process computes."""
+    for dtype, count in itertools.product(contract.REDUCIBLE, (5, 30_001)):
+        ops = contract.ON_FLOATS if dtype in contract.FLOATS else contract.ON_INTEGERS
+        for op in contract.ON_BOOLS if dtype is torch.bool else ops:
+            parts = [contract.values(count, r, count, dtype) for r in range(size)]
+            tensor = parts[rank].clone()
+            contract.Communicator(dist.group.WORLD).all_reduce(tensor, op)
+            expected = contract.reduced(parts, op)
+            torch.testing.assert_close(tensor, expected, equal_nan=True, msg=f"{dtype} {op}")
+            if dtype not in (torch.float32, torch.float64):
+                contract.same_bits(tensor, expected)  # computed in the order of ranks
+            assert same_on_all(tensor.view(torch.uint8), size), (dtype, op)
+
+
+def same_on_all(tensor: Tensor, size: int) -> bool:
+    everyone = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(everyone, tensor)
+    return all(torch.equal(other, tensor) for other in everyone)
+
+
+def special_floats(rank: int, size: int) -> None:
+    for dtype, op in itertools.product(contract.FLOATS, contract.ON_FLOATS):
+        contract.check_special_floats(rank, size, dtype, op)
+
+
+def complex_sums(rank: int, size: int) -> None:
+    for dtype, op in itertools.product((torch.complex64, torch.complex128), ("sum", "avg")):
+        tensor = torch.full((7,), complex(rank + 1, -rank), dtype=dtype)
+        contract.Communicator(dist.group.WORLD).all_reduce(tensor, op)
+        total = complex(sum(range(1, size + 1)), -sum(range(size)))
+        torch.testing.assert_close(
+            tensor, torch.full((7,), total / (size if op == "avg" else 1), dtype=dtype)
+        )
+
+
+def tags_without_order(rank: int, size: int) -> None:
+    """Messages received in another order than they were sent in; small ones, which MPI buffers."""
+    if rank == 0:
+        for tag in (5, 3, 5, 4):
+            dist.send(torch.full((3,), float(tag)), 1, tag=tag)
+    if rank == 1:
+        for tag in (3, 4, 5, 5):
+            buffer = torch.zeros(3)
+            dist.recv(buffer, 0, tag=tag)
+            assert (buffer == tag).all()
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"tag -?\d+: this MPI has tags from 0 to \d+"):
+            dist.send(torch.ones(1), 1, tag=2**31 - 1)
+
+
+def transport(rank: int, size: int) -> None:
+    """Both directions at once, in order per tag, small and large, empty, and a receive that is late."""
+    store = dist.PrefixStore("transport", dist.distributed_c10d._get_default_store())
+    way = MpiTransport.meet(store, rank, size, dist.distributed_c10d.default_pg_timeout)
+    assert (way.rank, way.size) == (rank, size)
+    peer, source = (rank + 1) % size, (rank - 1) % size
+    sent = [torch.randn(count) + rank for count in (0, 1, 1000, 400_000, 3)]
+    received = [torch.empty(len(tensor)) for tensor in sent]
+    pending = [way.recv(tensor, source, 7) for tensor in received]
+    pending += [way.send(tensor, peer, 7) for tensor in sent]
+    for each in pending:
+        each.wait(20.0)
+        assert each.test()
+    everyone: list = [None] * size
+    dist.all_gather_object(everyone, sent)
+    for tensor, expected in zip(received, everyone[source], strict=True):
+        assert torch.equal(tensor, expected)
+    late = way.recv(torch.empty(2), source, 8)
+    assert not late.test()
+    start = time.monotonic()
+    with pytest.raises(RankLate, match=rf"rank {source} \(process \d+\) did not send, within 0.2 s"):
+        late.wait(0.2)
+    assert 0.2 <= time.monotonic() - start < 2
+    dist.barrier()
+    way.send(torch.ones(2), peer, 8).wait(20.0)
+    late.wait(20.0)  # it was still under way
+    with pytest.raises(ValueError, match="contiguous CPU tensors"):
+        way.send(torch.ones(4, 4).t(), peer, 1)
+    with pytest.raises(ValueError, match=f"no peer {size}"):
+        way.send(torch.ones(4), size, 1)
+    dist.barrier()
+    way.close()
+
+
+def deadlines(rank: int, size: int) -> None:
+    """The timeout of a group names those that are missing; then the group is broken, and the others are not."""
+    from datetime import timedelta
+
+    group = dist.new_group(timeout=timedelta(seconds=0.4))
+    if rank == 0:
+        start = time.monotonic()
+        with pytest.raises(
+            RankLate,
+            match=r"^rank 1 \(process \d+\).* did not arrive within 0.4 s; rank 0 .*waiting in all_reduce\(sum, 3 x",
+        ):
+            dist.all_reduce(torch.ones(3), group=group)
+        assert time.monotonic() - start < 3
+        with pytest.raises(RankLate, match="did not arrive within 0.4 s"):
+            dist.barrier(group=group)
+    dist.barrier()
+    if rank > 0:
+        dist.all_reduce(torch.ones(3), group=group)  # comes, late; the work of rank 0 ends behind its back
+    dist.group.WORLD.set_timeout(timedelta(seconds=0.3))
+    with pytest.raises(RankLate, match=r"no rank sent, within 0.3 s, what rank \d+"):
+        dist.recv(torch.ones(2))
+    dist.group.WORLD.set_timeout(timedelta(seconds=30))
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def wrong_sizes(rank: int, size: int) -> None:
+    """A message of another size than expected is an error that says so."""
+    if rank == 0:
+        dist.send(torch.ones(3), 1, tag=1)
+        dist.send(torch.ones(3), 1, tag=2)
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="12 bytes came where 20 were expected"):
+            dist.recv(torch.ones(5), 0, tag=1)
+        with pytest.raises(RuntimeError, match="(?i)MPI failed in a message: .*trunc"):
+            dist.recv(torch.ones(1), 0, tag=2)
+    dist.barrier()
+
+
+def large_counts(rank: int, size: int, count: int) -> None:
+    """More elements than 32 bits count, reduced by MPI and moved."""
+    check_large(rank, size, count)
+    tensor = torch.full((count,), 77, dtype=torch.uint8)
+    tensor[-1] = rank
+    if rank == 0:
+        dist.send(tensor, 1)
+    else:
+        dist.recv(tensor, 0)
+    assert tensor[-2:].tolist() == [77, 0]
+    half = count // 2 + 1
+    whole = torch.empty(2 * half, dtype=torch.uint8)
+    dist.all_gather_into_tensor(whole, tensor[:half].fill_(rank + 3))
+    assert whole[[0, half - 1, half, 2 * half - 1]].tolist() == [3, 3, 4, 4]

@@ -1,0 +1,119 @@
+"""Jobs that mpiexec starts: many checks in one, as each rank takes seconds to import torch.
+
+The mpiexec beside the interpreter is taken, or that of the PATH.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+OF_OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+needs_mpi = pytest.mark.skipif(
+    MPIEXEC is None or importlib.util.find_spec("mpi4py") is None,
+    reason="needs mpi4py and an mpiexec: pip install 'farandole[mpi]' mpich",
+)
+
+
+@functools.cache
+def library() -> str:
+    """Which MPI mpi4py loads here."""
+    code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return run.stdout.strip()
+
+
+def start(
+    size: int, arguments: list[str], *, environ: dict[str, str] | None = None, options: tuple[str, ...] = ()
+) -> subprocess.Popen[str]:
+    """A Python program on `size` ranks."""
+    crowd = ["--oversubscribe"] if library() == "Open MPI" else []
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **OF_OPEN_MPI, **(environ or {})}
+    return subprocess.Popen(
+        [str(MPIEXEC), *crowd, "-n", str(size), *options, sys.executable, *arguments],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_script(
+    tmp_path: Path, size: int, text: str, *, environ: dict[str, str] | None = None, timeout_s: float = 30
+) -> tuple[int, str, str]:
+    """Exit code, output and errors of a script on `size` ranks."""
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    process = start(size, [str(script)], environ=environ)
+    try:
+        out, errors = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    return process.returncode, out, errors
+
+
+Check = tuple[str, str, list[Any]]
+"""Module, function, and its arguments after rank and size."""
+
+
+@functools.cache
+def outcomes(size: int, checks: str) -> tuple[dict[str, str], str]:
+    """What became of each check, by its number: "" or a traceback; and what the ranks wrote on standard error."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = start(size, ["-m", "tests.comm.mpi.job", folder, checks])
+        try:
+            _, errors = process.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            errors = "the job did not end"
+        found: dict[str, str] = {}
+        for rank in range(size):
+            path = Path(folder, f"{rank}.jsonl")
+            for line in path.read_text().splitlines() if path.exists() else []:
+                number, trace = json.loads(line)
+                found[number] = found.get(number, "") + (f"rank {rank}:\n{trace}" if trace else "")
+        return found, errors
+
+
+def _be_a_rank(folder: str, checks: list[Check]) -> None:
+    import time
+    import traceback
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("farandole-mpi", timeout=timedelta(seconds=30))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with open(Path(folder, f"{rank}.jsonl"), "w") as report:
+        for number, (module, function, arguments) in enumerate(checks):
+            started = time.monotonic()
+            try:
+                getattr(importlib.import_module(module), function)(rank, size, *arguments)
+            except BaseException:
+                print(json.dumps([str(number), traceback.format_exc()]), file=report, flush=True)
+                raise
+            print(json.dumps([str(number), ""]), file=report, flush=True)
+            if rank == 0 and time.monotonic() > started + 2:
+                print(f"{function}: {time.monotonic() - started:.1f} s", file=sys.stderr)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    import importlib
+
+    _be_a_rank(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,0 +1,228 @@
+"""Whole programs over MPI: how they start, and how they end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from farandole.comm.mpi.library import MpiUnavailable, check_world
+from tests.comm.mpi.job import ROOT, library, needs_mpi, run_script, start
+
+pytestmark = needs_mpi
+
+NEVER_IMPORTS_US = """
+import multiprocessing, os, sys
+import torch, torch.distributed as dist
+assert "farandole.comm" not in sys.modules and "mpi4py" not in sys.modules, "import torch must stay light"
+for variable in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+    assert variable not in os.environ
+
+def in_a_fork():
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        os._exit(0 if "forked" in str(error) and "spawn" in str(error) else 3)
+    os._exit(4)
+
+for backend in ("farandole-mpi", "cpu:farandole-mpi", "farandole-mpi"):
+    dist.init_process_group(backend)
+    assert dist.get_world_size() == 2, dist.get_world_size()
+    tensor = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(tensor)
+    assert tensor == 3, tensor
+    if backend == "farandole-mpi":
+        assert dist.get_backend() == "farandole-mpi" == dist.group.WORLD.name()
+        child = multiprocessing.get_context("fork").Process(target=in_a_fork)
+        child.start()
+        child.join(10)
+        assert child.exitcode == 0, child.exitcode
+        dist.barrier()
+    dist.destroy_process_group()
+
+from mpi4py import MPI
+assert MPI.Query_thread() == MPI.THREAD_SERIALIZED
+import farandole
+with farandole.init("farandole-mpi") as runtime:
+    assert runtime.size == 2 and runtime.rank == MPI.COMM_WORLD.Get_rank() and "mpirun" in runtime.launcher
+    tensor = runtime.comm.empty(3).fill_(1)
+    runtime.comm.all_reduce(tensor)
+    assert tensor.tolist() == [2, 2, 2]
+print("done", flush=True)
+"""
+
+TORCHS_OWN_NAME = """
+import sys
+from mpi4py import MPI  # the program's own, at the level "multiple"
+import torch, torch.distributed as dist
+assert not dist.is_mpi_available()
+import farandole.comm.mpi
+farandole.comm.mpi.enable(timeout_s=20)
+assert dist.is_mpi_available()
+for turn in range(2):
+    dist.init_process_group("mpi")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert dist.get_backend() == "mpi" and (rank, size) == (MPI.COMM_WORLD.Get_rank(), 2)
+    tensor = torch.full((4,), float(rank), dtype=torch.bfloat16)
+    dist.all_reduce(tensor)
+    assert (tensor == 1).all()
+    alone, both = dist.new_group([1]), dist.new_group([1, 0])
+    if rank == 1:
+        dist.all_reduce(tensor, group=alone)
+    dist.all_reduce(tensor, group=both)
+    assert (tensor == 2).all() and dist.get_process_group_ranks(both) == [0, 1]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+    model(torch.ones(2, 3)).sum().backward()
+    objects = [None, None]
+    dist.all_gather_object(objects, rank)
+    assert objects == [0, 1]
+    dist.barrier()
+    dist.destroy_process_group()
+MPI.COMM_WORLD.Barrier()
+print("done", flush=True)
+"""
+
+ENDS = """
+import os, sys, time, torch, torch.distributed as dist
+dist.init_process_group("farandole-mpi")
+rank = dist.get_rank()
+os.write(1, f"pid {{rank}} {{os.getpid()}}\\n".encode())  # in one piece, as two ranks write
+dist.all_reduce(torch.ones(1))
+{body}
+"""
+
+
+def test_a_script_that_never_imports_us(tmp_path):
+    code, out, errors = run_script(tmp_path, 2, NEVER_IMPORTS_US)
+    assert code == 0 and out.count("done") == 2, errors
+
+
+def test_the_name_of_torchs_own_backend(tmp_path):
+    code, out, errors = run_script(tmp_path, 2, TORCHS_OWN_NAME)
+    assert code == 0 and out.count("done") == 2, errors
+
+
+def test_alone_without_mpiexec(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(ENDS.format(body="dist.barrier(); assert dist.get_world_size() == 1"))
+    run = alone([str(script)])
+    assert run.returncode == 0, run.stderr
+
+
+def test_another_launcher_is_named_with_the_remedy(tmp_path):
+    """torchrun starts two processes, and in each MPI knows of one."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDS.format(body=""))
+    run = alone(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)])
+    assert run.returncode != 0
+    assert re.search(
+        r"torchrun .*started 2 ranks \(WORLD_SIZE=2\), but mpi4py has loaded \w+.*, which sees a world of one; "
+        r"start with that library.s own mpiexec.*; under this launcher use the backend farandole",
+        run.stderr,
+    ), run.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        (
+            {"OMPI_COMM_WORLD_SIZE": "4", "WORLD_SIZE": "4"},
+            r"Open MPI's mpirun started 4 ranks .*MPI4PY_MPIABI",
+        ),
+        ({"PMI_SIZE": "3"}, r"Hydra.* started 3 ranks \(PMI_SIZE=3\).*MPICH 5.*MPI4PY_LIBMPI"),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "srun started 8 ranks.*srun --mpi=pmix"),
+    ],
+)
+def test_launchers_that_contradict_mpi(environ, words):
+    with pytest.raises(MpiUnavailable, match=words):
+        check_world(environ, 1, "MPICH 5.0")
+    check_world(environ, 4, "MPICH 5.0")
+    check_world(dict.fromkeys(environ, "1"), 1, "MPICH 5.0")
+
+
+PROBLEMS = """
+import sys
+case = sys.argv[1]
+if case == "no mpi4py":
+    sys.modules["mpi4py"] = None
+if case == "one thread":
+    import mpi4py
+    mpi4py.rc.thread_level = "single"
+    from mpi4py import MPI
+import torch.distributed as dist
+dist.init_process_group("farandole-mpi")
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("no mpi4py", r"needs mpi4py 4 or later: pip install 'farandole\[mpi\]'"),
+        ("one thread", "initialised MPI for one thread.*mpi4py.rc.thread_level = 'serialized'"),
+    ],
+)
+def test_what_is_missing_is_said(tmp_path, case, words):
+    script = tmp_path / "script.py"
+    script.write_text(PROBLEMS)
+    run = alone([str(script), case])
+    assert run.returncode == 1 and re.search(words, run.stderr), run.stderr
+
+
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_rank_that_ends_badly_ends_the_job(tmp_path, how):
+    body = "if rank == 1 and 'raises' == '{how}': raise KeyError('my fault')\ndist.all_reduce(torch.ones(3))"
+    if how == "killed":
+        body = "if rank == 1: time.sleep(60)\ndist.all_reduce(torch.ones(3))"
+    script = tmp_path / "script.py"
+    script.write_text(ENDS.format(body=body.format(how=how)))
+    process = start(2, [str(script)])
+    pids = {}
+    while len(pids) < 2 and (line := process.stdout.readline()):
+        pids.update({int(rank): int(pid) for rank, pid in re.findall(r"pid (\d) (\d+)", line)})
+    assert len(pids) == 2
+    if how == "killed":
+        time.sleep(0.2)
+        os.kill(pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode != 0 and time.monotonic() - began < 10
+    assert how == "killed" or "KeyError: 'my fault'" in errors
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in pids.values()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+
+
+def test_different_calls_are_compared_where_torch_is_asked_to(tmp_path):
+    body = """
+try:
+    dist.all_reduce(torch.ones(3 + rank)) if rank == 0 else dist.broadcast(torch.ones(7), 0)
+except RuntimeError as error:
+    print(type(error).__name__, error, flush=True)
+"""
+    code, out, errors = run_script(
+        tmp_path, 2, ENDS.format(body=body), environ={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    )
+    assert code == 0, errors
+    assert out.count("CallMismatch") == 2
+    assert re.search(
+        r"rank 1 \(process \d+\) called broadcast\(7 x float32, from rank 0\) where rank 0", out
+    ), out
+
+
+def alone(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """A Python program that no mpiexec started."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_library_is_known():
+    assert library() in ("MPICH", "Open MPI", "Intel MPI", "MVAPICH")
