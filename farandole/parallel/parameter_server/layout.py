@@ -32,14 +32,14 @@ class Piece:
 def divide(parameters: Sequence[Tensor], servers: int, *, split: bool = True) -> list[list[Piece]]:
     """The pieces of every server, about equally many bytes for each.
 
-    The largest piece goes first, to the server that has least.  Without `split` every tensor stays whole.
-    Every rank computes the same from the same parameters.
+    The largest piece goes first, to the server that has least.  Without `split` every tensor stays whole, and so
+    does one that is not contiguous.  Every rank computes the same from the same parameters.
     """
     share = sum(parameter.nbytes for parameter in parameters) / servers
     limit = max(SMALLEST_BYTES, share / PARTS_PER_SERVER) if split and servers > 1 else math.inf
     pieces = []
     for index, parameter in enumerate(parameters):
-        parts = max(1, math.ceil(parameter.nbytes / limit))
+        parts = max(1, math.ceil(parameter.nbytes / limit)) if parameter.is_contiguous() else 1
         bounds = [parameter.numel() * part // parts for part in range(parts + 1)]
         pieces += [
             Piece(index, start, stop, whole=parts == 1)

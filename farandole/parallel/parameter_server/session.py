@@ -64,7 +64,7 @@ class Session:
             f"session {roles.sessions}, mode {mode}, staleness {staleness}, split {split}, {count} parameters"
         )
         shapes = [(name, tuple(p.shape), p.dtype) for name, p in named]
-        self._plan = Plan(f"{summary} in {len(shapes)} tensors", _fingerprint(f"{summary} {shapes}"))
+        self._plan = Plan(f"{summary} in {len(shapes)} tensors", _fingerprint(f"{summary} {shapes} {shares}"))
         self._remote: Worker | None = None
         self._pulled = False
 

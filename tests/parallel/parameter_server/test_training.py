@@ -221,3 +221,27 @@ def test_through_gloo(ranks):
     results = ranks(3, "gloo").run(train_served, 1, "sgd", 7, torch.float32, [4, 4])
     for values in results[1:]:
         torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
+
+
+def with_little_to_serve(rank: int, size: int) -> Any:
+    """More servers than tensors, an empty parameter, one that is not contiguous, and one of another type."""
+    model = nn.Module()
+    model.scalar = nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16))
+    if size == 4:
+        model.empty = nn.Parameter(torch.zeros(0, 3))
+        model.transposed = nn.Parameter(torch.arange(60_000.0).view(200, 300).t())
+    with ParameterServer(world(), size - 1, timeout_s=20) as roles:
+        with roles.session(model, lambda p: torch.optim.SGD(p, 0.5)) as session:
+            if session.is_worker:
+                session.pull()
+                sum(p.sum() for p in model.parameters()).backward()
+                session.push()
+        return [p.detach() for p in model.parameters()]
+
+
+def test_with_little_to_serve(ranks):
+    (scalar,) = ranks(3).run(with_little_to_serve)[-1]
+    assert scalar == 1.5 and scalar.dtype is torch.bfloat16
+    scalar, empty, transposed = ranks(4).run(with_little_to_serve)[-1]
+    assert scalar == 1.5 and empty.shape == (0, 3)
+    assert torch.equal(transposed, torch.arange(60_000.0).view(200, 300).t() - 0.5)
