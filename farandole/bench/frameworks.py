@@ -17,6 +17,9 @@ class Training(Protocol):
     def finish(self) -> None:
         """Wait until the device has done what `step` asked of it."""
 
+    def close(self) -> None:
+        """Let go of what the engine holds, before the ranks leave their job."""
+
 
 class Framework(Protocol):
     """What can build trainings of a setup."""

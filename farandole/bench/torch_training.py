@@ -23,6 +23,10 @@ from farandole.parallel.data import DataParallel
 HOROVOD = "farandole.horovod.torch"
 
 
+def nothing() -> None:
+    """What most engines do at their end."""
+
+
 @dataclass
 class Job:
     """What every engine trains: model, optimizer and the one batch, which is used again and again.
@@ -38,6 +42,7 @@ class Job:
     bf16: bool
     fp16_allreduce: bool
     runtime: Runtime
+    at_end: Callable[[], None] = nothing
 
     def backward(self, model: nn.Module) -> None:
         """Gradients of the loss of the batch; `model` is the job's, or a wrapper of it."""
@@ -103,6 +108,7 @@ def horovod(job: Job) -> Step:
     """The DistributedOptimizer of our Horovod interface."""
     hvd = importlib.import_module(HOROVOD)
     hvd.init()
+    job.at_end = hvd.shutdown
     hvd.broadcast_parameters(job.model.state_dict(), root_rank=0)
     job.optimizer = hvd.DistributedOptimizer(
         job.optimizer,
@@ -123,9 +129,10 @@ ENGINES: dict[str, Callable[[Job], Step]] = {
 class TorchTraining:
     """One rank's training by one engine."""
 
-    def __init__(self, step: Step, device: torch.device) -> None:
-        self.step = step
-        self._device = device
+    def __init__(self, job: Job, make: Callable[[Job], Step]) -> None:
+        self.step = make(job)
+        self.close = job.at_end
+        self._device = job.images.device
 
     def finish(self) -> None:
         """Wait until the device has done what `step` asked of it."""
@@ -163,8 +170,7 @@ class PyTorch:
             fp16_allreduce=setup.fp16_allreduce,
             runtime=runtime,
         )
-        make = alone if engine == "alone" else ENGINES[engine]
-        return TorchTraining(make(job), device)
+        return TorchTraining(job, alone if engine == "alone" else ENGINES[engine])
 
 
 def _is_there(module: str) -> bool:

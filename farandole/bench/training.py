@@ -75,7 +75,8 @@ class _Benchmark:
         self.say(f"Model: {setup.title}")
         self.say(f"Batch size: {setup.batch_size}")
         self.say(f"Number of ranks: {ranks}")
-        contenders = self.contenders()
+        trainings = self.trainings()
+        contenders = self.contenders(trainings)
         self.figures = {name: Figures() for name in contenders}
         self.say("Running warmup...")
         for contender in contenders.values():
@@ -86,9 +87,19 @@ class _Benchmark:
             for name, contender in contenders.items():
                 self.figures[name].values.append(self.measure(name, contender))
             self.say(f"Iter #{number}: {self.figures['together'].values[-1]:.1f} img/sec per rank")
+        for training in trainings.values():
+            training.close()
         self.report()
 
-    def contenders(self) -> dict[str, Callable[[int], None]]:
+    def trainings(self) -> dict[str, Training]:
+        """By how the ranks train."""
+        build = self.framework.build
+        trainings = {"together": build(self.setup, self.runtime, self.setup.engine)}
+        if self.setup.efficiency:
+            trainings["apart"] = build(self.setup, self.runtime, "alone")
+        return trainings
+
+    def contenders(self, trainings: dict[str, Training]) -> dict[str, Callable[[int], None]]:
         """What takes turns on this rank, each a function of the number of steps."""
 
         def steps(training: Training) -> Callable[[int], None]:
@@ -99,10 +110,8 @@ class _Benchmark:
 
             return many
 
-        build = self.framework.build
-        contenders = {"together": steps(build(self.setup, self.runtime, self.setup.engine))}
+        contenders = {name: steps(training) for name, training in trainings.items()}
         if self.setup.efficiency:
-            contenders["apart"] = steps(build(self.setup, self.runtime, "alone"))
             contenders["alone"] = contenders["apart"] if self.runtime.rank == 0 else lambda _: None
         return contenders
 
