@@ -185,3 +185,28 @@ def wait_long(rank: int, size: int, tell: Callable) -> Any:
 def test_a_worker_that_waits_is_not_taken_for_silent():
     with Job(4, wait_long) as job:
         assert [job.end(rank).text for rank in range(4)] == ["{}", "{}", "None", "None"]
+
+
+def lose_one_then_again(rank: int, size: int, tell: Callable) -> Any:
+    warm_up()
+    assert dist.group.WORLD is not None
+    with ParameterServer(Communicator(dist.group.WORLD), timeout_s=20) as roles:
+        seen = []
+        for number in range(2):
+            model = nn.Linear(1, 1, bias=False)
+            with roles.session(model, lambda p: torch.optim.SGD(p, lr=1.0)) as session:
+                for _ in range(3 if session.is_worker else 0):
+                    session.pull()
+                    if number == 0 and rank == 1:  # the first: the one whose parameters are the first
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    model(torch.ones(1)).backward()
+                    session.push()
+            seen.append(session.report.pushes if session.report else model.weight.item())
+        return seen
+
+
+def test_a_lost_worker_is_not_missed_in_the_next_session():
+    with Job(4, lose_one_then_again) as job:
+        assert job.end(0, 60).text == "[{1: 0, 2: 3, 3: 3}, {2: 3, 3: 3}]"
+        two, three = job.end(2), job.end(3)
+        assert two.kind == three.kind == "returned" and two.text == three.text
