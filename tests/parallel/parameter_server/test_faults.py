@@ -69,6 +69,8 @@ def train(
         ) as session:
             if not session.is_worker and rank == victim:
                 tell("going")
+            if rank == victim and how == "at any time":
+                turns = 10_000  # it is killed before it is through, however late the signal comes
             for turn in range(turns if session.is_worker else 0):
                 session.pull()
                 if rank == victim and turn == 3:
@@ -108,9 +110,9 @@ def test_training_goes_on_without_a_killed_worker(mode, staleness, how):
         assert [end.kind for end in ends.values()] == ["returned"] * 3, ends
         updates, pushes, lost = eval(ends[0].text)
         assert list(lost) == [2] and re.match(rf"rank 2 \(process {job.pid(2)}\) died", lost[2])
-        assert pushes[1] == pushes[3] == turns and 3 <= pushes[2] < turns
+        assert pushes[1] == pushes[3] == turns and pushes[2] >= 3
         # in sync mode an update is -1 whoever takes part, else one for every gradient that came whole
-        assert updates == (turns if mode == "sync" else sum(pushes.values()))
+        assert updates == (max(pushes.values()) if mode == "sync" else sum(pushes.values()))
         assert ends[1].text == ends[3].text == str(float(-updates))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farandole.parallel.parameter_server.layout import PARTS_PER_SERVER, SMALLEST_BYTES, Packing, divide
@@ -12,6 +12,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 300), max_size=2), min_size=1, max_siz
 TYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 
 
+@settings(deadline=None)
 @given(SHAPES, st.integers(1, 5), st.booleans(), TYPES)
 def test_division(shapes, servers, split, dtype):
     parameters = [
@@ -34,6 +35,7 @@ def test_division(shapes, servers, split, dtype):
         assert max(loads) - min(loads) <= limit
 
 
+@settings(deadline=None)
 @given(SHAPES, st.integers(1, 3))
 def test_packing_and_back(shapes, servers):
     parameters = [
