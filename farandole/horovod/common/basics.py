@@ -110,7 +110,9 @@ class Horovod:
         self._sets.clear()
         self.handles.clear()
         while self._groups:
-            dist.destroy_process_group(self._groups.pop())
+            group = self._groups.pop()
+            if dist.is_initialized():  # else the program has destroyed the world, and them with it
+                dist.destroy_process_group(group)
         runtime.close()
         if (
             self._owns_world and dist.is_initialized()
