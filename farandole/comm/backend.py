@@ -59,4 +59,10 @@ def _leg(
         return None
     index = next(index for index, ranks in enumerate(gathered.hosts) if rank in ranks)
     store = dist.PrefixStore(f"leg-{number}/", meeting.store)
+    if options.transport == "mpi":
+        from farandole.comm.mpi.transport import MpiTransport  # loads MPI
+
+        return MpiTransport.meet(
+            store, index, len(gathered.hosts), timeout, f"the leaders {number} of {gathered.host.roster.group}"
+        )
     return TorchTransport(gloo_group(store, index, len(gathered.hosts), timeout, gathered.address))

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Transports = Literal["tcp", "gloo"]
+Transports = Literal["tcp", "gloo", "mpi"]
 Algorithms = Literal["auto", "ring", "doubling", "rabenseifner"]
 
 

@@ -30,6 +30,7 @@ from farandole.comm.algorithms.steps import Combine, Running, Steps, split
 from farandole.comm.collectives import equal_lengths, of_type, split_rows
 from farandole.comm.dense import as_real, copy_back, counts_of, pointers_to, readable, writable
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
+from farandole.comm.errors import CommunicationError
 from farandole.comm.hosts import Hosts
 from farandole.comm.work import Call
 from farandole.native import Call as CallRecord
@@ -252,6 +253,8 @@ class SpanningCollectives:
             self._agreement = Running(self.hosts.agree())
             yield
             self._agreement.finish(self._deadline)
+        except CommunicationError as error:  # a transport's own is not known to the others yet
+            self.host.fail(error, self.host.group_rank)
         finally:
             self.hosts.release()
             if self.host.handle:

@@ -48,11 +48,11 @@ class MpiTransport:
         meeting = Meeting(store, rank, size, timeout, name)
         return cls(MpiGroup.meet(meeting, size, timeout, name, ranks or range(size)))
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> MpiPending:
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> MpiPending:
         """Begin to send a contiguous CPU tensor to rank `peer`."""
         return self._begin(tensor, peer, tag, sends=True)
 
-    def recv(self, tensor: Tensor, peer: int, tag: int) -> MpiPending:
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> MpiPending:
         """Begin to receive as many bytes as `tensor` has from rank `peer`."""
         return self._begin(tensor, peer, tag, sends=False)
 

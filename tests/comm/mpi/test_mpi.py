@@ -56,6 +56,8 @@ ON_TWO: list[Check] = [
     (TORCH, "check_meshes", []),
     (TORCH, "check_functional", []),
     (TORCH, "check_pipelines", []),
+    ("tests.comm.test_hosts", "reductions", [[0, 1], {"transport": "mpi"}, 3]),
+    ("tests.comm.test_hosts", "movements", [[0, 1], {"transport": "mpi"}, 3]),
     (OWN, "deadlines", []),
 ]
 ON_THREE: list[Check] = [
