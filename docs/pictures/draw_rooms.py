@@ -15,6 +15,8 @@ from matplotlib.patches import FancyBboxPatch
 
 FLOORS = [
     ("commands", [("cli", "one file per command")], "#3d5a80"),
+    ("measures", [("bench", "training and collectives,\nin the field's formats")], "#2f6f7e"),
+    ("compatible", [("horovod", "scripts written for Horovod:\nnamed requests, fusion, elastic")], "#1f7566"),
     (
         "what runs",
         [
@@ -23,11 +25,11 @@ FLOORS = [
         ],
         "#0b6e4f",
     ),
-    ("plans", [("parallel", "data parallel: gradient\nbuckets, overlap")], "#35876a"),
-    ("ranks", [("comm", "Communicator, torch backend,\nasynchronous work, errors")], "#5fa58c"),
-    ("memory", [("native", "C: shared memory,\nwaiting, reductions, messages")], "#8fc3b0"),
+    ("plans", [("parallel", "data parallel: gradient buckets, overlap;\nparameter servers")], "#35876a"),
+    ("ranks", [("comm", "Communicator, torch backend; several hosts,\nMPI, compression; errors")], "#5fa58c"),
+    ("memory", [("native", "C: shared memory, waiting,\nreductions, messages, TCP")], "#8fc3b0"),
 ]
-ASIDE = [("models", "GPT, written\nfor one device"), ("data", "text, tokens,\nsampler")]
+ASIDE = [("models", "GPT, ResNet, written\nfor one device"), ("data", "text, tokens,\nsampler")]
 
 
 def box(
@@ -52,7 +54,7 @@ def box(
 
 def main() -> None:
     """Draw the house."""
-    figure, axis = plt.subplots(figsize=(9.5, 7.2), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9.5, 9.6), layout="constrained")
     height, gap, width = 1.15, 0.35, 7.0
     for floor, (label, rooms, colour) in enumerate(FLOORS):
         y = (len(FLOORS) - 1 - floor) * (height + gap)
@@ -81,7 +83,7 @@ def main() -> None:
     axis.text(
         width + 1.8,
         height + gap - 0.15,
-        "imported by train only;\nimport nothing but torch",
+        "imported by train and bench;\nimport nothing but torch",
         ha="center",
         va="top",
         fontsize=9,
