@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import farandole
 from benchmarks.measure import human_bytes, human_seconds, markdown_table, save, take_turns
-from benchmarks.namespaces import two_hosts, why_not
+from benchmarks.namespaces import launch_on_hosts
 from benchmarks.picture import draw_latencies
 from farandole.comm import Communicator, Options
 from farandole.comm.compression import Cast, Compression, Int8
@@ -140,27 +140,9 @@ def main() -> None:
     if options.as_rank:
         run_rank(options.per_host, options.rate, options.quick)
         return
-    if reason := why_not():
-        sys.exit(f"no hosts here: {reason}")
-    flags = ["--rate", options.rate, "--per-host", str(options.per_host)]
+    flags = ["--as-rank", "--rate", options.rate, "--per-host", str(options.per_host)]
     flags += ["--quick"] if options.quick else []
-    command = [sys.executable, "-m", "benchmarks.hosts", "--as-rank", *flags]
-    with two_hosts(options.rate) as hosts:
-        world = 2 * options.per_host
-        processes = []
-        for rank in range(world):
-            host = hosts[rank // options.per_host]
-            env = os.environ | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_RANK": str(rank % options.per_host),
-                "LOCAL_WORLD_SIZE": str(options.per_host),
-                "MASTER_ADDR": hosts[0].address,
-                "MASTER_PORT": "29600",
-                "GLOO_SOCKET_IFNAME": host.interface,
-            }
-            processes.append(host.start(command, env))
-        sys.exit(max(process.wait() for process in processes))
+    sys.exit(launch_on_hosts("benchmarks.hosts", flags, options.per_host, options.rate))
 
 
 if __name__ == "__main__":
