@@ -87,10 +87,9 @@ class FarandoleProcessGroup(GroupBase):
         self, tensor: Tensor, op: str, compressor: Compressor, async_op: bool
     ) -> dist.Work:
         """Sum or average a tensor over all ranks, in place, compressed where it crosses hosts."""
+        self.check_compressible(tensor)
         carrier, reduction = self._carrier_of(tensor), REDUCTION_NAMES.index(op)
-        if carrier is None:
-            here = "without the C core" if self._host is None else f"for a tensor on {tensor.device}"
-            raise ValueError(f"there is no compression {here}: reduce without `compression`")
+        assert carrier is not None  # it was checked
         if isinstance(carrier, SpanningCollectives):
             call = carrier.all_reduce_compressed(tensor, reduction, compressor)
         else:
@@ -98,6 +97,16 @@ class FarandoleProcessGroup(GroupBase):
                 say_once("nothing is compressed: all ranks are on this host, and share its memory")
             call = carrier.all_reduce([tensor], reduction)
         return self._lane.submit(call, [tensor]) if async_op else self._lane.run(call, [tensor])
+
+    def check_compressible(self, tensor: Tensor) -> None:
+        """ValueError unless tensors like this one can be compressed here."""
+        if self._host is None:
+            raise ValueError("there is no compression without the C core; reduce without it")
+        if self._carrier_of(tensor) is None:
+            raise ValueError(
+                f"there is no compression of {tensor.layout} tensors on {tensor.device}, only of dense ones on "
+                f"the CPU; reduce without it"
+            )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce a list of tensors over all ranks, in place."""

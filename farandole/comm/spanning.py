@@ -41,7 +41,7 @@ from farandole.native import Operation
 
 WINDOW_BYTES = 4 << 20
 """How much of a tensor, over all ranks of a host, is under way in one piece."""
-WINDOWS_AHEAD = 2
+WINDOWS_AHEAD = 4
 """How many windows may wait for the link while shared memory goes on with the next."""
 
 Window = tuple[list[Tensor], Callable[[Tensor, Transport], Steps]]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
-from farandole.comm.compression.call import check_type
+from farandole.comm.compression.call import check
 
 _ALIGNMENT = 16
 """Elements.  Every gradient starts on a cache line, so that kernels treat it like a tensor of its own."""
@@ -45,7 +45,7 @@ class GradientBucket:
         ]
         self.compressor = None
         if compression is not None:
-            check_type(first.dtype)
+            check(comm.group, first)
             shapes = [(start, p.shape) for start, p in zip(starts, self.parameters, strict=True)]
             self.compressor = compression.for_tensor(self._buffer.numel(), shapes, exact=len(starts))
         self._received: list[bool] = []

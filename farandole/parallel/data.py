@@ -42,8 +42,8 @@ class DataParallel:
     there; without one on all ranks, its `.grad` stays None.  With one rank nothing is communicated.
 
     A `compression` (`Int8()`, ...) is for what crosses hosts; gradients are then no longer those of one process, but
-    with error feedback what a step misses comes in later ones.  Raises TypeError for parameters that cannot be
-    compressed.
+    with error feedback what a step misses comes in later ones.  Raises TypeError or ValueError where
+    they cannot be compressed.
 
     `waited_s` adds up the seconds in which this rank had nothing to do but wait for others.
     """

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from farandole.comm.compression.base import Compression, Compressor
 
+if TYPE_CHECKING:
+    from farandole.comm.process_group import FarandoleProcessGroup
+
 SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_type(dtype: torch.dtype) -> None:
-    """TypeError unless tensors of this type can be compressed."""
-    if dtype not in SUPPORTED:
+def check(group: dist.ProcessGroup, tensor: Tensor) -> None:
+    """TypeError or ValueError unless tensors like this one can be compressed in this group."""
+    if tensor.dtype not in SUPPORTED:
         names = ", ".join(str(kind) for kind in SUPPORTED)
-        raise TypeError(f"{dtype} is not compressed; what is: {names}")
+        raise TypeError(f"{tensor.dtype} is not compressed; what is: {names}")
+    check_group = getattr(group, "check_compressible", None)
+    if check_group is None:
+        raise ValueError(f"compression needs a group of the backend 'farandole'; this one is {group.name()}")
+    check_group(tensor)
 
 
 def compressed_all_reduce(
@@ -24,7 +33,7 @@ def compressed_all_reduce(
     """See `Communicator.all_reduce`.  Raises ValueError or TypeError for what cannot be compressed."""
     if op not in ("sum", "avg"):
         raise ValueError(f"{op!r} is not compressed; what is: 'sum' and 'avg'")
-    check_type(tensor.dtype)
+    check(group, tensor)
     if isinstance(compression, Compression):
         if compression.error_feedback:
             raise ValueError(
@@ -40,8 +49,6 @@ def compressed_all_reduce(
         raise ValueError(
             f"the tensor has {tensor.numel()} elements, and the compressor was made for {compression.count}"
         )
-    issue = getattr(group, "allreduce_compressed", None)
-    if issue is None:
-        raise ValueError(f"compression needs a group of the backend 'farandole'; this one is {group.name()}")
-    work: dist.Work = issue(tensor, op, compression, async_op)
+    issue = cast("FarandoleProcessGroup", group).allreduce_compressed
+    work = issue(tensor, op, compression, async_op)
     return work if async_op else None

@@ -56,7 +56,7 @@ class _Matrix:
 
     @property
     def worth_it(self) -> bool:
-        return _WORTH_IT * self.rank * (self.rows + self.columns) <= self.rows * self.columns
+        return 0 < _WORTH_IT * self.rank * (self.rows + self.columns) <= self.rows * self.columns
 
 
 class PowerSGDCompressor(Compressor):
@@ -69,6 +69,7 @@ class PowerSGDCompressor(Compressor):
         super().__init__(compression, count, parameters, exact)
         self._rank = compression.rank
         self._square = not parameters
+        self._cuts = sorted({0, count - exact, *(first for first, _ in parameters)})
         found = (self._matrix(first, shape[0], math.prod(shape[1:])) for first, shape in parameters if shape)
         self._matrices = [matrix for matrix in found if matrix.worth_it]
 
@@ -76,18 +77,16 @@ class PowerSGDCompressor(Compressor):
         return _Matrix(start, rows, columns, min(self._rank, rows, columns))
 
     def windows(self, leaders: int, length: int) -> Iterator[list[int]]:
-        """No share ends inside a matrix."""
+        """Every share ends where a parameter ends."""
         if self._square:
             yield from super().windows(leaders, length)
             return
-        end = self.count - self.exact
-        cuts = sorted({0, end, *(matrix.start for matrix in self._matrices)})
-        ends = [0]
-        for before, after in pairwise(cuts):
-            if after - ends[-1] > length and before > ends[-1]:
-                ends.append(before)
-        for first, last in pairwise([*ends, end] if end else []):
-            inside = [cut for cut in cuts if first <= cut <= last]
+        starts = [0]
+        for before, after in pairwise(self._cuts):
+            if after - starts[-1] > length and before > starts[-1]:
+                starts.append(before)
+        for first, last in pairwise([*starts, self._cuts[-1]]):
+            inside = [cut for cut in self._cuts if first <= cut <= last]
             ideal = [first + (last - first) * leader / leaders for leader in range(1, leaders)]
             yield [first, *(min(inside, key=lambda cut: abs(cut - at)) for at in ideal), last]
 
