@@ -12,6 +12,7 @@ import itertools
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -81,6 +82,28 @@ def two_hosts(rate: str | None = None) -> Iterator[list[Host]]:
     finally:
         for host in hosts:
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
+
+
+def launch_on_hosts(module: str, arguments: Sequence[str], per_host: int, rate: str | None) -> int:
+    """Run a module as `per_host` ranks on each of two hosts; the worst exit code.  SystemExit where that cannot be."""
+    if reason := why_not():
+        raise SystemExit(f"no hosts here: {reason}")
+    with two_hosts(rate) as hosts:
+        processes = []
+        for rank in range(2 * per_host):
+            host = hosts[rank // per_host]
+            place = {
+                "RANK": rank,
+                "WORLD_SIZE": 2 * per_host,
+                "LOCAL_RANK": rank % per_host,
+                "LOCAL_WORLD_SIZE": per_host,
+                "MASTER_ADDR": hosts[0].address,
+                "MASTER_PORT": 29600,  # free: the hosts' networks are new
+                "GLOO_SOCKET_IFNAME": host.interface,
+            }
+            env = os.environ | {name: str(value) for name, value in place.items()}
+            processes.append(host.start([sys.executable, "-m", module, *arguments], env))
+        return max(abs(process.wait()) for process in processes)
 
 
 def _run(*command: str) -> None:

@@ -20,7 +20,14 @@ COLOURS = {
     "gloo": "#c8553d",
     "mpich": "#3d5a80",
     "copy": "#888888",
+    "flat gloo": "#c8553d",
+    "two levels": "#222222",
+    "+ bf16": "#35b07f",
+    "+ fp16": "#9fd8c0",
+    "+ int8": "#0b6e4f",
+    "stream": "#888888",
 }
+LIMITS = ("copy", "stream")
 NAMES = {
     "farandole": "farandole, through torch.distributed",
     "shared buffer": "farandole, buffer in shared memory",
@@ -28,6 +35,8 @@ NAMES = {
     "gloo": "Gloo",
     "mpich": "MPICH (mpi4py)",
     "copy": "limit: every rank copies as many bytes",
+    "flat gloo": "Gloo, all ranks in one ring",
+    "stream": "limit: a TCP stream of as many bytes, each way",
 }
 
 
@@ -43,8 +52,10 @@ def draw_latencies(result: dict[str, Any], path: Path) -> None:
         for name, colour in COLOURS.items():
             points = [(int(size), row[name]) for size, row in result[operation].items() if name in row]
             if points:
-                style = ":" if name == "copy" else "-"
-                axis.plot(*zip(*points, strict=True), style, marker=".", color=colour, label=NAMES[name])
+                style = ":" if name in LIMITS else "-"
+                axis.plot(
+                    *zip(*points, strict=True), style, marker=".", color=colour, label=NAMES.get(name, name)
+                )
         axis.set(xscale="log", yscale="log", title=f"{operation}, {result['ranks']} ranks", xlabel="bytes")
         axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human_bytes(int(x))))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: human_seconds(y)))

@@ -9,6 +9,7 @@ import json
 import re
 from typing import Any
 
+from benchmarks import compression, hosts
 from benchmarks.collectives import table
 from benchmarks.measure import RESULTS, human_seconds, markdown_table
 
@@ -32,6 +33,10 @@ def tables(name: str, operation: str, result: dict[str, Any]) -> str:
     """The table of one operation of a result."""
     if name.startswith("collectives"):
         return table(operation, result[operation])
+    if name.startswith("hosts"):
+        return hosts.table(result[operation])
+    if name == "compression":
+        return compression.table(result[operation])
     seconds = result["seconds"]
     if name.startswith("fsdp2"):
         gloo = seconds["FSDP2 over Gloo"]

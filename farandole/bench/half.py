@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farandole.comm.communicator import Communicator, ReduceName
+from farandole.comm.compression import Compression, Compressor
 
 
 class HalfCommunicator(Communicator):
@@ -25,11 +26,16 @@ class HalfCommunicator(Communicator):
         ] = {}  # a buffer is reduced every step, so its half is kept
 
     def all_reduce(
-        self, tensor: Tensor, op: ReduceName = "sum", *, async_op: bool = False
+        self,
+        tensor: Tensor,
+        op: ReduceName = "sum",
+        *,
+        compression: Compressor | Compression | None = None,
+        async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce `tensor` over all ranks, in place."""
-        if tensor.dtype != torch.float32:
-            return super().all_reduce(tensor, op, async_op=async_op)
+        """Reduce `tensor` over all ranks, in place; where it is compressed already, it is as it was."""
+        if tensor.dtype != torch.float32 or compression is not None:
+            return super().all_reduce(tensor, op, compression=compression, async_op=async_op)
         half = self._half_of(tensor)
         half.copy_(tensor)
         work = super().all_reduce(half, op, async_op=async_op)

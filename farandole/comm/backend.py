@@ -63,6 +63,10 @@ def _leg(
         from farandole.comm.mpi.transport import MpiTransport  # loads MPI
 
         return MpiTransport.meet(
-            store, index, len(gathered.hosts), timeout, f"the leaders {number} of {gathered.host.roster.group}"
+            store,
+            index,
+            len(gathered.hosts),
+            timeout,
+            f"the leaders {number} of {gathered.host.roster.group}",
         )
     return TorchTransport(gloo_group(store, index, len(gathered.hosts), timeout, gathered.address))

@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from farandole.comm.compression.base import Compression, Compressor
+from farandole.comm.compression.call import compressed_all_reduce
+
 ReduceName = Literal["sum", "avg", "product", "min", "max", "and", "or", "xor"]
 
 _REDUCE_OPS = {
@@ -60,9 +63,20 @@ class Communicator:
         return shared
 
     def all_reduce(
-        self, tensor: Tensor, op: ReduceName = "sum", *, async_op: bool = False
+        self,
+        tensor: Tensor,
+        op: ReduceName = "sum",
+        *,
+        compression: Compressor | Compression | None = None,
+        async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce `tensor` over all ranks, in place."""
+        """Reduce `tensor` over all ranks, in place.
+
+        With a `compression` a sum or an average of fp32, bf16 or fp16 is compressed where it crosses hosts: a
+        `Compressor` of this tensor (`Int8().for_tensor(n)`), or settings that remember nothing from call to call.
+        """
+        if compression is not None:
+            return compressed_all_reduce(self.group, tensor, op, compression, async_op)
         return dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group, async_op=async_op)
 
     def reduce_scatter(

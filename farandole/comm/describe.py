@@ -160,12 +160,14 @@ def _witness(failure: Failure, roster: Roster) -> str:
 def _difference(a: Call, b: Call) -> str:
     if a.operation != b.operation and not (a.operation in _MESSAGES and b.operation in _MESSAGES):
         return "the operations differ"
+    reduces_all = a.operation == Operation.ALL_REDUCE
+    layout = "compression" if reduces_all else "split of the elements among the ranks"
     parts = {
         "type of elements": (a.type, b.type),
         "reduction": (a.op, b.op),
         "root": (a.root, b.root),
         "number of elements": (a.count, b.count),
-        "split of the elements among the ranks": (a.layout, b.layout),
+        layout: (a.layout, b.layout),
     }
     if a.operation in _MESSAGES:
         del parts["root"]

@@ -22,9 +22,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from farandole.comm.arguments import in_turn, options, reduction_number, same_count, tensor_list, tensor_lists
-from farandole.comm.dtypes import REDUCTIONS, TYPES, reducible
+from farandole.comm.compression.base import Compressor
+from farandole.comm.dtypes import REDUCTION_NAMES, REDUCTIONS, TYPES, reducible
 from farandole.comm.group_base import GroupBase
 from farandole.comm.messages import ANY_RANK
+from farandole.comm.remark import say_once
+from farandole.comm.spanning import SpanningCollectives
 from farandole.comm.work import COMPLETED, flags_here
 
 # for each type and reduction that go together: the core's numbers of both
@@ -79,6 +82,31 @@ class FarandoleProcessGroup(GroupBase):
         if status:
             host.check(status)
         return True
+
+    def allreduce_compressed(
+        self, tensor: Tensor, op: str, compressor: Compressor, async_op: bool
+    ) -> dist.Work:
+        """Sum or average a tensor over all ranks, in place, compressed where it crosses hosts."""
+        self.check_compressible(tensor)
+        carrier, reduction = self._carrier_of(tensor), REDUCTION_NAMES.index(op)
+        assert carrier is not None  # it was checked
+        if isinstance(carrier, SpanningCollectives):
+            call = carrier.all_reduce_compressed(tensor, reduction, compressor)
+        else:
+            if self._rank == 0:
+                say_once("nothing is compressed: all ranks are on this host, and share its memory")
+            call = carrier.all_reduce([tensor], reduction)
+        return self._lane.submit(call, [tensor]) if async_op else self._lane.run(call, [tensor])
+
+    def check_compressible(self, tensor: Tensor) -> None:
+        """ValueError unless tensors like this one can be compressed here."""
+        if self._host is None:
+            raise ValueError("there is no compression without the C core; reduce without it")
+        if self._carrier_of(tensor) is None:
+            raise ValueError(
+                f"there is no compression of {tensor.layout} tensors on {tensor.device}, only of dense ones on "
+                f"the CPU; reduce without it"
+            )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce a list of tensors over all ranks, in place."""

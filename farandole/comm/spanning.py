@@ -16,8 +16,10 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -28,18 +30,23 @@ from farandole.comm.algorithms.ring import all_gather as ring_all_gather
 from farandole.comm.algorithms.ring import reduce_scatter as ring_reduce_scatter
 from farandole.comm.algorithms.steps import Combine, Running, Steps, split
 from farandole.comm.collectives import equal_lengths, of_type, split_rows
+from farandole.comm.compression.base import Compressor
 from farandole.comm.dense import as_real, copy_back, counts_of, pointers_to, readable, writable
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
 from farandole.comm.errors import CommunicationError
 from farandole.comm.hosts import Hosts
+from farandole.comm.transport import Tagged, Transport
 from farandole.comm.work import Call
 from farandole.native import Call as CallRecord
 from farandole.native import Operation
 
 WINDOW_BYTES = 4 << 20
 """How much of a tensor, over all ranks of a host, is under way in one piece."""
-WINDOWS_AHEAD = 2
+WINDOWS_AHEAD = 4
 """How many windows may wait for the link while shared memory goes on with the next."""
+
+Window = tuple[list[Tensor], Callable[[Tensor, Transport], Steps]]
+"""A piece of a tensor in shares, one per rank of this host, and how its leader reduces one over the hosts."""
 
 _SUM, _AVG = REDUCTION_NAMES.index("sum"), REDUCTION_NAMES.index("avg")
 
@@ -77,6 +84,23 @@ class SpanningCollectives:
                     with self._declared(flags, Operation.ALL_REDUCE, flat, op=reduction):
                         self._all_reduce(flat, reduction, flags)
                     copy_back([tensor], [buffer])
+
+        return call
+
+    def all_reduce_compressed(self, tensor: Tensor, reduction: int, compressor: Compressor) -> Call:
+        """Sum or average a tensor of floats, in place, compressed on the way between hosts."""
+        compressor.bind(self.hosts, REDUCTION_NAMES[reduction])
+
+        def call(flags: int) -> None:
+            with torch.no_grad():
+                buffer = readable(tensor)
+                flat = buffer.view(-1)
+                signature = compressor.signature
+                with self._declared(flags, Operation.ALL_REDUCE, flat, op=reduction, split=signature):
+                    wide = flat.float()  # itself, if it is
+                    self._all_reduce_compressed(wide, reduction == _AVG, compressor, flags)
+                    copy_back([flat], [wide])
+                copy_back([tensor], [buffer])
 
         return call
 
@@ -272,13 +296,36 @@ class SpanningCollectives:
         if reduction == _AVG:
             self._average(flat, flags)
             return
-        combine = self._combine(flat.dtype, reduction)
+        self._reduce_in_windows(self._windows(flat, reduction), reduction, flags)
 
-        def lead(share: Tensor) -> Steps:
-            size = share.numel() * share.element_size()
-            return self._choice.all_reduce(self.hosts.count, size)(self.hosts.leg, share, combine)
+    def _windows(self, flat: Tensor, reduction: int) -> Iterator[Window]:
+        """A tensor, to be reduced by the algorithm of the user's choice."""
+        length = max(1, WINDOW_BYTES // flat.element_size())
+        for window in flat.split(length) if flat.numel() else ():
+            yield self._shares(window), partial(self._lead, reduction=reduction)
 
-        self._reduce_in_windows(flat, reduction, lead, flags)
+    def _lead(self, share: Tensor, leg: Transport, reduction: int) -> Steps:
+        size = share.numel() * share.element_size()
+        combine = self._combine(share.dtype, reduction)
+        return self._choice.all_reduce(self.hosts.count, size)(leg, share, combine)
+
+    def _all_reduce_compressed(
+        self, flat: Tensor, averages: bool, compressor: Compressor, flags: int
+    ) -> None:
+        factor = 1 / self.hosts.ranks if averages else 1.0
+        exact = flat[flat.numel() - compressor.exact :]
+        windows = chain(self._compressed_windows(flat, factor, compressor), self._windows(exact, _SUM))
+        self._reduce_in_windows(windows, _SUM, flags)
+        if averages:
+            exact.div_(self.hosts.ranks)
+
+    def _compressed_windows(self, flat: Tensor, factor: float, compressor: Compressor) -> Iterator[Window]:
+        spare = [flat[:0]] * (self.host.size - self.hosts.leaders)
+        for bounds in compressor.windows(self.hosts.leaders, WINDOW_BYTES // flat.element_size()):
+            start = bounds[min(self.host.rank, self.hosts.leaders)]
+            exactly = partial(self._lead, reduction=_SUM)
+            lead = partial(compressor.reduce, start=start, factor=factor, exactly=exactly)
+            yield [flat[a:b] for a, b in pairwise(bounds)] + spare, lead
 
     def _average(self, flat: Tensor, flags: int) -> None:
         """A sum, divided at the end; before the hosts are added where the sum may be too large for the type."""
@@ -295,25 +342,34 @@ class SpanningCollectives:
             self._all_reduce(wide, _SUM, flags)
             flat.copy_(wide.div_(n))
 
-    def _reduce_in_windows(
-        self, flat: Tensor, reduction: int, lead: Callable[[Tensor], Steps], flags: int
-    ) -> None:
-        """Reduce inside the host, `lead` this rank's share over the hosts, spread the results; in a pipeline."""
-        length = max(1, WINDOW_BYTES // flat.element_size())
-        under_way: deque[tuple[list[Tensor], Running | None]] = deque()
-        for window in flat.split(length) if flat.numel() else ():
-            shares = self._shares(window)
+    def _reduce_in_windows(self, windows: Iterable[Window], reduction: int, flags: int) -> None:
+        """Reduce inside the host, lead this rank's shares over the hosts, spread the results; in a pipeline.
+
+        Legs go on in turns, so that a second message of one window is sent while first ones of later windows come.
+        """
+        under_way: deque[tuple[list[Tensor], Running]] = deque()
+        waiting: deque[Running] = deque()  # in the order in which their messages come
+
+        def complete(shares: list[Tensor], leg: Running) -> None:
+            while not leg.done:
+                self._agreement.finish(self._deadline)
+                first = waiting.popleft()
+                first.advance(self._deadline)
+                if not first.done:
+                    waiting.append(first)
+            self._host_all_gather(shares[self.host.rank], shares, flags)
+
+        for number, (shares, lead) in enumerate(windows):
             own = shares[self.host.rank]
             self._host_reduce_scatter(shares, own, reduction, flags)
-            under_way.append((shares, Running(lead(own)) if own.numel() else None))
+            leg = Running(lead(own, Tagged(self.hosts.leg, number)) if own.numel() else iter(()))
+            under_way.append((shares, leg))
+            if not leg.done:
+                waiting.append(leg)
             if len(under_way) > WINDOWS_AHEAD:
-                self._complete(*under_way.popleft(), flags)
+                complete(*under_way.popleft())
         while under_way:
-            self._complete(*under_way.popleft(), flags)
-
-    def _complete(self, shares: list[Tensor], leg: Running | None, flags: int) -> None:
-        self._finish(leg)
-        self._host_all_gather(shares[self.host.rank], shares, flags)
+            complete(*under_way.popleft())
 
     def _shares(self, flat: Tensor) -> list[Tensor]:
         """A tensor in one share per rank of this host; those of ranks that do not lead are empty."""

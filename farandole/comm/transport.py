@@ -137,6 +137,23 @@ class WireTransport:
         return self._ranks[peer]
 
 
+class Tagged:
+    """Messages of a transport that are set apart from its others."""
+
+    def __init__(self, transport: Transport, tag: int) -> None:
+        self.rank, self.size = transport.rank, transport.size
+        self._transport = transport
+        self._tag = tag
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
+        """Begin to send."""
+        return self._transport.send(tensor, peer, self._tag + tag)
+
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
+        """Begin to receive."""
+        return self._transport.recv(tensor, peer, self._tag + tag)
+
+
 class TorchMessage:
     """A message of a torch process group."""
 

@@ -12,11 +12,23 @@ import functools
 import importlib.machinery
 import os
 import sys
-from ctypes import POINTER, c_char, c_double, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    c_char,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from enum import IntEnum
 from pathlib import Path
 
-ABI = 2
+ABI = 3
 MAX_RANKS = 256
 NOTE_BYTES = 160
 TOKEN_BYTES = 32
@@ -147,6 +159,10 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_message_wait": (c_int, [c_void_p, c_void_p, c_double, c_int]),
     "frd_message_source": (c_int, [c_void_p]),
     "frd_message_release": (None, [c_void_p, c_void_p]),
+    "frd_encode": (c_int, [c_int, c_void_p, c_float, c_void_p, c_void_p, c_void_p, c_size_t, c_size_t]),
+    "frd_decode": (c_int, [c_int, c_void_p, c_void_p, c_float, c_size_t, c_size_t]),
+    "frd_orthonormalise": (None, [c_void_p, c_size_t, c_size_t]),
+    "frd_outer": (None, [c_void_p, c_void_p, c_void_p, c_size_t, c_size_t, c_size_t]),
 }
 
 

@@ -10,10 +10,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define FRD_ABI 2
+#define FRD_ABI 3
 #define FRD_MAX_RANKS 256
 #define FRD_NOTE_BYTES 160
 #define FRD_TOKEN_BYTES 32
+#define FRD_LARGEST_BLOCK 4096
 
 /* An element type is (bytes per element << 8) | code; types that are only moved have codes of their own. */
 enum frd_type_code {
@@ -142,5 +143,16 @@ int frd_message_test(struct frd_group *, struct frd_message *); /* FRD_PENDING w
 int frd_message_wait(struct frd_group *, struct frd_message *, double timeout, int flags);
 int frd_message_source(const struct frd_message *);
 void frd_message_release(struct frd_group *, struct frd_message *);
+
+/* Compression, of fp32: `type` is what a message is made of, bf16, fp16 or int8 (then a scale, amax / 127 in fp32, for
+ * each `block` of values comes before the codes).  See codecs.h.  No group is involved. */
+int frd_encode(int type, const float *x, float factor, float *residual, void *message, float *decoded, size_t count,
+               size_t block);
+int frd_decode(int type, const void *message, float *x, float factor, size_t count, size_t block);
+/* For low-rank compression: the columns of a matrix, which lie one after the other, by the Gram-Schmidt process (one
+ * that depends on those before it becomes zero); and x = p q^T of such columns.  The order of every sum is fixed, so
+ * that processors of any kind get the same bits. */
+void frd_orthonormalise(float *p, size_t rows, size_t rank);
+void frd_outer(float *x, const float *p, const float *q, size_t rows, size_t columns, size_t rank);
 
 #endif

@@ -27,13 +27,18 @@ int frd_use_vector_level(int level)
     return used;
 }
 
+int frd_vector_level_in_use(void)
+{
+    const int level = atomic_load_explicit(&level_in_use, memory_order_relaxed);
+    return level < 0 ? frd_use_vector_level(FRD_AVX512) : level;
+}
+
 frd_reduce_fn frd_reduce_kernel(int type, int op)
 {
     const int code = type & 0xff;
     if (code >= FRD_REDUCIBLE_TYPES || op < 0 || op >= FRD_REDUCE_OPS) return NULL;
 #if defined(__x86_64__)
-    int level = atomic_load_explicit(&level_in_use, memory_order_relaxed);
-    if (level < 0) level = frd_use_vector_level(FRD_AVX512);
+    const int level = frd_vector_level_in_use();
     if (level == FRD_AVX512) return frd_reduce_avx512[code][op];
     if (level == FRD_AVX2) return frd_reduce_avx2[code][op];
 #endif

@@ -30,5 +30,6 @@ static inline void claim_lines(const void *start, size_t bytes)
 }
 
 frd_reduce_fn frd_reduce_kernel(int type, int op);
+int frd_vector_level_in_use(void);
 
 #endif

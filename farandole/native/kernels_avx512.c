@@ -28,7 +28,9 @@ static void narrow_f16(const float *from, uint16_t *to, size_t m)
 #define F16_TO_F32 widen_f16
 #define F32_TO_F16 narrow_f16
 #define TABLE frd_reduce_avx512
+#define CODECS frd_codecs_avx512
 #include "kernels.inc"
+#include "codecs.inc"
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

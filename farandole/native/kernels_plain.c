@@ -1,3 +1,5 @@
 /* For any processor.  On Arm the baseline already has vectors (NEON), so this is the fast path there. */
 #define TABLE frd_reduce_plain
+#define CODECS frd_codecs_plain
 #include "kernels.inc"
+#include "codecs.inc"

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
+from farandole.comm.compression import Compression
+from farandole.comm.compression.call import check
 
 _ALIGNMENT = 16
 """Elements.  Every gradient starts on a cache line, so that kernels treat it like a tensor of its own."""
@@ -21,10 +23,12 @@ class GradientBucket:
     """One flat buffer: the gradients of `parameters` in order, then one flag for each.
 
     A flag says whether the parameter received a gradient; reduced with the rest, it tells every rank
-    whether any rank's did.
+    whether any rank's did.  With a `compression` the gradients are compressed between hosts; the flags are not.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], comm: Communicator) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], comm: Communicator, compression: Compression | None = None
+    ) -> None:
         self.parameters = list(parameters)
         self._comm = comm
         starts, end = [], 0
@@ -39,6 +43,11 @@ class GradientBucket:
             self.gradients[start : start + parameter.numel()].view(parameter.shape)
             for start, parameter in zip(starts, self.parameters, strict=True)
         ]
+        self.compressor = None
+        if compression is not None:
+            check(comm.group, first)
+            shapes = [(start, p.shape) for start, p in zip(starts, self.parameters, strict=True)]
+            self.compressor = compression.for_tensor(self._buffer.numel(), shapes, exact=len(starts))
         self._received: list[bool] = []
         self._awaited: set[int] = set()
         self._work: dist.Work | None = None
@@ -84,7 +93,9 @@ class GradientBucket:
                 view.zero_()
         self._flags.copy_(torch.tensor(self._received))
         if self._comm.size > 1:
-            self._work = self._comm.all_reduce(self._buffer, "avg", async_op=True)
+            self._work = self._comm.all_reduce(
+                self._buffer, "avg", compression=self.compressor, async_op=True
+            )
         self.launched = True
 
     def finish(self) -> None:
@@ -98,7 +109,10 @@ class GradientBucket:
 
 
 def make_buckets(
-    parameters: Iterable[nn.Parameter], comm: Communicator, bucket_bytes: int
+    parameters: Iterable[nn.Parameter],
+    comm: Communicator,
+    bucket_bytes: int,
+    compression: Compression | None = None,
 ) -> list[GradientBucket]:
     """Fill buckets of about `bucket_bytes` in the order given, one type and device in each."""
     open_buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
@@ -110,7 +124,7 @@ def make_buckets(
         if sum(member.nbytes for member in members) >= bucket_bytes:
             full.append(open_buckets.pop(kind))
     full += open_buckets.values()
-    return [GradientBucket(members, comm) for members in full]
+    return [GradientBucket(members, comm, compression) for members in full]
 
 
 def total_norm(tensors: Iterable[Tensor]) -> float:

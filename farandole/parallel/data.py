@@ -21,13 +21,14 @@ of a single process with all samples (times the number of backward passes, as al
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from farandole.comm.communicator import Communicator
+from farandole.comm.compression import Compression
 from farandole.parallel.buckets import GradientBucket, make_buckets, total_norm
 
 BUCKET_BYTES = 4 << 20
@@ -40,16 +41,26 @@ class DataParallel:
     left alone, tied ones reduced once.  A parameter without a gradient on some ranks counts as zero
     there; without one on all ranks, its `.grad` stays None.  With one rank nothing is communicated.
 
+    A `compression` (`Int8()`, ...) is for what crosses hosts; gradients are then no longer those of one process, but
+    with error feedback what a step misses comes in later ones.  Raises TypeError or ValueError where
+    they cannot be compressed.
+
     `waited_s` adds up the seconds in which this rank had nothing to do but wait for others.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        bucket_bytes: int = BUCKET_BYTES,
+        compression: Compression | None = None,
+    ) -> None:
         self.model = model
         self.waited_s = 0.0
         self._comm = comm
         self._accumulating = False
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.buckets = make_buckets(reversed(trained), comm, bucket_bytes)
+        self.buckets = make_buckets(reversed(trained), comm, bucket_bytes, compression)
         self._next = 0
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
@@ -91,6 +102,30 @@ class DataParallel:
         """Multiply every gradient by `factor`."""
         for bucket in self.buckets:
             bucket.gradients.mul_(factor)
+
+    def compression_state(self) -> dict[str, torch.Tensor]:
+        """What compression remembers on this rank, by name, for a checkpoint; `load_compression` goes on from it."""
+        return {
+            f"{number}.{name}": value
+            for number, bucket in enumerate(self.buckets)
+            if bucket.compressor is not None
+            for name, value in bucket.compressor.state.items()
+        }
+
+    def load_compression(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Remember what this rank did when `state` was saved."""
+        for number, bucket in enumerate(self.buckets):
+            if bucket.compressor is not None:
+                own = f"{number}."
+                bucket.compressor.load(
+                    {name.removeprefix(own): t for name, t in state.items() if name.startswith(own)}
+                )
+
+    def rescale(self, factor: float) -> None:
+        """Gradients are from now on `factor` times as large, as the loss is: so is what compression remembers."""
+        for bucket in self.buckets:
+            if bucket.compressor is not None:
+                bucket.compressor.scale_residuals(factor)
 
     def clip(self, max_norm: float) -> float:
         """Shrink the gradients so that their global norm is at most `max_norm`; returns what it was."""

@@ -213,8 +213,10 @@ def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
         if f"random.cuda.rank{comm.rank}" not in saved:  # this rank was on a CPU
             wanted.pop(f"random.cuda.rank{comm.rank}", None)
         # The optimizer of a new engine is still empty: make room for what the checkpoint has of it.
+        # So is what compression remembers on this rank.
+        remembered = f"compression.rank{comm.rank}."
         for name, entry in saved.items():
-            if name.startswith("optimizer.") and isinstance(entry, TensorStorageMetadata):
+            if name.startswith(("optimizer.", remembered)) and isinstance(entry, TensorStorageMetadata):
                 wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         dcp.load(wanted, storage_reader=reader, process_group=comm.group)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
@@ -222,6 +224,9 @@ def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
     prefix = "optimizer."
     optimizer_state = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
     restore_state(engine.model, engine.optimizer, optimizer_state)
+    engine.replica.load_compression(
+        {n.removeprefix(remembered): t for n, t in wanted.items() if n.startswith(remembered)}
+    )
     torch.set_rng_state(wanted[f"random.rank{comm.rank}"])
     if f"random.cuda.rank{comm.rank}" in wanted:
         torch.cuda.set_rng_state(wanted[f"random.cuda.rank{comm.rank}"], engine.device)
@@ -240,7 +245,10 @@ def _state(engine: Engine, rank: int) -> dict[str, Tensor]:
     random = {f"random.rank{rank}": torch.get_rng_state()}
     if engine.device.type == "cuda":
         random[f"random.cuda.rank{rank}"] = torch.cuda.get_rng_state(engine.device)
-    return weights | optimizer | random
+    compression = {
+        f"compression.rank{rank}.{name}": value for name, value in engine.replica.compression_state().items()
+    }
+    return weights | optimizer | random | compression
 
 
 def _facts(engine: Engine, ranks: int, elapsed_s: float) -> Facts:

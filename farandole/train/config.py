@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from farandole.models.gpt import GPTConfig
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Compressions = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"]
 
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
@@ -74,6 +75,12 @@ class DataSection(_Section):
     field: str
     validation_share: Share
     cache: str
+
+
+class ParallelSection(_Section):
+    """How ranks share the work."""
+
+    compression: Compressions
 
 
 class OptimizerSection(_Section):
@@ -130,6 +137,7 @@ class TrainConfig(_Section):
     precision: Precision
     model: ModelSection
     data: DataSection
+    parallel: ParallelSection
     optimizer: OptimizerSection
     checkpoint: CheckpointSection
     evaluate: EvaluateSection

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from farandole.comm.communicator import Communicator
+from farandole.comm.compression import compression_named
 from farandole.data.sampler import Sampler
 from farandole.data.text import Text
 from farandole.models.gpt import build_gpt
@@ -56,7 +57,8 @@ class Engine:
         torch.manual_seed(config.seed)
         self.model = build_gpt(config.model.gpt()).to(device)
         torch.manual_seed(config.seed + 1 + comm.rank)  # dropout differs between ranks
-        self.replica = DataParallel(self.model, comm)
+        compression = compression_named(config.parallel.compression)
+        self.replica = DataParallel(self.model, comm, compression=compression)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scaler = LossScaler(precision)
         self.sampler = Sampler(text.train.samples, config.seed)
@@ -84,7 +86,10 @@ class Engine:
                 f"step {self.step_number + 1}: the gradient is {norm} at a loss of {mean_loss:g}: the training "
                 f"has diverged; lower optimizer.learning_rate={self.config.optimizer.learning_rate:g}"
             )
+        scale = self.scaler.scale
         self.scaler.update(finite)
+        if self.scaler.scale != scale:
+            self.replica.rescale(self.scaler.scale / scale)
         self.step_number += 1
         return StepResult(mean_loss, norm, rate, waited, stops > 0, not finite)
 

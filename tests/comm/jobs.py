@@ -31,7 +31,14 @@ SOON_S = 2.0
 _PORT = 29_400  # in a network namespace nobody else has it
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "farandole.comm.backend", "tests.comm.jobs"]
+    [
+        "torch",
+        "torch.distributed",
+        "torch.nn.parallel",
+        "torch._dynamo",
+        "farandole.comm.backend",
+        "tests.comm.jobs",
+    ]
 )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from farandole.comm.transport import Pending
+from farandole.comm.transport import Pending, Transport
 
 Steps = Iterator[Pending]
 """An algorithm under way: it yields the messages that it waits for."""
@@ -27,6 +27,10 @@ COMBINE: dict[str, Combine] = {
 }
 
 
+Reduce = Callable[[Tensor, Transport], Steps]
+"""Sums a one-dimensional tensor over all ranks of a transport, in place."""
+
+
 class Running:
     """Steps that have been begun: their first messages are on their way."""
 
@@ -34,11 +38,21 @@ class Running:
         self._steps = steps
         self._next = next(steps, None)
 
-    def finish(self, deadline: float) -> None:
-        """Go through all that is left; `deadline` is on the clock of `time.monotonic`."""
-        while self._next is not None:
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left."""
+        return self._next is None
+
+    def advance(self, deadline: float) -> None:
+        """Wait for one message and go on to the next; `deadline` is on the clock of `time.monotonic`."""
+        if self._next is not None:
             self._next.wait(max(0.0, deadline - time.monotonic()))
             self._next = next(self._steps, None)
+
+    def finish(self, deadline: float) -> None:
+        """Go through all that is left."""
+        while not self.done:
+            self.advance(deadline)
 
 
 def finish(steps: Steps, timeout_s: float) -> None:

@@ -1,0 +1,149 @@
+"""All-reduce over two hosts and a slow link: flat, in two levels, and compressed on the link.  Needs root.
+
+    python -m benchmarks.hosts [--rate 1gbit] [--per-host 2] [--quick]
+
+The hosts are network namespaces of this machine, joined by a link of the given rate (see `namespaces`), so all
+ranks share its cores.  The limit is a plain TCP stream of as many bytes in each direction at once, in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import farandole
+from benchmarks.measure import human_bytes, human_seconds, markdown_table, save, take_turns
+from benchmarks.namespaces import launch_on_hosts
+from benchmarks.picture import draw_latencies
+from farandole.comm import Communicator, Options
+from farandole.comm.compression import Cast, Compression, Int8
+
+SIZES = [1 << 20, 4 << 20, 16 << 20, 64 << 20]
+QUICK = [1 << 20, 16 << 20]
+TURNS = 7
+COMPRESSIONS: dict[str, Compression | None] = {
+    "two levels": None,
+    "+ bf16": Cast(torch.bfloat16),
+    "+ fp16": Cast(torch.float16),
+    "+ int8": Int8(),
+}
+FLAT, STREAM = "flat gloo", "stream"
+
+
+class Stream:
+    """A TCP connection between two ranks, on which both send at once."""
+
+    def __init__(self, rank: int, peer: int, address: str, port: int) -> None:
+        if rank < peer:
+            with socket.create_server((address, port)) as server:
+                dist.barrier()
+                self._socket = server.accept()[0]
+        else:
+            dist.barrier()
+            self._socket = socket.create_connection((address, port))
+
+    def exchange(self, outgoing: memoryview, incoming: memoryview) -> None:
+        """Send all, receive as much."""
+        sender = threading.Thread(target=self._socket.sendall, args=(outgoing,))
+        sender.start()
+        at = 0
+        while at < len(incoming):
+            at += self._socket.recv_into(incoming[at:])
+        sender.join()
+
+
+def stream_of(rank: int, per_host: int, address: str, port: int) -> Stream | None:
+    """The stream between the first ranks of both hosts; None on other ranks."""
+    if rank in (0, per_host):
+        return Stream(rank, per_host - rank, address, port)
+    dist.barrier()
+    return None
+
+
+def contenders_of(
+    size: int, comms: dict[str, Communicator], gloo: Any, stream: Stream | None
+) -> dict[str, Callable[[], Any]]:
+    """All-reduces of `size` bytes of fp32."""
+    tensor = torch.zeros(size // 4)
+    contenders: dict[str, Callable[[], Any]] = {FLAT: lambda: dist.all_reduce(tensor, group=gloo)}
+    for leaders, comm in comms.items():
+        for name, compression in COMPRESSIONS.items():
+            compressor = compression.for_tensor(tensor.numel()) if compression else None
+            contenders[name + leaders] = _all_reduce(comm, tensor, compressor)
+    incoming, outgoing = memoryview(bytearray(size)), memoryview(bytes(size))
+    contenders[STREAM] = lambda: stream and stream.exchange(outgoing, incoming)
+    return contenders
+
+
+def _all_reduce(comm: Communicator, tensor: torch.Tensor, compressor: Any) -> Callable[[], Any]:
+    return lambda: comm.all_reduce(tensor, compression=compressor)
+
+
+def run_rank(per_host: int, rate: str, quick: bool) -> None:
+    """Measure, as one rank; rank 0 reports."""
+    torch.set_num_threads(1)
+    port = int(os.environ["MASTER_PORT"]) + 1
+    with farandole.init() as runtime:
+        ranks = list(range(runtime.size))
+        one = dist.new_group(ranks, backend="farandole", pg_options=Options(leaders=1))
+        comms = {"": runtime.comm} | ({", one leader": Communicator(one)} if per_host > 1 else {})
+        gloo = dist.new_group(ranks, backend="gloo")
+        stream = stream_of(runtime.rank, per_host, os.environ["MASTER_ADDR"], port)
+        figures: dict[int, dict[str, float]] = {}
+        for size in QUICK if quick else SIZES:
+            contenders = contenders_of(size, comms, gloo, stream)
+            figures[size] = take_turns(
+                contenders, runtime.comm.barrier, 3 if quick else TURNS, max(1, (4 << 20) // size)
+            )
+        if runtime.rank == 0:
+            result = {"ranks": runtime.size, "rate": rate, "all_reduce": figures}
+            print(table(figures))
+            if not quick:
+                path = save(f"hosts-{runtime.size}-{rate}", result)
+                draw_latencies(result, path.with_suffix(".png"))
+                print(f"\nwritten to {path} and {path.with_suffix('.png').name}")
+
+
+def table(figures: dict[Any, dict[str, float]]) -> str:
+    """A line per contender; with how many times as fast as flat Gloo it is, and as the stream."""
+    sizes = list(figures)
+    rows = []
+    for name in figures[sizes[0]]:
+        cells = [name]
+        for size in sizes:
+            seconds = figures[size]
+            cells.append(f"{human_seconds(seconds[name])}, {seconds[FLAT] / seconds[name]:.2f}x")
+        cells.append(f"{figures[sizes[-1]][STREAM] / figures[sizes[-1]][name]:.2f}x")
+        rows.append(cells)
+    head = ["all_reduce", *(human_bytes(int(size)) for size in sizes), "x stream"]
+    return markdown_table(head, rows)
+
+
+def main() -> None:
+    """Start the hosts and their ranks, or be one of these."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it (default 1gbit)")
+    parser.add_argument("--per-host", type=int, default=2, help="ranks on each host (default 2)")
+    parser.add_argument("--quick", action="store_true", help="a look at two sizes, kept nowhere")
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        run_rank(options.per_host, options.rate, options.quick)
+        return
+    flags = ["--as-rank", "--rate", options.rate, "--per-host", str(options.per_host)]
+    flags += ["--quick"] if options.quick else []
+    sys.exit(launch_on_hosts("benchmarks.hosts", flags, options.per_host, options.rate))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""Compression of what crosses hosts: gradients that are reduced again and again, on links slower than memory.
+
+    compressor = Int8().for_tensor(gradients.numel())
+    for step in ...:
+        comm.all_reduce(gradients, "avg", compression=compressor)
+
+Inside a host values are reduced exactly; the leaders' shares are compressed on their way to the other hosts.  What
+a message misses is added to the next one ("error feedback"), so that nothing is lost, only late:
+
+F. Seide et al.: 1-bit stochastic gradient descent and its application to data-parallel distributed training of
+speech DNNs (2014).  S. P. Karimireddy et al.: Error feedback fixes SignSGD and other gradient compression schemes
+(2019).
+"""
+
+from __future__ import annotations
+
+from farandole.comm.compression.base import Compression, Compressor
+from farandole.comm.compression.codecs import Cast, Int8
+from farandole.comm.compression.low_rank import PowerSGD
+from farandole.comm.compression.names import compression_named
+from farandole.comm.compression.sparse import TopK
+
+__all__ = ["Cast", "Compression", "Compressor", "Int8", "PowerSGD", "TopK", "compression_named"]

@@ -1,0 +1,105 @@
+"""Element by element: 16-bit floats, and 8-bit integers with a scale for each block of values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from farandole import native
+from farandole.comm.algorithms.steps import Reduce, Steps
+from farandole.comm.compression.base import Compression, Compressor, Parameters
+from farandole.comm.compression.direct import all_reduce
+from farandole.comm.dtypes import TYPES
+from farandole.comm.transport import Transport
+
+_BLOCKS = range(16, 4096 + 1)
+
+
+@dataclass(frozen=True)
+class Cast(Compression):
+    """16-bit floats: half the bytes.  bf16 keeps the range of fp32, fp16 three more bits of precision."""
+
+    dtype: torch.dtype = torch.bfloat16
+    error_feedback: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"Cast({self.dtype}): what works is torch.bfloat16 and torch.float16")
+
+    def _compressor(self, count: int, parameters: Parameters, exact: int) -> Compressor:
+        return CodecCompressor(self, Codec(self.dtype, _BLOCKS[0]), count, parameters, exact)
+
+
+@dataclass(frozen=True)
+class Int8(Compression):
+    """8-bit integers, in units of amax / 127 of each `block` of values: a quarter of the bytes.
+
+    A block with an infinity or a NaN arrives as NaN.
+    T. Dettmers: 8-bit approximations for parallelism in deep learning (2016).
+    """
+
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.block not in _BLOCKS:
+            raise ValueError(f"block={self.block}: {_BLOCKS[0]} to {_BLOCKS[-1]} values can share a scale")
+
+    def _compressor(self, count: int, parameters: Parameters, exact: int) -> Compressor:
+        return CodecCompressor(self, Codec(torch.int8, self.block), count, parameters, exact)
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Messages of values, in the C core (`native/codecs.inc`)."""
+
+    dtype: torch.dtype
+    block: int
+
+    SCALE_BYTES: ClassVar[int] = 4
+
+    def message(self, count: int) -> Tensor:
+        """An empty message for `count` values."""
+        scales = -(-count // self.block) * self.SCALE_BYTES if self.dtype is torch.int8 else 0
+        return torch.empty(scales + count * self.dtype.itemsize, dtype=torch.uint8)
+
+    def encode(
+        self, x: Tensor, factor: float, residual: Tensor | None, decoded: Tensor | None = None
+    ) -> Tensor:
+        """The message of x * factor + residual; what it misses becomes the residual, what it says `decoded`."""
+        message = self.message(x.numel())
+        status = native.library().frd_encode(
+            TYPES[self.dtype],
+            x.data_ptr(),
+            factor,
+            None if residual is None else residual.data_ptr(),
+            message.data_ptr(),
+            None if decoded is None else decoded.data_ptr(),
+            x.numel(),
+            self.block,
+        )
+        assert not status
+        return message
+
+    def decode(self, message: Tensor, x: Tensor, factor: float = 0.0) -> None:
+        """x = x * factor + what the message says."""
+        status = native.library().frd_decode(
+            TYPES[self.dtype], message.data_ptr(), x.data_ptr(), factor, x.numel(), self.block
+        )
+        assert not status
+
+
+class CodecCompressor(Compressor):
+    """A tensor that is sent in messages of a codec."""
+
+    def __init__(
+        self, compression: Compression, codec: Codec, count: int, parameters: Parameters, exact: int
+    ) -> None:
+        super().__init__(compression, count, parameters, exact)
+        self._codec = codec
+
+    def reduce(self, share: Tensor, leg: Transport, start: int, factor: float, exactly: Reduce) -> Steps:
+        """Every host sums one part of the share: see `direct`."""
+        return all_reduce(leg, share, self._codec, self.residual(start, share), factor)

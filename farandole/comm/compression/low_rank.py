@@ -1,0 +1,151 @@
+"""PowerSGD: every gradient matrix as a product of two narrow ones, by one step of the power iteration.
+
+T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD: practical low-rank gradient compression for distributed optimization
+(2019), arXiv:1905.13727.  The products add up, so any all-reduce carries them, to any number of hosts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from farandole import native
+from farandole.comm.algorithms.steps import Reduce, Steps
+from farandole.comm.compression.base import Compression, Compressor, Parameters, compensated, remember
+from farandole.comm.transport import Transport
+
+_WORTH_IT = 2
+"""A matrix is compressed if that makes it so many times smaller."""
+
+
+@dataclass(frozen=True)
+class PowerSGD(Compression):
+    """Matrices of n x m values as (n + m) `rank`; what is no matrix, or too small a one, is sent as it is.
+
+    A tensor of more than two dimensions is a matrix of its first one.  Of a tensor whose parameters are not known
+    each share is taken for a square.
+    """
+
+    rank: int = 4
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank={self.rank}: it must be 1 at least")
+
+    def _compressor(self, count: int, parameters: Parameters, exact: int) -> Compressor:
+        return PowerSGDCompressor(self, count, parameters, exact)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """Rows x columns elements of a tensor, from `start` on."""
+
+    start: int
+    rows: int
+    columns: int
+    rank: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.rows * self.columns
+
+    @property
+    def worth_it(self) -> bool:
+        return 0 < _WORTH_IT * self.rank * (self.rows + self.columns) <= self.rows * self.columns
+
+
+class PowerSGDCompressor(Compressor):
+    """A tensor whose matrices are compressed.
+
+    `state` keeps for each matrix the factor on the right, from which the next step starts (rank x columns).
+    """
+
+    def __init__(self, compression: PowerSGD, count: int, parameters: Parameters, exact: int) -> None:
+        super().__init__(compression, count, parameters, exact)
+        self._rank = compression.rank
+        self._square = not parameters
+        self._cuts = sorted({0, count - exact, *(first for first, _ in parameters)})
+        found = (self._matrix(first, shape[0], math.prod(shape[1:])) for first, shape in parameters if shape)
+        self._matrices = [matrix for matrix in found if matrix.worth_it]
+
+    def _matrix(self, start: int, rows: int, columns: int) -> _Matrix:
+        return _Matrix(start, rows, columns, min(self._rank, rows, columns))
+
+    def windows(self, leaders: int, length: int) -> Iterator[list[int]]:
+        """Every share ends where a parameter ends."""
+        if self._square:
+            yield from super().windows(leaders, length)
+            return
+        starts = [0]
+        for before, after in pairwise(self._cuts):
+            if after - starts[-1] > length and before > starts[-1]:
+                starts.append(before)
+        for first, last in pairwise([*starts, self._cuts[-1]]):
+            inside = [cut for cut in self._cuts if first <= cut <= last]
+            ideal = [first + (last - first) * leader / leaders for leader in range(1, leaders)]
+            yield [first, *(min(inside, key=lambda cut: abs(cut - at)) for at in ideal), last]
+
+    def reduce(self, share: Tensor, leg: Transport, start: int, factor: float, exactly: Reduce) -> Steps:
+        """Two all-reduces: of M Q and all that is not compressed, then of M^T P."""
+        residual = self.residual(start, share)
+        values = compensated(share, factor, residual)
+        matrices = self._matrices_in(start, share.numel())
+        local = [values[m.start - start : m.end - start].view(m.rows, m.columns) for m in matrices]
+        left = [self._right_factor(m) @ matrix.T for m, matrix in zip(matrices, local, strict=True)]
+        rest = _between(matrices, start, start + share.numel())
+        packed = torch.cat(
+            [*(p.reshape(-1) for p in left), *(values[a - start : b - start] for a, b in rest)]
+        )
+        yield from exactly(packed, leg)
+
+        sizes = [m.rank * m.rows for m in matrices] + [b - a for a, b in rest]
+        pieces = packed.split(sizes)
+        left = [p.view(m.rank, m.rows) for p, m in zip(pieces, matrices, strict=False)]
+        for piece, (a, b) in zip(pieces[len(matrices) :], rest, strict=True):
+            share[a - start : b - start] = piece
+        if not matrices:
+            return
+        core = native.library()
+        for p, m in zip(left, matrices, strict=True):
+            core.frd_orthonormalise(p.data_ptr(), m.rows, m.rank)
+        packed = torch.cat([(p @ matrix).view(-1) for p, matrix in zip(left, local, strict=True)])
+        yield from exactly(packed, leg)
+
+        right = packed.split([m.rank * m.columns for m in matrices])
+        for m, p, q, matrix in zip(matrices, left, right, local, strict=True):
+            own = share[m.start - start : m.end - start]
+            core.frd_outer(own.data_ptr(), p.data_ptr(), q.data_ptr(), m.rows, m.columns, m.rank)
+            if q.isfinite().all():
+                self.state[f"right.{m.start}"] = q.view(m.rank, m.columns).clone()
+            if residual is not None:  # every host has missed its part of what the sum misses
+                missed = matrix.view(-1).sub_(own, alpha=1 / leg.size)
+                remember(residual[m.start - start : m.end - start], missed)
+
+    def _matrices_in(self, start: int, count: int) -> list[_Matrix]:
+        if not self._square:
+            return [m for m in self._matrices if start <= m.start < start + count]
+        rows = math.isqrt(count)
+        square = self._matrix(start, rows, count // rows)
+        return [square] if square.worth_it else []
+
+    def _right_factor(self, matrix: _Matrix) -> Tensor:
+        """From the last step; at first, and in directions that nothing was found in, by chance, alike on all hosts."""
+        name = f"right.{matrix.start}"
+        q = self.state.get(name)
+        if q is None or not q.any(1).all():
+            chance = torch.rand(
+                matrix.rank, matrix.columns, generator=torch.Generator().manual_seed(matrix.start)
+            ).sub_(0.5)
+            q = chance if q is None else torch.where(q.any(1, keepdim=True), q, chance)
+        return q
+
+
+def _between(matrices: list[_Matrix], start: int, end: int) -> list[tuple[int, int]]:
+    """The ranges of start..end that belong to no matrix."""
+    starts, ends = [m.start for m in matrices], [m.end for m in matrices]
+    return [(a, b) for a, b in zip([start, *ends], [*starts, end], strict=True) if a < b]

@@ -1,0 +1,26 @@
+"""The names of compressions in configurations."""
+
+from __future__ import annotations
+
+import torch
+
+from farandole.comm.compression.base import Compression
+from farandole.comm.compression.codecs import Cast, Int8
+from farandole.comm.compression.low_rank import PowerSGD
+from farandole.comm.compression.sparse import TopK
+
+_NAMED: dict[str, Compression | None] = {
+    "none": None,
+    "bf16": Cast(torch.bfloat16),
+    "fp16": Cast(torch.float16),
+    "int8": Int8(),
+    "topk": TopK(),
+    "powersgd": PowerSGD(),
+}
+
+
+def compression_named(name: str) -> Compression | None:
+    """The compression of that name, as it is by default; ValueError if there is none."""
+    if name not in _NAMED:
+        raise ValueError(f"{name!r} is no compression; there are {', '.join(_NAMED)}")
+    return _NAMED[name]

@@ -1,0 +1,61 @@
+"""Top-k: of every share the few values of the largest magnitude.
+
+S. U. Stich et al.: Sparsified SGD with memory (2018).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from farandole.comm.algorithms.ring import all_gather
+from farandole.comm.algorithms.steps import Reduce, Steps
+from farandole.comm.compression.base import Compression, Compressor, Parameters, compensated, remember
+from farandole.comm.transport import Transport
+
+
+@dataclass(frozen=True)
+class TopK(Compression):
+    """The share `ratio` of the values, at least one, with their places: 8 bytes for each.
+
+    Every host is sent those of all others, so the bytes grow with the hosts: (p - 1) ratio 2 S.
+    """
+
+    ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"ratio={self.ratio}: it must be above 0, and 1 at most")
+
+    def _compressor(self, count: int, parameters: Parameters, exact: int) -> Compressor:
+        return TopKCompressor(self, count, parameters, exact)
+
+
+class TopKCompressor(Compressor):
+    """A tensor of whose shares the largest values are sent."""
+
+    def __init__(self, compression: TopK, count: int, parameters: Parameters, exact: int) -> None:
+        super().__init__(compression, count, parameters, exact)
+        self._ratio = compression.ratio
+
+    def reduce(self, share: Tensor, leg: Transport, start: int, factor: float, exactly: Reduce) -> Steps:
+        """Sum what all hosts have chosen, in the order of the hosts."""
+        residual = self.residual(start, share)
+        values = compensated(share, factor, residual)
+        kept = math.ceil(self._ratio * values.numel())
+        places = values.abs().topk(kept, sorted=False).indices  # a NaN counts as the largest
+        chosen = values[places]
+        values[places] = torch.where(chosen.isfinite(), 0.0, torch.nan)  # an infinity is not remembered
+        remember(residual, values)
+        messages = [torch.empty(2 * kept, dtype=torch.int32) for _ in range(leg.size)]
+        own_places, own_values = messages[leg.rank].split(kept)
+        own_places.copy_(places)
+        own_values.view(torch.float32).copy_(chosen)
+        yield from all_gather(leg, messages)
+        share.zero_()
+        for message in messages:
+            places, found = message.split(kept)
+            share.index_add_(0, places, found.view(torch.float32))

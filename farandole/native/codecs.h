@@ -1,0 +1,30 @@
+/* Compression of fp32 values for the way between hosts: to 16-bit floats, or to 8-bit integers with a scale per block. */
+#ifndef FARANDOLE_CODECS_H
+#define FARANDOLE_CODECS_H
+
+#include <stddef.h>
+
+/* The message holds the value nearest to y = x * factor + residual.  What it misses is kept in `residual` (may be
+ * NULL: then it is lost), and what it says is written to `decoded` (may be NULL, or x). */
+typedef void (*frd_encode_fn)(const float *x, float factor, float *residual, void *message, float *decoded,
+                              size_t count, size_t block);
+/* x = x * factor + what the message says; with a factor of 0, x is not read. */
+typedef void (*frd_decode_fn)(const void *message, float *x, float factor, size_t count, size_t block);
+
+struct frd_codec {
+    frd_encode_fn encode;
+    frd_decode_fn decode;
+};
+
+enum { FRD_CODECS = 3 }; /* bf16, fp16, int8, in the order of their element types */
+
+/* One table per vector level; all of them give the same bits. */
+extern const struct frd_codec frd_codecs_plain[FRD_CODECS];
+#if defined(__x86_64__)
+extern const struct frd_codec frd_codecs_avx2[FRD_CODECS];
+extern const struct frd_codec frd_codecs_avx512[FRD_CODECS];
+#endif
+
+const struct frd_codec *frd_codec_of(int type); /* NULL if there is none */
+
+#endif

@@ -1,0 +1,270 @@
+"""Compression between hosts: what arrives is near what was sent, what is missing is remembered, all ranks agree."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from farandole.comm import CallMismatch, Communicator, remark
+from farandole.comm.compression import Cast, Compression, Int8, PowerSGD, TopK, compression_named
+from tests.comm.hosts import spanning_group
+from tests.comm.test_hosts import everyones
+
+LAYOUTS = {"2 x 1": [0, 1], "2 x 2": [0, 0, 1, 1], "3 + 1": [0, 0, 0, 1], "3 x 1": [0, 1, 2]}
+LOSSY: list[Compression] = [Int8(), Int8(block=16), TopK(0.05), PowerSGD(2), Cast(error_feedback=True)]
+
+
+def near(found: torch.Tensor, expected: torch.Tensor, relative: float) -> bool:
+    error = (found.double() - expected.double()).norm()
+    return bool(error <= relative * expected.double().norm() + 1e-12)
+
+
+def check_same_everywhere(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    copies = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(copies, tensor, group=group)
+    assert all(torch.equal(copy, tensor) for copy in copies)
+
+
+def results(rank: int, size: int, host_of: list[int], options: dict, seed: int) -> None:
+    group = spanning_group(host_of, rank, **options)
+    comm = Communicator(group)
+    chance = random.Random(seed)
+    for length in (0, 1, 3, 700, 70_001):
+        for compression, relative in (
+            (Cast(), 1e-2),
+            (Cast(torch.float16), 2e-3),
+            (Int8(error_feedback=False), 2e-2),
+            (TopK(1.0, error_feedback=False), 1e-6),
+        ):
+            op, expect = chance.choice([("sum", torch.sum), ("avg", torch.mean)])
+            dtype, rounding = chance.choice(
+                [(torch.float32, 0), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
+            )
+            inputs = everyones(size, length, (length,), dtype)
+            found = inputs[rank].clone()
+            comm.all_reduce(found, op, compression=compression)
+            assert near(found, expect(inputs.double(), 0), relative + rounding), (compression, length, op)
+            check_same_everywhere(found, group)
+    grid = everyones(size, 1, (30, 40), torch.float32)
+    strided = grid[rank].clone().t()
+    work = comm.all_reduce(strided, compression=Cast(), async_op=True)
+    assert work is not None
+    work.wait()
+    assert near(strided, grid.sum(0).t(), 1e-2)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_arrives_is_near(ranks, layout):
+    host_of = LAYOUTS[layout]
+    ranks(len(host_of)).run(results, host_of, {}, list(LAYOUTS).index(layout))
+
+
+@pytest.mark.parametrize("options", [{"leaders": 1, "algorithm": "ring"}, {"transport": "gloo"}])
+def test_what_arrives_is_near_by_option(ranks, options):
+    ranks(4).run(results, LAYOUTS["2 x 2"], options, 9)
+
+
+def nothing_is_lost(rank: int, size: int, host_of: list[int]) -> None:
+    """All that came out, and all that leaders still remember, is all that went in; twice the same bits."""
+    group = spanning_group(host_of, rank)
+    comm = Communicator(group)
+    shapes = [(0, (90, 40)), (3600, (7,)), (3616, (30, 5, 20)), (6700, (200, 100))]
+    for compression in LOSSY:
+        for length, parameters in ((1, []), (40_000, []), (27_000, shapes)):
+            outcomes = []
+            for _ in range(2):
+                compressor = compression.for_tensor(length, parameters)
+                total_in, total_out = torch.zeros(length), torch.zeros(length)
+                for step in range(3):
+                    inputs = everyones(size, step, (length,), torch.float32)
+                    tensor = inputs[rank].clone()
+                    comm.all_reduce(tensor, "sum", compression=compressor)
+                    check_same_everywhere(tensor, group)
+                    total_in += inputs.sum(0)
+                    total_out += tensor
+                missing = torch.zeros(length)
+                for name, residual in compressor.state.items():
+                    if name.startswith("residual"):
+                        start = int(name.split(".")[1])
+                        missing[start : start + residual.numel()] = residual
+                comm.all_reduce(missing)
+                assert near(total_out + missing, total_in, 1e-5), (compression, length)
+                outcomes.append(total_out)
+            assert torch.equal(*outcomes)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_is_lost_only_late(ranks, layout):
+    host_of = LAYOUTS[layout]
+    ranks(len(host_of)).run(nothing_is_lost, host_of)
+
+
+def spoiled(rank: int, size: int) -> None:
+    group = spanning_group([0, 0, 1, 1], rank)
+    comm = Communicator(group)
+    for compression in [*LOSSY, Cast(torch.float16, error_feedback=True)]:
+        for bad in (torch.inf, -torch.inf, torch.nan):
+            compressor = compression.for_tensor(5000)
+            for step in range(4):
+                tensor = everyones(size, step, (5000,), torch.float32)[rank]
+                if step == 1 and rank == 3:
+                    tensor[[17, 4000]] = bad
+                comm.all_reduce(tensor, "avg", compression=compressor)
+                check_same_everywhere(tensor.nan_to_num(), group)
+                assert bool(tensor.isfinite().all()) == (step != 1), (compression, bad, step)
+                assert all(value.isfinite().all() for value in compressor.state.values())
+    dist.destroy_process_group(group)
+
+
+def test_what_is_not_finite_arrives_and_is_not_remembered(ranks):
+    ranks(4).run(spoiled)
+
+
+def low_rank(rank: int, size: int) -> None:
+    """Matrices of rank 2 arrive whole, and what is none exactly, whatever the leaders' shares."""
+    group = spanning_group([0, 0, 1, 1], rank)
+    comm = Communicator(group)
+    generator = torch.Generator().manual_seed(3)
+    left, right = torch.randn(60, 2, generator=generator), torch.randn(2, 80, generator=generator)
+    vector = torch.randn(33, generator=generator)
+    compressor = PowerSGD(2).for_tensor(
+        4800 + 33 + 4800 + 2, [(0, (60, 80)), (4800, (33,)), (4833, (60, 8, 10))], 2
+    )
+    for step in range(4):
+        matrix = (left @ right).view(-1) * (rank + 1) / 10
+        flat = torch.cat([matrix, vector * rank, -matrix, torch.tensor([1.0, rank])])
+        comm.all_reduce(flat, "sum", compression=compressor)
+        if step > 1:  # the power iteration has found the two directions
+            assert near(flat[:4800], (left @ right).view(-1), 1e-4)
+        assert near(flat[4800:4833], vector * 6, 1e-6)
+        assert flat[-2:].tolist() == [4.0, 6.0]
+    zeros = torch.zeros(compressor.count)
+    comm.all_reduce(zeros, "sum", compression=compressor)  # finds no direction at all
+    comm.all_reduce(flat, "sum", compression=compressor)
+    assert not all((value == 0).all() for name, value in compressor.state.items() if "right" in name)
+    dist.destroy_process_group(group)
+
+
+def test_matrices_of_low_rank_arrive_whole(ranks):
+    ranks(4).run(low_rank)
+
+
+def large(rank: int, size: int) -> None:
+    """Many windows, under way together."""
+    group = spanning_group([0, 0, 1, 1], rank)
+    inputs = everyones(size, 5, (5_000_000,), torch.float32)
+    expected = inputs.sum(0)
+    for compression, relative in ((Int8(), 2e-2), (TopK(1.0), 1e-6)):
+        compressor = compression.for_tensor(inputs.shape[1], exact=1_500_000)
+        tensor = inputs[rank].clone()
+        Communicator(group).all_reduce(tensor, compression=compressor)
+        assert near(tensor[:3_500_000], expected[:3_500_000], relative)
+        assert near(tensor[3_500_000:], expected[3_500_000:], 1e-6)
+    dist.destroy_process_group(group)
+
+
+def test_tensors_of_many_windows(ranks):
+    ranks(4).run(large)
+
+
+def remembered(rank: int, size: int) -> None:
+    """State that was saved and loaded goes on with the same bits."""
+    group = spanning_group([0, 1], rank)
+    comm = Communicator(group)
+    for compression in LOSSY:
+        first = compression.for_tensor(3000)
+        inputs = everyones(size, 1, (3000,), torch.float32)[rank]
+        comm.all_reduce(inputs.clone(), compression=first)
+        second = compression.for_tensor(3000)
+        second.load(first.state)
+        a, b = inputs.clone(), inputs.clone()
+        comm.all_reduce(a, compression=first)
+        comm.all_reduce(b, compression=second)
+        assert torch.equal(a, b)
+        before = {name: value.clone() for name, value in first.state.items()}
+        first.scale_residuals(0.5)
+        for name, value in first.state.items():
+            assert torch.equal(value, before[name] * (0.5 if "residual" in name else 1))
+    dist.destroy_process_group(group)
+
+
+def test_state_can_be_saved(ranks):
+    ranks(2).run(remembered)
+
+
+def refusals(rank: int, size: int) -> None:
+    group, other = spanning_group([0, 1], rank), spanning_group([0, 1], rank)
+    comm = Communicator(group)
+    for dtype in (torch.float64, torch.int32, torch.complex64, torch.bool):
+        with pytest.raises(TypeError, match=f"{dtype} is not compressed; what is: torch.float32"):
+            comm.all_reduce(torch.zeros(4, dtype=dtype), compression=Cast())
+    for op in ("max", "product"):
+        with pytest.raises(ValueError, match="is not compressed; what is: 'sum' and 'avg'"):
+            comm.all_reduce(torch.zeros(4), op, compression=Cast())
+    with pytest.raises(ValueError, match=r"for_tensor\(4\)"):
+        comm.all_reduce(torch.zeros(4), compression=Int8())
+    with pytest.raises(TypeError, match="a Compression"):
+        comm.all_reduce(torch.zeros(4), compression="int8")  # type: ignore[arg-type]
+    compressor = Int8().for_tensor(5)
+    with pytest.raises(ValueError, match="4 elements, and the compressor was made for 5"):
+        comm.all_reduce(torch.zeros(4), compression=compressor)
+    comm.all_reduce(torch.zeros(5), compression=compressor)
+    with pytest.raises(ValueError, match="used for 'sum'"):
+        comm.all_reduce(torch.zeros(5), "avg", compression=compressor)
+    with pytest.raises(ValueError, match="for one group"):
+        Communicator(other).all_reduce(torch.zeros(5), compression=compressor)
+    gloo = dist.new_group(backend="gloo")
+    with pytest.raises(ValueError, match="backend 'farandole'; this one is gloo"):
+        Communicator(gloo).all_reduce(torch.zeros(5), compression=Cast())
+    with pytest.raises(CallMismatch, match="differ in compression"):
+        comm.all_reduce(torch.zeros(5), compression=Cast([torch.bfloat16, torch.float16][rank]))
+    for each in (group, other, gloo):
+        dist.destroy_process_group(each)
+
+
+def test_what_cannot_be_compressed_is_refused(ranks):
+    ranks(2).run(refusals)
+
+
+def on_one_host(rank: int, size: int) -> str:
+    said = io.StringIO()
+    remark._said.clear()
+    group = dist.new_group(list(range(size)), backend="farandole")
+    with contextlib.redirect_stderr(said):
+        for _ in range(2):
+            tensor = torch.full((1000,), 1.0 + rank / 1000)
+            Communicator(group).all_reduce(tensor, compression=Int8().for_tensor(1000))
+            assert torch.equal(tensor, torch.full((1000,), 1.0) + (1.0 + 1 / 1000))
+    dist.destroy_process_group(group)
+    return said.getvalue()
+
+
+def test_on_one_host_nothing_is_compressed_and_one_rank_says_so_once(ranks):
+    first, second = ranks(2).run(on_one_host)
+    assert first.count("nothing is compressed") == 1
+    assert not second
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Cast(torch.float32), "what works is torch.bfloat16 and torch.float16"),
+        (lambda: Int8(block=8), "16 to 4096"),
+        (lambda: TopK(0), "above 0"),
+        (lambda: PowerSGD(0), "1 at least"),
+        (lambda: compression_named("int4"), "there are none, bf16, fp16, int8"),
+        (lambda: Int8().for_tensor(5, exact=6), "between 0 and their number"),
+        (lambda: PowerSGD().for_tensor(9, [(4, (3, 2))]), "not within the 9"),
+        (lambda: PowerSGD().for_tensor(9, [(4, (2, 2)), (0, (2, 2))]), "not in order"),
+    ],
+)
+def test_settings_that_make_no_sense(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()

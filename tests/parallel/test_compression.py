@@ -1,0 +1,100 @@
+"""Training with compressed gradients learns nearly as well, and forgets nothing that training relies on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from farandole.comm.communicator import Communicator
+from farandole.comm.compression import Cast, Compression, Int8, PowerSGD, TopK
+from farandole.parallel.data import DataParallel
+from tests.comm.hosts import spanning_group
+
+STEPS, SAMPLES = 150, 32
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 5))
+
+
+def losses(rank: int, size: int, compressions: list[Compression | None]) -> list[float]:
+    """Of a student of one network that another one teaches, after some steps with each compression."""
+    group = spanning_group([0, 1], rank)
+    comm = Communicator(group)
+    teacher, test = network(1), torch.randn(2000, 20, generator=torch.Generator().manual_seed(2))
+    found = []
+    for compression in compressions:
+        student = network(3)
+        replica = DataParallel(student, comm, bucket_bytes=10_000, compression=compression)
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.05, momentum=0.9)
+        generator = torch.Generator().manual_seed(10 + rank)
+        for _ in range(STEPS):
+            samples = torch.randn(SAMPLES, 20, generator=generator)
+            replica.zero_grad()
+            nn.functional.mse_loss(student(samples), teacher(samples).detach()).backward()
+            replica.synchronize()
+            optimizer.step()
+        with torch.no_grad():
+            found.append(nn.functional.mse_loss(student(test), teacher(test)).item())
+        weights = nn.utils.parameters_to_vector(student.parameters()).detach()
+        both = [torch.empty_like(weights) for _ in range(size)]
+        dist.all_gather(both, weights, group=group)
+        assert torch.equal(*both)
+        replica.close()
+    dist.destroy_process_group(group)
+    return found
+
+
+def test_learns_nearly_as_well_with_error_feedback(ranks):
+    plain, bf16, int8, powersgd, topk, forgetful = ranks(2).run(
+        losses,
+        [None, Cast(), Int8(), PowerSGD(2), TopK(0.03), TopK(0.03, error_feedback=False)],
+    )[0]
+    assert bf16 == pytest.approx(plain, rel=0.02)
+    assert int8 == pytest.approx(plain, rel=0.02)
+    assert powersgd < 1.15 * plain
+    assert topk < 1.3 * plain
+    assert forgetful > 1.3 * topk
+
+
+class Sometimes(nn.Module):
+    """A layer that rank 0 uses, one that nobody uses, large gradients beside small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.at_first, self.never = (nn.Linear(40, 40) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
+        return self.always(x * 1e4) + (self.at_first(x) * 1e-6 if first else 0)
+
+
+def who_has_a_gradient(rank: int, size: int) -> None:
+    group = spanning_group([0, 0, 1, 1], rank)
+    for compression in (Int8(), TopK(0.001), PowerSGD(1)):
+        torch.manual_seed(rank)
+        model = Sometimes()
+        replica = DataParallel(model, Communicator(group), compression=compression)
+        for _ in range(2):
+            replica.zero_grad()
+            model(torch.ones(3, 40), rank == 0).sum().backward()
+            replica.synchronize()
+            assert model.always.weight.grad is not None
+            assert model.at_first.weight.grad is not None
+            assert model.never.weight.grad is None
+        again = DataParallel(model, Communicator(group), compression=compression)
+        again.load_compression(replica.compression_state())
+        assert again.compression_state().keys() == replica.compression_state().keys()
+        again.rescale(2)
+        for name, value in again.compression_state().items():
+            factor = 2 if "residual" in name else 1
+            assert torch.equal(value, replica.compression_state()[name] * factor)
+    with pytest.raises(TypeError, match=r"torch\.float64 is not compressed"):
+        DataParallel(nn.Linear(2, 2).double(), Communicator(group), compression=Int8())
+    dist.destroy_process_group(group)
+
+
+def test_a_gradient_is_known_to_be_there_whatever_its_size(ranks):
+    ranks(4).run(who_has_a_gradient)
