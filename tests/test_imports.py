@@ -17,7 +17,7 @@ LEVELS = [
     {"comm", "_autoload"},
     {"mesh", "layout", "plan"},
     {"parallel", "memory"},
-    {"train", "serve", "edge", "learn", "launch"},
+    {"train", "serve", "edge", "learn", "launch", "bench"},
     {"cli"},
     {"__main__"},
 ]
