@@ -23,6 +23,7 @@ HELP = """Parallel computing on PyTorch, on a laptop's cores or on a cluster.
   farandole generate runs --prompt "def"    let it write
   farandole launch --ranks 4 script.py      run your own program on 4 ranks
   farandole bench training                  images per second of a ResNet
+  farandole bench collectives               latency and bandwidth of collectives
   farandole info                            what this machine offers
 
 COMMAND --help says more about each, with examples.
