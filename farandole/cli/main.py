@@ -15,6 +15,7 @@ from farandole.cli.generate import generate
 from farandole.cli.info import info
 from farandole.cli.launch import launch
 from farandole.cli.train import TrainCommand, train
+from farandole.cli.tune import tune
 
 HELP = """Parallel computing on PyTorch, on a laptop's cores or on a cluster.
 
@@ -24,6 +25,7 @@ HELP = """Parallel computing on PyTorch, on a laptop's cores or on a cluster.
   farandole launch --ranks 4 script.py      run your own program on 4 ranks
   farandole bench training                  images per second of a ResNet
   farandole bench collectives               latency and bandwidth of collectives
+  farandole tune                            the fastest algorithms between hosts
   farandole info                            what this machine offers
 
 COMMAND --help says more about each, with examples.
@@ -44,6 +46,7 @@ app.command()(generate)
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(info)
 app.add_typer(bench, name="bench")
+app.command()(tune)
 
 
 @app.callback(invoke_without_command=True)
