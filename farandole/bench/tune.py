@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,10 +32,11 @@ from farandole.bench.collectives_measure import everyones
 from farandole.bench.setup import BenchError
 from farandole.bench.training import machine
 from farandole.comm import Options
-from farandole.comm.algorithms.choice import ALL_REDUCE, AllReduce
+from farandole.comm.algorithms.choice import ALL_REDUCE
 from farandole.comm.algorithms.steps import COMBINE, finish
 from farandole.comm.algorithms.table import Link, Table
 from farandole.comm.group_base import GroupBase
+from farandole.comm.transport import WireTransport
 from farandole.data.wording import counted
 from farandole.data.wording import size as in_words
 from farandole.launch.runtime import Runtime
@@ -45,6 +47,9 @@ CHANNEL = 16
 """Sets these messages apart from those of collectives."""
 _BYTES_PER_TURN = 4 << 20  # makes fewer calls of large sizes
 _MOST_CALLS = 30
+
+Runs = dict[tuple[int, int, str], Callable[[], object]]
+"""What is to be measured, by number (of hosts, or of leaders), size and name."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,7 @@ class _Tuning:
                 f"and the algorithms are those of farandole"
             )
         self.setup = setup
+        self.tensor = torch.zeros(setup.sizes[-1] // 4)
         self.comm = runtime.comm
         self.group = group
         self.spans = len(group.hosts) > 1
@@ -124,16 +130,14 @@ class _Tuning:
                 f"# all-reduce (sum) of float32 among {ranks} ranks that share a host and stand for as many: the "
                 f"messages go\n# through its memory.  For a table to use, run it on several hosts."
             )
-        seconds = {
-            count: {size: self.algorithms(count, size) for size in self.setup.sizes}
-            for count in range(2, hosts + 1)
-        }
+        seconds = self.algorithms()
         measured = {
             **machine(),
             "hosts": hosts,
             "ranks": ranks,
             "messages": "TCP" if self.spans else "the memory of one host",
             "turns": self.setup.turns,
+            "load": round(os.getloadavg()[0], 1),
         }
         link = Link(self.setup.link or str(measured["messages"]), seconds, measured, self.leaders())
         if self.comm.rank == 0:
@@ -142,56 +146,67 @@ class _Tuning:
                 Path(self.setup.output).write_text(Table((link,)).dump())
                 print(f'# use it: farandole.comm.Options(table="{self.setup.output}"), on all hosts')
 
-    def algorithms(self, hosts: int, size: int) -> dict[str, float]:
-        """Seconds of each algorithm between the first ranks of the first `hosts` hosts."""
-        ranks = [members[0] for members in self.members[:hosts]]
-        if self.comm.rank not in ranks:
-            return self.take_turns(dict.fromkeys(ALL_REDUCE, lambda: None), size)
-        tensor, transport = torch.zeros(size // 4), self.group.between(ranks, CHANNEL)
+    def algorithms(self) -> dict[int, dict[int, dict[str, float]]]:
+        """Seconds of each algorithm, by number of hosts and size, between the first ranks of the first hosts."""
+        runs: Runs = {}
+        for hosts in range(2, len(self.members) + 1):
+            ranks = [members[0] for members in self.members[:hosts]]
+            transport = self.group.between(ranks, CHANNEL) if self.comm.rank in ranks else None
+            for size in self.setup.sizes:
+                for name in ALL_REDUCE:
+                    runs[hosts, size, name] = partial(self.reduce, transport, size, name)
+        found: dict[int, dict[int, dict[str, float]]] = {}
+        for (hosts, size, name), seconds in self.take_turns(runs).items():
+            found.setdefault(hosts, {}).setdefault(size, {})[name] = seconds
+        return found
 
-        def reduce(all_reduce: AllReduce) -> None:
-            try:
-                finish(all_reduce(transport, tensor, COMBINE["sum"]), TIMEOUT_S)
-            finally:
-                transport.release()
-
-        return self.take_turns({name: partial(reduce, each) for name, each in ALL_REDUCE.items()}, size)
+    def reduce(self, transport: WireTransport | None, size: int, name: str) -> None:
+        """One all-reduce, where this rank takes part in it."""
+        if transport is None:
+            return
+        try:
+            finish(ALL_REDUCE[name](transport, self.tensor[: size // 4], COMBINE["sum"]), TIMEOUT_S)
+        finally:
+            transport.release()
 
     def leaders(self) -> dict[int, dict[int, float]]:
-        """Seconds of an all-reduce of all ranks, by how many ranks of a host lead."""
+        """Seconds of an all-reduce of all ranks, by size and by how many ranks of a host lead."""
         most = min(len(members) for members in self.members)
         if not self.spans or most < 2:
             return {}
-        groups = {
-            count: dist.new_group(backend="farandole", pg_options=Options(leaders=count))
-            for count in range(1, most + 1)
+        groups = [
+            dist.new_group(backend="farandole", pg_options=Options(leaders=count + 1))
+            for count in range(most)
+        ]
+        runs: Runs = {
+            (count, size, ""): partial(dist.all_reduce, self.tensor[: size // 4], group=group)
+            for size in self.setup.sizes
+            for count, group in enumerate(groups, 1)
         }
-        found = {}
-        for size in self.setup.sizes:
-            tensor = torch.zeros(size // 4)
-            runs = {
-                str(count): partial(dist.all_reduce, tensor, group=group) for count, group in groups.items()
-            }
-            found[size] = {int(count): each for count, each in self.take_turns(runs, size).items()}
-        for group in groups.values():
+        found: dict[int, dict[int, float]] = {}
+        for (count, size, _), seconds in self.take_turns(runs).items():
+            found.setdefault(size, {})[count] = seconds
+        for group in groups:
             dist.destroy_process_group(group)
         return found
 
-    def take_turns(self, runs: Mapping[str, Callable[[], object]], size: int) -> dict[str, float]:
-        """Seconds of each: the least of the turns, each by the slowest rank."""
-        calls = max(1, min(_MOST_CALLS, _BYTES_PER_TURN // size))
-        for run in runs.values():
-            self.comm.barrier()
-            run()
+    def take_turns(self, runs: Runs) -> dict[tuple[int, int, str], float]:
+        """Seconds of each: the least of the turns, each by the slowest rank.
+
+        All have had a turn before the next begins, so that what disturbs the machine for a while disturbs one
+        turn of many, not all turns of one.
+        """
         least = dict.fromkeys(runs, math.inf)
-        for _ in range(self.setup.turns):
-            for name, run in runs.items():
+        for turn in range(1 + self.setup.turns):
+            for key, run in runs.items():
+                calls = max(1, min(_MOST_CALLS, _BYTES_PER_TURN // key[1])) if turn else 1
                 self.comm.barrier()
                 begun = time.perf_counter()
                 for _ in range(calls):
                     run()
-                seconds = (time.perf_counter() - begun) / calls
-                least[name] = min(least[name], float(everyones(seconds, self.comm).max()))
+                seconds = float(everyones((time.perf_counter() - begun) / calls, self.comm).max())
+                if turn:  # the first is for warming up
+                    least[key] = min(least[key], seconds)
         return least
 
     def say(self, line: str) -> None:
@@ -204,7 +219,7 @@ def report(link: Link) -> list[str]:
     names, table = list(ALL_REDUCE), Table((link,))
     others = len(link.seconds) > 1
     source = "the other numbers of hosts" if others else "all these figures"
-    lines = [f"# model: by the cost of each algorithm, fitted to {source}"]
+    lines = [f"# model: by the cost of each algorithm, with a latency and a bandwidth fitted to {source}"]
     heads = [f"{f'{name}(us)':>18}{'model':>12}" for name in names]
     lines.append(f"{'# Hosts':<9}{'Size':<12}{''.join(heads)}  Fastest")
     for hosts, sizes in link.seconds.items():
@@ -214,12 +229,12 @@ def report(link: Link) -> list[str]:
                 f"{times[name] * 1e6:>18.1f}{fitted.model(name, hosts, size) * 1e6:>12.1f}" for name in names
             ]
             lines.append(f"{hosts:<9}{size:<12}{''.join(cells)}  {table.best(hosts, size)}")
-    lines += ["", f"{'# Algorithm':<16}{'latency(us)':>14}{'GB/s':>10}{'typical error of the model':>30}"]
-    for name, fit in link.fits.items():
-        per_byte = f"{1e-9 / fit.seconds_per_byte:.2f}" if fit.seconds_per_byte else "-"
-        lines.append(
-            f"{name:<16}{fit.latency_s * 1e6:>14.1f}{per_byte:>10}{_typical_error(link, name):>28.0f} %"
-        )
+    errors = ", ".join(f"{name} {_typical_error(link, name):.0f} %" for name in names)
+    bandwidth = f", {1e-9 / link.fit.seconds_per_byte:.2f} GB/s" if link.fit.seconds_per_byte else ""
+    lines += [
+        "",
+        f"# a message takes {link.fit.latency_s * 1e6:.1f} us{bandwidth}; the models are off by: {errors}",
+    ]
     if link.leaders:
         counts = list(next(iter(link.leaders.values())))
         heads = [f"{f'{count} leaders(us)' if count > 1 else '1 leader(us)':>18}" for count in counts]

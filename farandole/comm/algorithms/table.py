@@ -1,8 +1,8 @@
 """What was measured of the algorithms, and what follows for sizes and numbers of hosts that were not measured.
 
 Where a number of hosts was measured, times between two sizes lie on the line between theirs.  Where it was not, the
-cost model of each algorithm tells the time, with the latency and the seconds per byte that fit best what was
-measured of it.
+cost model of each algorithm tells the time, with the latency and the seconds per byte that fit best all that was
+measured of the link.
 
 All hosts of a group must decide alike, to the last bit: nothing here but + - * / and sums that are rounded once,
 which are the same on every machine.
@@ -38,7 +38,7 @@ class TableError(ValueError):
 
 @dataclass(frozen=True)
 class Fit:
-    """What a message costs an algorithm: `latency_s` for itself, `seconds_per_byte` for what is in it."""
+    """What a message costs: `latency_s` for itself, `seconds_per_byte` for what is in it."""
 
     latency_s: float
     seconds_per_byte: float
@@ -58,9 +58,23 @@ class Link:
     leaders: dict[int, dict[int, float]] = field(default_factory=dict)
 
     @cached_property
-    def fits(self) -> dict[str, Fit]:
-        """The best fit of each algorithm's cost model."""
-        return {name: fit(COSTS[name], self._points(name)) for name in COSTS if self._points(name)}
+    def fit(self) -> Fit:
+        """The latency and seconds per byte with which the cost models come closest to all measurements."""
+        return fit(
+            [
+                (COSTS[name], hosts, size, seconds)
+                for hosts, sizes in self.seconds.items()
+                for size, times in sizes.items()
+                for name, seconds in times.items()
+            ]
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Whether every algorithm was measured."""
+        return {name for sizes in self.seconds.values() for times in sizes.values() for name in times} == set(
+            COSTS
+        )
 
     def predict(self, algorithm: str, hosts: int, size: int) -> float:
         """Seconds of an all-reduce, by the measurements, or by the model where there are none."""
@@ -83,21 +97,12 @@ class Link:
 
     def model(self, algorithm: str, hosts: int, size: int) -> float:
         """Seconds by the cost model alone."""
-        best = self.fits[algorithm]
-        return COSTS[algorithm](hosts, size, best.latency_s, best.seconds_per_byte)
+        return COSTS[algorithm](hosts, size, self.fit.latency_s, self.fit.seconds_per_byte)
 
     def without(self, hosts: int) -> Link | None:
         """The same, had this number of hosts not been measured; None if nothing is left."""
         rest = {count: sizes for count, sizes in self.seconds.items() if count != hosts}
         return Link(self.name, rest) if rest else None
-
-    def _points(self, algorithm: str) -> list[tuple[int, int, float]]:
-        return [
-            (hosts, size, times[algorithm])
-            for hosts, sizes in self.seconds.items()
-            for size, times in sizes.items()
-            if algorithm in times
-        ]
 
 
 @dataclass(frozen=True)
@@ -114,10 +119,9 @@ class Table:
         """
         worst = dict.fromkeys(COSTS, 0.0)
         for link in self.links:
-            times = {name: link.predict(name, hosts, size) for name in COSTS if name in link.fits}
+            times = {name: link.predict(name, hosts, size) for name in COSTS}
             least = min(times.values())
-            for name in worst:
-                worst[name] = max(worst[name], times[name] / least if name in times else math.inf)
+            worst = {name: max(worst[name], seconds / least) for name, seconds in times.items()}
         return min(worst, key=lambda name: worst[name])
 
     def dump(self) -> str:
@@ -126,7 +130,7 @@ class Table:
             {
                 "name": link.name,
                 "measured": link.measured,
-                "fits": {name: vars(each) for name, each in link.fits.items()},
+                "fit": vars(link.fit),
                 "seconds": link.seconds,
                 "leaders": link.leaders,
             }
@@ -145,7 +149,7 @@ class Table:
                     f"farandole tune"
                 )
             links = tuple(_link(each) for each in content["links"])
-            complete = bool(links) and all(set(link.fits) == set(COSTS) for link in links)
+            complete = bool(links) and all(link.complete for link in links)
         except TableError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -172,13 +176,13 @@ class Table:
         return Table.parse((resources.files("farandole.comm.algorithms") / name).read_text(), name)
 
 
-def fit(cost: Cost, points: list[tuple[int, int, float]]) -> Fit:
-    """Latency and seconds per byte that come closest to the points (ranks, size, seconds) in least squares.
+def fit(points: list[tuple[Cost, int, int, float]]) -> Fit:
+    """Latency and seconds per byte that come closest to the points (cost, ranks, size, seconds) in least squares.
 
     Of the relative errors: else the large sizes alone would count.  Neither can be less than 0.
     """
     # cost is linear in both: seconds = a latency + b per byte; divided by seconds, 1 = a' latency + b' per byte
-    rows = [(cost(n, size, 1.0, 0.0) / t, cost(n, size, 0.0, 1.0) / t) for n, size, t in points]
+    rows = [(cost(n, size, 1.0, 0.0) / t, cost(n, size, 0.0, 1.0) / t) for cost, n, size, t in points]
     aa, ab, bb = (math.fsum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = math.fsum(row[0] for row in rows), math.fsum(row[1] for row in rows)
     determinant = aa * bb - ab * ab
