@@ -56,7 +56,8 @@ def draw(rows: list[Row], ranks: int, path: str) -> None:
         among = 2 if OPERATIONS[name].messages else ranks
         _draw_panel(axis, [row for row in rows if row["operation"] == name], key)
         axis.set_title(f"{name}, {counted(among, 'rank')}: {_PANELS[key][0]}", fontsize=10)
-    axes[0][0].legend(fontsize=8, frameon=False)
+    fullest = max(axes.flat, key=lambda axis: len(axis.get_lines()))
+    fullest.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
