@@ -19,7 +19,7 @@ import torch
 import farandole
 from farandole.bench.collectives_backends import choose, inability, mpiexec_for, without_mpiexec
 from farandole.bench.collectives_contenders import make_contenders
-from farandole.bench.collectives_measure import Row, everyones, measure
+from farandole.bench.collectives_measure import Case, Row, everyones, measure
 from farandole.bench.collectives_messages import measure_messages
 from farandole.bench.collectives_operations import OPERATIONS, Operation
 from farandole.bench.collectives_overlap import measure_overlap
@@ -101,7 +101,7 @@ class _Benchmark:
                 self.say(f"# without {name}: {reason}")
         self.say(table.head(setup, self.comm.size))
         for size in setup.sizes(operation, self.comm.size):
-            for row in method(able, operation, setup, size, self.comm):
+            for row in method(able, Case(operation, setup, size, self.comm)):
                 self.rows.append(row)
                 self.say(table.line(row))
 

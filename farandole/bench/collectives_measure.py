@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,17 +27,31 @@ Row = dict[str, Any]
 """One line of a table, with the keys of `collectives_table.COLUMNS`."""
 
 
+@dataclass(frozen=True)
+class Case:
+    """One operation at one size, which contenders take turns at."""
+
+    operation: Operation
+    setup: CollectivesSetup
+    size: int
+    comm: Communicator
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Iterations and warm-ups."""
+        return self.setup.counts(self.operation, self.size)
+
+    def row(self, contender: Contender, **figures: Any) -> Row:
+        """A line of its table."""
+        key = {"operation": self.operation.name, "backend": contender.name, "size": self.size}
+        return {**key, **figures, "iterations": self.counts[0]}
+
+
 class Buffers:
     """Input and output of one contender at one size, and with `check` what they must hold before and after."""
 
-    def __init__(
-        self,
-        contender: Contender,
-        operation: Operation,
-        setup: CollectivesSetup,
-        size: int,
-        comm: Communicator,
-    ) -> None:
+    def __init__(self, contender: Contender, case: Case) -> None:
+        operation, setup, size, comm = case.operation, case.setup, case.size, case.comm
         kind, ranks = setup.kind, comm.size
         self.elements = operation.elements("whole", size, ranks, kind.itemsize)
         count = operation.elements(operation.input, size, ranks, kind.itemsize)
@@ -69,21 +84,16 @@ class Buffers:
 class Trial:
     """One contender at one operation and size."""
 
-    def __init__(
-        self,
-        contender: Contender,
-        operation: Operation,
-        setup: CollectivesSetup,
-        size: int,
-        comm: Communicator,
-    ) -> None:
+    def __init__(self, contender: Contender, case: Case) -> None:
         self.contender = contender
-        self.comm = comm
-        self.checked = setup.validate and operation.sized
-        self.buffers = Buffers(contender, operation, setup, size, comm)
+        self.comm = case.comm
+        self.checked = case.setup.validate and case.operation.sized
+        self.buffers = Buffers(contender, case)
         self.errors = 0
         self.seconds = 0.0
-        self._call = contender.call(operation, setup.reduction, self.buffers.input, self.buffers.output)
+        self._call = contender.call(
+            case.operation, case.setup.reduction, self.buffers.input, self.buffers.output
+        )
 
     def run(self, iterations: int) -> None:
         """Make so many calls."""
@@ -104,38 +114,26 @@ class Trial:
         self.seconds = 0.0
 
 
-def measure(
-    contenders: list[Contender],
-    operation: Operation,
-    setup: CollectivesSetup,
-    size: int,
-    comm: Communicator,
-) -> list[Row]:
+def measure(contenders: list[Contender], case: Case) -> list[Row]:
     """Latencies of all contenders: the mean of the iterations; of that the mean, least and most of the ranks."""
-    iterations, warmup = setup.counts(operation, size)
-    trials = [Trial(contender, operation, setup, size, comm) for contender in contenders]
+    iterations, warmup = case.counts
+    trials = [Trial(contender, case) for contender in contenders]
     for trial in trials:
         trial.run(warmup)
         trial.forget()
-    take_turns([trial.run for trial in trials], iterations, comm)
+    take_turns([trial.run for trial in trials], iterations, case.comm)
     rows = []
     for trial in trials:
-        latencies = everyones(trial.seconds / iterations, comm)
+        latencies = everyones(trial.seconds / iterations, case.comm) * 1e6
         average = float(latencies.mean())
-        row: Row = {
-            "operation": operation.name,
-            "backend": trial.contender.name,
-            "size": size,
-            "avg_us": average * 1e6,
-            "min_us": float(latencies.min()) * 1e6,
-            "max_us": float(latencies.max()) * 1e6,
-            "iterations": iterations,
-        }
+        row = case.row(
+            trial.contender, avg_us=average, min_us=float(latencies.min()), max_us=float(latencies.max())
+        )
         if trial.checked:
-            row["errors"] = int(everyones(trial.errors, comm).sum())
-        if operation.sized:
-            row["algbw"] = size / average / 1e9
-            row["busbw"] = row["algbw"] * operation.bus(comm.size)
+            row["errors"] = int(everyones(trial.errors, case.comm).sum())
+        if case.operation.sized:
+            row["algbw"] = case.size / average / 1e3  # bytes per us, in GB/s
+            row["busbw"] = row["algbw"] * case.operation.bus(case.comm.size)
         rows.append(row)
     return rows
 

@@ -9,29 +9,21 @@ from functools import partial
 import torch
 
 from farandole.bench.collectives_contenders import Contender
-from farandole.bench.collectives_measure import Buffers, Row, everyones, take_turns
-from farandole.bench.collectives_operations import ROOT, WINDOW, Operation
-from farandole.bench.collectives_setup import CollectivesSetup
+from farandole.bench.collectives_measure import Buffers, Case, Row, everyones, take_turns
+from farandole.bench.collectives_operations import ROOT, WINDOW
 from farandole.bench.collectives_values import count_errors, values
-from farandole.comm.communicator import Communicator
 
 
 class Exchange:
     """One contender's messages of one size; ranks but the first two only wait for the end."""
 
-    def __init__(
-        self,
-        contender: Contender,
-        operation: Operation,
-        setup: CollectivesSetup,
-        size: int,
-        comm: Communicator,
-    ) -> None:
+    def __init__(self, contender: Contender, case: Case) -> None:
+        operation, setup, comm = case.operation, case.setup, case.comm
         self.contender = contender
         self.seconds = 0.0
         self.errors = 0
         self._is_first, self._peer = comm.rank == ROOT, 1 - comm.rank
-        self._buffers = Buffers(contender, operation, setup, size, comm)
+        self._buffers = Buffers(contender, case)
         self._acknowledgement = contender.empty(4, torch.uint8).zero_()
         self._begin: Callable[[], None] = {
             "latency": self._ping_pong,
@@ -91,36 +83,24 @@ class Exchange:
             self.contender.send(self._acknowledgement, self._peer)
 
 
-def measure_messages(
-    contenders: list[Contender],
-    operation: Operation,
-    setup: CollectivesSetup,
-    size: int,
-    comm: Communicator,
-) -> list[Row]:
+def measure_messages(contenders: list[Contender], case: Case) -> list[Row]:
     """Latency of one way, or bandwidth, by the clock of the first rank."""
-    iterations, warmup = setup.counts(operation, size)
-    trials = [Exchange(contender, operation, setup, size, comm) for contender in contenders]
+    iterations, warmup = case.counts
+    trials = [Exchange(contender, case) for contender in contenders]
     for trial in trials:
-        comm.barrier()
+        case.comm.barrier()
         trial.run(warmup)
         trial.seconds = 0.0
-    take_turns([trial.run for trial in trials], iterations, comm)
+    take_turns([trial.run for trial in trials], iterations, case.comm)
     rows = []
     for trial in trials:
-        seconds = float(everyones(trial.seconds, comm)[ROOT]) / iterations
-        row: Row = {
-            "operation": operation.name,
-            "backend": trial.contender.name,
-            "size": size,
-            "iterations": iterations,
-        }
-        if operation.is_bandwidth:
-            ways = 2 if operation.name == "bibw" else 1
-            row["mb_per_s"] = ways * WINDOW * size / seconds / 1e6
+        seconds = float(everyones(trial.seconds, case.comm)[ROOT]) / iterations
+        if case.operation.is_bandwidth:
+            ways = 2 if case.operation.name == "bibw" else 1
+            row = case.row(trial.contender, mb_per_s=ways * WINDOW * case.size / seconds / 1e6)
         else:
-            row["avg_us"] = seconds / 2 * 1e6
-        if setup.validate:
-            row["errors"] = int(everyones(trial.errors, comm).sum())
+            row = case.row(trial.contender, avg_us=seconds / 2 * 1e6)
+        if case.setup.validate:
+            row["errors"] = int(everyones(trial.errors, case.comm).sum())
         rows.append(row)
     return rows

@@ -12,10 +12,7 @@ import time
 import torch
 
 from farandole.bench.collectives_contenders import Contender
-from farandole.bench.collectives_measure import Buffers, Row, everyones, take_turns
-from farandole.bench.collectives_operations import Operation
-from farandole.bench.collectives_setup import CollectivesSetup
-from farandole.comm.communicator import Communicator
+from farandole.bench.collectives_measure import Buffers, Case, Row, everyones, take_turns
 
 
 class Work:
@@ -45,20 +42,14 @@ class Work:
 class Overlap:
     """One contender at one operation and size: begun and waited for, with and without work in between."""
 
-    def __init__(
-        self,
-        contender: Contender,
-        operation: Operation,
-        setup: CollectivesSetup,
-        size: int,
-        comm: Communicator,
-        work: Work,
-    ) -> None:
+    def __init__(self, contender: Contender, case: Case, work: Work) -> None:
         self.contender = contender
-        self._comm = comm
+        self._comm = case.comm
         self._work = work
-        self._buffers = Buffers(contender, operation, setup, size, comm)
-        self._begin = contender.begin(operation, setup.reduction, self._buffers.input, self._buffers.output)
+        self._buffers = Buffers(contender, case)
+        self._begin = contender.begin(
+            case.operation, case.setup.reduction, self._buffers.input, self._buffers.output
+        )
         self._count = 0
         self.pure_s = self.compute_s = self.overall_s = 0.0
 
@@ -94,38 +85,22 @@ class Overlap:
             self._comm.barrier()
 
 
-def measure_overlap(
-    contenders: list[Contender],
-    operation: Operation,
-    setup: CollectivesSetup,
-    size: int,
-    comm: Communicator,
-) -> list[Row]:
+def measure_overlap(contenders: list[Contender], case: Case) -> list[Row]:
     """What of each contender's communication is hidden, on average over the ranks."""
-    iterations, warmup = setup.counts(operation, size)
+    iterations, warmup = case.counts
     work = Work()
-    trials = [Overlap(contender, operation, setup, size, comm, work) for contender in contenders]
+    trials = [Overlap(contender, case, work) for contender in contenders]
     for trial in trials:
         trial.warm_up(warmup)
-    take_turns([trial.run for trial in trials], iterations, comm)
+    take_turns([trial.run for trial in trials], iterations, case.comm)
     rows = []
     for trial in trials:
         overall, compute, pure = (
-            float(everyones(seconds, comm).mean()) / iterations * 1e6
+            float(everyones(seconds, case.comm).mean()) / iterations * 1e6
             for seconds in (trial.overall_s, trial.compute_s, trial.pure_s)
         )
-        rows.append(
-            {
-                "operation": operation.name,
-                "backend": trial.contender.name,
-                "size": size,
-                "overall_us": overall,
-                "compute_us": compute,
-                "pure_us": pure,
-                "overlap": hidden(overall, compute, pure),
-                "iterations": iterations,
-            }
-        )
+        figures = {"overall_us": overall, "compute_us": compute, "pure_us": pure}
+        rows.append(case.row(trial.contender, **figures, overlap=hidden(overall, compute, pure)))
     return rows
 
 
