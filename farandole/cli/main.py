@@ -16,6 +16,7 @@ from farandole.cli.info import info
 from farandole.cli.launch import LaunchCommand, launch
 from farandole.cli.mistakes import Command
 from farandole.cli.train import TrainCommand, train
+from farandole.cli.tune import tune
 
 HELP = """Parallel computing on PyTorch, on a laptop's cores or on a cluster.
 
@@ -24,6 +25,8 @@ HELP = """Parallel computing on PyTorch, on a laptop's cores or on a cluster.
   farandole generate runs --prompt "def"    let it write
   farandole launch --ranks 4 script.py      run your own program on 4 ranks
   farandole bench training                  images per second of a ResNet
+  farandole bench collectives               latency and bandwidth of collectives
+  farandole tune                            the fastest algorithms between hosts
   farandole info                            what this machine offers
 
 COMMAND --help says more about each, with examples.
@@ -44,6 +47,7 @@ app.command(cls=Command)(generate)
 app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})(launch)
 app.command(cls=Command)(info)
 app.add_typer(bench, name="bench")
+app.command()(tune)
 
 
 @app.callback(invoke_without_command=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from datetime import timedelta
 from typing import Any
 
@@ -42,10 +43,23 @@ def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
     if len(gathered.hosts) > 1:
         leg = _leg(options, gathered, rank, meeting, timeout)
         hosts = Hosts(gathered.host, gathered.hosts, options.leaders, leg)
-        carrier = SpanningCollectives(hosts, Choice(options.algorithm))
+        carrier = SpanningCollectives(hosts, _choice(options, meeting))
     return FarandoleProcessGroup(
         meeting.store, rank, size, timeout, name, gathered.host, carrier, gathered.address
     )
+
+
+def _choice(options: Options, meeting: Meeting) -> Choice:
+    """By a table that is the same on all ranks: else they would make different steps."""
+    table = options.measurements()
+    own = f"{options.algorithm} {zlib.crc32(table.dump().encode()):08x}"
+    for rank, other in enumerate(meeting.exchange("choice", own)):
+        if other != own:
+            raise ValueError(
+                f"rank {rank} of the group was given another algorithm or table of measurements than this one "
+                f"(table={options.table!r}, algorithm={options.algorithm!r}); give all ranks the same Options"
+            )
+    return Choice(options.algorithm, table)
 
 
 def _leg(

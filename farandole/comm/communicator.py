@@ -20,7 +20,7 @@ from farandole.comm.compression.call import compressed_all_reduce
 
 ReduceName = Literal["sum", "avg", "product", "min", "max", "and", "or", "xor"]
 
-_REDUCE_OPS = {
+REDUCE_OPS: dict[str, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,
     "product": dist.ReduceOp.PRODUCT,
@@ -30,6 +30,7 @@ _REDUCE_OPS = {
     "or": dist.ReduceOp.BOR,
     "xor": dist.ReduceOp.BXOR,
 }
+"""Torch's reductions, by the names that are used here."""
 
 
 class Communicator:
@@ -77,13 +78,13 @@ class Communicator:
         """
         if compression is not None:
             return compressed_all_reduce(self.group, tensor, op, compression, async_op)
-        return dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group, async_op=async_op)
+        return dist.all_reduce(tensor, REDUCE_OPS[op], group=self.group, async_op=async_op)
 
     def reduce_scatter(
         self, output: Tensor, input: Tensor, op: ReduceName = "sum", *, async_op: bool = False
     ) -> dist.Work | None:
         """Reduce `input` (`size` equal parts along dimension 0) and keep this rank's part in `output`."""
-        return dist.reduce_scatter_tensor(output, input, _REDUCE_OPS[op], group=self.group, async_op=async_op)
+        return dist.reduce_scatter_tensor(output, input, REDUCE_OPS[op], group=self.group, async_op=async_op)
 
     def all_gather(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> dist.Work | None:
         """Concatenate every rank's `input` into `output` (`size` times as large), in rank order."""
@@ -97,7 +98,7 @@ class Communicator:
         self, tensor: Tensor, root: int = 0, op: ReduceName = "sum", *, async_op: bool = False
     ) -> dist.Work | None:
         """Reduce `tensor` over all ranks into the one of rank `root`; the others' keep their values."""
-        return dist.reduce(tensor, group=self.group, group_dst=root, op=_REDUCE_OPS[op], async_op=async_op)
+        return dist.reduce(tensor, group=self.group, group_dst=root, op=REDUCE_OPS[op], async_op=async_op)
 
     def gather(
         self, tensor: Tensor, outputs: list[Tensor] | None = None, root: int = 0, *, async_op: bool = False

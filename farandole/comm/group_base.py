@@ -17,6 +17,7 @@ from farandole.comm.fallback import LazyBackend, has_nccl, torch_group
 from farandole.comm.host_group import HostGroup
 from farandole.comm.messages import Messages
 from farandole.comm.spanning import SpanningCollectives
+from farandole.comm.transport import WireTransport
 from farandole.comm.work import Call, Lane, seconds_of
 
 PATIENCE_S = 1.0
@@ -153,6 +154,24 @@ class GroupBase(dist.ProcessGroup):
     def _rest(self, patience_s: float) -> bool:
         """Whether no call is under way any more, after at most that time (for calls, and for messages)."""
         return self._lane.close(patience_s) and self._messages.close(patience_s)
+
+    # ---- for those who measure ----
+
+    @property
+    def hosts(self) -> list[list[int]]:
+        """The ranks of each host."""
+        if isinstance(self._carrier, SpanningCollectives):
+            return self._carrier.hosts.members
+        return [list(range(self._size))]
+
+    def between(self, ranks: Sequence[int], channel: int) -> WireTransport:
+        """Messages of the core among some ranks, this one too, apart from those of other channels.
+
+        1 and 2 are taken by collectives; `RuntimeError` where the core is missing.
+        """
+        if self._host is None:
+            raise RuntimeError(f"group {self._group_name!r} communicates without the core")
+        return WireTransport(self._host, ranks, channel)
 
     # ---- for its collectives ----
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
+
+from farandole.comm.algorithms.table import Table
 
 Transports = Literal["tcp", "gloo", "mpi"]
 Algorithms = Literal["auto", "ring", "doubling", "rabenseifner"]
@@ -20,6 +22,9 @@ class Options:
     """What carries messages between leaders."""
     algorithm: Algorithms = "auto"
     """How leaders reduce; `auto` takes what was measured to be fastest for the size."""
+    table: str | None = None
+    """The file of measurements by which `auto` decides, as `farandole tune --output` writes it, with the same content
+    on all hosts; by default the package's own."""
     interface: str | None = None
     """The network interface to use; by default the one named in GLOO_SOCKET_IFNAME, torch's own variable, or
     else the one through which the store of the job is reached."""
@@ -31,6 +36,12 @@ class Options:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
         if self.leaders is not None and self.leaders < 1:
             raise ValueError(f"leaders={self.leaders}: at least one rank of a host leads")
+        if self.table is not None:
+            if self.algorithm != "auto":
+                raise ValueError(
+                    f"table={self.table!r} is of no use with algorithm={self.algorithm!r}; leave one of them away"
+                )
+            self.measurements()
 
     @classmethod
     def of(cls, given: Any) -> Options:
@@ -41,5 +52,9 @@ class Options:
             )
         options = given or cls()
         if options.interface is None and (named := os.environ.get("GLOO_SOCKET_IFNAME")):
-            options = cls(options.leaders, options.transport, options.algorithm, named)
+            options = replace(options, interface=named)
         return options
+
+    def measurements(self) -> Table:
+        """The table by which `auto` decides; `TableError`, a `ValueError`, if the file is none."""
+        return Table.default() if self.table is None else Table.read(self.table)

@@ -5,12 +5,12 @@ R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication o
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from farandole.comm.algorithms.steps import Combine, Steps, in_order
+from farandole.comm.algorithms.steps import Circle, Combine, Steps, in_order, joined, power_of_two
 from farandole.comm.transport import Transport
 
 
@@ -19,30 +19,39 @@ def all_reduce(transport: Transport, tensor: Tensor, combine: Combine) -> Steps:
 
     Partners combine in the order of their ranks, so that all ranks get the same bits.
     """
-    me, spare = transport.rank, torch.empty_like(tensor)
-    circle = 1 << (transport.size.bit_length() - 1)
-    extra = transport.size - circle
-    if me >= circle:  # a rank too many: it gives its values to one of the circle, and waits for the result
-        send = transport.send(tensor, me - circle)
-        yield send
-        yield transport.recv(tensor, me - circle)
+    circle = Circle(transport)
+    if circle.outside:
+        yield from circle.stand_by(tensor)
         return
-    if me < extra:
-        yield transport.recv(spare, me + circle)
-        combine(tensor, tensor, spare)
-    distance = 1
-    while distance < circle:
-        partner = me ^ distance
-        send = transport.send(tensor, partner)
-        yield transport.recv(spare, partner)
+    yield from circle.take_in(tensor, combine)
+    spare, distance = torch.empty_like(tensor), 1
+    while distance < circle.size:
+        partner = circle.rank ^ distance
+        send = circle.send(tensor, partner)
+        yield circle.recv(spare, partner)
         yield send  # before the values that it sends are changed
-        in_order(combine, tensor, spare, me < partner)
+        in_order(combine, tensor, spare, circle.rank < partner)
         distance *= 2
-    if me < extra:
-        yield transport.send(tensor, me + circle)
+    yield from circle.give_out(tensor)
+
+
+def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
+    """Copy part i of rank i to all ranks.  log2(p) latency + (p - 1)/p S per byte.
+
+    `parts` are the parts of one tensor, in a row, as from `split`.  Ranks are a power of two, else ValueError.
+    """
+    me, distance = transport.rank, 1
+    while distance < power_of_two(transport.size):
+        partner = me ^ distance
+        first = me & -distance  # of the parts that this rank has by now
+        theirs = first ^ distance
+        send = transport.send(joined(parts[first : first + distance]), partner)
+        yield transport.recv(joined(parts[theirs : theirs + distance]), partner)
+        yield send
+        distance *= 2
 
 
 def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
     """Seconds for `size` bytes."""
-    steps = int(math.log2(ranks)) + (0 if ranks & (ranks - 1) == 0 else 2)
+    steps = ranks.bit_length() - 1 + (0 if ranks & (ranks - 1) == 0 else 2)
     return steps * (latency_s + size * seconds_per_byte)

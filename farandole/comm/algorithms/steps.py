@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -64,6 +64,53 @@ def split(tensor: Tensor, parts: int) -> list[Tensor]:
     """A one-dimensional tensor in parts that differ in length by one at most."""
     bounds = [tensor.numel() * part // parts for part in range(parts + 1)]
     return [tensor[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts of one tensor, in a row in its memory, as one tensor there."""
+    count = sum(part.numel() for part in parts)
+    # an empty part is no place to begin at: its memory may be anywhere
+    start = next((part for part in parts if part.numel()), parts[0])
+    return start.as_strided((count,), (1,))
+
+
+def power_of_two(ranks: int) -> int:
+    """The number itself; ValueError if it is no power of two."""
+    if ranks & (ranks - 1):
+        raise ValueError(f"{ranks} ranks are no power of 2; ring takes any number")
+    return ranks
+
+
+class Circle:
+    """The first ranks of a transport, as many as there is a power of two: a transport among them.
+
+    Each rank too many gives its values to one of the circle, and gets the results from it.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.rank = transport.rank
+        self.size = 1 << (transport.size.bit_length() - 1)
+        self.outside = self.rank >= self.size
+        self.send, self.recv = transport.send, transport.recv
+        self._partner = self.rank - self.size if self.outside else self.rank + self.size
+        self._has_partner = self._partner < transport.size
+
+    def stand_by(self, tensor: Tensor) -> Steps:
+        """All that a rank outside does."""
+        yield self.send(tensor, self._partner)
+        yield self.recv(tensor, self._partner)
+
+    def take_in(self, tensor: Tensor, combine: Combine) -> Steps:
+        """Before the circle begins: add the values of the rank outside."""
+        if self._has_partner:
+            spare = torch.empty_like(tensor)
+            yield self.recv(spare, self._partner)
+            combine(tensor, tensor, spare)
+
+    def give_out(self, tensor: Tensor) -> Steps:
+        """After it: the results."""
+        if self._has_partner:
+            yield self.send(tensor, self._partner)
 
 
 def in_order(combine: Combine, own: Tensor, other: Tensor, own_first: bool) -> None:

@@ -1,0 +1,151 @@
+"""The benchmark of collectives: latency and bandwidth of every backend that is here, in one run.
+
+Under our own launcher and mpiexec it is a module to run, `python -m farandole.bench.collectives SETUP`; under
+another launcher every rank calls `run` itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import farandole
+from farandole.bench.collectives_backends import choose, inability, mpiexec_for, without_mpiexec
+from farandole.bench.collectives_contenders import make_contenders
+from farandole.bench.collectives_measure import Case, Row, everyones, measure
+from farandole.bench.collectives_messages import measure_messages
+from farandole.bench.collectives_operations import OPERATIONS, Operation
+from farandole.bench.collectives_overlap import measure_overlap
+from farandole.bench.collectives_setup import CollectivesSetup
+from farandole.bench.collectives_table import Table
+from farandole.bench.setup import BenchError
+from farandole.bench.training import machine
+from farandole.launch.cores import affinity, divide_cores, physical_cores
+from farandole.launch.local import launch
+from farandole.launch.runtime import Runtime
+
+TIMEOUT_S = 3600.0
+"""For how long ranks wait for one that is still busy."""
+
+
+def start(setup: CollectivesSetup, ranks: int) -> int:
+    """Check all that can be checked, start ranks on this host, and return the exit status.
+
+    By mpiexec where MPI is to take part, for which it has to start them.
+    """
+    setup.check(ranks)
+    mpiexec = mpiexec_for(setup, ranks)
+    launcher = "mpirun" if mpiexec else without_mpiexec(setup, ranks)
+    setup = choose(setup, ranks, launcher)
+    setup.check_memory(ranks, ranks, _copies(setup))
+    if mpiexec is None:
+        return launch("farandole.bench.collectives", [setup.dump()], ranks=ranks, module=True, pin=False)
+    program = [sys.executable, "-m", "farandole.bench.collectives", setup.dump()]
+    return subprocess.run([mpiexec, "-n", str(ranks), *program], check=False).returncode
+
+
+def run(setup: CollectivesSetup) -> None:
+    """Measure, as one rank of the job that this process is in; rank 0 reports.
+
+    `BenchError`, on all ranks, for what cannot be done; `SystemExit` where values are wrong.
+    """
+    with farandole.init(timeout_s=TIMEOUT_S) as runtime:
+        rows = _Benchmark(setup, runtime).run()
+    wrong = [f"{row['operation']} of {row['backend']}" for row in rows if row.get("errors")]
+    if wrong and runtime.rank == 0:
+        sys.exit(f"wrong values: {', '.join(dict.fromkeys(wrong))}")
+
+
+def _copies(setup: CollectivesSetup) -> int:
+    """How many sets of buffers a rank has at a time, in the memory of its host: one for each contender."""
+    return sum(name != "nccl" for name in setup.backends)
+
+
+class _Benchmark:
+    def __init__(self, setup: CollectivesSetup, runtime: Runtime) -> None:
+        self.setup = setup
+        self.runtime = runtime
+        self.comm = runtime.comm
+        self.contenders = make_contenders(setup.backends, runtime)
+        self.rows: list[Row] = []
+
+    def run(self) -> list[Row]:
+        self.check_memory()
+        torch.set_num_threads(1)
+        if self.setup.pin:
+            self.pin()
+        for name, reason in self.setup.left_out.items():
+            self.say(f"# without {name}: {reason}")
+        for name in self.setup.operations:
+            self.measure(OPERATIONS[name])
+        if self.runtime.rank == 0:
+            self.report()
+        return self.rows
+
+    def measure(self, operation: Operation) -> None:
+        setup, table = self.setup, Table(operation, self.setup)
+        reasons = {each.name: inability(each.name, operation, setup) for each in self.contenders}
+        able = [each for each in self.contenders if reasons[each.name] is None]
+        method = measure_messages if operation.messages else measure_overlap if setup.overlap else measure
+        if self.rows:
+            self.say("")
+        for name, reason in reasons.items():
+            if reason is not None:
+                self.say(f"# without {name}: {reason}")
+        self.say(table.head(setup, self.comm.size))
+        for size in setup.sizes(operation, self.comm.size):
+            for row in method(able, Case(operation, setup, size, self.comm)):
+                self.rows.append(row)
+                self.say(table.line(row))
+
+    def check_memory(self) -> None:
+        """All ranks, or none: what they see of their hosts' memory may differ."""
+        refusal = ""
+        try:
+            self.setup.check_memory(self.comm.size, self.runtime.local_size, _copies(self.setup))
+        except BenchError as error:
+            refusal = str(error)
+        if everyones(bool(refusal), self.comm).any():
+            raise BenchError(refusal or "another host has not the memory for it; take a smaller --max")
+
+    def pin(self) -> None:
+        """Keep to cores of this rank's own, however the ranks were started."""
+        division = divide_cores(self.runtime.local_size, physical_cores(affinity()), threads=1)
+        processors = division.shares[self.runtime.local_rank].processors
+        if processors:
+            os.sched_setaffinity(0, processors)
+        self.say(f"# {division.line.split(';')[0]}")
+
+    def report(self) -> None:
+        if self.setup.json is not None:
+            Path(self.setup.json).write_text(json.dumps(self.result(), indent=1) + "\n")
+        if self.setup.picture is not None:
+            from farandole.bench.collectives_picture import draw
+
+            draw(self.rows, self.comm.size, self.setup.picture)
+
+    def result(self) -> dict[str, Any]:
+        """All that was measured, and on what."""
+        setup = asdict(replace(self.setup, json=None, picture=None))
+        return {
+            "machine": machine(),
+            "launcher": self.runtime.launcher,
+            "ranks": self.comm.size,
+            "setup": {key: value for key, value in setup.items() if key not in ("json", "picture")},
+            "rows": self.rows,
+        }
+
+    def say(self, line: str) -> None:
+        if self.runtime.rank == 0:
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    run(CollectivesSetup.load(sys.argv[1]))

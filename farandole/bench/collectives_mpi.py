@@ -1,0 +1,122 @@
+"""MPI itself, through mpi4py: what a program written for MPI reaches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farandole.bench.collectives_contenders import Wait
+from farandole.bench.collectives_operations import ROOT, Operation
+from farandole.bench.setup import BenchError
+
+REDUCIBLE = ("float32", "float64", "int8", "uint8", "int16", "int32", "int64")
+"""The types that mpi4py's reductions take; to other operations a type is so many bytes."""
+
+_REDUCTIONS = {
+    "sum": "SUM",
+    "product": "PROD",
+    "min": "MIN",
+    "max": "MAX",
+    "and": "BAND",
+    "or": "BOR",
+    "xor": "BXOR",
+}
+
+
+class Mpi:
+    """The world of MPI, whose ranks are ours."""
+
+    def __init__(self, name: str, rank: int, ranks: int) -> None:
+        self.name = name
+        self._mpi = _import_mpi()
+        self._world = self._mpi.COMM_WORLD
+        found = self._world.Get_rank(), self._world.Get_size()
+        if found != (rank, ranks):
+            raise BenchError(
+                f"--backend mpi: rank {rank} of {ranks} is rank {found[0]} of {found[1]} to the MPI that mpi4py has "
+                f"loaded; start the ranks by the mpiexec of that MPI, or leave --backend mpi away"
+            )
+
+    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Ordinary memory."""
+        return torch.empty(count, dtype=dtype)
+
+    def call(self, operation: Operation, reduction: str, input: Tensor, output: Tensor) -> Callable[[], Any]:
+        """The blocking function."""
+        return self._function("", operation, reduction, input, output)
+
+    def begin(
+        self, operation: Operation, reduction: str, input: Tensor, output: Tensor
+    ) -> Callable[[], Wait]:
+        """The one whose name begins with I."""
+        call = self._function("I", operation, reduction, input, output)
+        return lambda: call().Wait
+
+    def send(self, tensor: Tensor, peer: int) -> Any:
+        """Blocking."""
+        self._world.Send(_bytes(tensor), peer)
+
+    def receive(self, tensor: Tensor, peer: int) -> Any:
+        """Blocking."""
+        self._world.Recv(_bytes(tensor), peer)
+
+    def begin_send(self, tensor: Tensor, peer: int) -> Wait:
+        """Not blocking."""
+        wait: Wait = self._world.Isend(_bytes(tensor), peer).Wait
+        return wait
+
+    def begin_receive(self, tensor: Tensor, peer: int) -> Wait:
+        """Not blocking."""
+        wait: Wait = self._world.Irecv(_bytes(tensor), peer).Wait
+        return wait
+
+    def _function(
+        self, prefix: str, operation: Operation, reduction: str, input: Tensor, output: Tensor
+    ) -> Callable[[], Any]:
+        is_root = self._world.Get_rank() == ROOT
+
+        def function(name: str, *arguments: Any) -> Callable[[], Any]:
+            return partial(getattr(self._world, prefix + (name.lower() if prefix else name)), *arguments)
+
+        if operation.name == "barrier":
+            return function("Barrier")
+        if operation.reduces:
+            op, values = getattr(self._mpi, _REDUCTIONS[reduction]), input.numpy()
+            if operation.name == "all_reduce":
+                return function("Allreduce", self._mpi.IN_PLACE, values, op)
+            if operation.name == "reduce":
+                there = (self._mpi.IN_PLACE, values) if is_root else (values, None)
+                return function("Reduce", *there, op, ROOT)
+            return function("Reduce_scatter_block", values, output.numpy(), op)
+        given, taken = _bytes(input), _bytes(output)
+        return {
+            "all_gather": partial(function, "Allgather", given, taken),
+            "broadcast": partial(function, "Bcast", given, ROOT),
+            "all_to_all": partial(function, "Alltoall", given, taken),
+            "gather": partial(function, "Gather", given, taken if is_root else None, ROOT),
+            "scatter": partial(function, "Scatter", given if is_root else None, taken, ROOT),
+        }[operation.name]()
+
+
+def reduces(reduction: str) -> bool:
+    """Whether MPI has this reduction."""
+    return reduction in _REDUCTIONS
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.view(torch.uint8).numpy()
+
+
+def _import_mpi() -> Any:
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:  # else it is in use already
+        mpi4py.rc.thread_level = "serialized"  # its fastest that still allows for threads
+    from mpi4py import MPI
+
+    return MPI

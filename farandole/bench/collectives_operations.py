@@ -1,0 +1,82 @@
+"""The operations that can be measured: what each rank holds, and how many bytes have to pass its link.
+
+S is the size in bytes that a table shows: the larger of a rank's input and output.  `docs/bench.md` derives the
+factors of the bus bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+ROOT = 0
+"""The root of rooted collectives; in messages between two ranks, the one that holds the clock."""
+WINDOW = 64
+"""How many messages are under way at once in the tests of bandwidth."""
+
+Extent = Literal["whole", "part", "none"]
+"""How much of S a buffer holds: all of it, one rank's part of it, or nothing as there is no such buffer."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective, or one test of messages between two ranks.
+
+    `bus(n)` is busbw / algbw among n ranks.  A collective without an output works in place.
+    """
+
+    name: str
+    input: Extent
+    output: Extent = "none"
+    reduces: bool = False
+    bus: Callable[[int], float] = lambda n: 1.0
+    messages: bool = False
+
+    def unit(self, ranks: int, itemsize: int) -> int:
+        """Sizes are multiples of so many bytes."""
+        return itemsize * (ranks if "part" in (self.input, self.output) or self.name == "all_to_all" else 1)
+
+    def elements(self, extent: Extent, size: int, ranks: int, itemsize: int) -> int:
+        """How many a buffer has, for S = `size`."""
+        if extent == "none":
+            return 0
+        return size // itemsize // (ranks if extent == "part" else 1)
+
+    def bytes_per_rank(self, size: int, ranks: int) -> int:
+        """Input and output together."""
+        each = {"whole": size, "part": -(-size // ranks), "none": 0}
+        return each[self.input] + each[self.output]
+
+    @property
+    def sized(self) -> bool:
+        """Whether it has sizes at all."""
+        return self.input != "none"
+
+    @property
+    def is_bandwidth(self) -> bool:
+        """Whether its figure is a bandwidth, not a latency."""
+        return self.name in ("bw", "bibw")
+
+
+def _share(n: int) -> float:
+    return (n - 1) / n
+
+
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        Operation("all_reduce", "whole", reduces=True, bus=lambda n: 2 * _share(n)),
+        Operation("reduce_scatter", "whole", "part", reduces=True, bus=_share),
+        Operation("all_gather", "part", "whole", bus=_share),
+        Operation("broadcast", "whole"),
+        Operation("reduce", "whole", reduces=True),
+        Operation("all_to_all", "whole", "whole", bus=_share),
+        Operation("gather", "part", "whole", bus=_share),
+        Operation("scatter", "whole", "part", bus=_share),
+        Operation("barrier", "none"),
+        Operation("latency", "whole", "whole", messages=True),
+        Operation("bw", "whole", "whole", messages=True),
+        Operation("bibw", "whole", "whole", messages=True),
+    )
+}

@@ -1,0 +1,179 @@
+"""What a benchmark of collectives is asked to measure, refused where it cannot be done before a rank starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from farandole.bench.collectives_operations import OPERATIONS, Operation
+from farandole.bench.setup import BenchError, one_of
+from farandole.comm.dtypes import REDUCTION_NAMES
+from farandole.data.wording import counted
+from farandole.data.wording import size as in_words
+from farandole.train.memory import available_bytes
+
+DTYPES = {
+    str(kind).removeprefix("torch."): kind
+    for kind in (
+        *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+        *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64),
+    )
+}
+LARGE = 8 << 10
+"""Above so many bytes fewer iterations are made."""
+_BITS = ("and", "or", "xor")
+_PICTURES = (".png", ".pdf", ".svg")
+_SIZE = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class CollectivesSetup:
+    """One benchmark of collectives.
+
+    Sizes double from `min` to `max` bytes.  `iterations` and `warmup` are by the size where None.  Of `backends`,
+    none means all that are here; `left_out` says why others are not.
+    """
+
+    operations: tuple[str, ...] = ("all_reduce",)
+    backends: tuple[str, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
+    min: int = 8
+    max: int = 4 << 20
+    dtype: str = "float32"
+    reduction: str = "sum"
+    iterations: int | None = None
+    warmup: int | None = None
+    full: bool = False
+    validate: bool = False
+    overlap: bool = False
+    pin: bool = False
+    json: str | None = None
+    picture: str | None = None
+
+    @property
+    def kind(self) -> torch.dtype:
+        """The type of the elements."""
+        return DTYPES[self.dtype]
+
+    def sizes(self, operation: Operation, ranks: int) -> list[int]:
+        """In bytes: each is the largest that the elements, and the parts of all ranks, allow."""
+        if not operation.sized:
+            return [0]
+        unit = operation.unit(ranks, self.kind.itemsize)
+        sizes, size = [], self.min
+        while size <= self.max:
+            sizes += [size // unit * unit] if size >= unit else []
+            size *= 2
+        return sizes
+
+    def counts(self, operation: Operation, size: int) -> tuple[int, int]:
+        """Iterations and warm-ups, as the OSU Micro-Benchmarks have them."""
+        if operation.is_bandwidth:
+            iterations, warmup = (20, 2) if size > LARGE else (100, 10)
+        else:
+            iterations, warmup = (100, 10) if size > LARGE else (1000, 100)
+        return (
+            iterations if self.iterations is None else self.iterations,
+            warmup if self.warmup is None else self.warmup,
+        )
+
+    def check(self, ranks: int) -> None:
+        """Raise `BenchError` for what no backend could do."""
+        for name in self.operations:
+            one_of("--op", name, OPERATIONS)
+        one_of("--dtype", self.dtype, DTYPES)
+        one_of("--reduction", self.reduction, REDUCTION_NAMES)
+        if self.reduction in _BITS and self.kind.is_floating_point:
+            raise BenchError(
+                f"--reduction {self.reduction} is for bits of whole numbers: add --dtype int32, or use max"
+            )
+        for option, number, least in (
+            ("--min", self.min, 1),
+            ("--iterations", self.iterations, 1),
+            ("--warmup", self.warmup, 0),
+        ):
+            if number is not None and number < least:
+                raise BenchError(f"{option} {number}: at least {least}")
+        if self.max < self.min:
+            raise BenchError(f"--max {in_words(self.max)} is less than --min {in_words(self.min)}")
+        for name in self.operations:
+            self._check_operation(OPERATIONS[name], ranks)
+        if self.overlap and (self.full or self.validate):
+            raise BenchError(
+                "--overlap has columns of its own; leave --full and --validate to a run without it"
+            )
+        self._check_files()
+
+    def _check_operation(self, operation: Operation, ranks: int) -> None:
+        if operation.messages and ranks < 2:
+            raise BenchError(f"--op {operation.name} is between two ranks; use --ranks 2")
+        if operation.messages and self.overlap:
+            collectives = ", ".join(name for name, each in OPERATIONS.items() if not each.messages)
+            raise BenchError(f"--overlap with --op {operation.name}: it is for {collectives}")
+        if not self.sizes(operation, ranks):
+            unit = operation.unit(ranks, self.kind.itemsize)
+            raise BenchError(
+                f"--max {self.max}: {operation.name} of {self.dtype} among {counted(ranks, 'rank')} has at least "
+                f"{unit} bytes; use --max {unit}"
+            )
+
+    def _check_files(self) -> None:
+        for option, name in (("--json", self.json), ("--picture", self.picture)):
+            if name is not None and not (folder := Path(name).absolute().parent).is_dir():
+                raise BenchError(f"{option} {name}: there is no folder {folder}")
+        if self.picture is None:
+            return
+        if Path(self.picture).suffix.lower() not in _PICTURES:
+            raise BenchError(f"--picture {self.picture}: a picture ends in {', '.join(_PICTURES)}")
+        if not any(OPERATIONS[name].sized for name in self.operations):
+            raise BenchError(f"--picture {self.picture} is drawn over sizes, which a barrier has not")
+
+    def check_memory(self, ranks: int, here: int, copies: int) -> None:
+        """Raise `BenchError` where the `here` ranks of this host cannot hold the largest size.
+
+        copies: how many sets of buffers a rank has, one for each backend; a check needs another for each.
+        """
+        have = available_bytes()
+        for name in self.operations:
+            operation = OPERATIONS[name]
+            size = max(self.sizes(operation, ranks))
+            need = here * operation.bytes_per_rank(size, ranks) * copies * (1 + self.validate)
+            if need > have:
+                fits = 1 << max(0, (size * have // need).bit_length() - 1)
+                raise BenchError(
+                    f"--max {in_words(self.max)}: {name} needs {in_words(need)} for the buffers of "
+                    f"{counted(here, 'rank')}, and this host has {in_words(have)}; --max {short_size(fits)} fits"
+                )
+
+    def dump(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def load(text: str) -> CollectivesSetup:
+        """From JSON."""
+        fields = json.loads(text)
+        for name in ("operations", "backends"):
+            fields[name] = tuple(fields[name])
+        return CollectivesSetup(**fields)
+
+
+def parse_size(option: str, text: str) -> int:
+    """Bytes: 8, 1K, 4M, 2G, 1 K being 1024.  `BenchError` for anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise BenchError(f"{option} {text!r} is not a size in bytes, as in 8, 64K, 4M or 1G")
+    number, suffix = match.groups()
+    return int(number) << 10 * " KMGT".index(suffix.upper() or " ")
+
+
+def short_size(size: int) -> str:
+    """A size as the command line takes it: 512, 64K, 4M."""
+    for shift, suffix in ((40, "T"), (30, "G"), (20, "M"), (10, "K")):
+        if size >> shift and size % (1 << shift) == 0:
+            return f"{size >> shift}{suffix}"
+    return str(size)

@@ -1,0 +1,93 @@
+"""What ranks put into their buffers, and what they must find there: every element can be checked.
+
+Values repeat after a prime number of elements, so that a part at the wrong place is wrong.  They are small whole
+numbers that every type holds exactly, and differ from rank to rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from farandole.bench.collectives_operations import ROOT, Operation
+
+PERIOD = 127
+_SLICE = 1 << 20  # elements compared at a time, so that a check needs no memory of its own
+
+_REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda stack: stack.sum(0),
+    "avg": lambda stack: stack.sum(0),  # divided in `_reduced`
+    "product": lambda stack: stack.prod(0),
+    "min": lambda stack: stack.amin(0),
+    "max": lambda stack: stack.amax(0),
+    "and": lambda stack: _fold(stack, torch.bitwise_and),
+    "or": lambda stack: _fold(stack, torch.bitwise_or),
+    "xor": lambda stack: _fold(stack, torch.bitwise_xor),
+}
+
+
+def values(rank: int, count: int, dtype: torch.dtype, reduction: str | None) -> Tensor:
+    """The `count` elements of one rank's input; `reduction` where they are to be reduced."""
+    return _repeated(_period(rank, reduction), count, dtype)
+
+
+def expected(
+    operation: Operation, reduction: str, rank: int, ranks: int, count: int, dtype: torch.dtype
+) -> Tensor | None:
+    """What `rank` must hold after a collective in which S has `count` elements; None where that is not defined."""
+    part = count // ranks
+    if operation.reduces:
+        if operation.name == "reduce" and rank != ROOT:
+            return None
+        whole = _repeated(_reduced(reduction, ranks, dtype), count, dtype)
+        return whole[rank * part : (rank + 1) * part] if operation.output == "part" else whole
+    if operation.name == "broadcast":
+        return values(ROOT, count, dtype, None)
+    if operation.name == "scatter":
+        return values(ROOT, count, dtype, None)[rank * part : (rank + 1) * part]
+    if operation.name == "all_to_all":
+        inputs = (values(sender, count, dtype, None) for sender in range(ranks))
+        return torch.cat([each[rank * part : (rank + 1) * part] for each in inputs])
+    if operation.name == "all_gather" or (operation.name == "gather" and rank == ROOT):
+        return torch.cat([values(sender, part, dtype, None) for sender in range(ranks)])
+    return None
+
+
+def count_errors(found: Tensor, wanted: Tensor, ranks: int) -> int:
+    """How many elements are wrong; sums that a type has to round may differ by a rounding for each rank."""
+    errors = 0
+    for mine, right in zip(found.view(-1).split(_SLICE), wanted.view(-1).split(_SLICE), strict=True):
+        if mine.dtype.is_floating_point:
+            allowed = ranks * torch.finfo(mine.dtype).eps * right.abs().double()
+            errors += int((~((mine.double() - right.double()).abs() <= allowed)).sum())
+        else:
+            errors += int((mine != right).sum())
+    return errors
+
+
+def _period(rank: int, reduction: str | None) -> Tensor:
+    index = torch.arange(PERIOD)
+    if reduction == "product":  # 1 or 2: a product of a few of them is exact
+        return 1 + (index * 7 + rank * 13).remainder(PERIOD).remainder(4).eq(0).long()
+    place = (index * 7 + rank * 13).remainder(PERIOD)
+    return place.remainder(4) if reduction in ("sum", "avg") else place
+
+
+def _reduced(reduction: str, ranks: int, dtype: torch.dtype) -> Tensor:
+    whole = _REDUCE[reduction](torch.stack([_period(rank, reduction) for rank in range(ranks)]))
+    if reduction != "avg":
+        return whole
+    return whole.double() / ranks if dtype.is_floating_point else whole.div(ranks, rounding_mode="trunc")
+
+
+def _repeated(period: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    return period.to(dtype).repeat(-(-count // PERIOD))[:count]
+
+
+def _fold(stack: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    result = stack[0]
+    for each in stack[1:]:
+        result = combine(result, each)
+    return result

@@ -1,0 +1,261 @@
+"""Measuring the all-reduce algorithms between the hosts of a group: what `farandole tune` does.
+
+Under our own launcher it is a module to run, `python -m farandole.bench.tune SETUP`; under another one every rank
+calls `run` itself.
+
+One rank of each host takes part, of the first 2, 3, ... hosts, for every number that there is.  The algorithms take
+turns.  A figure is the median over the turns of the mean of calls in a row, by the slowest rank: a call cannot end
+before all have begun it, so that calls in a row need no meeting in between.
+
+Ranks that all share one host stand for hosts: the messages then go through its memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import farandole
+from farandole import native
+from farandole.bench.collectives_measure import everyones
+from farandole.bench.setup import BenchError
+from farandole.bench.training import machine
+from farandole.comm import Options
+from farandole.comm.algorithms.choice import ALL_REDUCE
+from farandole.comm.algorithms.steps import COMBINE, finish
+from farandole.comm.algorithms.table import Link, Table
+from farandole.comm.group_base import GroupBase
+from farandole.comm.transport import WireTransport
+from farandole.data.wording import counted
+from farandole.data.wording import size as in_words
+from farandole.launch.runtime import Runtime
+
+TIMEOUT_S = 600.0
+TURNS = 9
+CHANNEL = 16
+"""Sets these messages apart from those of collectives."""
+_BYTES_PER_TURN = 4 << 20  # makes fewer calls of large sizes
+_MOST_CALLS = 30
+
+Runs = dict[tuple[int, int, str], Callable[[], object]]
+"""What is to be measured, by number (of hosts, or of leaders), size and name."""
+
+
+@dataclass(frozen=True)
+class TuneSetup:
+    """Sizes from `min` to `max` bytes, each 4 times the one before; what the link is called; where the table goes."""
+
+    min: int = 64
+    max: int = 16 << 20
+    turns: int = TURNS
+    link: str | None = None
+    output: str | None = None
+
+    def check(self) -> None:
+        """Raise `BenchError` for what cannot be done."""
+        if self.min < 4:
+            raise BenchError(f"--min {self.min}: at least 4 bytes, one element")
+        if self.max < self.min:
+            raise BenchError(f"--max {in_words(self.max)} is less than --min {in_words(self.min)}")
+        if self.turns < 1:
+            raise BenchError(f"--turns {self.turns}: at least 1")
+        if self.output is not None and not (folder := Path(self.output).absolute().parent).is_dir():
+            raise BenchError(f"--output {self.output}: there is no folder {folder}")
+
+    @property
+    def sizes(self) -> list[int]:
+        """In bytes, whole elements."""
+        sizes, size = [], self.min
+        while size <= self.max:
+            sizes.append(size // 4 * 4)
+            size *= 4
+        return sizes
+
+    def dump(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def load(text: str) -> TuneSetup:
+        """From JSON."""
+        return TuneSetup(**json.loads(text))
+
+
+def run(setup: TuneSetup) -> None:
+    """Measure, as one rank of the job that this process is in; rank 0 reports.
+
+    `BenchError`, on all ranks, where there is nothing to measure.
+    """
+    with farandole.init(timeout_s=TIMEOUT_S) as runtime:
+        _Tuning(setup, runtime).run()
+
+
+class _Tuning:
+    def __init__(self, setup: TuneSetup, runtime: Runtime) -> None:
+        group = runtime.comm.group
+        if not isinstance(group, GroupBase) or not native.available():
+            raise BenchError(
+                f"the ranks communicate through torch's own backends ({native.why_unavailable() or group.name()}), "
+                f"and the algorithms are those of farandole"
+            )
+        self.setup = setup
+        self.tensor = torch.zeros(setup.sizes[-1] // 4)
+        self.comm = runtime.comm
+        self.group = group
+        self.spans = len(group.hosts) > 1
+        self.members = group.hosts if self.spans else [[rank] for rank in range(runtime.size)]
+        if len(self.members) < 2:
+            raise BenchError("1 rank has nobody to reduce with; use --ranks 2, or more hosts")
+
+    def run(self) -> None:
+        torch.set_num_threads(1)
+        hosts, ranks = len(self.members), self.comm.size
+        if self.spans:
+            self.say(
+                f"# all-reduce (sum) of float32 on {hosts} hosts with {ranks} ranks, one rank of each host"
+            )
+        else:
+            self.say(
+                f"# all-reduce (sum) of float32 among {ranks} ranks that share a host and stand for as many: the "
+                f"messages go\n# through its memory.  For a table to use, run it on several hosts."
+            )
+        seconds = self.algorithms()
+        measured = {
+            **machine(),
+            "hosts": hosts,
+            "ranks": ranks,
+            "messages": "TCP" if self.spans else "the memory of one host",
+            "turns": self.setup.turns,
+            "load": round(os.getloadavg()[0], 1),
+        }
+        link = Link(self.setup.link or str(measured["messages"]), seconds, measured, self.leaders())
+        if self.comm.rank == 0:
+            print("\n".join(report(link)), flush=True)
+            if self.setup.output is not None:
+                Path(self.setup.output).write_text(Table((link,)).dump())
+                print(f'# use it: farandole.comm.Options(table="{self.setup.output}"), on all hosts')
+
+    def algorithms(self) -> dict[int, dict[int, dict[str, float]]]:
+        """Seconds of each algorithm, by number of hosts and size, between the first ranks of the first hosts."""
+        runs: Runs = {}
+        for hosts in range(2, len(self.members) + 1):
+            ranks = [members[0] for members in self.members[:hosts]]
+            transport = self.group.between(ranks, CHANNEL) if self.comm.rank in ranks else None
+            for size in self.setup.sizes:
+                for name in ALL_REDUCE:
+                    runs[hosts, size, name] = partial(self.reduce, transport, size, name)
+        found: dict[int, dict[int, dict[str, float]]] = {}
+        for (hosts, size, name), seconds in self.take_turns(runs).items():
+            found.setdefault(hosts, {}).setdefault(size, {})[name] = seconds
+        return found
+
+    def reduce(self, transport: WireTransport | None, size: int, name: str) -> None:
+        """One all-reduce, where this rank takes part in it."""
+        if transport is None:
+            return
+        try:
+            finish(ALL_REDUCE[name](transport, self.tensor[: size // 4], COMBINE["sum"]), TIMEOUT_S)
+        finally:
+            transport.release()
+
+    def leaders(self) -> dict[int, dict[int, float]]:
+        """Seconds of an all-reduce of all ranks, by size and by how many ranks of a host lead."""
+        most = min(len(members) for members in self.members)
+        if not self.spans or most < 2:
+            return {}
+        groups = [
+            dist.new_group(backend="farandole", pg_options=Options(leaders=count + 1))
+            for count in range(most)
+        ]
+        runs: Runs = {
+            (count, size, ""): partial(dist.all_reduce, self.tensor[: size // 4], group=group)
+            for size in self.setup.sizes
+            for count, group in enumerate(groups, 1)
+        }
+        found: dict[int, dict[int, float]] = {}
+        for (count, size, _), seconds in self.take_turns(runs).items():
+            found.setdefault(size, {})[count] = seconds
+        for group in groups:
+            dist.destroy_process_group(group)
+        return found
+
+    def take_turns(self, runs: Runs) -> dict[tuple[int, int, str], float]:
+        """Seconds of each: the least of the turns, each by the slowest rank.
+
+        All have had a turn before the next begins, so that what disturbs the machine for a while disturbs one
+        turn of many, not all turns of one.
+        """
+        least = dict.fromkeys(runs, math.inf)
+        for turn in range(1 + self.setup.turns):
+            for key, run in runs.items():
+                calls = max(1, min(_MOST_CALLS, _BYTES_PER_TURN // key[1])) if turn else 1
+                self.comm.barrier()
+                begun = time.perf_counter()
+                for _ in range(calls):
+                    run()
+                seconds = float(everyones((time.perf_counter() - begun) / calls, self.comm).max())
+                if turn:  # the first is for warming up
+                    least[key] = min(least[key], seconds)
+        return least
+
+    def say(self, line: str) -> None:
+        if self.comm.rank == 0:
+            print(line, flush=True)
+
+
+def report(link: Link) -> list[str]:
+    """What was measured beside what the models tell, the fits, and who is fastest."""
+    names, table = list(ALL_REDUCE), Table((link,))
+    others = len(link.seconds) > 1
+    source = "the other numbers of hosts" if others else "all these figures"
+    lines = [f"# model: by the cost of each algorithm, with a latency and a bandwidth fitted to {source}"]
+    heads = [f"{f'{name}(us)':>18}{'model':>12}" for name in names]
+    lines.append(f"{'# Hosts':<9}{'Size':<12}{''.join(heads)}  Fastest")
+    for hosts, sizes in link.seconds.items():
+        fitted = link.without(hosts) or link
+        for size, times in sizes.items():
+            cells = [
+                f"{times[name] * 1e6:>18.1f}{fitted.model(name, hosts, size) * 1e6:>12.1f}" for name in names
+            ]
+            lines.append(f"{hosts:<9}{size:<12}{''.join(cells)}  {table.best(hosts, size)}")
+    errors = ", ".join(f"{name} {_typical_error(link, name):.0f} %" for name in names)
+    bandwidth = f", {1e-9 / link.fit.seconds_per_byte:.2f} GB/s" if link.fit.seconds_per_byte else ""
+    lines += [
+        "",
+        f"# a message takes {link.fit.latency_s * 1e6:.1f} us{bandwidth}; the models are off by: {errors}",
+    ]
+    if link.leaders:
+        counts = list(next(iter(link.leaders.values())))
+        heads = [f"{f'{count} leaders(us)' if count > 1 else '1 leader(us)':>18}" for count in counts]
+        lines += ["", "# all ranks of all hosts, by how many ranks of a host lead (Options(leaders=...))"]
+        lines.append(f"{'# Size':<12}{''.join(heads)}  Fastest")
+        for size, by_count in link.leaders.items():
+            fastest = min(by_count, key=lambda count: by_count[count])
+            cells = [f"{by_count[count] * 1e6:>18.1f}" for count in counts]
+            lines.append(f"{size:<12}{''.join(cells)}  {counted(fastest, 'leader')}")
+    return lines
+
+
+def _typical_error(link: Link, name: str) -> float:
+    """In percent: the median of how far the model is from what was measured."""
+    errors = [
+        abs(link.model(name, hosts, size) / times[name] - 1)
+        for hosts, sizes in link.seconds.items()
+        for size, times in sizes.items()
+    ]
+    return 100 * statistics.median(errors)
+
+
+if __name__ == "__main__":
+    run(TuneSetup.load(sys.argv[1]))

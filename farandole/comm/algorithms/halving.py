@@ -1,0 +1,34 @@
+"""Recursive halving: in each step a rank gives away half of what it is still to reduce.  Few messages and few bytes.
+
+R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH (2005).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from farandole.comm.algorithms.steps import Combine, Steps, in_order, joined, power_of_two
+from farandole.comm.transport import Transport
+
+
+def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combine) -> Steps:
+    """Reduce part i of all ranks into that of rank i; the others are used up.  log2(p) latency + (p - 1)/p S.
+
+    `parts` are the parts of one tensor, in a row, as from `split`.  Ranks are a power of two, else ValueError.
+    """
+    me, distance = transport.rank, power_of_two(transport.size) // 2
+    first, last = 0, transport.size  # the parts that this rank is still to reduce
+    while distance:
+        partner, middle = me ^ distance, first + distance
+        lower, upper = joined(parts[first:middle]), joined(parts[middle:last])
+        kept, given = (upper, lower) if me & distance else (lower, upper)
+        incoming = torch.empty_like(kept)
+        send = transport.send(given, partner)
+        yield transport.recv(incoming, partner)
+        in_order(combine, kept, incoming, me < partner)
+        yield send
+        first, last = (middle, last) if me & distance else (first, middle)
+        distance //= 2

@@ -1,0 +1,221 @@
+"""What was measured of the algorithms, and what follows for sizes and numbers of hosts that were not measured.
+
+Where a number of hosts was measured, times between two sizes lie on the line between theirs.  Where it was not, the
+cost model of each algorithm tells the time, with the latency and the seconds per byte that fit best all that was
+measured of the link.
+
+All hosts of a group must decide alike, to the last bit: nothing here but + - * / and sums that are rounded once,
+which are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import resources
+from typing import Any
+
+from farandole.comm.algorithms import doubling, rabenseifner, ring
+
+VERSION = 1
+
+Cost = Callable[[int, int, float, float], float]
+"""`cost(ranks, size, latency_s, seconds_per_byte)`: seconds."""
+
+COSTS: dict[str, Cost] = {
+    "ring": ring.all_reduce_cost,
+    "doubling": doubling.all_reduce_cost,
+    "rabenseifner": rabenseifner.all_reduce_cost,
+}
+
+
+class TableError(ValueError):
+    """A file is not a table of measurements; the message says which file, and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a message costs: `latency_s` for itself, `seconds_per_byte` for what is in it."""
+
+    latency_s: float
+    seconds_per_byte: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """The measurements of one kind of link.
+
+    `seconds[hosts][size][algorithm]`: of an all-reduce of `size` bytes.  `measured` says where they come from, and
+    `leaders[size][leaders]` are seconds of an all-reduce of all ranks of all hosts, which nothing is decided by.
+    """
+
+    name: str
+    seconds: dict[int, dict[int, dict[str, float]]]
+    measured: dict[str, Any] = field(default_factory=dict)
+    leaders: dict[int, dict[int, float]] = field(default_factory=dict)
+
+    @cached_property
+    def fit(self) -> Fit:
+        """The latency and seconds per byte with which the cost models come closest to all measurements."""
+        return fit(
+            [
+                (COSTS[name], hosts, size, seconds)
+                for hosts, sizes in self.seconds.items()
+                for size, times in sizes.items()
+                for name, seconds in times.items()
+            ]
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Whether every algorithm was measured."""
+        return {name for sizes in self.seconds.values() for times in sizes.values() for name in times} == set(
+            COSTS
+        )
+
+    def predict(self, algorithm: str, hosts: int, size: int) -> float:
+        """Seconds of an all-reduce, by the measurements, or by the model where there are none."""
+        points = sorted(
+            (at, times[algorithm]) for at, times in self.seconds.get(hosts, {}).items() if algorithm in times
+        )
+        if not points:
+            return self.model(algorithm, hosts, size)
+        (last, most) = points[-1]
+        if size >= last:  # as the model grows, from what was measured last
+            return most * (self.model(algorithm, hosts, size) / self.model(algorithm, hosts, last))
+        below = points[0]
+        for above in points:
+            if size <= above[0]:
+                break
+            below = above
+        if below[0] == above[0]:
+            return below[1]
+        return below[1] + (above[1] - below[1]) * ((size - below[0]) / (above[0] - below[0]))
+
+    def model(self, algorithm: str, hosts: int, size: int) -> float:
+        """Seconds by the cost model alone."""
+        return COSTS[algorithm](hosts, size, self.fit.latency_s, self.fit.seconds_per_byte)
+
+    def without(self, hosts: int) -> Link | None:
+        """The same, had this number of hosts not been measured; None if nothing is left."""
+        rest = {count: sizes for count, sizes in self.seconds.items() if count != hosts}
+        return Link(self.name, rest) if rest else None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measurements of one or more links."""
+
+    links: tuple[Link, ...]
+
+    def best(self, hosts: int, size: int) -> str:
+        """The algorithm for `size` bytes among `hosts` hosts.
+
+        Which of the links there is, nobody knows: it is the algorithm whose time on any of them exceeds the best
+        time there by the least factor.
+        """
+        worst = dict.fromkeys(COSTS, 0.0)
+        for link in self.links:
+            times = {name: link.predict(name, hosts, size) for name in COSTS}
+            least = min(times.values())
+            worst = {name: max(worst[name], seconds / least) for name, seconds in times.items()}
+        return min(worst, key=lambda name: worst[name])
+
+    def dump(self) -> str:
+        """As JSON."""
+        links = [
+            {
+                "name": link.name,
+                "measured": link.measured,
+                "fit": vars(link.fit),
+                "seconds": link.seconds,
+                "leaders": link.leaders,
+            }
+            for link in self.links
+        ]
+        return json.dumps({"version": VERSION, "links": links}, indent=1) + "\n"
+
+    @staticmethod
+    def parse(text: str, name: str) -> Table:
+        """From JSON; `name` is what a `TableError` calls it."""
+        try:
+            content = json.loads(text)
+            if content["version"] != VERSION:
+                raise TableError(
+                    f"{name} has version {content['version']} and this installation reads {VERSION}; make it anew with "
+                    f"farandole tune"
+                )
+            links = tuple(_link(each) for each in content["links"])
+            complete = bool(links) and all(link.complete for link in links)
+        except TableError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TableError(
+                f"{name} is not a table of farandole tune: {type(error).__name__}: {error}"
+            ) from error
+        if not complete:
+            raise TableError(f"{name} lacks measurements of one of {', '.join(COSTS)}")
+        return Table(links)
+
+    @staticmethod
+    def read(path: str) -> Table:
+        """From a file.  `TableError` if it cannot be read."""
+        try:
+            with open(path) as file:
+                return Table.parse(file.read(), path)
+        except OSError as error:
+            raise TableError(f"table={path!r} cannot be read: {error.strerror or error}") from error
+
+    @staticmethod
+    def default() -> Table:
+        """The one that the package has."""
+        name = "table.json"
+        return Table.parse((resources.files("farandole.comm.algorithms") / name).read_text(), name)
+
+
+def fit(points: list[tuple[Cost, int, int, float]]) -> Fit:
+    """Latency and seconds per byte that come closest to the points (cost, ranks, size, seconds) in least squares.
+
+    Of the relative errors: else the large sizes alone would count.  Neither can be less than 0.
+    """
+    # cost is linear in both: seconds = a latency + b per byte; divided by seconds, 1 = a' latency + b' per byte
+    rows = [(cost(n, size, 1.0, 0.0) / t, cost(n, size, 0.0, 1.0) / t) for cost, n, size, t in points]
+    aa, ab, bb = (math.fsum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = math.fsum(row[0] for row in rows), math.fsum(row[1] for row in rows)
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        latency, per_byte = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+        if latency >= 0 and per_byte >= 0:
+            return Fit(latency, per_byte)
+    alone = [Fit(a / aa, 0.0)] + ([Fit(0.0, b / bb)] if bb > 0 else [])
+    return min(alone, key=lambda each: _error(each, rows))
+
+
+def _error(each: Fit, rows: list[tuple[float, float]]) -> float:
+    return math.fsum((1 - a * each.latency_s - b * each.seconds_per_byte) ** 2 for a, b in rows)
+
+
+def _link(content: Mapping[str, Any]) -> Link:
+    seconds = {
+        int(hosts): {
+            int(size): {name: _time(seconds) for name, seconds in times.items() if name in COSTS}
+            for size, times in sizes.items()
+        }
+        for hosts, sizes in content["seconds"].items()
+    }
+    if any(hosts < 2 for hosts in seconds):
+        raise ValueError("a number of hosts is less than 2")
+    leaders = {
+        int(size): {int(count): _time(each) for count, each in times.items()}
+        for size, times in content.get("leaders", {}).items()
+    }
+    return Link(str(content["name"]), seconds, dict(content.get("measured", {})), leaders)
+
+
+def _time(seconds: Any) -> float:
+    if not isinstance(seconds, float | int) or not 0 < seconds < math.inf:
+        raise ValueError(f"{seconds!r} is not a number of seconds")
+    return float(seconds)

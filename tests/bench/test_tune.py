@@ -1,0 +1,86 @@
+"""`farandole tune`: what it measures is there, and can be used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from farandole.bench.setup import BenchError
+from farandole.bench.tune import TuneSetup, report, run
+from farandole.comm import Options
+from farandole.comm.algorithms.choice import ALL_REDUCE
+from farandole.comm.algorithms.table import Table
+from tests.comm.test_choice import made_up
+
+QUICK = {"min": 64, "max": 1024, "turns": 1}
+
+
+def _tune(rank: int, size: int, setup: TuneSetup) -> None:
+    run(setup)
+
+
+def test_a_table_is_made_and_can_be_used(ranks, tmp_path):
+    path = str(tmp_path / "tuned.json")
+    ranks(3).run(_tune, TuneSetup(**QUICK, output=path, link="a host"))
+    (link,) = Table.read(path).links
+    assert link.name == "a host" and link.measured["messages"] == "the memory of one host"
+    assert set(link.seconds) == {2, 3} and all(
+        set(sizes) == {64, 256, 1024} for sizes in link.seconds.values()
+    )
+    assert all(set(times) == set(ALL_REDUCE) for sizes in link.seconds.values() for times in sizes.values())
+    assert Options(table=path).measurements() == Table.read(path)
+
+
+def _alone(rank: int, size: int) -> None:
+    with pytest.raises(BenchError, match="1 rank has nobody to reduce with; use --ranks 2"):
+        run(TuneSetup(**QUICK))
+
+
+def test_one_rank_has_nobody(ranks):
+    ranks(1).run(_alone)
+
+
+def test_the_report_predicts_from_other_numbers_of_hosts():
+    lines = report(made_up([2, 4]))
+    assert "fitted to the other numbers of hosts" in lines[0]
+    row = next(line for line in lines if line.startswith("4 ")).split()
+    for measured, model in zip(row[2:8:2], row[3:8:2], strict=True):
+        assert float(measured) == pytest.approx(float(model), abs=0.2)
+    assert row[8] == "doubling"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"min": 3}, "--min 3: at least 4 bytes"),
+        ({"max": 32}, "--max 32 bytes is less than --min 64 bytes"),
+        ({"turns": 0}, "--turns 0: at least 1"),
+        ({"output": "/no/such/t.json"}, "--output /no/such/t.json: there is no folder /no/such"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(change, message):
+    with pytest.raises(BenchError, match=message):
+        TuneSetup(**{**QUICK, **change}).check()
+
+
+def test_the_command(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "farandole",
+        "tune",
+        "-n",
+        "2",
+        "--max",
+        "64",
+        "--turns",
+        "1",
+        "-o",
+        "t.json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "share a host" in done.stdout and 'Options(table="t.json")' in done.stdout
+    assert Table.read(str(tmp_path / "t.json")).links
