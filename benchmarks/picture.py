@@ -56,7 +56,8 @@ def draw_latencies(result: dict[str, Any], path: Path) -> None:
                 axis.plot(
                     *zip(*points, strict=True), style, marker=".", color=colour, label=NAMES.get(name, name)
                 )
-        axis.set(xscale="log", yscale="log", title=f"{operation}, {result['ranks']} ranks", xlabel="bytes")
+        axis.set_xscale("log", base=2)
+        axis.set(yscale="log", title=f"{operation}, {result['ranks']} ranks", xlabel="bytes")
         axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human_bytes(int(x))))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: human_seconds(y)))
         axis.grid(alpha=0.25)

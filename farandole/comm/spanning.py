@@ -40,7 +40,7 @@ from farandole.comm.work import Call
 from farandole.native import Call as CallRecord
 from farandole.native import Operation
 
-WINDOW_BYTES = 4 << 20
+WINDOW_BYTES = 2 << 20
 """How much of a tensor, over all ranks of a host, is under way in one piece."""
 WINDOWS_AHEAD = 4
 """How many windows may wait for the link while shared memory goes on with the next."""

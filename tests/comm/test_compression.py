@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from farandole.comm import CallMismatch, Communicator, remark
 from farandole.comm.compression import Cast, Compression, Int8, PowerSGD, TopK, compression_named
 from tests.comm.hosts import spanning_group
+from tests.comm.jobs import Job
 from tests.comm.test_hosts import everyones
 
 LAYOUTS = {"2 x 1": [0, 1], "2 x 2": [0, 0, 1, 1], "3 + 1": [0, 0, 0, 1], "3 x 1": [0, 1, 2]}
@@ -250,6 +252,27 @@ def test_on_one_host_nothing_is_compressed_and_one_rank_says_so_once(ranks):
     first, second = ranks(2).run(on_one_host)
     assert first.count("nothing is compressed") == 1
     assert not second
+
+
+def reduce_for_ever(rank, size, tell):
+    comm = Communicator(spanning_group([0, 0, 1, 1], rank))
+    compressor = Int8().for_tensor(2_000_000)
+    tensor = torch.ones(2_000_000)
+    for step in range(100_000):
+        comm.all_reduce(tensor, "avg", compression=compressor)
+        if step == 2:
+            tell("under way")
+
+
+def test_a_rank_that_is_killed_is_named_on_both_hosts():
+    with Job(4, reduce_for_ever) as job:
+        for rank in range(4):
+            job.hear(rank)
+        since = job.kill(3)
+        for rank in range(3):
+            end = job.end(rank)
+            assert (end.kind, end.at - since < 10) == ("RankDied", True), end
+            assert re.search(r"rank 3 \(process \d+ on host1\)", end.text), end.text
 
 
 @pytest.mark.parametrize(
