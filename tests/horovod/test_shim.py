@@ -13,6 +13,7 @@ import pytest
 from tests.launch.jobs import ROOT, environment, ours, run, write
 
 LAB = str(ROOT / "labs" / "horovod_digits.py")
+BENCHMARK = str(ROOT / "labs" / "horovod_synthetic_benchmark.py")
 
 SCRIPT = """
 import sys
@@ -99,3 +100,23 @@ def test_the_lab_learns_digits(launcher, options):
     assert status == 0, err
     accuracy = float(re.findall(r"test accuracy (\S+),", out)[-1])
     assert len(out.splitlines()) == 2 and accuracy > 0.85, out
+
+
+@pytest.mark.parametrize("launcher", ["farandole launch", "torchrun", "mpirun"])
+def test_the_synthetic_benchmark_says_the_familiar_lines(launcher):
+    command = [mpirun(), "-n", "2", sys.executable, *SHIM] if launcher == "mpirun" else commands(2)[launcher]
+    sizes = ["--model", "tiny", "--image-size", "32", "--batch-size", "4"]
+    turns = ["--num-warmup-batches", "1", "--num-batches-per-iter", "2", "--num-iters", "3"]
+    status, out, err = run([*command, BENCHMARK, *sizes, *turns])
+    assert status == 0, err
+    said = [line.split(":")[0] for line in out.splitlines()]
+    assert said == [
+        "Model",
+        "Batch size",
+        "Number of ranks",
+        "Running warmup...",
+        "Running benchmark...",
+        *(f"Iter #{number}" for number in range(3)),
+        "Img/sec per rank",
+        "Total img/sec on 2 rank(s)",
+    ], out
