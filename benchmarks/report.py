@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from benchmarks import compression, hosts
+from benchmarks import compression, horovod, hosts, mpi
 from benchmarks.collectives import table
 from benchmarks.measure import RESULTS, human_seconds, markdown_table
 
@@ -37,6 +37,10 @@ def tables(name: str, operation: str, result: dict[str, Any]) -> str:
         return hosts.table(result[operation])
     if name == "compression":
         return compression.table(result[operation])
+    if name.startswith("horovod"):
+        return horovod.table(result)
+    if name.startswith("mpi"):
+        return mpi.table(operation, {int(size): row for size, row in result[operation].items()})
     seconds = result["seconds"]
     if name.startswith("fsdp2"):
         gloo = seconds["FSDP2 over Gloo"]
