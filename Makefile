@@ -10,13 +10,17 @@ BIN    := $(VENV)/bin
 NATIVE := $(wildcard farandole/native/*.c farandole/native/*.h farandole/native/*.inc)
 
 # An installation is redone when what it depends on changed; otherwise it takes no time.
+# pip is quiet (errors only, those in full): each phase says in a line what it does.
 INSTALLED := pyproject.toml setup.py constraints.txt $(NATIVE)
-INSTALL   := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable
+INSTALL   := $(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable
 
 .PHONY: demo test clean
 
 demo: $(VENV)/core.stamp
 	$(BIN)/farandole train
+	@echo
+	@echo "The command is $(BIN)/farandole; after '. $(BIN)/activate' it is farandole. To let the model write:"
+	@echo "    $(BIN)/farandole generate runs --prompt 'def'"
 
 test: $(VENV)/test.stamp
 	$(BIN)/ruff check
@@ -25,15 +29,18 @@ test: $(VENV)/test.stamp
 	$(BIN)/pytest
 
 $(VENV)/core.stamp: $(INSTALLED) | $(BIN)/pip
-	$(INSTALL) .
+	@echo "Installing Farandole with torch and ten more packages into $(VENV): a minute or two, most of it the download"
+	@$(INSTALL) .
 	@touch $@
 
 $(VENV)/test.stamp: $(INSTALLED) | $(BIN)/pip
-	$(INSTALL) '.[test]'
+	@echo "Installing Farandole, torch, ten more packages and the tools of the tests into $(VENV): a minute or two"
+	@$(INSTALL) '.[test]'
 	@touch $@ $(VENV)/core.stamp
 
 $(BIN)/pip:
-	$(PYTHON) -m venv $(VENV)
+	@echo "Making an environment in $(VENV) with $$($(PYTHON) --version): some seconds"
+	@$(PYTHON) -m venv $(VENV)
 
 clean:
 	rm -rf $(VENV) build farandole.egg-info

@@ -29,7 +29,7 @@ from farandole.train.config import TrainConfig, load_config
 from farandole.train.engine import Engine
 from farandole.train.optimizer import build_optimizer
 from farandole.train.precision import autocast, choose_precision
-from farandole.train.run import open_text
+from farandole.train.text import open_text
 
 TURNS, STEPS = 11, 4
 
@@ -84,7 +84,9 @@ def run_rank() -> None:
         text = open_text(config)
         size = config.micro_batches(runtime.size)[1]
         tokens = size * config.model.context
-        precision = choose_precision(config.precision, config.model.gpt(), tokens, runtime.comm).name
+        precision = choose_precision(
+            config.precision, config.model.gpt(), tokens, runtime.comm, runtime.device
+        ).name
         contenders = contenders_of(runtime, config, text, precision)
         seconds = take_turns(contenders, runtime.comm.barrier, TURNS, STEPS)
         if runtime.rank == 0:

@@ -31,13 +31,14 @@ def generate(
     """
     # Imports here and not above: `--help` need not wait for torch.
     from farandole.models.generate import generate as tokens_after
-    from farandole.train.checkpoint import CheckpointError
+    from farandole.train.checkpoint_folder import CheckpointError
     from farandole.train.config import ConfigError
-    from farandole.train.folders import find_checkpoint
+    from farandole.train.folders import newest_checkpoint
     from farandole.train.restore import load_model
 
     try:
-        model, tokenizer, config = load_model(find_checkpoint(checkpoint))
+        chosen = newest_checkpoint(checkpoint)
+        model, tokenizer, config = load_model(chosen)
     except (CheckpointError, ConfigError) as refusal:
         typer.echo(f"farandole generate: {refusal}", err=True)
         raise typer.Exit(2) from None
@@ -45,6 +46,8 @@ def generate(
     if not given:
         typer.echo("farandole generate: the prompt is empty: give at least one character", err=True)
         raise typer.Exit(2)
+    if chosen != checkpoint:
+        typer.echo(f"from {chosen}", err=True)
     written = list(given)
     shown = ""
     for token in tokens_after(

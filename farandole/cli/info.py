@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
+from pathlib import Path
+from shutil import which
 
 import typer
 
@@ -77,7 +80,14 @@ def _placement() -> str:
 
 
 def _launchers() -> str:
-    from shutil import which
-
-    there = [name for name in ("farandole", "torchrun", "mpiexec", "mpirun", "srun") if which(name)]
-    return ", ".join(there) or "none on the path (python -m farandole launch works)"
+    """Those on the path, and those that lie beside this interpreter, as in an environment not activated."""
+    beside = str(Path(sys.executable).parent)
+    on_path, only_beside = [], []
+    for name in ("farandole", "torchrun", "mpiexec", "mpirun", "srun"):
+        if which(name):
+            on_path.append(name)
+        elif found := which(name, path=beside):
+            only_beside.append(found)
+    if only_beside:
+        on_path.append(f"not on the path: {' '.join(only_beside)}")
+    return ", ".join(on_path) or "none (python -m farandole launch works)"

@@ -12,8 +12,9 @@ import typer
 from farandole import __version__
 from farandole.cli.generate import generate
 from farandole.cli.info import info
-from farandole.cli.launch import launch
-from farandole.cli.train import train
+from farandole.cli.launch import LaunchCommand, launch
+from farandole.cli.mistakes import Command
+from farandole.cli.train import TrainCommand, train
 
 HELP = """Parallel computing on PyTorch, on a laptop's cores or on a cluster.
 
@@ -35,11 +36,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(train)
-app.command()(generate)
+app.command(cls=TrainCommand)(train)
+app.command(cls=Command)(generate)
 # Options end where the program begins: what follows belongs to the program.
-app.command(context_settings={"allow_interspersed_args": False})(launch)
-app.command()(info)
+app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})(launch)
+app.command(cls=Command)(info)
 
 
 @app.callback(invoke_without_command=True)

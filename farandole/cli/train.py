@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from farandole.cli.invocation import command
+from farandole.cli.mistakes import Command
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -13,11 +18,28 @@ if TYPE_CHECKING:
     from farandole.train.config import TrainConfig
     from farandole.train.start import Order
 
+PRESETS = resources.files("farandole.train") / "presets"
+
+WORDS = f"""A preset ({", ".join(sorted(Path(file.name).stem for file in PRESETS.iterdir()))}) or a TOML file to
+start from, then any number of KEY=VALUE, a key being written with its section: steps=1000 model.width=384
+optimizer.learning_rate=1e-3.  With --resume also the folder of a run."""
+
+
+class TrainCommand(Command):
+    """Takes `--resume=RUN` for `--resume RUN`: --resume is a flag, and words are sorted by what they are."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line."""
+        words: list[str] = []
+        for word in args:
+            flag, equals, value = word.partition("=")
+            words += [flag, value] if equals and flag == "--resume" else [word]
+        return super().parse_args(ctx, words)
+
 
 def train(
     words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[PRESET|FILE.toml] [KEY=VALUE]...", show_default=False, help="What to do."),
+        list[str] | None, typer.Argument(metavar="PRESET|FILE|KEY=VALUE", show_default=False, help=WORDS)
     ] = None,
     ranks: Annotated[
         int | None,
@@ -26,36 +48,53 @@ def train(
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the newest run, or the one whose folder is named.")
+        bool, typer.Option("--resume", help="Go on with the last run, or the one whose folder is named.")
     ] = False,
 ) -> None:
     """Train a GPT on text, across ranks.
 
     With no arguments: the default preset, a small GPT that learns from the source files of the Python standard
-    library in a few minutes on two cores.  Values come from a preset or a TOML file, and from key=value
-    after it; a key is written with its section, as in model.width=512.
+    library in a few minutes on two cores.
 
     Each run has a folder of its own, runs/NAME-DATE-TIME, with checkpoints, metrics, the loss curve and a
     sample of text.  Ctrl-C saves before it stops; --resume goes on from there.
 
     \b
-      farandole train                                        the main job, on 2 ranks
-      farandole train tiny                                   another preset, over in seconds
-      farandole train data.path=notes/ steps=1000            your own text: files, folders, .jsonl, .parquet
-      farandole train my.toml optimizer.learning_rate=1e-3   a configuration file
-      farandole train --resume                               go on with the newest run
-      farandole train --resume runs/stdlib-20260102-030405   go on with this one
-      torchrun --nproc-per-node 8 -m farandole train         under another launcher
+    The main job, on 2 ranks; another preset, over in seconds:
+      farandole train
+      farandole train tiny
+
+    \b
+    Text of your own (files, folders, .jsonl, .parquet); a configuration file:
+      farandole train data.path=notes/ steps=1000
+      farandole train my.toml optimizer.learning_rate=1e-3
+
+    \b
+    Go on with the last run, or with this one:
+      farandole train --resume
+      farandole train --resume runs/stdlib-20260102-030405
+
+    \b
+    Under another launcher:
+      torchrun --nproc-per-node 8 -m farandole train
+
+    \b
+    Every key, with its default and what it means:
+      {keys}
     """
-    # Imports here and not above: `--help` need not wait for torch.
-    from farandole.train.worker import REFUSALS
+    # Imports here and not above: `--help` need not wait for them.
+    from farandole.launch.placement import LaunchError
+    from farandole.train.start import REFUSALS
 
     try:
         status = _train(words or [], ranks, resume)
-    except REFUSALS as refusal:
+    except (*REFUSALS, LaunchError) as refusal:
         typer.echo(f"farandole train: {refusal}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(status)
+
+
+train.__doc__ = (train.__doc__ or "").replace("{keys}", str(PRESETS / "default.toml"))
 
 
 def _train(words: list[str], ranks: int | None, resume: bool) -> int:
@@ -64,7 +103,6 @@ def _train(words: list[str], ranks: int | None, resume: bool) -> int:
     from farandole.launch.placement import ALONE
     from farandole.train.config import ConfigError
     from farandole.train.start import check, order, read_request
-    from farandole.train.worker import join
 
     request = read_request(words, resume)
     placement = find_placement(os.environ)
@@ -73,9 +111,17 @@ def _train(words: list[str], ranks: int | None, resume: bool) -> int:
             raise ConfigError(
                 f"--ranks {ranks}: {placement.launcher} has started {placement.size}; leave --ranks away"
             )
-        join(request)
+        from farandole.train.worker import join
+
+        run = join(request)
+        if placement.rank == 0:
+            _say_how_to_go_on(run, 0)
         return 0
     start = check(request, ranks)
+    # From here on torch is needed, which takes seconds to load.
+    from farandole.train.memory import check_memory
+
+    check_memory(start.config, start.ranks)
     _tokenize(start.config)
     return _launch(order(start), start.ranks)
 
@@ -85,9 +131,10 @@ def _tokenize(config: TrainConfig) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from farandole.train.run import open_text
+    from farandole.train.text import open_text
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, TaskID] = {}
 
         def show(what: str, share: float) -> None:
@@ -99,11 +146,21 @@ def _tokenize(config: TrainConfig) -> None:
 
 
 def _launch(order: Order, ranks: int) -> int:
-    """Start the ranks; when they fail, say how to go on."""
+    """Start the ranks; when they have ended, say how to go on."""
     from farandole.launch.local import launch
-    from farandole.train.checkpoint import checkpoints
 
     status = launch("farandole.train.worker", [order.dump()], ranks=ranks, module=True)
-    if status != 0 and (saved := checkpoints(order.run)):
-        typer.echo(f"{saved[-1].name} is saved; to go on: farandole train --resume {order.run}", err=True)
+    _say_how_to_go_on(order.run, status)
     return status
+
+
+def _say_how_to_go_on(run: Path, status: int) -> None:
+    from farandole.train.checkpoint_folder import checkpoints
+
+    saved = checkpoints(run)
+    if status == 0:
+        typer.echo(f'generate more: {command("generate", str(run))} --prompt "def"')
+    elif saved:
+        typer.echo(f"{saved[-1].name} is saved; to go on: {command('train', '--resume', str(run))}", err=True)
+    else:
+        typer.echo(f"nothing is saved: run {run} ended before its first checkpoint", err=True)

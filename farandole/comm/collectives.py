@@ -6,28 +6,19 @@ A tensor that is not contiguous is copied to one that is, inside the call, and b
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from farandole.comm.dense import as_real, copy_back, readable, writable
+from farandole.comm.dense import as_real, copy_back, counts_of, pointers_to, readable, writable
 from farandole.comm.dtypes import TYPES
 from farandole.comm.host_group import HostGroup
 from farandole.comm.work import Call
 
 
-def _pointers(tensors: Sequence[Tensor]) -> Any:
-    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-
-
-def _counts(tensors: Sequence[Tensor]) -> Any:
-    return (ctypes.c_size_t * len(tensors))(*(tensor.numel() for tensor in tensors))
-
-
-def _of_type(tensor: Tensor, others: Sequence[Tensor]) -> int:
+def of_type(tensor: Tensor, others: Sequence[Tensor]) -> int:
+    """The core's number of the type that all tensors of a call have; ValueError if they differ."""
     for other in others:
         if other.dtype is not tensor.dtype:
             raise ValueError(
@@ -36,209 +27,220 @@ def _of_type(tensor: Tensor, others: Sequence[Tensor]) -> int:
     return TYPES[tensor.dtype]
 
 
-def _in_place(host: HostGroup, tensors: Sequence[Tensor], core_call: Callable[[Tensor, int], int]) -> Call:
-    def call(flags: int) -> None:
-        with torch.no_grad():
-            for tensor in tensors:
-                buffer = readable(tensor)
-                host.check(core_call(as_real(buffer), flags))
-                copy_back([tensor], [buffer])
+class HostCollectives:
+    """The collectives of a group whose ranks all share this host."""
 
-    return call
+    def __init__(self, host: HostGroup) -> None:
+        self.host = host
 
+    def barrier(self) -> Call:
+        """Wait until every rank is here."""
+        return lambda flags: self.host.check(self.host.core.frd_barrier(self.host.handle, flags))
 
-def barrier(host: HostGroup) -> Call:
-    """Wait until every rank is here."""
-    return lambda flags: host.check(host.core.frd_barrier(host.handle, flags))
+    def all_reduce(self, tensors: Sequence[Tensor], reduction: int) -> Call:
+        """Reduce each tensor over all ranks, in place."""
 
+        def core_call(t: Tensor, flags: int) -> int:
+            status: int = self.host.core.frd_all_reduce(
+                self.host.handle, t.data_ptr(), t.numel(), TYPES[t.dtype], reduction, flags
+            )
+            return status
 
-def all_reduce(host: HostGroup, tensors: Sequence[Tensor], reduction: int) -> Call:
-    """Reduce each tensor over all ranks, in place."""
+        return self._in_place(tensors, core_call)
 
-    def core_call(t: Tensor, flags: int) -> int:
-        status: int = host.core.frd_all_reduce(
-            host.handle, t.data_ptr(), t.numel(), TYPES[t.dtype], reduction, flags
-        )
-        return status
+    def reduce(self, tensor: Tensor, root: int, reduction: int) -> Call:
+        """Reduce over all ranks into the tensor of rank `root`."""
 
-    return _in_place(host, tensors, core_call)
+        def core_call(t: Tensor, flags: int) -> int:
+            status: int = self.host.core.frd_reduce(
+                self.host.handle, t.data_ptr(), t.numel(), TYPES[t.dtype], reduction, root, flags
+            )
+            return status
 
+        return self._in_place([tensor], core_call)
 
-def reduce(host: HostGroup, tensor: Tensor, root: int, reduction: int) -> Call:
-    """Reduce over all ranks into the tensor of rank `root`."""
+    def broadcast(self, tensor: Tensor, root: int) -> Call:
+        """Copy the tensor of rank `root` to all ranks."""
+        kind = TYPES[tensor.dtype]
 
-    def core_call(t: Tensor, flags: int) -> int:
-        status: int = host.core.frd_reduce(
-            host.handle, t.data_ptr(), t.numel(), TYPES[t.dtype], reduction, root, flags
-        )
-        return status
+        def call(flags: int) -> None:
+            with torch.no_grad():
+                buffer = readable(tensor) if self.host.rank == root else writable(tensor)
+                count = buffer.numel()
+                self.host.check(
+                    self.host.core.frd_broadcast(
+                        self.host.handle, buffer.data_ptr(), count, kind, root, flags
+                    )
+                )
+                if self.host.rank != root:
+                    copy_back([tensor], [buffer])
 
-    return _in_place(host, [tensor], core_call)
+        return call
 
+    def reduce_scatter_even(self, output: Tensor, tensor: Tensor, reduction: int) -> Call:
+        """Reduce `tensor`, one equal part per rank, and keep this rank's part."""
+        of_type(tensor, [output])
 
-def broadcast(host: HostGroup, tensor: Tensor, root: int) -> Call:
-    """Copy the tensor of rank `root` to all ranks."""
-    kind = TYPES[tensor.dtype]
+        def call(flags: int) -> None:
+            with torch.no_grad():
+                source, target = as_real(readable(tensor)), writable(output)
+                real = as_real(target)
+                self.host.check(
+                    self.host.core.frd_reduce_scatter_even(
+                        self.host.handle,
+                        source.data_ptr(),
+                        real.data_ptr(),
+                        real.numel(),
+                        TYPES[real.dtype],
+                        reduction,
+                        flags,
+                    )
+                )
+                copy_back([output], [target])
 
-    def call(flags: int) -> None:
-        with torch.no_grad():
-            buffer = readable(tensor) if host.rank == root else writable(tensor)
-            count = buffer.numel()
-            host.check(host.core.frd_broadcast(host.handle, buffer.data_ptr(), count, kind, root, flags))
-            if host.rank != root:
-                copy_back([tensor], [buffer])
+        return call
 
-    return call
+    def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], reduction: int) -> Call:
+        """Reduce a list of tensors, one per rank, and keep this rank's."""
+        of_type(output, parts)
+        if parts[self.host.rank].numel() != output.numel():
+            raise ValueError(
+                f"reduce_scatter: the output has {output.numel()} elements, this rank's input {parts[self.host.rank].numel()}"
+            )
 
-
-def reduce_scatter_even(host: HostGroup, output: Tensor, tensor: Tensor, reduction: int) -> Call:
-    """Reduce `tensor`, one equal part per rank, and keep this rank's part."""
-    _of_type(tensor, [output])
-
-    def call(flags: int) -> None:
-        with torch.no_grad():
-            source, target = as_real(readable(tensor)), writable(output)
-            real = as_real(target)
-            host.check(
-                host.core.frd_reduce_scatter_even(
-                    host.handle,
-                    source.data_ptr(),
+        def call(flags: int) -> None:
+            with torch.no_grad():
+                sources, target = [as_real(readable(part)) for part in parts], writable(output)
+                real = as_real(target)
+                status = self.host.core.frd_reduce_scatter(
+                    self.host.handle,
+                    pointers_to(sources),
+                    counts_of(sources),
                     real.data_ptr(),
-                    real.numel(),
                     TYPES[real.dtype],
                     reduction,
                     flags,
                 )
-            )
-            copy_back([output], [target])
+                self.host.check(status)
+                copy_back([output], [target])
 
-    return call
+        return call
 
+    def all_gather_even(self, output: Tensor, tensor: Tensor) -> Call:
+        """Concatenate every rank's tensor of the same length."""
+        kind = of_type(tensor, [output])
 
-def reduce_scatter(host: HostGroup, output: Tensor, parts: Sequence[Tensor], reduction: int) -> Call:
-    """Reduce a list of tensors, one per rank, and keep this rank's."""
-    _of_type(output, parts)
-    if parts[host.rank].numel() != output.numel():
-        raise ValueError(
-            f"reduce_scatter: the output has {output.numel()} elements, this rank's input {parts[host.rank].numel()}"
-        )
+        def call(flags: int) -> None:
+            with torch.no_grad():
+                source, target = readable(tensor), writable(output)
+                status = self.host.core.frd_all_gather_even(
+                    self.host.handle, source.data_ptr(), target.data_ptr(), source.numel(), kind, flags
+                )
+                self.host.check(status)
+                copy_back([output], [target])
 
-    def call(flags: int) -> None:
-        with torch.no_grad():
-            sources, target = [as_real(readable(part)) for part in parts], writable(output)
-            real = as_real(target)
-            status = host.core.frd_reduce_scatter(
-                host.handle,
-                _pointers(sources),
-                _counts(sources),
-                real.data_ptr(),
-                TYPES[real.dtype],
-                reduction,
-                flags,
-            )
-            host.check(status)
-            copy_back([output], [target])
+        return call
 
-    return call
+    def all_gather(self, parts: Sequence[Tensor], tensor: Tensor) -> Call:
+        """Collect every rank's tensor, of any length, in `parts`."""
+        kind = of_type(tensor, parts)
 
+        def call(flags: int) -> None:
+            with torch.no_grad():
+                source, targets = readable(tensor), [writable(part) for part in parts]
+                status = self.host.core.frd_all_gather(
+                    self.host.handle, source.data_ptr(), pointers_to(targets), counts_of(targets), kind, flags
+                )
+                self.host.check(status)
+                copy_back(parts, targets)
 
-def all_gather_even(host: HostGroup, output: Tensor, tensor: Tensor) -> Call:
-    """Concatenate every rank's tensor of the same length."""
-    kind = _of_type(tensor, [output])
+        return call
 
-    def call(flags: int) -> None:
-        with torch.no_grad():
-            source, target = readable(tensor), writable(output)
-            status = host.core.frd_all_gather_even(
-                host.handle, source.data_ptr(), target.data_ptr(), source.numel(), kind, flags
-            )
-            host.check(status)
-            copy_back([output], [target])
+    def gather(self, parts: Sequence[Tensor], tensor: Tensor, root: int) -> Call:
+        """Collect every rank's tensor of the same length in `parts` of rank `root`."""
+        kind = of_type(tensor, parts)
+        equal_lengths("gather", tensor, parts)
 
-    return call
+        def call(flags: int) -> None:
+            with torch.no_grad():
+                source, targets = readable(tensor), [writable(part) for part in parts]
+                status = self.host.core.frd_gather(
+                    self.host.handle,
+                    source.data_ptr(),
+                    pointers_to(targets),
+                    source.numel(),
+                    kind,
+                    root,
+                    flags,
+                )
+                self.host.check(status)
+                copy_back(parts, targets)
 
+        return call
 
-def all_gather(host: HostGroup, parts: Sequence[Tensor], tensor: Tensor) -> Call:
-    """Collect every rank's tensor, of any length, in `parts`."""
-    kind = _of_type(tensor, parts)
+    def scatter(self, output: Tensor, parts: Sequence[Tensor], root: int) -> Call:
+        """Give every rank its tensor of `parts` of rank `root`."""
+        kind = of_type(output, parts)
+        equal_lengths("scatter", output, parts)
 
-    def call(flags: int) -> None:
-        with torch.no_grad():
-            source, targets = readable(tensor), [writable(part) for part in parts]
-            status = host.core.frd_all_gather(
-                host.handle, source.data_ptr(), _pointers(targets), _counts(targets), kind, flags
-            )
-            host.check(status)
-            copy_back(parts, targets)
+        def call(flags: int) -> None:
+            with torch.no_grad():
+                sources, target = [readable(part) for part in parts], writable(output)
+                status = self.host.core.frd_scatter(
+                    self.host.handle,
+                    pointers_to(sources),
+                    target.data_ptr(),
+                    target.numel(),
+                    kind,
+                    root,
+                    flags,
+                )
+                self.host.check(status)
+                copy_back([output], [target])
 
-    return call
+        return call
 
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Call:
+        """Send input j to rank j, receive output i from rank i."""
+        kind = of_type(inputs[0], [*inputs, *outputs])
 
-def gather(host: HostGroup, parts: Sequence[Tensor], tensor: Tensor, root: int) -> Call:
-    """Collect every rank's tensor of the same length in `parts` of rank `root`."""
-    kind = _of_type(tensor, parts)
-    _equal_lengths("gather", tensor, parts)
+        def call(flags: int) -> None:
+            with torch.no_grad():
+                sources, targets = [readable(part) for part in inputs], [writable(part) for part in outputs]
+                status = self.host.core.frd_all_to_all(
+                    self.host.handle,
+                    pointers_to(sources),
+                    counts_of(sources),
+                    pointers_to(targets),
+                    counts_of(targets),
+                    kind,
+                    flags,
+                )
+                self.host.check(status)
+                copy_back(outputs, targets)
 
-    def call(flags: int) -> None:
-        with torch.no_grad():
-            source, targets = readable(tensor), [writable(part) for part in parts]
-            status = host.core.frd_gather(
-                host.handle, source.data_ptr(), _pointers(targets), source.numel(), kind, root, flags
-            )
-            host.check(status)
-            copy_back(parts, targets)
+        return call
 
-    return call
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> Call:
+        """`all_to_all` of the parts of two tensors, split along dimension 0."""
+        outputs = split_rows(output, output_splits, self.host.size, "output")
+        return self.all_to_all(outputs, split_rows(tensor, input_splits, self.host.size, "input"))
 
+    def _in_place(self, tensors: Sequence[Tensor], core_call: Callable[[Tensor, int], int]) -> Call:
+        def call(flags: int) -> None:
+            with torch.no_grad():
+                for tensor in tensors:
+                    buffer = readable(tensor)
+                    self.host.check(core_call(as_real(buffer), flags))
+                    copy_back([tensor], [buffer])
 
-def scatter(host: HostGroup, output: Tensor, parts: Sequence[Tensor], root: int) -> Call:
-    """Give every rank its tensor of `parts` of rank `root`."""
-    kind = _of_type(output, parts)
-    _equal_lengths("scatter", output, parts)
-
-    def call(flags: int) -> None:
-        with torch.no_grad():
-            sources, target = [readable(part) for part in parts], writable(output)
-            status = host.core.frd_scatter(
-                host.handle, _pointers(sources), target.data_ptr(), target.numel(), kind, root, flags
-            )
-            host.check(status)
-            copy_back([output], [target])
-
-    return call
-
-
-def all_to_all(host: HostGroup, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Call:
-    """Send input j to rank j, receive output i from rank i."""
-    kind = _of_type(inputs[0], [*inputs, *outputs])
-
-    def call(flags: int) -> None:
-        with torch.no_grad():
-            sources, targets = [readable(part) for part in inputs], [writable(part) for part in outputs]
-            status = host.core.frd_all_to_all(
-                host.handle,
-                _pointers(sources),
-                _counts(sources),
-                _pointers(targets),
-                _counts(targets),
-                kind,
-                flags,
-            )
-            host.check(status)
-            copy_back(outputs, targets)
-
-    return call
+        return call
 
 
-def all_to_all_single(
-    host: HostGroup, output: Tensor, tensor: Tensor, output_splits: list[int], input_splits: list[int]
-) -> Call:
-    """`all_to_all` of the parts of two tensors, split along dimension 0."""
-    outputs = _split(output, output_splits, host.size, "output")
-    return all_to_all(host, outputs, _split(tensor, input_splits, host.size, "input"))
-
-
-def _split(tensor: Tensor, splits: list[int], ranks: int, what: str) -> list[Tensor]:
+def split_rows(tensor: Tensor, splits: list[int], ranks: int, what: str) -> list[Tensor]:
+    """The parts of a tensor for each rank, along dimension 0; ValueError if the splits are not right."""
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
     rows = tensor.shape[0]
     if not splits:
@@ -254,7 +256,8 @@ def _split(tensor: Tensor, splits: list[int], ranks: int, what: str) -> list[Ten
     return list(tensor.split(splits))
 
 
-def _equal_lengths(call: str, tensor: Tensor, parts: Sequence[Tensor]) -> None:
+def equal_lengths(call: str, tensor: Tensor, parts: Sequence[Tensor]) -> None:
+    """ValueError unless all tensors of a call have one length."""
     for part in parts:
         if part.numel() != tensor.numel():
             raise ValueError(

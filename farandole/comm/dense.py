@@ -1,8 +1,10 @@
-"""Tensors as the core sees them: an address and a count.  Others are copied to such ones, and back."""
+"""Tensors as the core sees them: addresses and counts.  Others are copied to such ones, and back."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,3 +51,13 @@ def copy_back(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
 def as_real(tensor: Tensor) -> Tensor:
     """Complex numbers as pairs of real ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def pointers_to(tensors: Sequence[Tensor]) -> Any:
+    """A C array of the addresses of dense tensors."""
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
+
+def counts_of(tensors: Sequence[Tensor]) -> Any:
+    """A C array of their numbers of elements."""
+    return (ctypes.c_size_t * len(tensors))(*(tensor.numel() for tensor in tensors))

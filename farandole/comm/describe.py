@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPE_NAMES
 from farandole.comm.errors import CallMismatch, CommunicationError, RankDied, RankLate, RankLeft
@@ -21,16 +21,19 @@ _MESSAGES = (Operation.SEND, Operation.RECV)
 
 
 class Roster:
-    """The ranks of a group by the names that people know them by: global ranks and process ids."""
+    """The ranks of a group by the names that people know them by: global ranks, process ids, hosts."""
 
-    def __init__(self, group: str, ranks: Sequence[int], pids: Sequence[int]) -> None:
+    def __init__(self, group: str, ranks: Sequence[int], pids: Sequence[int], hosts: Sequence[str]) -> None:
         self.group = group
         self.ranks = list(ranks)
         self.pids = list(pids)
+        self.hosts = list(hosts)
+        self._several = len(set(hosts)) > 1
 
     def rank(self, rank: int) -> str:
-        """`rank 3 (process 4711)`."""
-        return f"rank {self.ranks[rank]} (process {self.pids[rank]})"
+        """`rank 3 (process 4711)`, with its host where there are several."""
+        where = f" on {self.hosts[rank]}" if self._several else ""
+        return f"rank {self.ranks[rank]} (process {self.pids[rank]}{where})"
 
 
 def describe_call(call: Call, roster: Roster) -> str:
@@ -77,10 +80,14 @@ def failure_to_error(failure: Failure, reader: int, roster: Roster, timeout_s: f
             f"{culprit} called {describe_call(theirs, roster)} where {_witness(failure, roster)} "
             f"{_numbered(reported, roster)}: {_difference(theirs, reported)}"
         )
-    if status is Status.UNEVEN:
+    if status in (Status.UNEVEN, Status.MISFIT):
         return CallMismatch(
             f"{culprit} sends {reported.count} elements to {roster.rank(reported.root)}, which expects "
             f"{reported.layout} from it, in {_numbered(theirs, roster)}"
+        )
+    if status is Status.CLOSED:
+        return RankDied(
+            f"{culprit} is gone: its connection to {roster.rank(failure.reporter)} was closed; {waiting}"
         )
     if status is Status.INTERRUPTED:
         return CommunicationError(
@@ -89,12 +96,12 @@ def failure_to_error(failure: Failure, reader: int, roster: Roster, timeout_s: f
     return CommunicationError(f"{culprit}: {status.name.lower()}; {waiting}")
 
 
-def describe_whereabouts(calls: Sequence[Call], reader: int, roster: Roster) -> str:
-    """For whom rank `reader` waits, from the last calls of all ranks."""
+def describe_whereabouts(calls: Mapping[int, Call], reader: int, roster: Roster) -> str:
+    """For whom rank `reader` waits, from the last calls of the ranks of its host."""
     own = calls[reader]
     behind = [
         f"{roster.rank(rank)} has not arrived, its last call was {describe_call(call, roster)}"
-        for rank, call in enumerate(calls)
+        for rank, call in calls.items()
         if call.index < own.index
     ]
     what = f"{_numbered(own, roster)}, " if own.operation else ""
@@ -125,6 +132,8 @@ def _late(failure: Failure, roster: Roster, timeout_s: float) -> RankLate:
     doing = (
         f"its last call was {describe_call(theirs, roster)}" if theirs.operation else "it has made no call"
     )
+    if roster.hosts[failure.culprit] != roster.hosts[failure.reporter]:
+        doing = "what it does is not known here"
     if reported.operation in _MESSAGES:
         if reported.root < 0:
             return RankLate(

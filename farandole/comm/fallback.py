@@ -15,11 +15,25 @@ def has_nccl() -> bool:
     return torch.cuda.is_available() and dist.is_nccl_available()
 
 
-def torch_group(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> dist.ProcessGroup:
+def gloo_group(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None
+) -> dist.ProcessGroupGloo:
+    """Gloo at this address of the host; without one it takes what the host's name stands for, if that is known."""
+    if address is None:
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def torch_group(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, address: str | None
+) -> dist.ProcessGroup:
     """A group over the same ranks: Gloo for CPU tensors and, where there is one, NCCL for CUDA tensors."""
     kinds = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(dist.PrefixStore("torch/", store), rank, size)
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+    gloo = gloo_group(dist.PrefixStore("gloo/", store), rank, size, timeout, address)
     group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
     group._set_default_backend(kinds.GLOO)
     if has_nccl():

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from farandole.comm.collectives import HostCollectives
 from farandole.comm.ending import leave_at_end
 from farandole.comm.fallback import LazyBackend, has_nccl, torch_group
 from farandole.comm.host_group import HostGroup
 from farandole.comm.messages import Messages
+from farandole.comm.spanning import SpanningCollectives
 from farandole.comm.work import Call, Lane, seconds_of
 
 PATIENCE_S = 1.0
@@ -24,11 +26,20 @@ PATIENCE_S = 1.0
 class GroupBase(dist.ProcessGroup):
     """The parts of a process group that its collectives stand on.
 
-    `host` is None where the ranks cannot share memory; `store` is for torch's own groups beside it.
+    `host` and `carrier`, our own collectives, are None where the core is missing; `store` is for torch's own groups
+    beside them, `address` where they listen.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, host: HostGroup | None
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        host: HostGroup | None,
+        carrier: HostCollectives | SpanningCollectives | None,
+        address: str | None,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub knows another constructor only
         self._rank, self._size = rank, size
@@ -37,6 +48,9 @@ class GroupBase(dist.ProcessGroup):
         self._group_name = name
         self._group_desc = "undefined"
         self._host = host
+        self._carrier = carrier
+        self._address = address
+        self._alone_on_host = host if isinstance(carrier, HostCollectives) else None
         self._lane = Lane(name, host.whereabouts if host is not None else str)
         self._messages = Messages()
         self._torch_group: dist.ProcessGroup | None = None
@@ -143,12 +157,12 @@ class GroupBase(dist.ProcessGroup):
     # ---- for its collectives ----
 
     def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor that every rank of the group can reach: see `Communicator.empty`."""
-        host = self._on_host()
-        if host is None:
+        """A tensor that every rank of this host can reach: see `Communicator.empty`."""
+        carrier = self._carrier_of()
+        if carrier is None:
             return torch.empty(*shape, dtype=dtype)
         made: list[Tensor] = []
-        self._lane.run(lambda flags: made.append(host.allocate(shape, dtype, flags)), [])
+        self._lane.run(lambda flags: made.append(carrier.host.allocate(shape, dtype, flags)), [])
         return made[0]
 
     def _inner(self) -> dist.ProcessGroup:
@@ -156,17 +170,17 @@ class GroupBase(dist.ProcessGroup):
         with self._making_torch_group:
             if self._torch_group is None:
                 self._torch_group = torch_group(
-                    self._store, self._rank, self._size, self._timeout, self._group_name
+                    self._store, self._rank, self._size, self._timeout, self._group_name, self._address
                 )
             return self._torch_group
 
-    def _on_host(self, *tensors: Tensor) -> HostGroup | None:
-        """The host group if it can take these tensors, None if they must go another way."""
+    def _carrier_of(self, *tensors: Tensor) -> HostCollectives | SpanningCollectives | None:
+        """Our own collectives if they can take these tensors, None if torch's must."""
         if self._host is None or not all(t.is_cpu and t.layout is torch.strided for t in tensors):
             return None
         if self._host.handle is None:
             raise RuntimeError(f"group {self._group_name!r} was destroyed; make a new one")
-        return self._host
+        return self._carrier
 
     def _issue(
         self, call: Call, tensors: Sequence[Tensor], opts: Any, timeout: timedelta | None = None

@@ -55,6 +55,10 @@ class Segment:
             os.close(self.descriptor)
             raise
 
+    def resize(self, size: int) -> None:
+        """Make it `size` bytes long."""
+        os.ftruncate(self.descriptor, size)
+
     @property
     def name(self) -> SegmentName:
         """What other ranks need to open it."""
@@ -88,6 +92,7 @@ class Peer:
     """What a rank tells the others of its group."""
 
     host: str
+    name: str
     pid: int
     segment: SegmentName | None
 

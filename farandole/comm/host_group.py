@@ -9,102 +9,77 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import socket
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 
 from farandole import native
-from farandole.comm.describe import Roster, describe_whereabouts, failure_to_error
+from farandole.comm.describe import Roster, describe_call, describe_whereabouts, failure_to_error
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
-from farandole.comm.host import (
-    Meeting,
-    Peer,
-    Processes,
-    Segment,
-    SegmentName,
-    host_identity,
-    open_and_map,
-    open_segment,
-)
+from farandole.comm.errors import CommunicationError
+from farandole.comm.host import Processes, Segment, SegmentName, open_and_map
+from farandole.comm.verdict import Verdict
 from farandole.native import Call, Failure, Status
+
+SILENCE_S = 4.0
+"""A host that lives acknowledges something every two seconds (`KEEPALIVE_S` in native/wire.c)."""
 
 _processes = Processes()
 
 
-class NotOnOneHost(Exception):
-    """The ranks of a group cannot share memory; the message says why."""
-
-
 class HostGroup:
-    """The ranks of one group, all on this host.  Made by every rank at once with `meet`."""
+    """The ranks of one group that are on this host.
 
-    def __init__(self, rank: int, pids: Sequence[int], descriptor: int, roster: Roster) -> None:
-        self.rank = rank
-        self.size = len(pids)
+    `members` are their numbers in the whole group, in which this one is `group_rank`; `rank` and `size` count
+    on this host only, as the core's collectives do.  Messages go to any rank of the whole group.
+    """
+
+    def __init__(self, group_rank: int, members: Sequence[int], descriptor: int, roster: Roster) -> None:
+        self.group_rank = group_rank
+        self.members = list(members)
+        self.rank = self.members.index(group_rank)
+        self.size = len(members)
         self.roster = roster
         self.core = native.library()
+        self.verdict: Verdict | None = None  # of a group of several hosts
         self._owner = os.getpid()
-        self._pids = list(pids)
-        watched = (ctypes.c_int * self.size)(*_processes.watch(pids))
-        self.handle: int | None = self.core.frd_join(descriptor, rank, self.size, watched)
+        self._pids = [roster.pids[member] for member in members]
+        watched = (ctypes.c_int * self.size)(*_processes.watch(self._pids))
+        self.handle: int | None = self.core.frd_join(descriptor, self.rank, self.size, watched)
         if not self.handle:
             _processes.unwatch(self._pids)
             raise OSError("the shared segment of the group could not be mapped")
+        self._remark = native.Remark(_weakly(self, HostGroup._say_who_is_late))
+        self.core.frd_set_remark(self.handle, self._remark)
         self.core.frd_announce(self.handle, os.getpid())
         self._regions = 0
+        self._left = False
         self._call_timeout_s: float | None = None  # of the collective under way, if it has its own
 
-    @classmethod
-    def meet(
-        cls,
-        meeting: Meeting,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        name: str,
-        global_ranks: Sequence[int],
-    ) -> HostGroup:
-        """Make it with the other ranks.  `NotOnOneHost`, on all ranks alike, if memory cannot be shared."""
-        reason = native.why_unavailable()
-        if size > native.MAX_RANKS:
-            reason = f"{size} ranks are more than the {native.MAX_RANKS} that one segment serves"
-        own = None if rank or reason else Segment(native.library().frd_segment_bytes(size), "group")
-        try:
-            mine = Peer(f"{host_identity()}|{reason or ''}", os.getpid(), own.name if own else None)
-            peers = meeting.exchange_peers(mine)
-            if reasons := [peer.host.split("|")[1] for peer in peers if not peer.host.endswith("|")]:
-                raise NotOnOneHost(reasons[0])
-            if hosts := {peer.host for peer in peers} - {mine.host}:
-                raise NotOnOneHost(f"its {size} ranks are on {len(hosts) + 1} hosts")
-            roster = Roster(name, global_ranks, [peer.pid for peer in peers])
-            group, problem = cls._try_join(rank, peers, roster)
-            problems = meeting.exchange("joined", problem)
-        finally:
-            if own:
-                own.close()
-        for r, problem in enumerate(problems):
-            if problem:
-                if group:
-                    group.close()
-                raise NotOnOneHost(f"rank {r} cannot open the memory of rank 0: {problem}")
-        assert group is not None
-        group.set_timeout(timeout)
-        return group
-
-    @classmethod
-    def _try_join(cls, rank: int, peers: Sequence[Peer], roster: Roster) -> tuple[HostGroup | None, str]:
-        assert peers[0].segment is not None
-        try:
-            descriptor = open_segment(peers[0].segment)
-            try:
-                return cls(rank, [peer.pid for peer in peers], descriptor, roster), ""
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            return None, str(error)
+    def open_wires(
+        self,
+        listener: socket.socket,
+        own: bytes,
+        token: bytes,
+        addresses: Mapping[int, bytes],
+        verdict: Verdict,
+    ) -> None:
+        """Make ranks of other hosts reachable, at these addresses; the listening socket is the core's from now on."""
+        ranks = len(self.roster.ranks)
+        local_of = [self.members.index(r) if r in self.members else -1 for r in range(ranks)]
+        failed = self.core.frd_span(self.handle, self.group_rank, ranks, (ctypes.c_int * ranks)(*local_of))
+        failed = failed or self.core.frd_wires_open(self.handle, listener.detach(), own, len(own), token)
+        for rank, address in addresses.items():
+            failed = failed or self.core.frd_wires_address(self.handle, rank, address, len(address))
+        if failed or self.core.frd_wires_start(self.handle):
+            raise MemoryError("no memory, or no thread, for the connections of the group to other hosts")
+        self.verdict = verdict
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long a call waits for the other ranks."""
@@ -129,20 +104,74 @@ class HostGroup:
         """Raise what a status code of the core stands for."""
         if status == Status.OK:
             return
-        if status == Status.INTERRUPTED and threading.current_thread() is threading.main_thread():
-            native.raise_pending_interrupt()
         if status == Status.UNSUPPORTED:
             raise ValueError("the core does not have this reduction for this type of elements")
         failure = Failure()
         self.core.frd_get_failure(self.handle, ctypes.byref(failure))
-        raise failure_to_error(failure, self.rank, self.roster, self._call_timeout_s or self.timeout_s)
+        error = failure_to_error(failure, self.group_rank, self.roster, self.call_timeout_s)
+        if self.verdict is not None:
+            error = self._shared_reason(failure, error)
+        if status == Status.INTERRUPTED and threading.current_thread() is threading.main_thread():
+            native.raise_pending_interrupt()
+        raise error
+
+    def fail(self, error: CommunicationError, culprit: int) -> NoReturn:
+        """Break the group on all its hosts, for a reason that was found out above the core, and raise it."""
+        assert self.verdict is not None
+        error = self.verdict.publish(error)
+        self.core.frd_break(self.handle, culprit)
+        self.core.frd_wires_hang_up(self.handle)
+        raise error
+
+    def _shared_reason(self, failure: Failure, error: CommunicationError) -> CommunicationError:
+        """The reason that all hosts give; the connections are closed, so that all look for it."""
+        assert self.verdict is not None
+        found = None
+        if failure.status in (Status.CLOSED, Status.ELSEWHERE, Status.MISFIT) or (
+            failure.status == Status.LATE and failure.culprit not in self.members
+        ):  # on the other host they may know better: why it closed, or for whom it waits itself
+            found = self.verdict.find(failure.culprit if failure.status == Status.CLOSED else None)
+        found = self.verdict.publish(found or self._with_link(failure, error))
+        self.core.frd_wires_hang_up(self.handle)
+        return found
+
+    def _with_link(self, failure: Failure, error: CommunicationError) -> CommunicationError:
+        """The error of a late rank on another host says whether that host still answers."""
+        silence_s = self.core.frd_wires_silence(self.handle, failure.culprit)
+        if failure.status != Status.LATE or silence_s < 0:
+            return error
+        return type(error)(f"{error}; {self._link_to(failure.culprit, silence_s)}")
+
+    def _link_to(self, peer: int, silence_s: float) -> str:
+        host = self.roster.hosts[peer]
+        if silence_s > SILENCE_S:
+            return f"{host} has given no sign of life for {silence_s:.0f} s: it is down, or the link to it is"
+        return f"{host} answers, so the link to it is up"
 
     def whereabouts(self) -> str:
         """For a person: which ranks are behind this one, and in which calls."""
-        calls = [Call() for _ in range(self.size)]
-        for rank, call in enumerate(calls):
+        calls = {member: Call() for member in self.members}
+        for rank, call in enumerate(calls.values()):
             self.core.frd_get_call(self.handle, rank, ctypes.byref(call))
-        return describe_whereabouts(calls, self.rank, self.roster)
+        return describe_whereabouts(calls, self.group_rank, self.roster)
+
+    def _say_who_is_late(self) -> None:
+        me = self.roster.rank(self.group_rank)
+        print(f"farandole: {me} waits in {self.whereabouts()}", file=sys.stderr, flush=True)
+
+    def late_peer(self, peer: int, waited_s: float) -> str:
+        """For a person: that this rank waits for a message of rank `peer`."""
+        own = Call()
+        self.core.frd_get_call(self.handle, self.rank, ctypes.byref(own))
+        me, other = self.roster.rank(self.group_rank), self.roster.rank(peer)
+        text = f"{me} has waited {waited_s:.0f} s for {other} in {describe_call(own, self.roster)}"
+        silence_s = self.core.frd_wires_silence(self.handle, peer)
+        return f"{text}; {self._link_to(peer, silence_s)}" if silence_s >= 0 else text
+
+    @property
+    def call_timeout_s(self) -> float:
+        """How long the call under way waits for the other ranks."""
+        return self._call_timeout_s or self.timeout_s
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
         """A tensor in memory that all ranks of the group can reach; every rank asks for the same."""
@@ -195,7 +224,10 @@ class HostGroup:
 
     def leave(self, note: str) -> None:
         """Tell the others that this rank makes no further call."""
-        if self.handle and os.getpid() == self._owner:
+        if self.handle and os.getpid() == self._owner and not self._left:
+            self._left = True
+            if self.verdict is not None:
+                self.verdict.leave(f"{self.roster.rank(self.group_rank)} left {self.roster.group} ({note})")
             self.core.frd_leave(self.handle, note.encode()[: native.NOTE_BYTES - 1])
 
     def give_up(self) -> None:
@@ -211,6 +243,18 @@ class HostGroup:
         handle, self.handle = self.handle, None
         self.core.frd_close(handle)
         _processes.unwatch(self._pids)
+
+
+def _weakly(group: HostGroup, method: Callable[[HostGroup], None]) -> Callable[[], None]:
+    """A function for the core to call, that does not keep the group alive."""
+    reference = weakref.ref(group)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            method(alive)
+
+    return call
 
 
 def _forget_region(group: weakref.ref[HostGroup], number: int) -> None:

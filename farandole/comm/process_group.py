@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from farandole.comm import collectives
 from farandole.comm.arguments import in_turn, options, reduction_number, same_count, tensor_list, tensor_lists
 from farandole.comm.dtypes import REDUCTIONS, TYPES, reducible
 from farandole.comm.group_base import GroupBase
@@ -48,11 +47,11 @@ class FarandoleProcessGroup(GroupBase):
         if timeout is None and self._all_reduce_now(tensors, opts):
             return COMPLETED
         tensors, opts = tensor_list(tensors), options(opts, dist.AllreduceOptions, reduceOp=opts)
-        host = self._on_host(*tensors)
-        if host is None:
+        carrier = self._carrier_of(*tensors)
+        if carrier is None:
             return self._inner().allreduce(tensors, opts)
         reduction = reduction_number(opts.reduceOp, tensors[0].dtype)
-        return self._issue(collectives.all_reduce(host, tensors, reduction), tensors, opts, timeout)
+        return self._issue(carrier.all_reduce(tensors, reduction), tensors, opts, timeout)
 
     def _all_reduce_now(self, tensors: Any, opts: Any) -> bool:
         """The common all-reduce, with as little as possible between the caller and the core.
@@ -60,14 +59,10 @@ class FarandoleProcessGroup(GroupBase):
         A small one takes less time than the checks of the general way.  False where it does not apply: the
         caller does not wait, calls are under way, or the tensor is not an ordinary dense one.
         """
-        if (
-            self._host is None
-            or type(tensors) is not list
-            or len(tensors) != 1
-            or getattr(opts, "asyncOp", True)
-        ):
+        host = self._alone_on_host
+        if host is None or type(tensors) is not list or len(tensors) != 1 or getattr(opts, "asyncOp", True):
             return False
-        tensor, handle = tensors[0], self._host.handle
+        tensor, handle = tensors[0], host.handle
         plan = _PLANS.get((tensor.dtype, hash(opts.reduceOp)))
         if plan is None or not tensor.is_cpu or tensor.layout is not torch.strided or handle is None:
             return False
@@ -82,18 +77,17 @@ class FarandoleProcessGroup(GroupBase):
         finally:
             self._lane.leave()
         if status:
-            self._host.check(status)
+            host.check(status)
         return True
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce a list of tensors over all ranks, in place."""
         tensors, opts = tensor_list(tensors), options(opts, dist.AllreduceCoalescedOptions)
-        host = self._on_host(*tensors)
-        if host is None:
+        carrier = self._carrier_of(*tensors)
+        if carrier is None:
             return self._inner().allreduce_coalesced(tensors, opts)
         calls = [
-            collectives.all_reduce(host, [tensor], reduction_number(opts.reduceOp, tensor.dtype))
-            for tensor in tensors
+            carrier.all_reduce([tensor], reduction_number(opts.reduceOp, tensor.dtype)) for tensor in tensors
         ]
         return self._issue(in_turn(calls), tensors, opts)
 
@@ -102,13 +96,11 @@ class FarandoleProcessGroup(GroupBase):
     ) -> dist.Work:
         """Reduce over all ranks into the tensor of the root."""
         tensors, opts = tensor_list(tensors), options(opts, dist.ReduceOptions, reduceOp=op, rootRank=opts)
-        host = self._on_host(*tensors)
-        if host is None:
+        carrier = self._carrier_of(*tensors)
+        if carrier is None:
             return self._inner().reduce(tensors, opts)
         reduction = reduction_number(opts.reduceOp, tensors[0].dtype)
-        return self._issue(
-            collectives.reduce(host, tensors[0], opts.rootRank, reduction), tensors, opts, timeout
-        )
+        return self._issue(carrier.reduce(tensors[0], opts.rootRank, reduction), tensors, opts, timeout)
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
@@ -116,14 +108,14 @@ class FarandoleProcessGroup(GroupBase):
         """Reduce lists of tensors (one per rank, lengths may differ) and keep this rank's."""
         outputs, inputs = tensor_list(outputs), tensor_lists(inputs)
         opts = options(opts, dist.ReduceScatterOptions, reduceOp=opts)
-        host = self._on_host(*outputs, *(part for parts in inputs for part in parts))
-        if host is None:
+        carrier = self._carrier_of(*outputs, *(part for parts in inputs for part in parts))
+        if carrier is None:
             return self._inner().reduce_scatter(outputs, inputs, opts)
         calls = []
         for output, parts in zip(outputs, inputs, strict=True):
             same_count("reduce_scatter", "the input list", len(parts), "the group", self._size)
             reduction = reduction_number(opts.reduceOp, output.dtype)
-            calls.append(collectives.reduce_scatter(host, output, parts, reduction))
+            calls.append(carrier.reduce_scatter(output, parts, reduction))
         return self._issue(in_turn(calls), outputs, opts, timeout)
 
     def reduce_scatter_single(
@@ -139,15 +131,15 @@ class FarandoleProcessGroup(GroupBase):
         """`reduce_scatter_single` for each pair."""
         outputs, inputs = tensor_list(outputs), tensor_list(inputs)
         opts = options(opts, dist.ReduceScatterOptions)
-        host = self._on_host(*outputs, *inputs)
-        if host is None:
+        carrier = self._carrier_of(*outputs, *inputs)
+        if carrier is None:
             return self._inner().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         calls = []
         for output, tensor in zip(outputs, inputs, strict=True):
             all_outputs = output.numel() * self._size
             same_count("reduce_scatter", "the input", tensor.numel(), "outputs of all", all_outputs)
             reduction = reduction_number(opts.reduceOp, tensor.dtype)
-            calls.append(collectives.reduce_scatter_even(host, output, tensor, reduction))
+            calls.append(carrier.reduce_scatter_even(output, tensor, reduction))
         return self._issue(in_turn(calls), outputs, opts, timeout)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -158,10 +150,10 @@ class FarandoleProcessGroup(GroupBase):
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Copy the root's tensor to all ranks."""
         tensors, opts = tensor_list(tensors), options(opts, dist.BroadcastOptions, rootRank=opts)
-        host = self._on_host(*tensors)
-        if host is None:
+        carrier = self._carrier_of(*tensors)
+        if carrier is None:
             return self._inner().broadcast(tensors, opts)
-        return self._issue(collectives.broadcast(host, tensors[0], opts.rootRank), tensors, opts, timeout)
+        return self._issue(carrier.broadcast(tensors[0], opts.rootRank), tensors, opts, timeout)
 
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
@@ -169,15 +161,15 @@ class FarandoleProcessGroup(GroupBase):
         """Collect every rank's tensor (lengths may differ) in a list on every rank."""
         outputs, inputs = tensor_lists(outputs), tensor_list(inputs)
         opts = options(opts, AllgatherOptions)
-        host = self._on_host(*inputs, *(part for parts in outputs for part in parts))
-        if host is None:
+        carrier = self._carrier_of(*inputs, *(part for parts in outputs for part in parts))
+        if carrier is None:
             return self._inner().allgather(outputs, inputs, opts)
         calls = []
         for parts, tensor in zip(outputs, inputs, strict=True):
             same_count("all_gather", "the output list", len(parts), "the group", self._size)
             own = parts[self._rank].numel()
             same_count("all_gather", "the input", tensor.numel(), "this rank's output", own)
-            calls.append(collectives.all_gather(host, parts, tensor))
+            calls.append(carrier.all_gather(parts, tensor))
         return self._issue(in_turn(calls), [part for parts in outputs for part in parts], opts, timeout)
 
     def allgather_coalesced(
@@ -202,14 +194,14 @@ class FarandoleProcessGroup(GroupBase):
         """`all_gather_single` for each pair."""
         outputs, inputs = tensor_list(outputs), tensor_list(inputs)
         opts = options(opts, AllgatherOptions)
-        host = self._on_host(*outputs, *inputs)
-        if host is None:
+        carrier = self._carrier_of(*outputs, *inputs)
+        if carrier is None:
             return self._inner().allgather_into_tensor_coalesced(outputs, inputs, opts)
         calls = []
         for output, tensor in zip(outputs, inputs, strict=True):
             all_inputs = tensor.numel() * self._size
             same_count("all_gather", "the output", output.numel(), "inputs of all", all_inputs)
-            calls.append(collectives.all_gather_even(host, output, tensor))
+            calls.append(carrier.all_gather_even(output, tensor))
         return self._issue(in_turn(calls), outputs, opts, timeout)
 
     _allgather_base = all_gather_single
@@ -222,12 +214,12 @@ class FarandoleProcessGroup(GroupBase):
         outputs, inputs = tensor_lists(outputs), tensor_list(inputs)
         opts = options(opts, dist.GatherOptions, rootRank=opts)
         parts = outputs[0] if outputs else []
-        host = self._on_host(*inputs, *parts)
-        if host is None:
+        carrier = self._carrier_of(*inputs, *parts)
+        if carrier is None:
             return self._inner().gather(outputs, inputs, opts)
         if self._rank == opts.rootRank:
             same_count("gather", "the output list", len(parts), "the group", self._size)
-        return self._issue(collectives.gather(host, parts, inputs[0], opts.rootRank), parts, opts, timeout)
+        return self._issue(carrier.gather(parts, inputs[0], opts.rootRank), parts, opts, timeout)
 
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
@@ -236,14 +228,12 @@ class FarandoleProcessGroup(GroupBase):
         outputs, inputs = tensor_list(outputs), tensor_lists(inputs)
         opts = options(opts, dist.ScatterOptions, rootRank=opts)
         parts = inputs[0] if inputs else []
-        host = self._on_host(*outputs, *parts)
-        if host is None:
+        carrier = self._carrier_of(*outputs, *parts)
+        if carrier is None:
             return self._inner().scatter(outputs, inputs, opts)
         if self._rank == opts.rootRank:
             same_count("scatter", "the input list", len(parts), "the group", self._size)
-        return self._issue(
-            collectives.scatter(host, outputs[0], parts, opts.rootRank), outputs, opts, timeout
-        )
+        return self._issue(carrier.scatter(outputs[0], parts, opts.rootRank), outputs, opts, timeout)
 
     def alltoall(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: timedelta | None = None
@@ -251,12 +241,12 @@ class FarandoleProcessGroup(GroupBase):
         """Send input j to rank j and receive output i from rank i; lengths may differ."""
         outputs, inputs = tensor_list(outputs), tensor_list(inputs)
         opts = options(opts, dist.AllToAllOptions)
-        host = self._on_host(*outputs, *inputs)
-        if host is None:
+        carrier = self._carrier_of(*outputs, *inputs)
+        if carrier is None:
             return self._inner().alltoall(outputs, inputs, opts)
         same_count("all_to_all", "the input list", len(inputs), "the group", self._size)
         same_count("all_to_all", "the output list", len(outputs), "the group", self._size)
-        return self._issue(collectives.all_to_all(host, outputs, inputs), outputs, opts, timeout)
+        return self._issue(carrier.all_to_all(outputs, inputs), outputs, opts, timeout)
 
     def all_to_all_single(
         self,
@@ -270,10 +260,10 @@ class FarandoleProcessGroup(GroupBase):
         """The same with parts of one tensor, split along dimension 0 (evenly where no splits are given)."""
         (output,), (input,) = tensor_list(output), tensor_list(input)
         opts = options(opts, dist.AllToAllOptions)
-        host = self._on_host(output, input)
-        if host is None:
+        carrier = self._carrier_of(output, input)
+        if carrier is None:
             return self._inner().alltoall_base(output, input, output_splits, input_splits, opts)
-        call = collectives.all_to_all_single(host, output, input, list(output_splits), list(input_splits))
+        call = carrier.all_to_all_single(output, input, list(output_splits), list(input_splits))
         return self._issue(call, [output], opts, timeout)
 
     alltoall_base = all_to_all_single
@@ -281,10 +271,10 @@ class FarandoleProcessGroup(GroupBase):
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Wait until every rank is here."""
         opts = options(opts, dist.BarrierOptions)
-        host = self._on_host()
-        if host is None:
+        carrier = self._carrier_of()
+        if carrier is None:
             return self._inner().barrier(opts)
-        return self._issue(collectives.barrier(host), [], opts, timeout)
+        return self._issue(carrier.barrier(), [], opts, timeout)
 
     # ---- point to point ----
 
@@ -302,12 +292,13 @@ class FarandoleProcessGroup(GroupBase):
 
     def _message(self, tensors: list[Tensor], peer: int, tag: int, *, sends: bool) -> dist.Work:
         (tensor,) = tensor_list(tensors)
-        host = self._on_host(tensor)
-        if host is None:
+        carrier = self._carrier_of(tensor)
+        if carrier is None:
             inner = self._inner()
             if sends:
                 return inner.send([tensor], peer, tag)
             return inner.recv([tensor], peer, tag) if peer >= 0 else inner.recv_anysource([tensor], tag)
         if peer == self._rank:
             raise ValueError(f"rank {peer} cannot exchange messages with itself")
-        return self._messages.post(host, tensor, peer, tag, sends=sends)
+        assert self._host is not None
+        return self._messages.post(self._host, tensor, peer, tag, sends=sends)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from farandole.data.errors import DataError
+from farandole.data.wording import counted
 
 STANDARD_LIBRARY = "stdlib"
 """The word that stands for the Python standard library's own source files."""
@@ -37,6 +38,11 @@ TEXT_SUFFIXES = (
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet", ".pq")
 READABLE_SUFFIXES = TEXT_SUFFIXES + JSON_LINES_SUFFIXES + PARQUET_SUFFIXES
+
+_ACCEPTED = "what is read is UTF-8 text, JSON lines (.jsonl) and Parquet; leave this file out or convert it"
+
+_FEW = 0.3
+"""The largest share of characters that a text file may have in an encoding other than UTF-8."""
 
 # Tests are larger than the rest of the library; encodings and pydoc_data are tables, not programs.
 _LEFT_OUT = {
@@ -77,6 +83,8 @@ def find_source(path: str, text_field: str = "text") -> Source:
     """
     if path == STANDARD_LIBRARY:
         return _standard_library()
+    if not path:
+        raise DataError(f"data.path is empty: name a file, a folder, or {STANDARD_LIBRARY}")
     root = Path(path).expanduser()
     if not root.exists():
         raise DataError(_missing(root))
@@ -94,7 +102,11 @@ def find_source(path: str, text_field: str = "text") -> Source:
             raise DataError(f"data.path={path}: no permission to read {file}")
     source = Source(root.resolve(), files, text_field)
     if source.size == 0:
-        what = "the file is empty" if root.is_file() else f"all {len(files)} files are empty"
+        what = (
+            "the file is empty"
+            if root.is_file()
+            else f"nothing but empty files ({counted(len(files), 'file')})"
+        )
         raise DataError(f"data.path={path}: {what}")
     return source
 
@@ -145,11 +157,22 @@ def _read(path: Path, text_field: str) -> Iterator[str]:
         return _read_json_lines(path, text_field)
     if suffix in PARQUET_SUFFIXES:
         return _read_parquet(path, text_field)
-    return iter((path.read_text(encoding="utf-8", errors="replace"),))
+    return iter((_read_text(path),))
+
+
+def _read_text(path: Path) -> str:
+    """The text in a file; a few bytes that are not UTF-8 (an old accent) are replaced."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    replaced = text.count("\N{REPLACEMENT CHARACTER}") / max(1, len(text))
+    if "\0" in text:
+        raise DataError(f"{path} is not text: there are NUL bytes in it; {_ACCEPTED}")
+    if replaced > _FEW:
+        raise DataError(f"{path} is not UTF-8 text: {replaced:.0%} of it is something else; {_ACCEPTED}")
+    return text
 
 
 def _read_json_lines(path: Path, text_field: str) -> Iterator[str]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

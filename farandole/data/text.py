@@ -24,6 +24,7 @@ from farandole.data.cache import Progress, content_key, default_cache, entry
 from farandole.data.errors import DataError
 from farandole.data.sources import STANDARD_LIBRARY, Source, find_source
 from farandole.data.tokenizer import END_OF_TEXT, SMALLEST_VOCABULARY, cut, load_tokenizer, train_tokenizer
+from farandole.data.wording import counted
 
 _PIECES_AT_ONCE = 512
 _TOKENIZER_BYTES = 100 << 20
@@ -89,7 +90,7 @@ def prepare_text(
         count = (folder / f"{name}.bin").stat().st_size // dtype.itemsize
         if count <= context:
             raise DataError(
-                f"data.path={path}: {count} tokens for {name}, fewer than one window of "
+                f"data.path={path}: {counted(count, 'token')} for {name}, fewer than one window of "
                 f"model.context={context} and its target; name more text, or lower model.context"
             )
         parts[name] = Windows(np.memmap(folder / f"{name}.bin", dtype, "r"), context)

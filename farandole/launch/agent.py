@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -31,8 +32,9 @@ logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logg
 class Agent(LocalElasticAgent):
     """Starts the ranks of this host and follows the rules of `Watch` until they have ended."""
 
-    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, rendezvous: FixedRendezvous) -> None:
+    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, rendezvous: FixedRendezvous, verbose: bool) -> None:
         super().__init__(spec, logs)
+        self.verbose = verbose
         self.rendezvous = rendezvous
         self._watch: Watch | None = None
 
@@ -58,6 +60,11 @@ class Agent(LocalElasticAgent):
             for report in [read_report(failure.error_file_data)]
         ]
 
+    def ranks(self, local_ranks: Iterable[int]) -> list[int]:
+        """The numbers in the job of ranks of this host."""
+        workers = self.get_worker_group().workers
+        return [workers[local_rank].global_rank for local_rank in local_ranks]
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
         context = self._pcontext
@@ -67,7 +74,14 @@ class Agent(LocalElasticAgent):
         self._watch = Watch(processes, context.error_files, say=_say)
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
+        if self.verbose:
+            for local_rank, process in processes.items():
+                rank = self.ranks([local_rank])[0]
+                _say(f"rank {rank}: process {process.pid} on {socket.gethostname()}, of {self._size()} ranks")
         return pids
+
+    def _size(self) -> int:
+        return int(self.get_worker_group().workers[0].world_size)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self.watch.poll():

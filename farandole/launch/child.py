@@ -8,6 +8,7 @@ Imports nothing heavy: the number of threads must be set before torch is loaded.
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
 import runpy
@@ -15,7 +16,7 @@ import signal
 import sys
 import traceback
 from dataclasses import asdict, dataclass
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import NoReturn
 
 from farandole.launch.cores import Share
@@ -31,6 +32,8 @@ class Orders:
     launcher_pid: int
     shares: tuple[Share, ...]
     module: bool
+    output: str | None = None
+    """The folder for what the ranks print."""
 
     def dump(self) -> str:
         """As JSON."""
@@ -41,7 +44,7 @@ class Orders:
         """From JSON."""
         fields = json.loads(text)
         shares = tuple(Share(share["threads"], tuple(share["processors"])) for share in fields["shares"])
-        return Orders(fields["launcher_pid"], shares, fields["module"])
+        return Orders(fields["launcher_pid"], shares, fields["module"], fields["output"])
 
 
 def main(arguments: list[str]) -> None:
@@ -54,6 +57,8 @@ def run(orders: Orders, target: str, arguments: list[str]) -> None:
     """Run a script or a module; does not return where it fails."""
     die_with(orders.launcher_pid)
     take_share(orders.shares[int(os.environ["LOCAL_RANK"])])
+    if orders.output is not None:
+        print_to(orders.output)
     if hasattr(sys.stdout, "reconfigure"):
         # Lines of several ranks stay whole, and none is lost with a rank that is killed.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
@@ -62,17 +67,27 @@ def run(orders: Orders, target: str, arguments: list[str]) -> None:
         if orders.module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = os.path.dirname(os.path.abspath(target))
-            runpy.run_path(target, run_name="__main__")
+            run_script(os.path.abspath(target))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except SystemExit as end:
         if end.code in (None, 0):
             raise
         _fail(_exit_report(end.code))
-    except Exception as error:  # reported, and the process ends
+    except BaseException as error:  # reported, and the process ends
         sys.last_value = error  # as the interpreter would: the other ranks are told what ended this one
         _fail(_report(error))
+
+
+def run_script(path: str) -> None:
+    """Run a script as `python path` does: under its full name, as the module `__main__`."""
+    sys.path[0] = os.path.dirname(path)
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    program = ModuleType("__main__")
+    program.__file__ = path
+    sys.modules["__main__"] = program
+    exec(code, program.__dict__)
 
 
 def die_with(parent_pid: int) -> None:
@@ -91,7 +106,20 @@ def take_share(share: Share) -> None:
         os.sched_setaffinity(0, share.processors)
 
 
-def _report(error: Exception) -> ErrorReport:
+def print_to(folder: str) -> None:
+    """Let this rank, and what it starts, print to files: FOLDER/rank.N/stdout and stderr, as horovodrun has it."""
+    width = len(str(int(os.environ["WORLD_SIZE"]) - 1))
+    own = os.path.join(folder, f"rank.{os.environ['RANK']:0>{width}}")
+    os.makedirs(own, exist_ok=True)
+    for stream in (sys.stdout, sys.stderr):
+        file = os.open(
+            os.path.join(own, stream.name.strip("<>")), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666
+        )
+        os.dup2(file, stream.fileno())
+        os.close(file)
+
+
+def _report(error: BaseException) -> ErrorReport:
     trace = "".join(traceback.format_exception(type(error), error, _of_program(error.__traceback__)))
     return ErrorReport.now(
         kind=type(error).__name__, message=str(error), trace=trace, consequence=_is_consequence(error)
@@ -116,12 +144,14 @@ def _fail(report: ErrorReport) -> NoReturn:
 
 
 def _of_program(trace: TracebackType | None) -> TracebackType | None:
-    """The trace without the frames of this file and of runpy, which are nothing to the user."""
-    ours = (__file__, runpy.__file__, "<frozen runpy>")
-    step = trace
-    while step is not None and step.tb_frame.f_code.co_filename in ours:
-        step = step.tb_next
-    return step if step is not None else trace
+    """The trace without the frames that start the program; None where it did not start (a syntax error)."""
+    starting = (__file__, runpy.__file__)
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if name not in starting and not name.startswith(("<frozen runpy", "<frozen importlib")):
+            break
+        trace = trace.tb_next
+    return trace
 
 
 def _is_consequence(error: BaseException | None) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,11 @@ class Division:
 
     shares: tuple[Share, ...]
     line: str
+
+    @property
+    def processors(self) -> frozenset[int]:
+        """The logical processors to which the ranks keep; none where they are not pinned."""
+        return frozenset(p for share in self.shares for p in share.processors)
 
 
 def affinity(pid: int = 0) -> frozenset[int]:
@@ -67,37 +72,48 @@ def processor_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None
 
 def divide_cores(
     ranks: int,
+    cores: Sequence[Core],
     *,
+    quota: float | None = None,
     pin: bool = True,
     threads: int | None = None,
-    cores: Sequence[Core] | None = None,
-    quota: float | None = None,
+    taken: Collection[int] = (),
 ) -> Division:
-    """Divide `cores` (by default those of this process) among the `ranks` of this host.
+    """Divide `cores` among the `ranks` of this host.
 
-    With `pin`, each rank keeps to its own cores; not so where there are more ranks than cores, or less
-    time than cores (`quota`, in processors).  `threads` overrides the number of threads of each rank.
+    With `pin`, each rank keeps to its own cores, none of them `taken` by another job; not so where there are
+    more ranks than such cores, or less time than cores (`quota`, in processors).  `threads` overrides the
+    number of threads of each rank.
     """
-    if cores is None:
-        cores, quota = physical_cores(affinity()), processor_quota()
+    free = [core for core in cores if not set(core).intersection(taken)]
+    others = len(cores) - len(free) if pin else 0
+    crowded_out = others > 0 and len(_units(free, ranks)) < ranks
+    if others and not crowded_out:
+        cores = free
     units = _units(cores, ranks)
-    count = len(units) if quota is None else min(len(units), max(1, math.floor(quota)))
-    each = threads or max(1, count // ranks)
-    what = f"{_count(ranks, 'rank')} on {_count(count, 'core')}: {_count(each, 'thread')} each"
-    shared = tuple(Share(each) for _ in range(ranks))
-    if ranks == 1:
-        return Division(shared, what.removesuffix(" each"))
-    if count < ranks:
-        return Division(shared, f"{what}, more ranks than cores: they take turns")
-    if count < len(units):
-        return Division(shared, f"{what}, not pinned: a quota limits the time, not the cores")
-    if not pin:
-        return Division(shared, f"{what}, not pinned")
-    if sys.platform != "linux":
-        return Division(shared, f"{what}, not pinned: this system cannot")
-    blocks = [units[rank * count // ranks : (rank + 1) * count // ranks] for rank in range(ranks)]
-    shares = tuple(Share(each, tuple(p for core in block for p in core)) for block in blocks)
-    return Division(shares, f"{what}, pinned ({_describe(shares)}); --no-pin turns it off")
+    number = len(units) if quota is None else min(len(units), max(1, math.floor(quota)))
+    each = threads or max(1, number // ranks)
+    what = (
+        f"{count(ranks, 'rank')} on {count(number, 'free core' if cores is free else 'core')}: "
+        f"{count(each, 'thread')}{' each' if ranks > 1 else ''}"
+    )
+    if ranks == 1 and not others:
+        why_not = ""
+    elif number < ranks:
+        why_not = ", more ranks than cores: they take turns"
+    elif crowded_out:
+        why_not = f", not pinned: other jobs keep {others} of them for their ranks"
+    elif number < len(units):
+        why_not = ", not pinned: a quota limits the time, not the cores"
+    elif not pin:
+        why_not = ", not pinned"
+    elif sys.platform != "linux":
+        why_not = ", not pinned: this system cannot"
+    else:
+        blocks = [units[rank * number // ranks : (rank + 1) * number // ranks] for rank in range(ranks)]
+        shares = tuple(Share(each, tuple(p for core in block for p in core)) for block in blocks)
+        return Division(shares, f"{what}, pinned ({_describe(shares)}); --no-pin turns it off")
+    return Division(tuple(Share(each) for _ in range(ranks)), what + why_not)
 
 
 def _units(cores: Sequence[Core], ranks: int) -> list[Core]:
@@ -126,7 +142,8 @@ def _processors(processors: Sequence[int]) -> str:
     return f"core {text}" if len(processors) == 1 else f"cores {text}"
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

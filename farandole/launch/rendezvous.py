@@ -1,7 +1,7 @@
 """How the launchers of a job's hosts meet, and how they learn of each other's failures.
 
-There is one launcher per host.  They share a store, kept by the launcher of the first host, which the ranks
-use as well: it outlives every one of them.
+There is one launcher per host.  They share a store, kept by the launcher of the first host or by the command
+that started them all, which the ranks use as well: it outlives every one of them.
 """
 
 from __future__ import annotations
@@ -9,32 +9,28 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from farandole.launch.gathering import Gathering
+from farandole.launch.interfaces import are_chosen, towards, use
 from farandole.launch.meeting import LOOPBACK, host_store
 from farandole.launch.placement import LaunchError
 
-FAILED, DONE = "farandole/failed", "farandole/done"
-TIMEOUT_S = 600.0
+FAILED, DONE, REACHED_AT = "farandole/failed", "farandole/done", "farandole/reached at"
 LOOK_S = 1.0
 """How often a launcher looks for failures elsewhere, in seconds."""
 
 
 class FixedRendezvous(RendezvousHandler):
-    """The meeting of a fixed number of launchers, one per host, at the store of the first.
+    """The meeting of a fixed number of launchers, one per host."""
 
-    On a single host the store is at a free port that only this host reaches.
-    """
-
-    def __init__(self, run_id: str, nodes: int, node_rank: int, endpoint: tuple[str, int] | None) -> None:
+    def __init__(self, run_id: str, gathering: Gathering) -> None:
         self._run_id = run_id
-        self._nodes = nodes
-        self._node_rank = node_rank
-        self._endpoint = endpoint
+        self._gathering = gathering
         self._store: dist.TCPStore | None = None
         self._looked_at = 0.0
         self.failed_elsewhere: str | None = None
@@ -51,40 +47,57 @@ class FixedRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until all launchers are here."""
-        if self._endpoint is None:
+        here = self._gathering
+        if here.nodes == 1 and not here.addresses:
             self._store = host_store()
             host, port = LOOPBACK, self._store.port
         else:
-            host, port = self._endpoint
-            self._store = self._meet(host, port)
-        return RendezvousInfo(self._store, self._node_rank, self._nodes, RendezvousStoreInfo(host, port))
+            deadline = time.monotonic() + here.timeout_s
+            port = here.port
+            host = (
+                here.addresses[0]
+                if here.keeps_store
+                else _first_that_answers(here.addresses, here.port, deadline)
+            )
+            self._store = self._meet(host, port, deadline)
+        return RendezvousInfo(self._store, here.node, here.nodes, RendezvousStoreInfo(host, port))
 
-    def _meet(self, host: str, port: int) -> dist.TCPStore:
-        deadline = time.monotonic() + TIMEOUT_S
-        first = self._node_rank == 0
-        if not first:
-            _wait_for_port(host, port, deadline)
+    def _meet(self, host: str, port: int, deadline: float) -> dist.TCPStore:
+        here = self._gathering
         try:
             store = dist.TCPStore(
-                host, port, is_master=first, wait_for_workers=False, timeout=timedelta(seconds=30)
+                host, port, is_master=here.keeps_store, wait_for_workers=False, timeout=timedelta(seconds=30)
             )
         except (RuntimeError, ValueError) as error:
             raise LaunchError(f"cannot meet at {host}:{port}: {error}") from error
-        if store.add(f"farandole/node/{self._node_rank}", 1) > 1:
+        if not here.local:
+            store.set(REACHED_AT, host)
+        if store.add(f"farandole/node/{here.node}", 1) > 1:
             raise LaunchError(
-                f"two launchers at {host}:{port} have --node-rank {self._node_rank}; "
-                f"each host has its own, from 0 to {self._nodes - 1}"
+                f"two launchers at {host}:{port} have --node-rank {here.node}; "
+                f"each host has its own, from 0 to {here.nodes - 1}"
             )
-        missing = list(range(self._nodes))
-        while missing:
+        self._wait_until_all_are_here(store, f"{host}:{port}", deadline)
+        if here.choose_interface and not are_chosen():
+            reached_at = store.get(REACHED_AT).decode() if store.check([REACHED_AT]) else host
+            if interface := towards(reached_at):
+                use(interface)
+        return store
+
+    def _wait_until_all_are_here(self, store: dist.TCPStore, place: str, deadline: float) -> None:
+        missing = list(range(self._gathering.nodes))
+        while True:
             missing = [node for node in missing if not store.check([f"farandole/node/{node}"])]
-            if missing and time.monotonic() > deadline:
+            if not missing:
+                return
+            if store.check([FAILED]):
+                raise LaunchError(store.get(FAILED).decode())
+            if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"{self._nodes} hosts should meet at {host}:{port}; "
-                    f"not here after {TIMEOUT_S:g} s: node {', '.join(map(str, missing))}"
+                    f"{self._gathering.nodes} hosts should meet at {place}; not here after "
+                    f"{self._gathering.timeout_s:g} s: node {', '.join(map(str, missing))}"
                 )
             time.sleep(0.05)
-        return store
 
     def is_closed(self) -> bool:
         """Never: the hosts of a job are fixed."""
@@ -109,45 +122,47 @@ class FixedRendezvous(RendezvousHandler):
     def look_elsewhere(self) -> bool:
         """Whether the ranks of another host failed; looks once a second."""
         now = time.monotonic()
-        if self._nodes > 1 and self._store is not None and now >= self._looked_at + LOOK_S:
+        if self._gathering.nodes > 1 and self._store is not None and now >= self._looked_at + LOOK_S:
             self._looked_at = now
             try:
                 if self.failed_elsewhere is None and self._store.check([FAILED]):
                     self.failed_elsewhere = self._store.get(FAILED).decode()
             except RuntimeError:
-                self.failed_elsewhere = "the launcher of node 0 has ended"
+                self.failed_elsewhere = "the launcher that keeps the job's store has ended"
         return self.failed_elsewhere is not None
 
     def tell_failure(self, message: str) -> None:
         """Let the launchers of the other hosts know that the ranks of this one failed."""
-        if self._nodes == 1 or self._store is None:
+        if self._gathering.nodes == 1 or self._store is None:
             return
         with contextlib.suppress(RuntimeError):  # the store is gone, and so the others know
-            self._store.set(FAILED, f"node {self._node_rank}: {message}")
-        if self._node_rank == 0:
-            time.sleep(1.5 * LOOK_S)  # the store lives here
+            self._store.set(FAILED, f"node {self._gathering.node}: {message}")
+        if self._gathering.keeps_store:
+            time.sleep(1.5 * LOOK_S)
 
     def wait_for_others(self, give_up: Callable[[], bool]) -> None:
         """Wait until the ranks of every host have ended well, or some have not."""
-        if self._nodes == 1 or self._store is None:
+        nodes = self._gathering.nodes
+        if nodes == 1 or self._store is None:
             return
         with contextlib.suppress(RuntimeError):  # node 0 saw that all are done, and left
             self._store.add(DONE, 1)
-            while self._store.add(DONE, 0) < self._nodes and not self.look_elsewhere() and not give_up():
+            while self._store.add(DONE, 0) < nodes and not self.look_elsewhere() and not give_up():
                 time.sleep(0.1)
-            if self._node_rank == 0:
+            if self._gathering.keeps_store:
                 time.sleep(0.5)  # the others look ten times a second
 
 
-def _wait_for_port(host: str, port: int, deadline: float) -> None:
-    """Wait in Python, where Ctrl-C works, until the first host's launcher listens."""
+def _first_that_answers(hosts: Sequence[str], port: int, deadline: float) -> str:
+    """The first address at which the store answers; waits in Python, where Ctrl-C works."""
     while True:
-        try:
-            socket.create_connection((host, port), timeout=2).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"no launcher with --node-rank 0 answers at {host}:{port}: {error}"
-                ) from error
-            time.sleep(0.2)
+        for host in hosts:
+            try:
+                socket.create_connection((host, port), timeout=2).close()
+            except OSError as error:
+                refusal = f"{host}:{port}: {error}"
+            else:
+                return host
+        if time.monotonic() > deadline:
+            raise LaunchError(f"no launcher answers at {refusal} (tried {', '.join(hosts)})")
+        time.sleep(0.2)

@@ -10,12 +10,16 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
-OUT_OF_MEMORY_HINT = (
+MAYBE_OUT_OF_MEMORY = (
     "Nobody catches SIGKILL: somebody sent it (kill -9), or the kernel did because memory ran out; "
     "in that case `dmesg` says so, and fewer ranks or smaller batches need less."
+)
+OUT_OF_MEMORY = "The kernel killed it because memory ran out; fewer ranks or smaller batches need less."
+NOT_OUT_OF_MEMORY = (
+    "Somebody sent it (kill -9): the kernel counts no process killed for lack of memory meanwhile."
 )
 
 
@@ -77,8 +81,11 @@ def read_report(data: dict[str, object]) -> ErrorReport | None:
     return None
 
 
-def explain(endings: Sequence[Ending]) -> str:
-    """Tell the user why a job failed: the cause in full, the rest in a line."""
+def explain(endings: Sequence[Ending], oom_kills: int | None = None) -> str:
+    """Tell the user why a job failed: the cause in full, the rest in a line.
+
+    oom_kills: how many processes the kernel has killed meanwhile for lack of memory, where that is known.
+    """
     cause = find_cause(endings)
     same = [e.rank for e in endings if e is not cause and _same_report(e, cause)]
     others = [e for e in endings if e is not cause and e.rank not in same]
@@ -86,7 +93,7 @@ def explain(endings: Sequence[Ending]) -> str:
     if cause.report is not None and cause.report.trace:
         parts.append("\n" + cause.report.trace.rstrip() + "\n")
     elif cause.status == -signal.SIGKILL:
-        parts.append(OUT_OF_MEMORY_HINT)
+        parts.append(_why_killed(oom_kills))
     if same:
         parts.append(f"The same happened on {_ranks(same)}.")
     if rest := _aftermath(others):
@@ -118,8 +125,14 @@ def _headline(cause: Ending) -> str:
     if cause.report is not None:
         return f"{who} ended with {cause.report.message}"
     if cause.status < 0:
-        return f"{who} was killed by {_signal_name(-cause.status)}"
+        return f"{who} was killed by {signal_name(-cause.status)}"
     return f"{who} ended with exit status {cause.status}"
+
+
+def _why_killed(oom_kills: int | None) -> str:
+    if oom_kills is None:
+        return MAYBE_OUT_OF_MEMORY
+    return OUT_OF_MEMORY if oom_kills > 0 else NOT_OUT_OF_MEMORY
 
 
 def _aftermath(others: Sequence[Ending]) -> str:
@@ -160,7 +173,16 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _signal_name(number: int) -> str:
+def stopped_by(number: int, killed: Collection[int]) -> str:
+    """The line that ends a job which was told to stop by a signal; `killed` are the ranks that had to be."""
+    line = f"stopped by {signal_name(number)}"
+    return f"{line}; {_ranks(sorted(killed))} had to be killed" if killed else line
+
+
+def signal_name(number: int) -> str:
+    """`SIGTERM`; and what people know as Ctrl-C with both its names."""
+    if number == signal.SIGINT:
+        return "Ctrl-C (SIGINT)"
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -6,19 +6,25 @@ The rules, which are all there is to stopping a job:
    then SIGTERM, then, after a few seconds, SIGKILL.
 2. A signal to the launcher (Ctrl-C, SIGTERM, SIGHUP) is passed on to every rank once; they get a minute
    to save and end.  The second signal kills them.
+3. What a rank has started (data loaders, say) ends with it, unless the rank ended well.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from subprocess import Popen
 
+from farandole.launch.reports import signal_name
+
 SETTLE_S = 0.5
 STOP_S = 5.0
 SAVE_S = 60.0
+PATIENCE_S = 1.0
+"""Ranks that take longer than this to stop, in seconds, are worth a line."""
 
 
 class Watch:
@@ -41,12 +47,15 @@ class Watch:
         self._save_s = save_s
         self._signals: list[int] = []
         self._passed_on = 0
+        self._passed_on_at: float | None = None
         self._failed_at: float | None = None
         self._kill_at: float | None = None
         self.ended_at: dict[int, float] = {}
         """When each rank was seen to have ended, in seconds since the epoch."""
         self.stopped: set[int] = set()
         """The ranks that were asked to stop before they had ended."""
+        self.killed: set[int] = set()
+        """Those of them that did not, in time, or when a second signal came."""
 
     @property
     def interrupted(self) -> bool:
@@ -76,6 +85,7 @@ class Watch:
         now = time.monotonic()
         if self._kill_at is not None and now >= self._kill_at:
             self._send(signal.SIGKILL, running)
+            self.killed.update(running)
             self._kill_at = now + STOP_S
         elif self._failed_at is not None and self._kill_at is None and now >= self._failed_at + SETTLE_S:
             self._send(signal.SIGTERM, running)
@@ -86,7 +96,7 @@ class Watch:
         """Record the ranks that ended or failed since the last look; return those still running."""
         running = []
         for rank, process in self._processes.items():
-            status = process.poll()
+            status = self._poll(process)
             if status is None:
                 running.append(rank)
             elif rank not in self.ended_at:
@@ -96,22 +106,31 @@ class Watch:
                 self.fail()
         return running
 
+    def _poll(self, process: Popen[bytes]) -> int | None:
+        """A rank's exit status, or None while it runs; unless it ended well, what it has started ends too.
+
+        As long as the rank is not reaped, its number names its process group and no other.
+        """
+        if process.returncode is None and sys.platform == "linux":
+            ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None and ended.si_status != 0:
+                os.killpg(process.pid, signal.SIGKILL)
+        return process.poll()
+
     def _pass_on_signals(self, running: list[int]) -> None:
-        count = len(self._signals)
-        if count == self._passed_on:
-            return
-        name = signal.Signals(self._signals[0]).name
-        if count > 1:
-            self._kill_at = time.monotonic()
-            self._say(f"{name} again: {len(running)} ranks are killed")
-        else:
-            self._send(signal.Signals(self._signals[0]), running)
-            self._kill_at = time.monotonic() + self._save_s
+        now = time.monotonic()
+        if len(self._signals) > self._passed_on:
+            if self._passed_on == 0:
+                self._send(signal.Signals(self._signals[0]), running)
+                self._passed_on_at = now
+            self._kill_at = now + self._save_s if len(self._signals) == 1 else now
+            self._passed_on = len(self._signals)
+        elif self._passed_on_at is not None and now >= self._passed_on_at + PATIENCE_S:
+            self._passed_on_at = None
             self._say(
-                f"{name}: {len(running)} ranks were asked to stop and have {self._save_s:g} s to save; "
-                f"a second signal kills them"
+                f"{signal_name(self._signals[0])}: {len(running)} of {len(self._processes)} ranks are still "
+                f"stopping; they have {self._save_s:g} s, and a second signal kills them"
             )
-        self._passed_on = count
 
     def _send(self, number: signal.Signals, running: list[int]) -> None:
         """Signal each rank's process group: the rank and what it has started."""

@@ -16,9 +16,10 @@ from ctypes import POINTER, c_char, c_double, c_int, c_int32, c_int64, c_size_t,
 from enum import IntEnum
 from pathlib import Path
 
-ABI = 1
+ABI = 2
 MAX_RANKS = 256
 NOTE_BYTES = 160
+TOKEN_BYTES = 32
 BACKGROUND, MAIN_THREAD, TRY = 1, 2, 4
 """Flags of a call: give the core up early while waiting; serve signals while waiting; at the deadline of a
 message return `Status.PENDING` and leave the group whole."""
@@ -36,6 +37,9 @@ class Status(IntEnum):
     INTERRUPTED = 6
     UNSUPPORTED = 7
     PENDING = 8
+    CLOSED = 9
+    ELSEWHERE = 10
+    MISFIT = 11
 
 
 class Operation(IntEnum):
@@ -88,17 +92,20 @@ class Failure(ctypes.Structure):
         ("culprit", c_int32),
         ("reporter", c_int32),
         ("missing", c_int32),
-        ("culprit_pid", c_int64),
         ("culprit_call", Call),
         ("reporter_call", Call),
         ("note", c_char * NOTE_BYTES),
     ]
 
 
+Remark = ctypes.CFUNCTYPE(None)
+"""A function that the core calls when a rank is late."""
+
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_abi": (c_int, []),
     "frd_vector_level": (c_int, []),
     "frd_use_vector_level": (c_int, [c_int]),
+    "frd_combine": (c_int, [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int]),
     "frd_set_interrupts": (None, [c_void_p] * 4),
     "frd_pending_interrupt": (None, [POINTER(c_void_p)] * 3),
     "frd_segment_bytes": (c_size_t, [c_int]),
@@ -108,8 +115,19 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_give_up": (None, [c_void_p]),
     "frd_close": (None, [c_void_p]),
     "frd_set_timeout": (None, [c_void_p, c_double]),
+    "frd_set_remark": (None, [c_void_p, Remark]),
     "frd_get_failure": (None, [c_void_p, POINTER(Failure)]),
     "frd_get_call": (None, [c_void_p, c_int, POINTER(Call)]),
+    "frd_span": (c_int, [c_void_p, c_int, c_int, POINTER(c_int)]),
+    "frd_wires_open": (c_int, [c_void_p, c_int, ctypes.c_char_p, c_size_t, ctypes.c_char_p]),
+    "frd_wires_address": (c_int, [c_void_p, c_int, ctypes.c_char_p, c_size_t]),
+    "frd_wires_start": (c_int, [c_void_p]),
+    "frd_wires_call": (None, [c_void_p, c_int]),
+    "frd_wires_silence": (c_double, [c_void_p, c_int]),
+    "frd_wires_hang_up": (None, [c_void_p]),
+    "frd_break": (None, [c_void_p, c_int]),
+    "frd_declare": (c_int, [c_void_p, POINTER(Call), c_int]),
+    "frd_undeclare": (None, [c_void_p]),
     "frd_region_add": (c_int, [c_void_p, c_uint64, c_void_p, c_size_t]),
     "frd_region_remove": (None, [c_void_p, c_uint64]),
     "frd_barrier": (c_int, [c_void_p, c_int]),

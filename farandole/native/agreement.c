@@ -9,9 +9,18 @@
 
 void begin_call(struct frd_group *g, struct frd_call call, int flags)
 {
-    call.index = ++g->calls;
+    if (g->declared.operation) { /* a part of a larger call, by which people know it */
+        const struct frd_call part = call;
+        call = g->declared;
+        call.region = part.region;
+        call.offset = part.offset;
+    } else {
+        call.index = ++g->calls;
+    }
     g->flags = flags;
-    g->deadline = seconds_now() + g->timeout;
+    g->begun = seconds_now();
+    g->deadline = g->begun + g->timeout;
+    g->remark_at = g->begun + PATIENCE_S;
     g->current = call;
     g->lines[g->rank].call[half_of(g->phase)] = call;
 }
@@ -59,7 +68,7 @@ int agree(struct frd_group *g)
         const int culprit = odd_one_out(g);
         /* the record shows the culprit's call beside one that it should have been */
         const int witness = culprit == g->rank ? r : g->rank;
-        return break_group(g, FRD_MISMATCH, culprit, call_of(g, witness));
+        return break_group(g, FRD_MISMATCH, g->rank_of[culprit], call_of(g, witness));
     }
     return FRD_OK;
 }
@@ -72,3 +81,13 @@ bool all_in_region(const struct frd_group *g)
     }
     return true;
 }
+
+int frd_declare(struct frd_group *g, const struct frd_call *call, int flags)
+{
+    begin_call(g, *call, flags);
+    const int status = agree(g);
+    if (!status) g->declared = g->current;
+    return status;
+}
+
+void frd_undeclare(struct frd_group *g) { g->declared.operation = FRD_NOTHING; }

@@ -10,9 +10,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define FRD_ABI 1
+#define FRD_ABI 2
 #define FRD_MAX_RANKS 256
 #define FRD_NOTE_BYTES 160
+#define FRD_TOKEN_BYTES 32
 
 /* An element type is (bytes per element << 8) | code; types that are only moved have codes of their own. */
 enum frd_type_code {
@@ -28,7 +29,7 @@ enum frd_operation {
 };
 enum frd_status {
     FRD_OK, FRD_DIED, FRD_LEFT, FRD_LATE, FRD_MISMATCH, FRD_UNEVEN, FRD_INTERRUPTED, FRD_UNSUPPORTED,
-    FRD_PENDING
+    FRD_PENDING, FRD_CLOSED, FRD_ELSEWHERE, FRD_MISFIT
 };
 enum frd_vector_level { FRD_PLAIN, FRD_AVX2, FRD_AVX512 };
 
@@ -49,10 +50,9 @@ struct frd_call {
 /* Why a group broke: written once, by the first rank that sees it, and read by all others. */
 struct frd_failure {
     uint32_t status;     /* frd_status */
-    int32_t culprit;     /* rank in the group */
-    int32_t reporter;
+    int32_t culprit;     /* rank in the whole group */
+    int32_t reporter;    /* likewise */
     int32_t missing;     /* FRD_LATE: how many ranks had not arrived */
-    int64_t culprit_pid;
     struct frd_call culprit_call;  /* the last call that the culprit made */
     struct frd_call reporter_call;
     char note[FRD_NOTE_BYTES];     /* how the culprit ended, in its own words, if it had time for them */
@@ -64,6 +64,8 @@ struct frd_message;  /* a point-to-point operation under way */
 int frd_abi(void);
 int frd_vector_level(void);          /* the best this processor has */
 int frd_use_vector_level(int level); /* for tests: lower it; returns what is in use */
+/* out = a op b, on this thread alone; out may be a or b */
+int frd_combine(void *out, const void *a, const void *b, size_t count, int type, int op);
 /* Functions of the interpreter, so that a waiting main thread still serves Ctrl-C. */
 void frd_set_interrupts(int (*acquire)(void), void (*release)(int), int (*check)(void),
                         void (*fetch)(void **, void **, void **));
@@ -77,8 +79,28 @@ void frd_leave(struct frd_group *, const char *note);  /* tells the others; the 
 void frd_give_up(struct frd_group *);                  /* this process's calls under way return, with FRD_LEFT */
 void frd_close(struct frd_group *);                    /* unmaps; no call may be under way */
 void frd_set_timeout(struct frd_group *, double seconds);
+/* Called, without the interpreter lock, on one of those who wait, when a rank is seconds late, and now and then. */
+void frd_set_remark(struct frd_group *, void (*)(void));
 void frd_get_failure(struct frd_group *, struct frd_failure *);
 void frd_get_call(struct frd_group *, int rank, struct frd_call *);
+
+/* Groups of several hosts.  `frd_join` is for the ranks of this host; then `frd_span` says which rank this one is in
+ * the whole group, and which number each rank has on this host (-1: it is on another).  The ranks of other
+ * hosts are reached over TCP: `listener` is a listening socket, which the group takes over; `own` the address
+ * that connections leave from; `token` FRD_TOKEN_BYTES that only the ranks of the group know.  Addresses are
+ * struct sockaddr. */
+int frd_span(struct frd_group *, int rank, int ranks, const int *local_of);
+int frd_wires_open(struct frd_group *, int listener, const void *own, size_t own_bytes, const char *token);
+int frd_wires_address(struct frd_group *, int rank, const void *address, size_t bytes);
+int frd_wires_start(struct frd_group *);               /* after all addresses */
+void frd_wires_call(struct frd_group *, int rank);     /* open the connection now, not with the first send */
+double frd_wires_silence(struct frd_group *, int rank); /* seconds since its host gave a sign of life; -1: unknown */
+void frd_wires_hang_up(struct frd_group *);            /* close all: the other ends see it at once */
+void frd_break(struct frd_group *, int culprit);       /* what was found out on another host holds here, too */
+/* A call of the user's that is made of several collectives on this host: the ranks agree on it first, and
+ * errors speak of it, until it is undeclared. */
+int frd_declare(struct frd_group *, const struct frd_call *, int flags);
+void frd_undeclare(struct frd_group *);
 
 /* A shared buffer: rank r's part starts at base + r * stride.  All ranks add the same numbers. */
 int frd_region_add(struct frd_group *, uint64_t number, void *base, size_t stride);
@@ -109,7 +131,8 @@ int frd_reduce_scatter_even(struct frd_group *, const void *in, void *out, size_
                             int flags);
 int frd_all_gather_even(struct frd_group *, const void *in, void *out, size_t count, int type, int flags);
 
-/* Point-to-point: post, then test or wait, then release.  `peer` -1 receives from any rank.
+/* Point-to-point: post, then test or wait, then release.  `peer` -1 receives from any rank.  Tags below 0 are for
+ * parts of collectives.
  * With `progress` a thread of the core moves the data while nobody waits. */
 struct frd_message *frd_post_send(struct frd_group *, const void *data, size_t bytes, int type, int peer,
                                   int tag, int progress);

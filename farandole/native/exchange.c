@@ -202,8 +202,8 @@ static int check_pairs(struct frd_group *g, size_t *longest)
                 struct frd_call call = g->current;
                 call.count = sent;
                 call.layout = pairs->receives[half][to][from];
-                call.root = to;
-                return break_group(g, FRD_UNEVEN, from, &call);
+                call.root = g->rank_of[to];
+                return break_group(g, FRD_UNEVEN, g->rank_of[from], &call);
             }
             if (from != to && sent > *longest) *longest = sent;
         }

@@ -1,5 +1,5 @@
-/* A group breaks once.  The first rank that sees why writes it down for all the others, and every call
- * on the group from then on fails with the same reason. */
+/* A group breaks once.  The first rank that sees why writes it down for all the others of its host, and every
+ * call on the group from then on fails with the same reason. */
 #include <string.h>
 #include <time.h>
 
@@ -21,20 +21,26 @@ static int ranks_missing(const struct frd_group *g)
     return missing;
 }
 
+/* The line of a rank of the whole group; NULL if it is on another host. */
+static const struct rank_line *line_of(const struct frd_group *g, int rank)
+{
+    const int local = g->mail.peers[rank].local;
+    return local < 0 ? NULL : &g->lines[local];
+}
+
 int break_between(struct frd_group *g, int status, int culprit, const struct frd_call *theirs, const struct frd_call *own)
 {
     uint32_t whole = WHOLE;
     if (atomic_compare_exchange_strong(&g->header->broken, &whole, BREAKING)) {
-        struct rank_line *line = &g->lines[culprit];
+        const struct rank_line *line = line_of(g, culprit);
         struct frd_failure *failure = &g->header->failure;
         failure->status = (uint32_t)status;
         failure->culprit = culprit;
-        failure->reporter = g->rank;
+        failure->reporter = g->mail.rank;
         failure->missing = ranks_missing(g);
-        failure->culprit_pid = line->life.pid;
         failure->culprit_call = *theirs;
         failure->reporter_call = *own;
-        memcpy(failure->note, line->life.note, FRD_NOTE_BYTES);
+        if (line) memcpy(failure->note, line->life.note, FRD_NOTE_BYTES);
         atomic_store(&g->header->broken, BROKEN);
     }
     return broken_status(g);
@@ -42,9 +48,12 @@ int break_between(struct frd_group *g, int status, int culprit, const struct frd
 
 int break_group(struct frd_group *g, int status, int culprit, const struct frd_call *own)
 {
-    const struct frd_call theirs = last_call(&g->lines[culprit]);
+    const struct rank_line *line = line_of(g, culprit);
+    const struct frd_call theirs = line ? last_call(line) : (struct frd_call){0};
     return break_between(g, status, culprit, &theirs, own);
 }
+
+void frd_break(struct frd_group *g, int culprit) { break_group(g, FRD_ELSEWHERE, culprit, &g->current); }
 
 int broken_status(struct frd_group *g)
 {

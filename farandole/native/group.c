@@ -5,7 +5,6 @@
 #include <sys/mman.h>
 
 #include "internal.h"
-#include "messages.h"
 
 int frd_abi(void) { return FRD_ABI; }
 
@@ -36,9 +35,8 @@ struct frd_group *frd_join(int descriptor, int rank, int ranks, const int *proce
     char *segment = mmap(NULL, m.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     if (segment == MAP_FAILED) return NULL;
     struct frd_group *g = calloc(1, sizeof *g);
-    if (!g || messages_start(g, ranks)) {
+    if (!g) {
         munmap(segment, m.bytes);
-        free(g);
         return NULL;
     }
     g->rank = rank;
@@ -51,8 +49,19 @@ struct frd_group *frd_join(int descriptor, int rank, int ranks, const int *proce
     g->rings = (struct ring *)(segment + m.rings);
     g->timeout = 1800;
     pthread_mutex_init(&g->region_lock, NULL);
+    pthread_mutex_init(&g->mail.lock, NULL);
+    pthread_cond_init(&g->mail.work, NULL);
     memcpy(g->process_descriptors, process_descriptors, (size_t)ranks * sizeof(int));
+    if (mail_open(g, rank, ranks, NULL)) {
+        frd_close(g);
+        return NULL;
+    }
     return g;
+}
+
+int frd_span(struct frd_group *g, int rank, int ranks, const int *local_of)
+{
+    return mail_open(g, rank, ranks, local_of);
 }
 
 void frd_announce(struct frd_group *g, int64_t pid)
@@ -77,7 +86,7 @@ void frd_give_up(struct frd_group *g)
 
 void frd_close(struct frd_group *g)
 {
-    messages_stop(g);
+    mail_close(g);
     munmap(g->segment, map_of(g->ranks).bytes);
     pthread_mutex_destroy(&g->region_lock);
     free(g->regions);

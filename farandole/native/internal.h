@@ -25,6 +25,7 @@
 #include <stdbool.h>
 
 #include "core.h"
+#include "mail.h"
 
 #define LINE 128 /* two 64-byte lines: processors fetch them in pairs */
 #define ALIGNED __attribute__((aligned(LINE)))
@@ -36,6 +37,8 @@
 #endif
 #define SMALL_BYTES ((size_t)1 << 14) /* up to here one phase serves a whole call */
 #define RING_BYTES ((size_t)1 << 18)
+
+#define PATIENCE_S 5.0
 
 enum rank_state { ABSENT, PRESENT, GONE };
 enum broken_state { WHOLE, BREAKING, BROKEN };
@@ -83,10 +86,9 @@ struct region {
     size_t stride;
 };
 
-struct inbox;
-
 struct frd_group {
-    int rank, ranks;
+    int rank, ranks;             /* on this host */
+    int rank_of[FRD_MAX_RANKS];  /* in the whole group */
     char *segment;
     struct header *header;
     struct rank_line *lines;
@@ -97,7 +99,10 @@ struct frd_group {
     uint64_t phase;              /* of this rank */
     uint64_t calls;
     struct frd_call current;
-    double timeout, deadline;
+    struct frd_call declared;    /* of the caller's call that the next ones are parts of; FRD_NOTHING: none */
+    double timeout, begun, deadline;
+    double remark_at;            /* when to say next that somebody is late */
+    void (*remark)(void);
     int flags;
     atomic_bool given_up;        /* this process leaves: do not wait any longer */
     atomic_int crowded;          /* > 0: somebody else wants this core, so do not spin */
@@ -107,15 +112,7 @@ struct frd_group {
     struct region *regions;
     int region_count, region_capacity;
 
-    /* point-to-point; see messages.c */
-    pthread_mutex_t lock;
-    pthread_cond_t work;
-    pthread_t progress_thread;
-    bool progress_running, stopping;
-    int in_background;           /* operations that the progress thread must see to */
-    struct frd_message *sends[FRD_MAX_RANKS], *receives;
-    bool sends_torn[FRD_MAX_RANKS];
-    struct inbox *inboxes;
+    struct mail mail;            /* point-to-point */
 };
 
 /* waiting.c */
@@ -131,7 +128,7 @@ int end_phase(struct frd_group *);             /* publish, and wait for all */
 /* group.c: finds the shared buffer that holds [data, data + bytes); number 0 if none does */
 struct region find_region(struct frd_group *, const void *data, size_t bytes);
 
-/* failure.c */
+/* failure.c; culprits are numbered as in the whole group */
 int break_group(struct frd_group *, int status, int culprit, const struct frd_call *own);
 int break_between(struct frd_group *, int status, int culprit, const struct frd_call *theirs, const struct frd_call *own);
 int broken_status(struct frd_group *);

@@ -39,3 +39,12 @@ frd_reduce_fn frd_reduce_kernel(int type, int op)
 #endif
     return frd_reduce_plain[code][op];
 }
+
+int frd_combine(void *out, const void *a, const void *b, size_t count, int type, int op)
+{
+    const frd_reduce_fn kernel = frd_reduce_kernel(type, op);
+    if (!kernel) return FRD_UNSUPPORTED;
+    const void *sources[2] = {a, b};
+    kernel(&out, 1, sources, 2, count);
+    return FRD_OK;
+}

@@ -128,9 +128,21 @@ static int look_for_the_gone(struct frd_group *g, uint64_t phase)
         if (has_arrived(g, r, phase)) continue; /* it arrived first, then ended */
         /* a normal end may have been announced between the two looks */
         const bool left = atomic_load(&g->lines[r].life.state) == GONE;
-        return break_group(g, left ? FRD_LEFT : FRD_DIED, r, &g->current);
+        return break_group(g, left ? FRD_LEFT : FRD_DIED, g->rank_of[r], &g->current);
     }
     return FRD_OK;
+}
+
+void frd_set_remark(struct frd_group *g, void (*remark)(void)) { g->remark = remark; }
+
+/* Somebody is late: have it said, by one of those who wait, and each time after twice as long. */
+static void remark(struct frd_group *g, double now)
+{
+    if (!g->remark || now < g->remark_at) return;
+    g->remark_at = now + (now - g->begun);
+    for (int r = 0; r < g->rank; r++)
+        if (has_arrived(g, r, g->phase)) return; /* it waits, too, and says so */
+    g->remark();
 }
 
 static int wait_long(struct frd_group *g, int rank, uint64_t phase)
@@ -152,20 +164,21 @@ static int wait_long(struct frd_group *g, int rank, uint64_t phase)
         const double now = seconds_now();
         int status = broken_status(g);
         if (status) return status;
-        if (atomic_load(&g->given_up)) return break_group(g, FRD_LEFT, g->rank, &g->current);
+        if (atomic_load(&g->given_up)) return break_group(g, FRD_LEFT, g->mail.rank, &g->current);
         if (now >= inspection) {
             status = look_for_the_gone(g, phase);
             if (status) return status;
             inspection = now + INSPECTION_S;
+            remark(g, now);
         }
         if (g->flags & FRD_MAIN_THREAD && now >= signals) {
             if (interrupted()) {
-                break_group(g, FRD_INTERRUPTED, g->rank, &g->current);
+                break_group(g, FRD_INTERRUPTED, g->mail.rank, &g->current);
                 return FRD_INTERRUPTED;
             }
             signals = now + SIGNALS_S;
         }
-        if (now >= g->deadline) return break_group(g, FRD_LATE, rank, &g->current);
+        if (now >= g->deadline) return break_group(g, FRD_LATE, g->rank_of[rank], &g->current);
     }
 }
 

@@ -1,14 +1,7 @@
 """Checkpoints: everything a run needs to go on as if it had not stopped.
 
-A checkpoint is a folder `step-000123`:
-
-    train.json           step, samples consumed, ranks, precision, loss scale, configuration: plain JSON
-    state/               torch distributed checkpoint: weights, optimizer, random generators of all ranks
-    model.safetensors    the weights alone
-    tokenizer.json
-
-The state is copied in memory and written by a thread while training goes on.  A folder gets its name when
-all that is in it has been flushed, so that what has the name is whole.
+The state is copied in memory and written by a thread while training goes on; `checkpoint_folder` says what
+is written.
 """
 
 from __future__ import annotations
@@ -17,9 +10,8 @@ import json
 import shutil
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,53 +19,29 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
 
 from farandole.comm.communicator import Communicator
 from farandole.data.cache import flush
+from farandole.train.checkpoint_folder import (
+    FACTS,
+    STATE,
+    TOKENIZER,
+    WEIGHTS,
+    CheckpointError,
+    Facts,
+    checkpoints,
+    folder_name,
+    read_facts,
+    step_of,
+)
+from farandole.train.disk import reason
 from farandole.train.engine import Engine
+from farandole.train.folders import new_folder
 from farandole.train.optimizer import restore_state, state_by_name
 
-STATE, WEIGHTS, FACTS, TOKENIZER = "state", "model.safetensors", "train.json", "tokenizer.json"
-_NAME = "step-{:06d}"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, found, or continued from; the message says which and why."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a checkpoint says about its run besides tensors."""
-
-    step: int
-    consumed: int
-    ranks: int
-    precision: str
-    loss_scale: float
-    good_steps: int
-    elapsed_s: float
-    config: dict[str, Any]
-
-
-def read_facts(folder: Path) -> Facts:
-    """The facts of checkpoint `folder`.  Raises `CheckpointError` where it is not a whole checkpoint."""
-    try:
-        return Facts(**json.loads((folder / FACTS).read_text()))
-    except OSError as error:
-        raise CheckpointError(f"{folder} is not a checkpoint: {FACTS}: {error.strerror}") from None
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{folder}: {FACTS} is damaged: {error}") from None
-
-
-def checkpoints(run: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    found = [path for path in (run / "checkpoints").glob("step-*") if not path.name.endswith(".tmp")]
-    return sorted(found, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """After how many steps a checkpoint was made, by its name."""
-    return int(checkpoint.name.removeprefix("step-"))
+_ABANDON_S = 3.0
+"""How long a failed rank lets a checkpoint be written to its end: the launcher gives it 5.5 seconds."""
 
 
 def _remove(checkpoint: Path) -> None:
@@ -96,6 +64,7 @@ class CheckpointWriter:
     def __init__(
         self, run: Path, tokenizer: Path, keep: int, comm: Communicator, resumed_step: int | None = None
     ) -> None:
+        self._run = run
         self._folder = run / "checkpoints"
         self._tokenizer = tokenizer
         self._keep = keep
@@ -107,22 +76,27 @@ class CheckpointWriter:
         self._error: BaseException | None = None
         self._saved_step = -1 if resumed_step is None else resumed_step
         if comm.rank == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for partial in self._folder.glob("*.tmp"):  # of a run that was killed
-                shutil.rmtree(partial)
-            if resumed_step is not None:
-                self._set_aside([path for path in checkpoints(run) if step_of(path) > resumed_step])
+            try:
+                self._make_room(resumed_step)
+            except OSError as error:
+                raise CheckpointError(f"cannot write to {self._folder}: {reason(error, run)}") from error
         comm.barrier()
 
-    def _set_aside(self, later: list[Path]) -> None:
-        if not later:
+    def _make_room(self, resumed_step: int | None) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._remove_partial()  # of a run that was killed
+        later = [path for path in checkpoints(self._run) if step_of(path) > (resumed_step or 0)]
+        if resumed_step is None or not later:
             return
-        aside = self._folder / time.strftime("set-aside-%Y%m%d-%H%M%S")
-        aside.mkdir()
+        aside = new_folder(self._folder, time.strftime("set-aside-%Y%m%d-%H%M%S"))
         for path in later:
             path.rename(aside / path.name)
         names = ", ".join(path.name for path in later)
         print(f"training goes on from an earlier step; set aside in {aside}: {names}", flush=True)
+
+    def _remove_partial(self) -> None:
+        for partial in self._folder.glob("*.tmp"):
+            shutil.rmtree(partial)
 
     def save(self, engine: Engine, elapsed_s: float) -> None:
         """Copy the state of `engine` now; write it while training goes on."""
@@ -145,16 +119,44 @@ class CheckpointWriter:
         self._thread = None
         failed = torch.tensor([float(self._error is not None)])
         self._comm.all_reduce(failed)
-        if failed.item() == 0:
-            return
-        cause = self._error
-        reason = f"{type(cause).__name__}: {cause}" if cause else "another rank could not"
-        raise CheckpointError(f"cannot write a checkpoint to {self._folder}: {reason}") from cause
+        if failed.item() != 0:
+            raise CheckpointError(self._why_failed()) from self._error
+
+    def abandon(self) -> None:
+        """Training has failed on this rank: let a write in progress end, and leave nothing half-written."""
+        if self._thread is not None:
+            self._thread.join(_ABANDON_S)
+        if self._comm.rank == 0:
+            shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _why_failed(self) -> str:
+        """What to say where some rank could not write its part, alike on all ranks; removes what was written."""
+        causes: list[OSError | str | None] = [None] * self._comm.size
+        mine = None if self._error is None else _root(self._error)
+        dist.all_gather_object(causes, mine, group=self._comm.group)
+        said: list[str] = [""]
+        if self._comm.rank == 0:
+            shutil.rmtree(self._partial, ignore_errors=True)  # on a disk that fails, this may fail too
+            why = reason(next(cause for cause in causes if cause is not None), self._run, self._bytes())
+            saved = checkpoints(self._run) if self._folder.is_dir() else []
+            kept = f"the last good one is {saved[-1]}" if saved else "there is none before it"
+            said[0] = f"cannot write checkpoint {self.newest}: {why}; {kept}"
+        dist.broadcast_object_list(said, src=0, group=self._comm.group)
+        return said[0]
+
+    def _bytes(self) -> int:
+        """About how much a checkpoint takes: the state, and the weights once more."""
+        sizes = {name: copy.nbytes for name, copy in self._copies.items()}
+        return sum(sizes.values()) + sum(n for name, n in sizes.items() if name.startswith("model."))
 
     @property
     def newest(self) -> Path:
         """The folder of the checkpoint that was saved last."""
-        return self._folder / _NAME.format(self._saved_step)
+        return self._folder / folder_name(self._saved_step)
+
+    @property
+    def _partial(self) -> Path:
+        return self.newest.with_name(self.newest.name + ".tmp")
 
     def _copy(self, name: str, value: Tensor) -> Tensor:
         """A copy in memory that is kept and used again for the next checkpoint."""
@@ -163,17 +165,16 @@ class CheckpointWriter:
         return self._copies[name].copy_(value)
 
     def _write(self, state: dict[str, Tensor], facts: Facts) -> None:
-        final = self._folder / _NAME.format(facts.step)
-        partial = final.with_name(final.name + ".tmp")
         try:
-            writer = FileSystemWriter(partial / STATE, sync_files=True)
+            writer = FileSystemWriter(self._partial / STATE, sync_files=True)
             dcp.save(state, storage_writer=writer, process_group=self._group)
             if self._comm.rank == 0:  # all ranks' parts are on the disk: the save is a collective call
-                self._complete(state, facts, partial, final)
+                self._complete(state, facts)
         except BaseException as error:  # noqa: BLE001 - handed to the training thread, which raises it
             self._error = error
 
-    def _complete(self, state: dict[str, Tensor], facts: Facts, partial: Path, final: Path) -> None:
+    def _complete(self, state: dict[str, Tensor], facts: Facts) -> None:
+        partial = self._partial
         prefix = "model."
         weights = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
         save_file(weights, partial / WEIGHTS)
@@ -182,10 +183,21 @@ class CheckpointWriter:
         shutil.copymode(partial / FACTS, partial / WEIGHTS)  # safetensors makes it readable by its owner only
         for name in (WEIGHTS, TOKENIZER, FACTS, STATE, "."):
             flush(partial / name)
-        partial.rename(final)
+        partial.rename(self.newest)
         flush(self._folder)
-        for old in checkpoints(self._folder.parent)[: -self._keep]:
+        for old in checkpoints(self._run)[: -self._keep]:
             _remove(old)
+
+
+def _root(error: BaseException) -> OSError | str:
+    """The failure behind those that it led to (of several ranks, of closing files), or its first line."""
+    if isinstance(error, CheckpointException):
+        causes = [_root(failure) for failure, _ in error.failures.values()]
+        return next((cause for cause in causes if isinstance(cause, OSError)), causes[0])
+    behind = error.__cause__ or error.__context__
+    if isinstance(error, OSError) or behind is None:
+        return error if isinstance(error, OSError) else f"{type(error).__name__}: {error}".splitlines()[0]
+    return _root(behind)
 
 
 def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
@@ -205,8 +217,8 @@ def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
             if name.startswith("optimizer.") and isinstance(entry, TensorStorageMetadata):
                 wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         dcp.load(wanted, storage_reader=reader, process_group=comm.group)
-    except Exception as error:
-        raise CheckpointError(f"checkpoint {folder} is damaged: {error}") from error
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        raise CheckpointError(f"checkpoint {folder} is damaged: {_root(error)}") from error
     prefix = "optimizer."
     optimizer_state = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
     restore_state(engine.model, engine.optimizer, optimizer_state)

@@ -13,12 +13,14 @@ import tomllib
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from farandole.data.tokenizer import SMALLEST_VOCABULARY
-from farandole.models.gpt import GPTConfig
+
+if TYPE_CHECKING:
+    from farandole.models.gpt import GPTConfig
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 
@@ -51,8 +53,8 @@ class ModelSection(_Section):
         if self.width % 2:
             raise ValueError(f"width={self.width} is odd; try width={self.width + 1}")
         if self.width % (2 * self.heads):
-            fitting = [n for n in range(1, self.width + 1) if self.width % (2 * n) == 0]
-            near = min(fitting, key=lambda n: abs(n - self.heads))
+            fitting = (n for n in range(min(self.heads, self.width // 2), 0, -1) if self.width % (2 * n) == 0)
+            near = next(fitting)  # one head fits every even width
             raise ValueError(
                 f"width={self.width} is not a multiple of twice heads={self.heads}; try heads={near}"
             )
@@ -60,6 +62,8 @@ class ModelSection(_Section):
 
     def gpt(self) -> GPTConfig:
         """The shape as the model wants it."""
+        from farandole.models.gpt import GPTConfig  # here: it loads torch, and a configuration needs none
+
         return GPTConfig(**self.model_dump())
 
 
@@ -241,7 +245,8 @@ def _read(source: str) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source} is not TOML: {error}") from None
+        hint = "" if path.suffix == ".toml" else f"; text to train on is named as data.path={source}"
+        raise ConfigError(f"{source} is not TOML: {error}{hint}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {source}: {error.strerror}") from None
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import TracebackType
-from typing import TextIO
 
-from torch.utils.tensorboard.writer import SummaryWriter
+from farandole.comm.remark import say_once
+from farandole.train.board import Board
+from farandole.train.disk import DiskError, reason
 
 Record = dict[str, float]
 
@@ -22,40 +22,54 @@ Record = dict[str, float]
 class MetricsWriter:
     """Appends to the metrics of `run`; one rank has one.
 
-    `resumed_step` drops what a run that is continued had measured after its checkpoint.
+    `resumed_step` drops what a run that is continued had measured after its checkpoint.  Files are open only
+    while they are written, so there is nothing to close.
+
+    Both calls raise `DiskError` where `metrics.jsonl` cannot be written.  TensorBoard's files hold the same
+    once more: without them training goes on, after a remark.
     """
 
     def __init__(self, run: Path, *, tensorboard: bool, resumed_step: int | None = None) -> None:
-        path = run / "metrics.jsonl"
-        kept = [] if resumed_step is None else [r for r in read_metrics(path) if r["step"] <= resumed_step]
-        partial = path.with_name(path.name + ".tmp")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        partial.replace(path)
-        self._lines: TextIO = path.open("a")
-        purge = None if resumed_step is None else resumed_step + 1
-        self._board = SummaryWriter(str(run / "tensorboard"), purge_step=purge) if tensorboard else None
+        self._path = run / "metrics.jsonl"
+        self._board: Board | None = None
+        kept = (
+            [] if resumed_step is None else [r for r in read_metrics(self._path) if r["step"] <= resumed_step]
+        )
+        partial = self._path.with_name(self._path.name + ".tmp")
+        try:
+            partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            partial.replace(self._path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise self._refusal(error) from error
+        if tensorboard:
+            try:
+                self._board = Board(run / "tensorboard", resumed_step)
+            except OSError as error:
+                self._do_without_board(error)
 
     def write(self, step: int, record: Record) -> None:
         """Write what was measured at `step`."""
-        self._lines.write(json.dumps({"step": step} | record) + "\n")
-        self._lines.flush()
+        try:
+            with self._path.open("a") as lines:
+                lines.write(json.dumps({"step": step} | record) + "\n")
+        except OSError as error:
+            raise self._refusal(error) from error
         if self._board is not None:
-            for name, value in record.items():
-                self._board.add_scalar(name, value, step)
+            try:
+                self._board.write(step, record)
+            except OSError as error:
+                self._do_without_board(error)
 
-    def close(self) -> None:
-        """Flush and close the files."""
-        self._lines.close()
-        if self._board is not None:
-            self._board.close()
+    def _refusal(self, error: OSError) -> DiskError:
+        return DiskError(f"cannot write {self._path}: {reason(error, self._path.parent)}")
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _do_without_board(self, error: OSError) -> None:
+        self._board = None
+        why = reason(error, self._path.parent)
+        say_once(
+            f"TensorBoard's files cannot be written: {why}; training goes on, its numbers are in {self._path}"
+        )
 
 
 def read_metrics(path: Path) -> list[Record]:

@@ -12,8 +12,10 @@ from types import TracebackType
 
 from tokenizers import Tokenizer
 
+from farandole.data.wording import counted, short
 from farandole.launch.runtime import Runtime
 from farandole.train.config import TrainConfig
+from farandole.train.disk import reason
 from farandole.train.engine import Engine, StepResult
 from farandole.train.metrics import MetricsWriter
 from farandole.train.precision import Choice
@@ -45,6 +47,7 @@ class Observer:
         self._started = time.monotonic()
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self._active = runtime.rank == 0
+        self._ranks = counted(runtime.size, "rank")
         self._line = ProgressLine()
         self._metrics: MetricsWriter | None = None
 
@@ -67,8 +70,6 @@ class Observer:
     ) -> None:
         if self._active:
             self._line.__exit__(kind, error, trace)
-        if self._metrics is not None:
-            self._metrics.close()
 
     def stepped(self, result: StepResult, seconds: float) -> None:
         """A step took `seconds` and gave `result`."""
@@ -118,28 +119,25 @@ class Observer:
 
         took = self.elapsed_s
         model = self._config.model.gpt()
-        title = f"{self._config.name}: {_count(model.parameters)} parameters, {self._runtime.size} ranks"
-        curve = draw_loss_curve(self._run, title)
+        title = f"{self._config.name}: {short(model.parameters)} parameters, {self._ranks}"
         text = sample_text(self._engine.model, tokenizer, self._config)
-        (self._run / "sample.txt").write_text(text)
         self._line.note(f"\n{text}\n")
-        self._line.note(
-            f"{self._config.steps} steps in {minutes(took)} on {self._runtime.size} ranks; "
-            f"loss curve {curve}, sample {self._run / 'sample.txt'}, generate more:\n"
-            f'  farandole generate {self._run} --prompt "def"'
-        )
+        done = f"{counted(self._config.steps, 'step')} in {minutes(took)} on {self._ranks}"
+        sample = self._run / "sample.txt"
+        try:
+            curve = draw_loss_curve(self._run, title)
+            sample.write_text(text)
+            self._line.note(f"{done}; loss curve {curve}, sample {sample}")
+        except OSError as error:  # the checkpoint is written, and they can be made again
+            self._line.note(f"{done}; no loss curve and no sample are kept: {reason(error, self._run)}")
 
     def _introduce(self) -> None:
         model = self._config.model.gpt()
         self._line.note(f"run {self._run}")
         self._line.note(
-            f"model {_count(model.parameters)} parameters, batch {self._config.batch} x {model.context} "
-            f"tokens on {self._runtime.size} ranks"
+            f"model {short(model.parameters)} parameters, batch {self._config.batch} x {model.context} "
+            f"tokens on {self._ranks}"
         )
         self._line.note(f"precision {self._choice.name} ({self._choice.reason})")
         if self._resumed:
             self._line.note(f"going on after step {self._resumed}")
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e6:.1f} M" if number >= 1e6 else f"{number / 1e3:.0f} k"

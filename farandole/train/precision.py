@@ -31,31 +31,34 @@ class Choice:
     reason: str
 
 
-def choose_precision(asked: str, model: GPTConfig, tokens: int, comm: Communicator) -> Choice:
+def choose_precision(
+    asked: str, model: GPTConfig, tokens: int, comm: Communicator, device: torch.device
+) -> Choice:
     """What was asked, or for `auto` what is faster on the slowest rank; all ranks get the same answer.
 
     `tokens` is how many a rank computes at a time: the rows of every product of the model.
     """
     if asked != "auto":
         return Choice(asked, "as asked")
-    speeds = torch.tensor([_speed(torch.float32, model, tokens), _speed(torch.bfloat16, model, tokens)])
+    speeds = torch.tensor([_speed(dtype, model, tokens, device) for dtype in (torch.float32, torch.bfloat16)])
     comm.all_reduce(speeds, "min")
     fp32, bf16 = speeds.tolist()
     name = "bf16" if bf16 >= WORTH_IT * fp32 else "fp32"
-    shape = f"{tokens} x {model.width} by {model.width} x {4 * model.width}"
-    return Choice(name, f"measured: bf16 {bf16:.3g}, fp32 {fp32:.3g} GFLOP/s per rank for {shape}")
+    return Choice(name, f"measured: bf16 {bf16:.3g}, fp32 {fp32:.3g} GFLOP/s per rank")
 
 
-def _speed(dtype: torch.dtype, model: GPTConfig, tokens: int) -> float:
-    """GFLOP/s of the largest product of a block, forward and both of its gradients, median of five."""
-    x = torch.randn(tokens, model.width).to(dtype)
-    weight = torch.randn(4 * model.width, model.width).to(dtype)
+def _speed(dtype: torch.dtype, model: GPTConfig, tokens: int, device: torch.device) -> float:
+    """GFLOP/s on `device` of a block's largest product, forward and both of its gradients, median of five."""
+    x = torch.randn(tokens, model.width, device=device).to(dtype)
+    weight = torch.randn(4 * model.width, model.width, device=device).to(dtype)
     seconds = []
     for _ in range(6):  # the first one warms up
         started = time.perf_counter()
         y = x @ weight.T
         _ = y @ weight
         _ = y.T @ x
+        if device.type == "cuda":  # products are only queued there
+            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
     flops = 3 * 2 * x.numel() * weight.shape[0]
     return flops / statistics.median(seconds[1:]) / 1e9

@@ -25,11 +25,26 @@ class Progress:
     waiting: float
 
     def __str__(self) -> str:
-        return (
-            f"step {self.step:>{len(str(self.steps))}}/{self.steps}  loss {self.loss:.3f}  "
-            f"{self.tokens_per_s:,.0f} tokens/s  {minutes(self.left_s)} left  "
-            f"communication {self.waiting:.1%}"
-        )
+        return "  ".join(self._parts())
+
+    def fit(self, width: int) -> str:
+        """As much as there is room for, the most important first."""
+        parts = self._parts()
+        while len(parts) > 1 and len("  ".join(parts)) > width:
+            parts.pop()
+        return "  ".join(parts)[:width]
+
+    def _parts(self) -> list[str]:
+        return [
+            f"step {self.step:>{len(str(self.steps))}}/{self.steps}",
+            f"loss {self.loss:.3f}",
+            f"{self.tokens_per_s:,.0f} tokens/s",
+            f"{minutes(self.left_s)} left",
+            f"communication {self.waiting:.1%}",
+        ]
+
+
+_LONGEST_BAR, _SHORTEST_BAR = 24, 6
 
 
 class ProgressLine:
@@ -47,8 +62,14 @@ class ProgressLine:
         if self._live is None:
             print(progress, file=self._stream, flush=True)
             return
+        width = self._live.console.width
+        text = progress.fit(width)
+        bar = min(_LONGEST_BAR, width - len(text) - 1)
         row = Table.grid(padding=(0, 1))
-        row.add_row(ProgressBar(progress.steps, progress.step, width=24), str(progress))
+        if bar >= _SHORTEST_BAR:
+            row.add_row(ProgressBar(progress.steps, progress.step, width=bar), text)
+        else:
+            row.add_row(text)
         self._live.update(row)
 
     def note(self, text: str) -> None:

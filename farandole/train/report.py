@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from itertools import accumulate
 from pathlib import Path
 
 import matplotlib
@@ -21,24 +23,27 @@ def draw_loss_curve(run: Path, title: str) -> Path:
     """Draw training and validation loss over steps from the metrics of `run` to `loss.png`."""
     matplotlib.use("agg")
     import matplotlib.pyplot as plt  # after the choice of a canvas that needs no display
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     records = read_metrics(run / "metrics.jsonl")
-    training = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    training = [(r["step"], r["loss"]) for r in records if math.isfinite(r.get("loss", math.nan))]
     validation = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
 
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
+    figure = plt.figure(figsize=(8, 4.5), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12))
+    axes = figure.subplots()
     axes.plot(*zip(*training, strict=True), color=_TRAINING, linewidth=0.8, alpha=0.35)
     smooth = _smooth(training)
     axes.plot(*zip(*smooth, strict=True), color=_TRAINING, linewidth=2)
     ends = [("training", smooth[-1], _TRAINING)]
     if validation:
-        axes.plot(*zip(*validation, strict=True), "o-", color=_VALIDATION, linewidth=1.6, markersize=4)
+        dots = axes.plot(*zip(*validation, strict=True), "o-", color=_VALIDATION, linewidth=1.6, markersize=4)
+        dots[0].set_clip_on(False)  # the last one lies on the border
         ends.append(("validation", validation[-1], _VALIDATION))
     for up, (name, point, color) in zip((-11, 5), sorted(ends, key=lambda end: end[1][1]), strict=False):
         axes.annotate(
             f"{name} {point[1]:.2f}",
             point,
-            (5, up),
+            (8, up),
             textcoords="offset points",
             color=color,
             fontsize=9,
@@ -52,8 +57,7 @@ def draw_loss_curve(run: Path, title: str) -> Path:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_FAINT)
     axes.tick_params(colors=_INK, length=0)
-    axes.margins(x=0.02)
-    axes.set_xlim(right=axes.get_xlim()[1] * 1.12)  # room for the labels at the ends of the lines
+    axes.set_xlim(0, training[-1][0])  # the layout leaves room beside it for the labels of the lines
 
     path = run / "loss.png"
     figure.savefig(path)
@@ -62,12 +66,17 @@ def draw_loss_curve(run: Path, title: str) -> Path:
 
 
 def _smooth(points: list[Point]) -> list[Point]:
-    """A running mean whose memory is a thirtieth of the run."""
-    keep = 1 - 1 / max(1.0, len(points) / 30)
-    smooth, total, weight = [], 0.0, 0.0
-    for step, value in points:
-        total, weight = keep * total + value, keep * weight + 1
-        smooth.append((step, total / weight))
+    """Means over a fifteenth of the run around each point, of as many steps before it as after it.
+
+    Such a mean does not lag behind.  It is taken over less at the start, where losses fall fast; at the end,
+    where they do not, over what there is.
+    """
+    reach = len(points) // 30
+    sums = [0.0, *accumulate(value for _, value in points)]
+    smooth = []
+    for i, (step, _) in enumerate(points):
+        first, end = i - min(i, reach), min(i + min(i, reach) + 1, len(points))
+        smooth.append((step, (sums[end] - sums[first]) / (end - first)))
     return smooth
 
 

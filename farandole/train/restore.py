@@ -11,7 +11,7 @@ from torch import nn
 
 from farandole.data.tokenizer import load_tokenizer
 from farandole.models.gpt import build_gpt
-from farandole.train.checkpoint import TOKENIZER, WEIGHTS, CheckpointError, read_facts
+from farandole.train.checkpoint_folder import TOKENIZER, WEIGHTS, CheckpointError, read_facts
 from farandole.train.config import TrainConfig, parse_config
 
 

@@ -9,30 +9,17 @@ import signal
 import time
 from pathlib import Path
 
-from farandole.data.cache import Progress as DataProgress
-from farandole.data.text import Text, prepare_text
 from farandole.launch.runtime import Runtime
 from farandole.train import checkpoint
 from farandole.train.allocator import keep_freed_memory
-from farandole.train.checkpoint import TOKENIZER, CheckpointWriter, read_facts
+from farandole.train.checkpoint import CheckpointWriter
+from farandole.train.checkpoint_folder import TOKENIZER, read_facts
 from farandole.train.config import TrainConfig
 from farandole.train.engine import Engine
 from farandole.train.observer import Observer
 from farandole.train.precision import Choice, choose_precision
 from farandole.train.stopping import StopSignals
-
-
-def open_text(config: TrainConfig, progress: DataProgress = lambda what, share: None) -> Text:
-    """The text that a configuration names, tokenized.  Raises `DataError`."""
-    return prepare_text(
-        config.data.path,
-        vocabulary=config.model.vocabulary,
-        context=config.model.context,
-        text_field=config.data.field,
-        validation_share=config.data.validation_share,
-        cache=Path(config.data.cache).expanduser() if config.data.cache else None,
-        progress=progress,
-    )
+from farandole.train.text import open_text
 
 
 def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime) -> signal.Signals | None:
@@ -55,7 +42,11 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
             run, text.folder / TOKENIZER, config.checkpoint.keep, runtime.comm, resumed_step
         )
         with Observer(config, run, engine, choice, runtime, earlier_s) as observer:
-            _loop(engine, writer, observer, stop)
+            try:
+                _loop(engine, writer, observer, stop)
+            except BaseException:
+                writer.abandon()
+                raise
             interrupted = engine.step_number < config.steps
             if not interrupted:
                 observer.finished(text.tokenizer)
@@ -91,4 +82,5 @@ def _precision(config: TrainConfig, resume: Path | None, runtime: Runtime) -> Ch
     if resume is not None:
         return Choice(read_facts(resume).precision, "as before")
     _, size = config.micro_batches(runtime.size)
-    return choose_precision(config.precision, config.model.gpt(), size * config.model.context, runtime.comm)
+    tokens = size * config.model.context
+    return choose_precision(config.precision, config.model.gpt(), tokens, runtime.comm, runtime.device)

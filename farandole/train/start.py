@@ -1,7 +1,7 @@
 """From the words of a command to a run that can start: what can be refused is refused here.
 
 It happens once for all ranks, in the process that launches them or on rank 0, and touches nothing that
-exists.
+exists.  Nothing here imports torch: a typing mistake is answered at once.
 """
 
 from __future__ import annotations
@@ -11,9 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farandole.train.checkpoint import CheckpointError, read_facts
-from farandole.train.config import ConfigError, TrainConfig, load_config, parse_config, with_overrides
-from farandole.train.folders import find_checkpoint, new_run
+from farandole.data.errors import DataError
+from farandole.data.sources import find_source
+from farandole.data.wording import counted
+from farandole.train.checkpoint_folder import CheckpointError, check_whole, read_facts
+from farandole.train.config import (
+    ConfigError,
+    TrainConfig,
+    known_keys,
+    load_config,
+    parse_config,
+    presets,
+    with_overrides,
+)
+from farandole.train.disk import DiskError
+from farandole.train.folders import checkpoint_to_resume, new_run
+
+REFUSALS = (ConfigError, DataError, CheckpointError, DiskError, FloatingPointError)
+"""What is the user's to mend, and said without a stack trace."""
 
 DEFAULT_RANKS = 2
 
@@ -67,8 +82,10 @@ def read_request(words: Sequence[str], resume: bool) -> Request:
     """Sort the words of a command.  Raises `ConfigError`."""
     overrides = [word for word in words if "=" in word]
     rest = [word for word in words if "=" not in word]
-    folders = [word for word in rest if Path(word).expanduser().is_dir()]
+    folders = [word for word in rest if _is_folder(word, resume)]
     sources = [word for word in rest if word not in folders]
+    if keys := [word for word in sources if word in known_keys()]:
+        raise ConfigError(f"{keys[0]} is a key: write it with its value, {keys[0]}=VALUE")
     if len(sources) > 1:
         raise ConfigError(
             f"one preset or configuration file, please, not {len(sources)}: {', '.join(sources)}"
@@ -76,9 +93,18 @@ def read_request(words: Sequence[str], resume: bool) -> Request:
     if len(folders) > 1:
         raise ConfigError(f"one run to continue, please, not {len(folders)}: {', '.join(folders)}")
     if folders and not resume:
-        raise ConfigError(f"{folders[0]} is a folder; to go on with the run in it, add --resume")
+        raise ConfigError(
+            f"{folders[0]} is a folder; to train on the text in it, write data.path={folders[0]}; "
+            f"to go on with the run in it, add --resume"
+        )
     folder = Path(folders[0]) if folders else None
     return Request(sources[0] if sources else None, folder, overrides, resume)
+
+
+def _is_folder(word: str, resume: bool) -> bool:
+    """Whether a word means a folder; where a run is to be continued, also one that is not there."""
+    path = Path(word).expanduser()
+    return path.is_dir() or (resume and not path.is_file() and word not in presets())
 
 
 def check(request: Request, ranks: int | None = None) -> Start:
@@ -86,14 +112,12 @@ def check(request: Request, ranks: int | None = None) -> Start:
 
     Without a number of `ranks` a new run gets 2, and one that is continued as many as it had.
 
-    Raises `ConfigError`, or `CheckpointError` where the continued job would not be the same job.
+    Raises `ConfigError`, `DataError` where there is no text, or `CheckpointError` where the continued job would
+    not be the same job.
     """
-    if request.resume:
-        return _again(request, ranks)
-    config = load_config(request.source, request.overrides)
-    ranks = ranks or DEFAULT_RANKS
-    config.micro_batches(ranks)
-    return Start(config, ranks)
+    start = _again(request, ranks) if request.resume else _anew(request, ranks or DEFAULT_RANKS)
+    find_source(start.config.data.path, start.config.data.field)
+    return start
 
 
 def order(start: Start) -> Order:
@@ -103,15 +127,21 @@ def order(start: Start) -> Order:
     return Order(start.config, new_run(start.config))
 
 
+def _anew(request: Request, ranks: int) -> Start:
+    config = load_config(request.source, request.overrides)
+    config.micro_batches(ranks)
+    return Start(config, ranks)
+
+
 def _again(request: Request, ranks: int | None) -> Start:
-    where = request.folder or _run_folder(request)
-    checkpoint = find_checkpoint(where)
+    checkpoint = checkpoint_to_resume(request.folder or _folder_of_runs(request))
     run = checkpoint.parent.parent
     if checkpoint.parent.name != "checkpoints" or not (run / "config.toml").is_file():
         raise CheckpointError(
             f"checkpoint {checkpoint} does not lie in a run (RUN/checkpoints/{checkpoint.name}), and a run goes on in "
             f"its own folder; name it where training put it"
         )
+    check_whole(checkpoint)
     facts = read_facts(checkpoint)
     before = parse_config(facts.config)
     if request.source is None:
@@ -120,7 +150,7 @@ def _again(request: Request, ranks: int | None) -> Start:
         config = load_config(request.source, request.overrides)
     if ranks is not None and ranks != facts.ranks:
         raise CheckpointError(
-            f"checkpoint {checkpoint} was written by {facts.ranks} ranks and this job has {ranks}: "
+            f"checkpoint {checkpoint} was written by {counted(facts.ranks, 'rank')} and this job has {ranks}: "
             f"continue with --ranks {facts.ranks}"
         )
     if changed := _changes(before, config):
@@ -136,10 +166,16 @@ def _again(request: Request, ranks: int | None) -> Start:
     return Start(config, facts.ranks, checkpoint)
 
 
-def _run_folder(request: Request) -> Path:
+def _folder_of_runs(request: Request) -> Path:
     """Where the runs are: the other keys may only make sense together with the checkpoint's."""
-    out = [override for override in request.overrides if override.partition("=")[0].strip() == "out"]
-    return Path(load_config(request.source, out).out)
+    words = [override for override in request.overrides if override.partition("=")[0].strip() == "out"]
+    out = load_config(request.source, words).out
+    if not Path(out).expanduser().exists():
+        raise CheckpointError(
+            f"there is no run to go on with: no folder {out} here; without --resume a new one starts, "
+            f"and --resume RUN names one that is elsewhere"
+        )
+    return Path(out)
 
 
 def _changes(before: TrainConfig, now: TrainConfig) -> list[str]:

@@ -7,19 +7,17 @@ the launching process has checked.  Under another launcher every rank reads the 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch.distributed as dist
 
 import farandole
-from farandole.data.errors import DataError
 from farandole.launch.runtime import Runtime
-from farandole.train.checkpoint import CheckpointError
 from farandole.train.config import ConfigError
-from farandole.train.run import open_text, train
-from farandole.train.start import Order, Request, check, order
-
-REFUSALS = (ConfigError, DataError, CheckpointError, FloatingPointError)
-"""What is the user's to mend, and said without a stack trace."""
+from farandole.train.memory import check_memory
+from farandole.train.run import train
+from farandole.train.start import REFUSALS, Order, Request, check, order
+from farandole.train.text import open_text
 
 
 def main(text: str) -> None:
@@ -29,26 +27,34 @@ def main(text: str) -> None:
         _carry_out(given, runtime)
 
 
-def join(request: Request) -> None:
-    """Train as one rank of a job that another launcher started, with the same command on every rank."""
+def join(request: Request) -> Path:
+    """Train as one rank of a job that another launcher started, with the same command on every rank.
+
+    Returns the folder of the run.
+    """
     with farandole.init() as runtime:
-        _carry_out(_agree(request, runtime), runtime)
+        given = _agree(request, runtime)
+        _carry_out(given, runtime)
+    return given.run
 
 
 def _agree(request: Request, runtime: Runtime) -> Order:
-    """Rank 0 checks the request and makes the folder; all ranks get its order, or its refusal."""
+    """Rank 0 checks the request and makes the folder; all ranks get its order, or end."""
     answer: list[str | None] = [None, None]
     if runtime.rank == 0:
         try:
             start = check(request, runtime.size)
+            check_memory(start.config, runtime.local_size)
             open_text(start.config)
             answer[0] = order(start).dump()
         except REFUSALS as refusal:
             answer[1] = str(refusal)
     dist.broadcast_object_list(answer, src=0, group=runtime.comm.group)
     text, refused = answer
-    if text is None:
+    if text is None and runtime.rank == 0:
         raise ConfigError(refused)
+    if text is None:  # rank 0 says it for all
+        sys.exit(2)
     return Order.load(text)
 
 

@@ -45,10 +45,13 @@ def test_a_checkpoint_a_run_or_a_folder_of_runs(checkpoint: Path, up: int) -> No
     path = [checkpoint, *checkpoint.parents][up]
     result = _generate(str(path), "--tokens", "1", "--temperature", "0")
     assert result.exit_code == 0, result.output
+    assert result.stderr == (f"from {checkpoint}\n" if up else "")
 
 
 def test_what_is_not_there_is_named(checkpoint: Path, tmp_path: Path) -> None:
-    assert "is not a folder" in _generate(str(tmp_path / "nowhere")).output
+    assert "nowhere is not there: name a checkpoint" in _generate(str(tmp_path / "nowhere")).output
+    assert f"did you mean {tmp_path / 'run'}?" in _generate(str(tmp_path / "rum")).output
+    assert "tokenizer.json is not a folder" in _generate(str(checkpoint / "tokenizer.json")).output
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
     result = _generate(str(tmp_path / "other"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +43,23 @@ def test_every_command_shows_an_example(command):
         (["launch", "--no-pinn", "x.py"], "--no-pin"),
         (["launch"], "Missing argument 'SCRIPT'"),
         (["launch", "--ranks", "0", "x.py"], "Invalid value for '--ranks'"),
+        (["launch", "--rnks", "2", "x.py"], "there is no option --rnks; nearest: --ranks"),
+        (["launch", "--zzz", "x.py"], "there is no option --zzz\n"),
+        (["train", "--resum"], "there is no option --resum; nearest: --resume"),
+        (
+            ["launch", "--mpi", "x.py"],
+            "--mpi is not served: start the ranks with MPI's own launcher: mpirun -n 4",
+        ),
+        (["launch", "--gloo", "x.py"], "--gloo is not served: leave it away"),
+        (["launch", "--min-np", "2", "x.py"], "torchrun --nnodes MIN:MAX script.py starts elastic jobs"),
+        (["launch", "--host-discovery-script", "x.sh", "x.py"], "--hosts or --hostfile names the hosts"),
+        (["launch", "--check-build"], "`farandole info` says what there is"),
+        (["launch", "--nproc_per_node", "2", "x.py"], "--ranks says how many processes"),
+        (["launch", "--hostfile", "no-such-file", "x.py"], "--hostfile no-such-file: No such file"),
+        (["launch", "-H", "a:2", "--hostfile", "f", "x.py"], "name the hosts, each alone"),
+        (["launch", "-H", "a:2", "--nodes", "2", "x.py"], "--hosts starts the launchers of all hosts"),
+        (["launch", "--ssh-port", "22", "x.py"], "--ssh-port is for the hosts of --hosts"),
+        (["launch", "--nics", "eth99", "x.py"], "--network-interface eth99: this host"),
     ],
 )
 def test_mistakes_get_the_nearest_thing(arguments, message):
@@ -76,3 +95,14 @@ def test_as_a_module():
         [sys.executable, "-m", "farandole", "--version"], capture_output=True, text=True, check=True
     )
     assert run.stdout == f"farandole {farandole.__version__}\n"
+
+
+def test_info_finds_launchers_beside_the_interpreter(tmp_path):
+    """In an environment that is not activated, nothing of it is on the path."""
+    bare = {**os.environ, "PATH": str(tmp_path)}
+    told = subprocess.run(
+        [sys.executable, "-m", "farandole", "info"], capture_output=True, text=True, check=True, env=bare
+    )
+    line = next(line for line in told.stdout.splitlines() if line.startswith("launchers"))
+    torchrun = Path(sys.executable).with_name("torchrun")
+    assert (str(torchrun) in line) == torchrun.exists()

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from farandole.cli import train as module
@@ -29,6 +35,7 @@ def _train(*words: str) -> Result:
     return CliRunner().invoke(app, ["train", *words])
 
 
+PATHS = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
 MINE = ("tiny", "data.path=text.txt", "data.cache=cache")
 
 
@@ -62,8 +69,14 @@ def test_runs_never_share_a_folder(launched: list[Any]) -> None:
         ((*MINE, "data.path=text.text"), "did you mean text.txt?"),
         ((*MINE, "model.context=100000"), "fewer than one window"),
         ((*MINE, "out=text.txt"), "out=text.txt"),
-        (("--resume",), "runs is not a folder"),
-        ((".",), ". is a folder; to go on with the run in it, add --resume"),
+        (("--resume",), "there is no run to go on with: no folder runs here"),
+        (("--resume", "text"), "text is not there: name a checkpoint, a run, or a folder of runs"),
+        (("--resume", "tiny-1"), "tiny-1 is not there"),
+        ((*MINE, "model.width=1000000"), "2 ranks"),
+        ((*MINE, "model.width=1000000"), "nearest that fits: model.width="),
+        ((".",), ". is a folder; to train on the text in it, write data.path=.; to go on with the run"),
+        (("tiny", "steps", "100"), "steps is a key: write it with its value, steps=VALUE"),
+        (("text.txt",), "text to train on is named as data.path=text.txt"),
         ((".", "--resume"), "no checkpoint and no run with one in .; it has: text.txt"),
     ],
 )
@@ -94,6 +107,9 @@ def _checkpoint(run: Path, step: int, **facts: Any) -> Path:
     }
     (run / "config.toml").write_text(config.to_toml())
     (folder / "train.json").write_text(json.dumps(values | facts))
+    (folder / "state").mkdir()
+    for name in ("state/.metadata", "model.safetensors", "tokenizer.json"):
+        (folder / name).touch()
     return folder
 
 
@@ -140,6 +156,59 @@ def test_a_damaged_checkpoint_is_named(launched: list[Any]) -> None:
     assert "train.json is damaged" in result.output
 
 
+@pytest.mark.parametrize("part", ["state/.metadata", "model.safetensors", "tokenizer.json"])
+def test_a_checkpoint_without_a_part_is_not_gone_on_with(launched: list[Any], part: str) -> None:
+    before = _checkpoint(Path("runs/tiny-1"), 10)
+    (_checkpoint(Path("runs/tiny-1"), 15) / part).unlink()
+    result = _train("--resume")
+    assert result.exit_code == 2
+    assert f"step-000015 is damaged: {part} missing; the checkpoint before it: {before}" in result.output
+
+
+def _started_later(run: Path) -> Path:
+    """A run that was started after all others and has no checkpoint."""
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(load_config("tiny").to_toml())
+    later = time.time() + 10
+    os.utime(run / "config.toml", (later, later))
+    return run
+
+
+def test_the_last_run_is_not_passed_over_for_an_older_one(launched: list[Any]) -> None:
+    _checkpoint(Path("runs/tiny-2"), 5)
+    last = _started_later(Path("runs/tiny-1"))
+    result = _train("--resume")
+    assert result.exit_code == 2
+    assert f"the last run, {last}, ended before its first checkpoint" in result.output
+    assert "the last run that has one: --resume runs/tiny-2" in result.output
+    assert not launched
+    assert _train("--resume", "runs/tiny-2").exit_code == 0
+    assert launched
+    shutil.rmtree("runs/tiny-2")
+    assert "no other run has one either" in _train("--resume").output
+
+
+def test_a_run_may_be_named_as_a_value(launched: list[Any]) -> None:
+    other = typer.Typer()
+    other.command(cls=module.TrainCommand)(module.train)
+    checkpoint = _checkpoint(Path("runs/tiny-1"), 5)
+    result = CliRunner().invoke(other, ["--resume=runs/tiny-1", "steps=30"])
+    assert result.exit_code == 0, result.output
+    assert launched[0][0].checkpoint == checkpoint
+    assert "elsewhere is not there" in CliRunner().invoke(other, ["--resume=elsewhere"]).output
+
+
+@pytest.mark.parametrize("words", [["stps=3"], ["tinny"], ["tiny", "data.path=nowhere.txt"]])
+def test_a_typing_mistake_is_answered_without_loading_torch(tmp_path: Path, words: list[str]) -> None:
+    code = (
+        "import sys\nfrom farandole.cli.main import main\n"
+        "try: main()\nfinally: assert 'torch' not in sys.modules, 'torch was loaded'"
+    )
+    run = subprocess.run([sys.executable, "-c", code, "train", *words], capture_output=True, text=True)
+    assert run.returncode == 2, run.stderr
+    assert run.stderr.startswith("farandole train: ")
+
+
 def test_another_launcher_has_the_word_about_ranks(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,8 +220,29 @@ def test_another_launcher_has_the_word_about_ranks(
     assert "has started 4; leave --ranks away" in result.output
 
 
+def test_variables_that_contradict_each_other_are_said_in_a_line(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    result = _train("tiny")
+    assert result.exit_code == 2
+    assert result.output.startswith("farandole train: environment variables gave this process rank 7 of 4")
+
+
+def test_under_another_launcher_rank_0_refuses_for_all(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("all work and no play\n" * 200)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words = ["-m", "farandole", "train", *MINE, "model.width=1000000"]
+    run = subprocess.run([*torchrun, *words], cwd=tmp_path, env=PATHS, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert run.stderr.count("nearest that fits: model.width=") == 1, run.stderr
+
+
 def test_help_teaches_by_example() -> None:
     result = _train("--help")
     assert result.exit_code == 0
     for example in ("farandole train tiny", "data.path=notes/", "farandole train --resume", "torchrun"):
         assert example in result.output
+    for word in ("gpt2-small", "steps=1000", "presets/default.toml"):
+        assert word in result.output

@@ -8,13 +8,14 @@ with Job(2, function, args) as job:      # function(rank, size, tell, *args)
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import re
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -22,9 +23,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.namespaces import Host
 from farandole.launch.meeting import LOOPBACK, host_store
+from tests.comm.hosts import on_hosts
 
 SOON_S = 2.0
+_PORT = 29_400  # in a network namespace nobody else has it
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch", "torch.distributed", "torch.nn.parallel", "farandole.comm.backend", "tests.comm.jobs"]
@@ -41,17 +45,53 @@ class End:
     trace: str = ""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs, and where it meets the others."""
+
+    port: int
+    host: int | None
+    hosts: Sequence[int] | None
+    namespaces: tuple[Host, ...]
+
+    def store(self, rank: int) -> dist.TCPStore:
+        """The store of the job; in namespaces rank 0 has it."""
+        if not self.namespaces:
+            return dist.TCPStore(LOOPBACK, self.port, is_master=False)
+        return dist.TCPStore(self.namespaces[0].address, self.port, is_master=rank == 0)
+
+    def enter(self, rank: int) -> contextlib.AbstractContextManager[None]:
+        """Become a process of that host; for the time of the context if it is pretended."""
+        if self.namespaces and self.host is not None:
+            self.namespaces[self.host].enter()
+            return on_hosts([host.name for host in self.namespaces], self.host)
+        if self.hosts:
+            return on_hosts(self.hosts, rank)
+        return contextlib.nullcontext()
+
+
 class Job:
     """Ranks of the backend that run one function."""
 
-    def __init__(self, size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> None:
-        self._store = host_store()
+    def __init__(
+        self,
+        size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 60,
+        hosts: Sequence[int] | None = None,
+        namespaces: Sequence[Host] = (),
+    ) -> None:
+        """`hosts`: the number of each rank's host; `namespaces`: these hosts, else they are pretended."""
+        self._store = None if namespaces else host_store()
         self.ranks: list[tuple[Any, Connection]] = []
         for rank in range(size):
             ours, theirs = _context.Pipe()
+            host = hosts[rank] if hosts else None
+            place = Place(self._store.port if self._store else _PORT, host, hosts, tuple(namespaces))
             process = _context.Process(
                 target=_rank,
-                args=(rank, size, self._store.port, timeout_s, theirs, function, args),
+                args=(rank, size, place, timeout_s, theirs, function, args),
                 daemon=True,
             )
             process.start()
@@ -113,27 +153,28 @@ def survivors_of(
         end = job.end(rank)
         assert end.kind == kind, end.trace or end
         assert end.at - since < within_s, f"rank {rank} raised after {end.at - since:.1f} s"
-        for pattern in (rf"^rank {victim} \(process {job.pid(victim)}\) ", *patterns):
+        for pattern in (rf"^rank {victim} \(process {job.pid(victim)}( on \w+)?\) ", *patterns):
             assert re.search(pattern, end.text), f"{pattern} not in: {end.text}"
 
 
 def _rank(
     rank: int,
     size: int,
-    port: int,
+    place: Place,
     timeout_s: float,
     pipe: Connection,
     function: Callable[..., Any],
     args: Any,
 ) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    dist.init_process_group(
-        "farandole",
-        store=dist.TCPStore(LOOPBACK, port, is_master=False),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    with place.enter(rank):
+        dist.init_process_group(
+            "farandole",
+            store=place.store(rank),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+        )
     try:
         result = function(rank, size, pipe.send, *args)
     except SystemExit:

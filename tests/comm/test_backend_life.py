@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farandole.comm import host_group
+from farandole.comm import gathering
 
 
 def resources() -> Counter[str]:
@@ -90,15 +90,15 @@ def check_world_of_one(rank: int, size: int) -> None:
 
 
 def check_several_hosts(rank: int, size: int) -> None:
-    """Ranks that say that they are on two hosts: their common groups go through Gloo, the others do not."""
-    identity = host_group.host_identity
-    host_group.host_identity = lambda: f"{identity()}-{rank % 2}"
+    """Ranks that say that they are on two hosts: some groups have both, others one."""
+    identity = gathering.host_identity
+    gathering.host_identity = lambda: f"{identity()}-{rank % 2}"
     try:
         world = dist.new_group()
         mine = [dist.new_group([r for r in range(size) if r % 2 == parity]) for parity in (0, 1)][rank % 2]
     finally:
-        host_group.host_identity = identity
-    assert world._host is None and mine._host is not None
+        gathering.host_identity = identity
+    assert world._host.verdict is not None and mine._host.verdict is None
     tensor = torch.full((5,), float(rank))
     dist.all_reduce(tensor, group=world)
     assert (tensor == sum(range(size))).all()
@@ -122,7 +122,7 @@ def check_several_hosts(rank: int, size: int) -> None:
     dist.barrier(group=world)
     from farandole.comm import Communicator
 
-    shared = Communicator(world).empty(4)  # ordinary memory
+    shared = Communicator(world).empty(4)  # shared inside each host
     shared.fill_(1)
     Communicator(world).all_reduce(shared, "sum")
     assert (shared == size).all()

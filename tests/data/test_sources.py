@@ -36,6 +36,20 @@ def test_bytes_that_are_not_text_do_not_stop_the_reading(tmp_path: Path) -> None
     assert _documents(tmp_path / "latin.txt") == ["caf�"]
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\x7fELF\x02\x00\x00 and so on", "there are NUL bytes in it"),
+        ("a text of Windows".encode("utf-16"), "there are NUL bytes in it"),
+        ("текст в кодировке".encode("koi8-r"), "is not UTF-8 text: 8.% of it is something else"),
+    ],
+)
+def test_what_is_not_text_is_refused_under_any_name(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "notes.txt").write_bytes(content)
+    with pytest.raises(DataError, match=f"notes.txt .*{says}; what is read is UTF-8 text, JSON lines"):
+        _documents(tmp_path)
+
+
 def test_a_folder_is_read_in_depth_and_in_order(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / ".git").mkdir()
@@ -56,9 +70,9 @@ def test_json_lines_with_a_field_of_choice(tmp_path: Path) -> None:
         _documents(path, "content")
 
 
-@pytest.mark.parametrize("line", ["{not json", '["text"]', json.dumps({"text": 3})])
+@pytest.mark.parametrize("line", ["{not json", '["text"]', json.dumps({"text": 3}), "\x7f\xff"])
 def test_a_bad_json_line_is_named(tmp_path: Path, line: str) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(DataError, match="a.jsonl, line 2: "):
         _documents(tmp_path / "a.jsonl")
 
@@ -91,10 +105,12 @@ def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "picture.png").write_text("x")
     with pytest.raises(DataError, match="no text found in this folder; files are read when they end in .txt"):
         find_source(str(tmp_path))
+    with pytest.raises(DataError, match="data.path is empty: name a file, a folder, or stdlib"):
+        find_source("")
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DataError, match="the file is empty"):
         find_source(str(tmp_path / "empty.txt"))
-    with pytest.raises(DataError, match="all 1 files are empty"):
+    with pytest.raises(DataError, match=r"nothing but empty files \(1 file\)"):
         find_source(str(tmp_path))
 
 

@@ -81,6 +81,9 @@ def test_too_little_text_says_what_would_do(tmp_path: Path, cache: Path) -> None
     (tmp_path / "a.txt").write_text("few words")
     with pytest.raises(DataError, match=r"fewer than one window of model.context=8 .* lower model.context"):
         _prepare(tmp_path / "a.txt", cache)
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(DataError, match="1 token for train, fewer"):
+        _prepare(tmp_path / "a.txt", cache)
     (tmp_path / "b.txt").write_text(" \n\n")
     with pytest.raises(DataError, match="no text found, only white space"):
         _prepare(tmp_path / "b.txt", cache)

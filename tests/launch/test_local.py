@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 
 import pytest
 
+from farandole.launch.reports import signal_name
 from tests.launch.jobs import all_ended, finish, ours, run, start, wait_for_lines, write
 
 HELLO = """
@@ -53,7 +55,7 @@ how = sys.argv[2]
 def save(number, frame):
     with open(folder / "saved", "a") as file:
         file.write(f"{os.environ['RANK']} {signal.Signals(number).name}\\n")
-    sys.exit(0)
+    sys.exit(128 + number)
 if how == "save":
     signal.signal(signal.SIGTERM, save)
     signal.signal(signal.SIGINT, save)
@@ -67,6 +69,13 @@ with open(folder / "pids", "a") as file:
 if how == "hang" and os.environ["RANK"] == "1":
     raise ValueError("rank 0 will not listen")
 time.sleep(100)
+"""
+
+
+LOADER = """
+import subprocess
+print(subprocess.Popen(["sleep", "100"]).pid)
+raise ValueError("no more")
 """
 
 
@@ -108,7 +117,7 @@ def test_ranks_find_each_other_and_share_the_cores(tmp_path, temporary):
     assert {row[8] for row in rows} == {"['--lr', '$x ${local_rank} $$']"}
     assert err.count("\n") == 1
     assert err.startswith("2 ranks on ")
-    if len(os.sched_getaffinity(0)) == 2:
+    if len(os.sched_getaffinity(0)) == 2 and ", pinned (" in err:
         assert [(row[6], row[7]) for row in rows] == [("1", "[0]"), ("1", "[1]")]
 
 
@@ -120,6 +129,50 @@ def test_no_pin_and_threads(tmp_path):
     assert "not pinned" in err
 
 
+FLAGS = """
+import os, sys
+names = ("HOROVOD_TIMELINE", "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "GLOO_SOCKET_IFNAME")
+print(os.environ["WORLD_SIZE"], *(os.environ.get(name) for name in names))
+print("a complaint", file=sys.stderr)
+"""
+
+
+def test_flags_of_horovodrun(tmp_path):
+    flags = [
+        "-np",
+        "1",
+        "--timeline-filename",
+        "t.json",
+        "--fusion-threshold-mb",
+        "32",
+        "--cycle-time-ms",
+        "3.5",
+    ]
+    status, out, err = run(ours(*flags, "--network-interface", "lo", "--verbose", write(tmp_path, FLAGS)))
+    assert status == 0, err
+    assert out == "1 t.json 33554432 3.5 lo\n"
+    assert "rank 0: process " in err
+
+
+def test_every_rank_prints_to_files_of_its_own(tmp_path):
+    logs = tmp_path / "logs"
+    status, out, err = run(ours("-n", "2", "--output-filename", str(logs), write(tmp_path, FLAGS)))
+    assert (status, out) == (0, "")
+    assert "complaint" not in err
+    for rank in range(2):
+        assert (logs / f"rank.{rank}" / "stdout").read_text() == "2 None None None None\n"
+        assert (logs / f"rank.{rank}" / "stderr").read_text() == "a complaint\n"
+
+
+def test_what_stands_after_the_script_is_the_scripts(tmp_path):
+    program = write(tmp_path, "import sys\nprint(sys.argv[1:])\n")
+    status, out, err = run(ours(program, "--ranks", "3"))
+    assert (status, out) == (0, "['--ranks', '3']\n" * 2)
+    assert f"--ranks stands after {program} and is passed to it" in err
+    _, _, err = run(ours("-n", "1", program, "--ranks", "3"))
+    assert "stands after" not in err
+
+
 def test_a_module(tmp_path):
     (tmp_path / "hello_module.py").write_text(HELLO)
     command = ours("-n", "1", "-m", "hello_module", "--flag")
@@ -127,6 +180,16 @@ def test_a_module(tmp_path):
     assert status == 0, err
     assert out.startswith("0|1|0|1|farandole launch|1|")
     assert out.endswith("|['--flag']\n")
+
+
+def test_a_module_of_a_package_under_the_installed_command(tmp_path):
+    """The folder one stands in is searched, as by python -m, and nothing is imported by the launcher."""
+    (tmp_path / "outer").mkdir()
+    write(tmp_path / "outer", "import os\nprint(os.environ.get('RANK'))\n", "__init__.py")
+    write(tmp_path / "outer", "print('run')\n", "inner.py")
+    command = [sys.executable, "-P", "-c", "from farandole.cli.main import main; main()", "launch", "-n", "1"]
+    status, out, err = run(["env", "-C", str(tmp_path), *command, "-m", "outer.inner"])
+    assert (status, out) == (0, "0\nrun\n"), err
 
 
 def test_an_exception_is_shown_once_with_its_rank(tmp_path, temporary):
@@ -184,8 +247,7 @@ def test_a_signal_lets_every_rank_save(tmp_path, temporary, start_waiting, numbe
     status, _, err = finish(job)
     assert status == 128 + number
     assert sorted((tmp_path / "saved").read_text().splitlines()) == [f"{r} {number.name}" for r in range(2)]
-    assert f"{number.name}: 2 ranks were asked to stop" in err
-    assert "Traceback" not in err
+    assert err.splitlines()[1:] == [f"stopped by {signal_name(number)}"]
     assert all_ended(pids)
 
 
@@ -197,8 +259,33 @@ def test_a_second_signal_kills(temporary, start_waiting):
     job.send_signal(signal.SIGINT)
     status, _, err = finish(job, 20)
     assert status == 128 + signal.SIGINT
-    assert "SIGINT again: 2 ranks are killed" in err
+    assert err.splitlines()[-1] == "stopped by Ctrl-C (SIGINT); ranks 0 and 1 had to be killed"
     assert all_ended(pids)
+
+
+def test_ctrl_c_before_a_rank_has_started(tmp_path):
+    job = start(ours("-n", "2", write(tmp_path, "")))
+    assert job.stderr is not None
+    job.stderr.readline()  # which cores; torch is loaded next
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=60)
+    assert (job.returncode, err) == (128 + signal.SIGINT, "stopped by Ctrl-C (SIGINT)\n")
+
+
+def test_ranks_that_take_their_time_to_stop_are_said(temporary, start_waiting):
+    job, _ = start_waiting("ignore")
+    job.send_signal(signal.SIGTERM)
+    time.sleep(2)
+    job.send_signal(signal.SIGTERM)
+    _, _, err = finish(job, 20)
+    assert "SIGTERM: 2 of 2 ranks are still stopping; they have 60 s, and a second signal kills" in err
+
+
+def test_what_a_failed_rank_has_started_ends_with_it(tmp_path):
+    status, out, err = run(ours("-n", "1", write(tmp_path, LOADER)))
+    assert status == 1
+    assert "ValueError: no more" in err
+    assert all_ended([int(out)])
 
 
 def test_ranks_die_with_the_launcher(start_waiting):
@@ -206,6 +293,25 @@ def test_ranks_die_with_the_launcher(start_waiting):
     job.kill()
     job.communicate()
     assert all_ended(pids)
+
+
+def test_what_a_killed_launcher_leaves_is_swept_by_the_next(tmp_path, start_waiting):
+    job, _ = start_waiting("ignore")
+    job.kill()
+    job.communicate()
+    (left,) = (tmp_path / "tmp").iterdir()
+    program = write(tmp_path, "import os\nprint(os.listdir(os.environ['TMPDIR']))\n", "look.py")
+    status, out, err = run(ours("-n", "1", program), TMPDIR=str(tmp_path / "tmp"))
+    assert status == 0, err
+    assert out.count("farandole-launch-") == 1 and left.name not in out
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_running_launcher_keeps_its_folder(tmp_path, start_waiting):
+    start_waiting("ignore")
+    (kept,) = (tmp_path / "tmp").iterdir()
+    run(ours("-n", "1", write(tmp_path, "", "empty.py")), TMPDIR=str(tmp_path / "tmp"))
+    assert list((tmp_path / "tmp").iterdir()) == [kept]
 
 
 def test_two_jobs_at_once(tmp_path):
@@ -266,11 +372,25 @@ def test_a_failure_on_one_host_stops_the_other(tmp_path):
         (["--nodes", "2", "--node-rank", "2", "x.py"], "numbered from 0 to 1"),
         (["--rendezvous", "node0", "x.py"], "'node0' is not HOST:PORT"),
         (["progam.py"], "there is no script 'progam.py' here; nearest: program.py"),
+        (["no/such/program.py"], "there is no folder 'no/such'"),
+        (["folder"], "'folder' is a folder, not a script; scripts in it: folder/inner.py"),
+        (["package"], "'package' is a package, not a script; it is launched with -m: -m package"),
+        (["folder/iner.py"], "there is no script 'folder/iner.py' in folder; nearest: folder/inner.py"),
         (["-m", "no.such.module"], "there is no module 'no.such.module'"),
+        (["-m", "program.py"], "the script program.py is launched without -m"),
+        (["-m", "folder"], "'folder' is a package without a module to run, folder.__main__"),
+        (
+            ["--output-filename", "program.py/x", "program.py"],
+            "--output-filename program.py/x: Not a directory",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_before_a_rank_starts(tmp_path, arguments, message):
     write(tmp_path, HELLO)
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder", HELLO, "inner.py")
+    (tmp_path / "package").mkdir()
+    write(tmp_path / "package", HELLO, "__main__.py")
     status, out, err = run(["env", "-C", str(tmp_path), *ours("-n", "2", *arguments)])
     assert status == 2
     assert message in err

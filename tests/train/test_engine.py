@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from farandole.comm.communicator import Communicator
 from farandole.data.text import Text
-from farandole.train.checkpoint import CheckpointError, CheckpointWriter, checkpoints, load
+from farandole.train.checkpoint import CheckpointWriter, load
+from farandole.train.checkpoint_folder import CheckpointError, checkpoints
 from farandole.train.config import TrainConfig, load_config
 from farandole.train.engine import Engine
 from farandole.train.optimizer import restore_state
-from farandole.train.run import open_text
+from farandole.train.text import open_text
 
 CPU = torch.device("cpu")
 
@@ -220,7 +221,28 @@ def test_a_checkpoint_that_cannot_be_written_fails_on_all_ranks(
     ranks: Any, words: list[str], tmp_path: Path
 ) -> None:
     for message in ranks(2).run(_fail_to_save, words, tmp_path / "run", 0):
-        assert f"cannot write a checkpoint to {tmp_path / 'run' / 'checkpoints'}" in message
+        assert f"cannot write checkpoint {tmp_path / 'run' / 'checkpoints' / 'step-000000'}: " in message
+        assert "Traceback" not in message
+        assert message.endswith("there is none before it")
+
+
+def _abandon(rank: int, size: int, words: list[str], run: Path) -> None:
+    _, text, engine = _make(words)
+    writer = CheckpointWriter(run, text.folder / "tokenizer.json", keep=2, comm=_world())
+    engine.step()
+    writer.save(engine, 0.0)
+    writer.abandon()
+    engine.step()
+    writer._tokenizer = run / "gone.json"
+    writer.save(engine, 0.0)
+    writer.abandon()
+
+
+def test_where_training_fails_a_checkpoint_is_whole_or_gone(
+    ranks: Any, words: list[str], tmp_path: Path
+) -> None:
+    ranks(2).run(_abandon, words, tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
 
 
 def _load_damaged(rank: int, size: int, words: list[str], run: Path) -> str:

@@ -16,6 +16,7 @@ from farandole.train.config import load_config
 from farandole.train.optimizer import build_optimizer, learning_rate
 from farandole.train.precision import LossScaler, choose_precision
 
+CPU = torch.device("cpu")
 MODEL = GPTConfig(vocabulary=300, context=8, layers=1, heads=1, width=16)
 
 
@@ -53,7 +54,7 @@ def _choose(rank: int, size: int, asked: str, fp32: list[float], bf16: list[floa
     original = precision._speed
     precision._speed = lambda dtype, *_: measured[dtype]
     try:
-        choice = choose_precision(asked, MODEL, 8, Communicator(dist.group.WORLD))
+        choice = choose_precision(asked, MODEL, 8, Communicator(dist.group.WORLD), CPU)
     finally:
         precision._speed = original
     return choice.name, choice.reason
@@ -74,7 +75,12 @@ def test_what_is_asked_is_not_measured(ranks: Any) -> None:
 
 
 def test_the_probe_measures() -> None:
-    assert precision._speed(torch.float32, MODEL, 64) > 0.0
+    assert precision._speed(torch.float32, MODEL, 64, CPU) > 0.0
+
+
+def test_the_probe_computes_on_the_device_of_the_run() -> None:
+    huge = GPTConfig(vocabulary=300, context=8, layers=1, heads=1, width=1 << 24)  # 4 PiB: only meta has room
+    assert precision._speed(torch.float32, huge, 64, torch.device("meta")) > 0.0
 
 
 def test_the_rate_warms_up_and_follows_a_cosine() -> None:

@@ -3,43 +3,90 @@
 from __future__ import annotations
 
 import io
+import re
 import signal
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from farandole.train.disk import DiskError
 from farandole.train.metrics import MetricsWriter, read_metrics
 from farandole.train.progress import Progress, ProgressLine, minutes
-from farandole.train.report import draw_loss_curve
+from farandole.train.report import _smooth, draw_loss_curve
 from farandole.train.stopping import StopSignals
+
+FULL = Path("/dev/full")
+
+
+def _board(run: Path) -> list[tuple[int, float]]:
+    """Steps and losses as TensorBoard reads them."""
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("loss")]
 
 
 def test_metrics_are_lines_and_tensorboard(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=True) as metrics:
-        metrics.write(1, {"loss": 5.0})
-        metrics.write(2, {"loss": 4.0, "tokens_per_s": 9.0})
+    metrics = MetricsWriter(tmp_path, tensorboard=True)
+    metrics.write(1, {"loss": 5.0})
+    metrics.write(2, {"loss": 4.0, "tokens_per_s": 9.0})
     assert read_metrics(tmp_path / "metrics.jsonl")[1] == {"step": 2, "loss": 4.0, "tokens_per_s": 9.0}
-    assert list((tmp_path / "tensorboard").iterdir())
+    assert _board(tmp_path) == [(1, 5.0), (2, 4.0)]
 
 
 def test_a_continued_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as metrics:
-        for step in range(1, 6):
-            metrics.write(step, {"loss": float(step)})
+    metrics = MetricsWriter(tmp_path, tensorboard=True)
+    for step in range(1, 6):
+        metrics.write(step, {"loss": float(step)})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # killed while writing
-    with MetricsWriter(tmp_path, tensorboard=False, resumed_step=3) as metrics:
-        metrics.write(4, {"loss": 40.0})
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    events.rename(events.with_name("events.out.tfevents.1"))  # of an earlier second, and of another process
+    MetricsWriter(tmp_path, tensorboard=True, resumed_step=3).write(4, {"loss": 40.0})
     assert [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 3.0, 40.0]
+    assert _board(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, a file on a disk that is always full")
+def test_a_full_disk_costs_tensorboard_a_remark_and_metrics_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = MetricsWriter(tmp_path, tensorboard=True)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    events.unlink()
+    events.symlink_to(FULL)
+    for step in range(3):
+        metrics.write(step, {"loss": 5.0})
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+    said = capsys.readouterr().err
+    assert said.startswith("farandole: TensorBoard's files cannot be written: no space left on the disk (")
+    assert said.count("\n") == 1
+
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to(FULL)
+    with pytest.raises(
+        DiskError, match=r"cannot write .*metrics.jsonl: no space left on the disk \(.* free\)"
+    ):
+        metrics.write(3, {"loss": 5.0})
+
+
+def test_the_smoothed_curve_does_not_lag() -> None:
+    falling = [(float(step), 100.0 - step) for step in range(90)]
+    assert [value for _, value in _smooth(falling)[:87]] == pytest.approx(
+        [value for _, value in falling[:87]]
+    )
+    assert _smooth([(1.0, 2.0)]) == [(1.0, 2.0)]
+    noise = [(float(step), float(step % 2)) for step in range(900)]
+    assert all(abs(value - 0.5) < 0.05 for _, value in _smooth(noise)[30:])
 
 
 @pytest.mark.parametrize(("steps", "validated"), [(1, False), (1, True), (50, True)])
 def test_a_curve_can_be_drawn_of_any_run(tmp_path: Path, steps: int, validated: bool) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as metrics:
-        for step in range(1, steps + 1):
-            metrics.write(step, {"loss": 5.0 / step})
-        if validated:
-            metrics.write(steps, {"validation_loss": 4.0})
+    metrics = MetricsWriter(tmp_path, tensorboard=False)
+    for step in range(1, steps + 1):
+        metrics.write(step, {"loss": 5.0 / step})
+    if validated:
+        metrics.write(steps, {"validation_loss": 4.0})
     assert draw_loss_curve(tmp_path, "a run").stat().st_size > 5000
 
 
@@ -60,12 +107,25 @@ def test_on_a_terminal_progress_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
             return True
 
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
     stream = Terminal()
     with ProgressLine(stream) as line:
         assert line.renews
         line.note("[brackets] stay")
         line.show(Progress(5, 100, 3.25, 12345.6, 65.0, 0.031))
-    assert "[brackets] stay\n" in stream.getvalue().replace("\r\n", "\n")
+    shown = stream.getvalue().replace("\r\n", "\n")
+    assert "[brackets] stay\n" in shown
+    assert "━ step   5/100  loss 3.250  12,346 tokens/s  1:05 left  communication 3.1%" in re.sub(
+        r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown
+    )
+
+
+def test_a_narrow_terminal_loses_the_least_important() -> None:
+    progress = Progress(5, 100, 3.25, 12345.6, 65.0, 0.031)
+    assert progress.fit(100) == str(progress)
+    assert progress.fit(60) == "step   5/100  loss 3.250  12,346 tokens/s  1:05 left"
+    assert progress.fit(30) == "step   5/100  loss 3.250"
+    assert progress.fit(8) == "step   5"
 
 
 @pytest.mark.parametrize(

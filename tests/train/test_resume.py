@@ -86,8 +86,10 @@ def test_stopped_killed_and_continued_bit_for_bit(folder: Path, reference: Path)
 def test_the_model_writes(folder: Path, reference: Path) -> None:
     command = Command(folder, "generate", "reference", "--prompt", "class ", "--tokens", "20")
     assert command.end() == 0, command.output
-    assert command.output.startswith("class ")
-    assert len(command.output) > 20
+    said, text = command.output.split("\n", 1)
+    assert said == f"from {(reference / 'checkpoints' / f'step-{STEPS:06d}').relative_to(folder)}"
+    assert text.startswith("class ")
+    assert len(text) > 20
 
 
 def test_going_on_from_an_older_checkpoint_keeps_what_it_learns(folder: Path) -> None:

@@ -1,0 +1,29 @@
+"""Commands to type next, spelled as this one was: what is printed can be copied."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+
+def command(*words: str) -> str:
+    """`farandole WORDS...` for a shell, where `farandole` is the name under which the user runs it.
+
+    That may be a path (`.venv/bin/farandole`) or a module (`python -m farandole`).
+    """
+    return shlex.join([*_program(), *words])
+
+
+def _program() -> list[str]:
+    script = Path(sys.argv[0])
+    if script.name == "__main__.py":
+        return [sys.orig_argv[0], "-m", "farandole"]
+    if script.stem != "farandole":  # called from Python
+        return ["farandole"]
+    on_path = shutil.which("farandole")
+    if on_path is not None and os.path.samefile(on_path, script):
+        return ["farandole"]
+    return [sys.argv[0]]

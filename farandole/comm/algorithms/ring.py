@@ -1,0 +1,53 @@
+"""Ring: every rank sends to its right and receives from its left only, and sends the least bytes there are.
+
+P. Patarasuk, X. Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations (2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from farandole.comm.algorithms.steps import Combine, Steps, split
+from farandole.comm.transport import Pending, Transport
+
+
+def all_reduce(transport: Transport, tensor: Tensor, combine: Combine) -> Steps:
+    """Reduce a one-dimensional tensor in place: 2 (p - 1) latency + 2 (p - 1)/p S per byte.
+
+    Part i is reduced along the ring, in the same order whoever looks, so all ranks get the same bits.
+    """
+    parts = split(tensor, transport.size)
+    yield from reduce_scatter(transport, parts, combine)
+    yield from all_gather(transport, parts)
+
+
+def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combine) -> Steps:
+    """Reduce part i of all ranks into that of rank i; the others are used up.  (p - 1) latency + (p - 1)/p S."""
+    n, me = transport.size, transport.rank
+    spare = torch.empty(max(part.numel() for part in parts), dtype=parts[0].dtype)
+    sends: list[Pending] = []
+    for step in range(1, n):
+        outgoing, own = parts[(me - step) % n], parts[(me - step - 1) % n]
+        incoming = spare[: own.numel()]
+        sends.append(transport.send(outgoing, (me + 1) % n))
+        yield transport.recv(incoming, (me - 1) % n)
+        combine(own, incoming, own)
+    yield from sends
+
+
+def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
+    """Copy part i of rank i to all ranks.  (p - 1) latency + (p - 1)/p S per byte."""
+    n, me = transport.size, transport.rank
+    sends: list[Pending] = []
+    for step in range(n - 1):
+        sends.append(transport.send(parts[(me - step) % n], (me + 1) % n))
+        yield transport.recv(parts[(me - step - 1) % n], (me - 1) % n)
+    yield from sends
+
+
+def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
+    """Seconds for `size` bytes."""
+    return 2 * (ranks - 1) * latency_s + 2 * (ranks - 1) / ranks * size * seconds_per_byte

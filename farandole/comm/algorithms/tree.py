@@ -1,0 +1,55 @@
+"""Broadcast: down a binomial tree for few bytes, along a chain for many."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from farandole.comm.algorithms.steps import Steps
+from farandole.comm.transport import Transport
+
+CHAIN_BYTES = 1 << 16
+"""From here on a message takes longer on the link than on its way."""
+
+
+def broadcast(transport: Transport, tensor: Tensor, root: int) -> Steps:
+    """Copy the root's tensor to all: the tree, or the chain, by its size."""
+    small = tensor.numel() * tensor.element_size() < CHAIN_BYTES
+    return binomial(transport, tensor, root) if small else chain(transport, tensor, root)
+
+
+def binomial(transport: Transport, tensor: Tensor, root: int) -> Steps:
+    """log2(p) (latency + S per byte): in step k, 2^k ranks have the values and send them on."""
+    n = transport.size
+    place = (transport.rank - root) % n
+    low = place & -place if place else 1 << math.ceil(math.log2(n)) if n > 1 else 1
+    if place:
+        yield transport.recv(tensor, (place - low + root) % n)
+    sends = []
+    distance = low // 2
+    while distance:
+        if place + distance < n:
+            sends.append(transport.send(tensor, (place + distance + root) % n))
+        distance //= 2
+    yield from sends
+
+
+def chain(transport: Transport, tensor: Tensor, root: int) -> Steps:
+    """(p - 1) (latency + S per byte), but every link carries S once: windows of a large tensor follow each other."""
+    n = transport.size
+    place = (transport.rank - root) % n
+    if place:
+        yield transport.recv(tensor, (transport.rank - 1) % n)
+    if place < n - 1:
+        yield transport.send(tensor, (transport.rank + 1) % n)
+
+
+def binomial_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
+    """Seconds for `size` bytes."""
+    return math.ceil(math.log2(ranks)) * (latency_s + size * seconds_per_byte)
+
+
+def chain_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
+    """Seconds for `size` bytes, sent in one piece."""
+    return (ranks - 1) * (latency_s + size * seconds_per_byte)

@@ -1,0 +1,112 @@
+"""The hosts of a group: who is where, who leads, and the way between the leaders."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from farandole.comm.algorithms.steps import Steps
+from farandole.comm.describe import failure_to_error
+from farandole.comm.host_group import HostGroup
+from farandole.comm.transport import Transport, WireTransport
+from farandole.native import Call, Failure, Status
+
+_LEG, _ALL = 1, 2  # channels
+
+
+class Hosts:
+    """The ranks of a group, by host: `members[h]` are those of host h.
+
+    `leg` carries messages between the leaders of the same number on all hosts, where this rank is one (`leads`);
+    `all` between any two ranks.  Its ranks are the numbers of hosts, or of ranks.
+    """
+
+    def __init__(
+        self, host: HostGroup, members: Sequence[Sequence[int]], leaders: int | None, leg: Transport | None
+    ) -> None:
+        self.host = host
+        self.members = [list(ranks) for ranks in members]
+        self.count = len(members)
+        self.index = self.index_of(host.group_rank)
+        self.ranks = len(host.roster.ranks)
+        fewest = min(len(ranks) for ranks in members)
+        self.leaders = fewest if leaders is None else leaders
+        if not 1 <= self.leaders <= fewest:
+            raise ValueError(
+                f"leaders={leaders}: a host of the group has {fewest} ranks, so that 1 to {fewest} can lead"
+            )
+        self.leads = host.rank < self.leaders
+        self.all = WireTransport(host, range(self.ranks), _ALL)
+        self._agreement: WireTransport | None = None
+        if self.leads:
+            self._agreement = WireTransport(host, [ranks[host.rank] for ranks in members], _LEG)
+            self._agreement.connect()
+        self._leg = leg or self._agreement
+
+    @property
+    def leg(self) -> Transport:
+        """The way to the leaders of the same number."""
+        assert self._leg is not None, "only leaders have one"
+        return self._leg
+
+    def index_of(self, rank: int) -> int:
+        """The number of a rank's host."""
+        return next(index for index, ranks in enumerate(self.members) if rank in ranks)
+
+    def blocks(self, flat: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """What of a tensor of one part per rank belongs to each host; a copy where a host's ranks are not in a row."""
+        starts = [0]
+        for count in counts:
+            starts.append(starts[-1] + count)
+        blocks = []
+        for ranks in self.members:
+            if ranks == list(range(ranks[0], ranks[-1] + 1)):
+                blocks.append(flat[starts[ranks[0]] : starts[ranks[-1] + 1]])
+            else:
+                blocks.append(torch.cat([flat[starts[r] : starts[r + 1]] for r in ranks]))
+        return blocks
+
+    def agree(self) -> Steps:
+        """Compare the declared call with that of the host before; with all of them in a ring, all are compared.
+
+        What is sent next need not wait for it, so that it costs no time of its own.
+        """
+        if self._agreement is None:
+            return
+        own = Call()
+        self.host.core.frd_get_call(self.host.handle, self.host.rank, ctypes.byref(own))
+        theirs = bytearray(ctypes.sizeof(Call))
+        after, before = (self.index + 1) % self.count, (self.index - 1) % self.count
+        sent = self._agreement.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), after)
+        yield self._agreement.recv(torch.frombuffer(theirs, dtype=torch.uint8), before)
+        yield sent
+        other = Call.from_buffer(theirs)
+        if not _same(own, other):
+            culprit = self._agreement.group_rank(before)
+            failure = Failure(
+                status=Status.MISMATCH,
+                culprit=culprit,
+                reporter=self.host.group_rank,
+                culprit_call=other,
+                reporter_call=own,
+            )
+            error = failure_to_error(
+                failure, self.host.group_rank, self.host.roster, self.host.call_timeout_s
+            )
+            self.host.fail(error, culprit)
+
+    def release(self) -> None:
+        """After a collective: give up what an error has left under way."""
+        self.all.release()
+        if self._agreement is not None:
+            self._agreement.release()
+
+
+def _same(a: Call, b: Call) -> bool:
+    return all(
+        getattr(a, name) == getattr(b, name)
+        for name in ("index", "operation", "type", "op", "root", "count", "layout")
+    )

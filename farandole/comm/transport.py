@@ -1,0 +1,172 @@
+"""What the algorithms across hosts stand on: messages between a few ranks, in order, without blocking."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from farandole.comm.dtypes import TYPES
+from farandole.comm.errors import RankLate
+from farandole.comm.host_group import HostGroup
+from farandole.comm.work import flags_here
+from farandole.native import TRY, Status
+
+REMARK_S = 5.0
+"""After this time a person is told for whom a rank waits; then each time after twice as long."""
+
+
+class Pending(Protocol):
+    """A message under way; the memory of its tensor must stay as it is until it is complete."""
+
+    def test(self) -> bool:
+        """Whether it is complete."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until it is; `CommunicationError` if it cannot be, `RankLate` after `timeout_s`."""
+
+
+class Transport(Protocol):
+    """Point-to-point messages among `size` ranks; between two ranks they keep their order."""
+
+    rank: int
+    size: int
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
+        """Begin to send a contiguous tensor."""
+
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
+        """Begin to receive into a contiguous tensor, of the size that is sent."""
+
+
+class WireMessage:
+    """A message of the core's, as part of a collective."""
+
+    def __init__(self, host: HostGroup, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> None:
+        self._host, self._tensor, self._peer = host, tensor, peer
+        post = host.core.frd_post_send if sends else host.core.frd_post_recv
+        size = tensor.numel() * tensor.element_size()
+        self._message: int | None = post(
+            host.handle, tensor.data_ptr(), size, TYPES[tensor.dtype], peer, tag, 1
+        )
+        if not self._message:
+            raise MemoryError("no memory for a message")
+
+    def test(self) -> bool:
+        """Whether it is complete."""
+        if self._message is None:
+            return True
+        status = self._host.core.frd_message_test(self._host.handle, self._message)
+        if status == Status.PENDING:
+            return False
+        self._settle(status)
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until it is complete."""
+        if self._message is not None:
+            self._settle(self._wait(timeout_s, REMARK_S))
+
+    def _wait(self, timeout_s: float, remark_s: float) -> int:
+        core, handle, flags = self._host.core, self._host.handle, flags_here()
+        begun, status = time.monotonic(), int(Status.PENDING)
+        while status == Status.PENDING:
+            waited = time.monotonic() - begun
+            if timeout_s <= remark_s:
+                return int(core.frd_message_wait(handle, self._message, max(0.0, timeout_s - waited), flags))
+            status = core.frd_message_wait(handle, self._message, max(0.0, remark_s - waited), flags | TRY)
+            if status == Status.PENDING:
+                print(f"farandole: {self._host.late_peer(self._peer, remark_s)}", file=sys.stderr, flush=True)
+                remark_s *= 2
+        return status
+
+    def _settle(self, status: int) -> None:
+        self.release()
+        self._host.check(status)
+
+    def release(self) -> None:
+        """Give it up, if it is still under way; its group is then of no use any more."""
+        message, self._message = self._message, None
+        if message is not None:
+            self._host.core.frd_message_release(self._host.handle, message)
+
+
+class WireTransport:
+    """Messages of the core, between the `ranks` of a group: TCP between hosts, shared memory inside."""
+
+    def __init__(self, host: HostGroup, ranks: Sequence[int], channel: int) -> None:
+        self.rank = list(ranks).index(host.group_rank)
+        self.size = len(ranks)
+        self._host = host
+        self._ranks = list(ranks)
+        self._channel = channel  # sets its messages apart from those of other transports of the group
+        self._open: list[WireMessage] = []
+
+    def connect(self) -> None:
+        """Open the connections now, not with the first message."""
+        for rank in self._ranks:
+            self._host.core.frd_wires_call(self._host.handle, rank)
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> WireMessage:
+        """Begin to send."""
+        return self._post(tensor, peer, tag, sends=True)
+
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> WireMessage:
+        """Begin to receive."""
+        return self._post(tensor, peer, tag, sends=False)
+
+    def _post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> WireMessage:
+        tag = -1 - (tag << 8 | self._channel)  # below 0: not a message of the user's
+        message = WireMessage(self._host, tensor, self._ranks[peer], tag, sends=sends)
+        self._open.append(message)
+        return message
+
+    def release(self) -> None:
+        """After a collective: give up what is still under way, which there is after an error only."""
+        messages, self._open = self._open, []
+        for message in messages:
+            message.release()
+
+    def group_rank(self, peer: int) -> int:
+        """The number of a rank in the whole group."""
+        return self._ranks[peer]
+
+
+class TorchMessage:
+    """A message of a torch process group."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def test(self) -> bool:
+        """Whether it is complete."""
+        return self._work.is_completed()
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until it is complete.  Gloo breaks its connections at the deadline."""
+        try:
+            self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise RankLate(f"torch's transport: {error}") from error
+
+
+class TorchTransport:
+    """Messages of a torch process group: Gloo for CPU tensors, NCCL for CUDA tensors."""
+
+    def __init__(self, group: Any) -> None:
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self._group = group
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> TorchMessage:
+        """Begin to send."""
+        return TorchMessage(self._group.send([tensor], peer, tag))
+
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> TorchMessage:
+        """Begin to receive."""
+        return TorchMessage(self._group.recv([tensor], peer, tag))

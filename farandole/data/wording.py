@@ -1,0 +1,35 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def short(number: int) -> str:
+    """`850`, `42 k`, `2.6 M`, `1.3 G`."""
+    if number < 1000:
+        return str(number)
+    if number < 10**6:
+        return f"{number / 1e3:.0f} k"
+    value, unit = _scaled(number / 1e6, 1000, ("M", "G", "T", "P", "E"))
+    return f"{value:,.1f} {unit}"
+
+
+def size(count: float) -> str:
+    """Bytes: `512 bytes`, `1.5 KiB`, `20.0 GiB`."""
+    if count < 1024:
+        return counted(int(count), "byte")
+    value, unit = _scaled(count / 1024, 1024, ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
+    return f"{value:,.1f} {unit}"
+
+
+def _scaled(value: float, base: int, units: tuple[str, ...]) -> tuple[float, str]:
+    """`value`, which counts the first unit, in the largest unit of which there is one."""
+    for unit in units[:-1]:
+        if value < base:
+            return value, unit
+        value /= base
+    return value, units[-1]

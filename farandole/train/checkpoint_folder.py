@@ -1,0 +1,76 @@
+"""What a checkpoint is on the disk, for whoever looks without torch.
+
+A checkpoint is a folder `step-000123` in `checkpoints/` of its run:
+
+    train.json           step, samples consumed, ranks, precision, loss scale, configuration: plain JSON
+    state/               torch distributed checkpoint: weights, optimizer, random generators of all ranks
+    model.safetensors    the weights alone
+    tokenizer.json
+
+A folder gets its name when all that is in it has been flushed, so that what has the name is whole, unless
+somebody copied or deleted a part.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STATE, WEIGHTS, FACTS, TOKENIZER = "state", "model.safetensors", "train.json", "tokenizer.json"
+STATE_INDEX = "state/.metadata"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, found, or continued from; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a checkpoint says about its run besides tensors."""
+
+    step: int
+    consumed: int
+    ranks: int
+    precision: str
+    loss_scale: float
+    good_steps: int
+    elapsed_s: float
+    config: dict[str, Any]
+
+
+def read_facts(folder: Path) -> Facts:
+    """The facts of checkpoint `folder`.  Raises `CheckpointError` where it is not a whole checkpoint."""
+    try:
+        return Facts(**json.loads((folder / FACTS).read_text()))
+    except OSError as error:
+        raise CheckpointError(f"{folder} is not a checkpoint: {FACTS}: {error.strerror}") from None
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{folder}: {FACTS} is damaged: {error}") from None
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    found = (run / "checkpoints").glob("step-*")
+    return sorted((path for path in found if path.name.removeprefix("step-").isdecimal()), key=step_of)
+
+
+def check_whole(folder: Path) -> None:
+    """Raise `CheckpointError` where a part of checkpoint `folder` is missing, naming the one before it."""
+    missing = [name for name in (FACTS, STATE_INDEX, WEIGHTS, TOKENIZER) if not (folder / name).is_file()]
+    if not missing:
+        return
+    before = [path for path in checkpoints(folder.parent.parent) if step_of(path) < step_of(folder)]
+    advice = f"; the checkpoint before it: {before[-1]}" if before else ""
+    raise CheckpointError(f"checkpoint {folder} is damaged: {', '.join(missing)} missing{advice}")
+
+
+def folder_name(step: int) -> str:
+    """What the checkpoint after `step` steps is called."""
+    return f"step-{step:06d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """After how many steps a checkpoint was made, by its name."""
+    return int(checkpoint.name.removeprefix("step-"))

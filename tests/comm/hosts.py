@@ -1,0 +1,31 @@
+"""Groups whose ranks say that they are on several hosts: all but the machine is real, connections too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from farandole.comm import Options, gathering
+
+
+@contextmanager
+def on_hosts(host_of: Sequence[int | str], rank: int) -> Iterator[None]:
+    """Groups made inside believe that rank r is on host `host_of[r]`."""
+    identity, name = gathering.host_identity, gathering.gethostname
+    gathering.host_identity = lambda: f"{identity()}-{host_of[rank]}"
+    name_here = host_of[rank] if isinstance(host_of[rank], str) else f"host{host_of[rank]}"
+    gathering.gethostname = lambda: name_here
+    try:
+        yield
+    finally:
+        gathering.host_identity, gathering.gethostname = identity, name
+
+
+def spanning_group(host_of: Sequence[int], rank: int, **options) -> dist.ProcessGroup:
+    """A group of the first ranks of the world, on hosts as said."""
+    with on_hosts(host_of, rank):
+        group = dist.new_group(list(range(len(host_of))), backend="farandole", pg_options=Options(**options))
+    assert rank >= len(host_of) or group._host.verdict is not None
+    return group

@@ -1,0 +1,194 @@
+"""What goes wrong between hosts is named on all of them, in the same words."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.namespaces import two_hosts, why_not
+from farandole.comm.addresses import own_address
+from tests.comm.jobs import Job, survivors_of
+
+LARGE = 6_000_000
+LAYOUTS = [[0, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 2]]
+
+
+def die(rank: int, size: int, tell: Callable, when: str) -> None:
+    dist.all_reduce(torch.ones(10))
+    if rank == size - 1:
+        tell("here")
+        if when == "before":
+            time.sleep(60)
+    for _ in range(1000):
+        dist.all_reduce(torch.ones(LARGE if when == "amid" else 5))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("when", ["before", "amid"])
+def test_a_killed_rank_is_named_on_all_hosts(layout, when):
+    with Job(len(layout), die, when, hosts=layout) as job:
+        victim = len(layout) - 1
+        job.hear(victim)
+        time.sleep(0.3)
+        since = job.kill(victim)
+        survivors_of(job, victim, since, "RankDied", "was waiting for it in all_reduce")
+
+
+def leave(rank: int, size: int, tell: Callable) -> None:
+    dist.all_reduce(torch.ones(10))
+    if rank == size - 1:
+        dist.destroy_process_group()
+        return
+    dist.all_reduce(torch.ones(10))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_rank_that_leaves_is_named(layout):
+    with Job(len(layout), leave, hosts=layout) as job:
+        since, victim = time.monotonic(), len(layout) - 1
+        survivors_of(
+            job,
+            victim,
+            since,
+            "RankLeft",
+            r"left the (default )?group \(it destroyed the group\)",
+            within_s=5.0,
+        )
+
+
+CALLS = {
+    "number of elements": (lambda: dist.all_reduce(torch.ones(5)), lambda: dist.all_reduce(torch.ones(6))),
+    "reduction": (
+        lambda: dist.all_reduce(torch.ones(5)),
+        lambda: dist.all_reduce(torch.ones(5), dist.ReduceOp.MAX),
+    ),
+    "root": (lambda: dist.broadcast(torch.ones(5), 0), lambda: dist.broadcast(torch.ones(5), 1)),
+    "type of elements": (
+        lambda: dist.broadcast(torch.ones(5), 0),
+        lambda: dist.broadcast(torch.ones(5).int(), 0),
+    ),
+    "operations": (lambda: dist.barrier(), lambda: dist.all_reduce(torch.ones(500_000))),
+}
+
+
+def differ(rank: int, size: int, tell: Callable, name: str, layout: list[int]) -> None:
+    dist.barrier()
+    CALLS[name][layout[rank] == 1]()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("layout", [[0, 1], [0, 0, 1, 1]], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_different_calls_of_two_hosts_are_named(name, layout):
+    with Job(len(layout), differ, name, layout, hosts=layout) as job:
+        ends = [job.end(rank) for rank in range(len(layout))]
+    assert {end.kind for end in ends} == {"CallMismatch"}, [end.trace for end in ends]
+    assert len({end.text for end in ends}) == 1  # the same words everywhere
+    assert re.search(
+        rf"rank \d \(process \d+ on host\d\) called .* where rank \d .* called .*{name}", ends[0].text
+    )
+
+
+def uneven(rank: int, size: int, tell: Callable) -> None:
+    sent = [3] * size
+    if rank == 0:
+        sent[size - 1] = 4
+    dist.all_to_all_single(torch.empty(3 * size), torch.ones(sum(sent)), [3] * size, sent)
+    dist.barrier()
+
+
+def test_uneven_exchanges_are_named():
+    with Job(2, uneven, hosts=[0, 1]) as job:
+        ends = [job.end(rank) for rank in range(2)]
+    assert {end.kind for end in ends} == {"CallMismatch"}, [end.trace for end in ends]
+    assert re.search(r"^rank 0 .* sends 4 elements to rank 1 .* expects 3", ends[0].text), ends[0].text
+
+
+def late(rank: int, size: int, tell: Callable) -> None:
+    dist.barrier()
+    if rank == size - 1:
+        tell("here")
+        time.sleep(6)
+    dist.all_reduce(torch.ones(5))
+
+
+@pytest.mark.parametrize("layout", [[0, 1], [0, 0, 1, 1]], ids=str)
+def test_a_late_rank_is_named_at_the_deadline(layout):
+    with Job(len(layout), late, hosts=layout, timeout_s=2) as job:
+        victim = len(layout) - 1
+        job.hear(victim)
+        survivors_of(job, victim, time.monotonic(), "RankLate", r"within 2 s", within_s=4.5)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+class TestNamespaces:
+    """Hosts with networks of their own."""
+
+    def test_collectives(self):
+        with two_hosts() as hosts, Job(4, agree, hosts=[0, 0, 1, 1], namespaces=hosts) as job:
+            assert [job.end(rank).text for rank in range(4)] == ["'10.0'"] * 4, [
+                job.end(r).trace for r in range(4)
+            ]
+
+    def test_a_link_that_goes_down_is_named(self):
+        with two_hosts() as hosts, Job(2, die, "amid", hosts=[0, 1], namespaces=hosts, timeout_s=10) as job:
+            job.hear(1)
+            time.sleep(0.5)
+            hosts[1].link("down")
+            ends = [job.end(rank, timeout_s=30) for rank in (0, 1)]
+        for rank, end in enumerate(ends):
+            assert end.kind == "RankLate", end.trace
+            other = hosts[1 - rank].name
+            assert re.search(rf"^rank {1 - rank} \(process \d+ on {other}\) did not", end.text), end.text
+            assert re.search(
+                rf"{other} has given no sign of life for \d+ s: it is down, or the link to it is", end.text
+            )
+
+
+def agree(rank: int, size: int, tell: Callable) -> str:
+    tensor = torch.full((2_000_000,), rank + 1.0)
+    dist.all_reduce(tensor)
+    dist.barrier()
+    return str(tensor.unique().item())
+
+
+def ports_of_this_process() -> list[int]:
+    sockets = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    ports = []
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        listens = fields[3] == "0A"
+        if listens and f"socket:[{fields[9]}]" in sockets:
+            ports.append(int(fields[1].split(":")[1], 16))
+    return ports
+
+
+def meet_strangers(rank: int, size: int, tell: Callable) -> float:
+    address = own_address(None, None)
+    hello = struct.pack("<Q32sii16x", 0x656C6F646E617261, b"0" * 32, 1, size)
+    for port in ports_of_this_process():
+        for words in (b"", b"GET / HTTP/1.1\r\n\r\n" * 5, bytes(64), hello, hello[:20]):
+            with socket.create_connection((address, port), timeout=5) as stranger:
+                stranger.sendall(words)
+                if len(words) >= 64:
+                    with contextlib.suppress(ConnectionResetError):
+                        assert stranger.recv(1) == b""  # hung up
+    tensor = torch.full((100_000,), rank + 1.0)
+    dist.all_reduce(tensor)
+    return tensor.unique().item()
+
+
+def test_strangers_are_not_let_in():
+    with Job(2, meet_strangers, hosts=[0, 1]) as job:
+        ends = [job.end(rank) for rank in (0, 1)]
+    assert [end.text for end in ends] == ["3.0", "3.0"], [end.trace for end in ends]

@@ -1,0 +1,226 @@
+"""A job on several hosts, started from one: network namespaces of this machine stand in for hosts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from farandole.launch.hosts import Host, is_here, parse_hosts, read_hostfile, spread
+from farandole.launch.placement import LaunchError
+from farandole.launch.remote import RemoteShell
+from tests.launch.jobs import all_ended, finish, ours, run, start, wait_for_lines, write
+
+HELLO = """
+import os, sys
+import farandole
+with farandole.init(*sys.argv[1:]) as runtime:
+    import torch
+    total = torch.ones(1) * (runtime.rank + 1)
+    runtime.comm.all_reduce(total)
+    network = os.readlink("/proc/self/ns/net")
+    row = (runtime.rank, runtime.size, runtime.local_rank, runtime.local_size, int(total), network)
+    sys.stdout.write("|".join(map(str, row)) + "\\n")
+"""
+
+WAIT = """
+import os, sys, time
+import farandole
+with farandole.init("gloo") as runtime:
+    runtime.comm.barrier()
+    with open(sys.argv[1] + "/pids", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    if sys.argv[2] == "raise" and runtime.rank == 2:
+        raise ValueError("on the other host")
+    time.sleep(100)
+"""
+
+
+@dataclass(frozen=True)
+class TwoHosts:
+    """Names of two network namespaces that are joined; jobs are started in the first."""
+
+    first: str
+    second: str
+
+    def ours(self, *arguments: str) -> list[str]:
+        """`farandole launch` on both: one rank on the first, two on the second."""
+        return [
+            *("ip", "netns", "exec", self.first, "env", "FARANDOLE_REMOTE_SHELL=ip netns exec"),
+            *ours("--hosts", f"localhost:1,{self.second}:2", *arguments),
+        ]
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[TwoHosts]:
+    if os.getuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the command ip (iproute2)")
+    number = uuid.uuid4().hex[:8]
+    pair = TwoHosts(f"farandole-{number}-a", f"farandole-{number}-b")
+    try:
+        try:
+            ip("netns", "add", pair.first)
+            ip("netns", "add", pair.second)
+            ends = ["to-b", "netns", pair.first, "type", "veth", "peer", "name", "to-a", "netns", pair.second]
+            ip("link", "add", *ends)
+            for name, device, address in (
+                (pair.first, "to-b", "10.0.0.1"),
+                (pair.second, "to-a", "10.0.0.2"),
+            ):
+                ip("-n", name, "address", "add", f"{address}/24", "dev", device)
+                ip("-n", name, "link", "set", device, "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+        yield pair
+    finally:
+        for name in (pair.first, pair.second):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
+def test_ranks_on_two_hosts_reduce(tmp_path, two_hosts, backend):
+    status, out, err = run(two_hosts.ours("--verbose", write(tmp_path, HELLO), backend))
+    assert status == 0, err
+    rows = sorted(line.split("|") for line in out.splitlines())
+    assert [row[:5] for row in rows] == [
+        ["0", "3", "0", "1", "6"],
+        ["1", "3", "0", "2", "6"],
+        ["2", "3", "1", "2", "6"],
+    ]
+    assert rows[0][5] != rows[1][5] == rows[2][5]
+    assert f"{two_hosts.second}: 2 ranks, started by ip netns exec {two_hosts.second} env" in err
+    assert f"{two_hosts.second}: 2 ranks on" in err
+
+
+def test_a_named_interface(tmp_path, two_hosts):
+    status, _, err = run(two_hosts.ours("--nics", "to-b", write(tmp_path, HELLO), "gloo"))
+    assert status == 2
+    assert f"on {two_hosts.second}: --network-interface to-b: this host" in err
+    assert "it has lo (127.0.0.1), to-a (10.0.0.2)" in err
+
+
+def test_a_failure_on_another_host_is_told_once(tmp_path, two_hosts):
+    status, _, err = run(two_hosts.ours(write(tmp_path, WAIT), str(tmp_path), "raise"))
+    assert status == 1
+    assert err.count("ValueError: on the other host") == 1
+    assert "rank 2 (pid" in err
+    assert err.splitlines()[-1] == f"the job ended on {two_hosts.second} with exit status 1"
+    assert all_ended([int(line) for line in wait_for_lines(tmp_path / "pids", 3)])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_runs_on_when_the_job_is_stopped(tmp_path, two_hosts, number):
+    job = start(two_hosts.ours(write(tmp_path, WAIT), str(tmp_path), "wait"))
+    pids = [int(line) for line in wait_for_lines(tmp_path / "pids", 3)]
+    os.kill(job.pid, number)
+    _, _, err = finish(job)
+    if number == signal.SIGINT:
+        assert job.returncode == 128 + number
+        assert err.splitlines()[-1] == "stopped by Ctrl-C (SIGINT)"
+        assert err.count("stopped by") == 1
+    assert all_ended(pids)
+
+
+def test_names_of_this_host_need_no_remote_shell(tmp_path):
+    command = ours("-np", "3", "-H", "localhost:2,127.0.0.1:2", write(tmp_path, HELLO), "gloo")
+    status, out, err = run(command, FARANDOLE_REMOTE_SHELL="false")
+    assert status == 0, err
+    assert sorted(line.split("|")[:5] for line in out.splitlines()) == [
+        ["0", "3", "0", "2", "6"],
+        ["1", "3", "1", "2", "6"],
+        ["2", "3", "0", "1", "6"],
+    ]
+
+
+def test_a_host_that_cannot_be_reached(tmp_path):
+    shell = write(tmp_path, "#!/bin/sh\necho no route to $1 >&2\nexit 255\n", "shell")
+    Path(shell).chmod(0o755)
+    started = time.monotonic()
+    status, _, err = run(ours("-H", "localhost,far-away", "--remote-shell", shell, write(tmp_path, HELLO)))
+    assert status == 255
+    assert "no route to far-away" in err
+    assert "the remote shell could not reach far-away" in err
+    assert time.monotonic() - started < 30
+
+
+def test_a_host_without_this_python(tmp_path):
+    shell = write(tmp_path, '#!/bin/sh\nshift 3\nexec env /no/such/python "$@"\n', "shell")
+    Path(shell).chmod(0o755)
+    status, _, err = run(ours("-H", "bare", "--remote-shell", shell, write(tmp_path, HELLO)))
+    assert status == 127
+    assert f"bare has no {sys.executable}: the hosts of a job need the same Python" in err
+
+
+def test_hosts_that_do_not_come_in_time(tmp_path):
+    shell = write(tmp_path, "#!/bin/sh\nexec cat > /dev/null\n", "shell")
+    Path(shell).chmod(0o755)
+    command = ours("-H", "localhost,slow", "--start-timeout", "1", write(tmp_path, HELLO))
+    status, _, err = run(command, FARANDOLE_REMOTE_SHELL=shell)
+    assert status == 2
+    assert "not here after 1 s: node 1" in err
+
+
+def test_a_remote_shell_that_does_not_exist(tmp_path):
+    status, _, err = run(ours("-H", "far-away", "--remote-shell", "no-such-shell", write(tmp_path, HELLO)))
+    assert status == 2
+    assert "cannot run 'no-such-shell' to reach far-away: No such file or directory" in err
+
+
+def test_a_hostfile(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# the cluster\nnode0 slots=4\n\nnode1:2  # the small one\nnode2\n")
+    hosts = read_hostfile(file)
+    assert hosts == [Host("node0", 4), Host("node1", 2), Host("node2", 1)]
+    assert spread(hosts, None) == hosts
+    assert spread(hosts, 5) == [Host("node0", 4), Host("node1", 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:0", "'a:0' is not HOST:SLOTS"),
+        ("a:2,,b", "'' is not HOST:SLOTS"),
+        ("-oProxyCommand=x:2", "is not HOST:SLOTS"),
+        ("a:2,a:3", "named twice: a"),
+    ],
+)
+def test_hosts_that_are_not(text, message):
+    with pytest.raises(LaunchError, match=message):
+        parse_hosts(text)
+
+
+def test_too_many_ranks_for_the_hosts():
+    with pytest.raises(LaunchError, match=r"--ranks 7: the hosts have 6 slots together \(a:4, b:2\)"):
+        spread(parse_hosts("a:4,b:2"), 7)
+
+
+def test_this_host():
+    assert is_here("localhost")
+    assert is_here("127.0.0.1")
+    assert not is_here("192.0.2.77")  # an address for documentation: nobody has it
+
+
+def test_ssh_gets_its_options():
+    words = RemoteShell("ssh", 2222, Path("/keys/id")).reach("node1", ["env", "A=b c", "python"])
+    assert words == [
+        *("ssh", "-o", "BatchMode=yes", "-p", "2222", "-i", "/keys/id", "node1"),
+        *("env", "'A=b c'", "python"),
+    ]
+    with pytest.raises(LaunchError, match="--remote-shell is empty"):
+        RemoteShell("").reach("node1", ["true"])
+    with pytest.raises(LaunchError, match="the remote shell is 'rsh'"):
+        RemoteShell("rsh", 2222).reach("node1", ["true"])

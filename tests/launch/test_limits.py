@@ -1,0 +1,109 @@
+"""What a host cannot start is refused, what is unwise is said, and a kill for lack of memory is told as one."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from farandole.launch.cgroup import MOUNT
+from farandole.launch.limits import advice
+from tests.launch.jobs import ours, run, write
+
+EAT = """
+import os
+import farandole
+with farandole.init() as runtime:
+    if runtime.rank == 1:
+        eaten = [b"x" * (1 << 24) for _ in range(64)]  # a GiB
+    runtime.comm.barrier()
+"""
+
+KILL = """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group of 700 MiB in which nothing runs yet."""
+    first_version = MOUNT / "memory"
+    group = (first_version if first_version.is_dir() else MOUNT) / f"farandole-test-{uuid.uuid4().hex[:8]}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory control group can be made here: {error}")
+    try:
+        limit = group / ("memory.limit_in_bytes" if first_version.is_dir() else "memory.max")
+        if not limit.exists():
+            pytest.skip("the control groups here do not limit memory")
+        limit.write_text(str(700 * MIB))
+        yield group
+    finally:
+        group.rmdir()
+
+
+def inside(group: Path, *command: str) -> list[str]:
+    return ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command]
+
+
+def test_a_rank_that_the_kernel_killed_for_memory(tmp_path, memory_group):
+    status, _, err = run(inside(memory_group, *ours("-n", "2", write(tmp_path, EAT))))
+    assert status == 128 + 9
+    assert "was killed by SIGKILL\nThe kernel killed it because memory ran out" in err
+
+
+def test_a_rank_that_somebody_killed(tmp_path, memory_group):
+    status, _, err = run(inside(memory_group, *ours("-n", "2", write(tmp_path, KILL))))
+    assert status == 128 + 9
+    assert "Somebody sent it (kill -9)" in err
+
+
+def test_the_memory_of_a_control_group_limits_the_ranks(tmp_path, memory_group):
+    status, _, err = run(inside(memory_group, *ours("-n", "16", write(tmp_path, ""))))
+    assert status == 2
+    assert "--ranks 16: they need 2.2 GiB of memory for Python and torch alone (140 MiB each)" in err
+    assert "--ranks 4 is the most that fits now" in err
+
+
+@pytest.mark.parametrize(
+    ("limit", "ranks", "message"),
+    [
+        ("ulimit -n 100", "60", "may open 100 files (ulimit -n); --ranks 36 is the most that fits now"),
+        ("true", "1000000", "of memory for Python and torch alone"),
+    ],
+)
+def test_more_ranks_than_can_be_started(tmp_path, limit, ranks, message):
+    shell = ["sh", "-c", f'{limit} && exec "$@"', "sh"]
+    status, out, err = run([*shell, *ours("-n", ranks, write(tmp_path, ""))])
+    assert status == 2
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_crowd_is_warned_of():
+    assert advice(8, 2) is None
+    warning = advice(100, 2)
+    assert warning is not None
+    assert warning.startswith(
+        "warning: 100 ranks on 2 cores take about 100 s to start and 13.7 GiB of memory"
+    )
+    assert warning.endswith("--ranks 2 uses every core")
+
+
+def test_a_crowd_runs_with_its_warning(tmp_path):
+    ranks = str(4 * (os.cpu_count() or 1) + 1)
+    if int(ranks) > 17:
+        pytest.skip("too many processes for a quick test")
+    status, out, err = run(ours("-n", ranks, write(tmp_path, "import os\nprint(os.environ['RANK'])\n")))
+    assert status == 0
+    assert sorted(map(int, out.split())) == list(range(int(ranks)))
+    assert "more ranks than cores: they take turns\nwarning: " in err

@@ -1,0 +1,60 @@
+"""A run on a disk that fills up: one line that says so, nothing half-written, and a way to go on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.train.command import Command, only_run
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small disk of its own, on which one checkpoint of the preset tiny has room and two have not."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("only root can mount a small disk, on Linux")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1300k", "farandole-test", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount a small disk here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_said_in_a_line_and_a_run_goes_on_when_there_is_room(
+    tmp_path: Path, disk: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    words = ("data.path=text.txt", "data.cache=cache", "out=disk", "precision=fp32")
+    command = Command(tmp_path, "train", "tiny", *words, "steps=10", "checkpoint.every=5")
+    assert command.end() == 1, command.output
+    run = only_run(disk)
+    saved = Path("disk") / run.name / "checkpoints" / "step-000005"
+    assert f"{saved.with_name('step-000010')}: no space left on the disk (about " in command.output
+    assert f" free); the last good one is {saved}\n" in command.output
+    assert f"step-000005 is saved; to go on: farandole train --resume disk/{run.name}\n" in command.output
+    assert "Traceback" not in command.output
+    assert not list(disk.rglob("*.tmp"))
+
+    subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
+    command = Command(tmp_path, "train", "--resume", "disk", "steps=11")
+    assert command.end() == 0, command.output
+    assert "going on after step 5" in command.output
+
+
+def test_a_run_that_saves_nothing_says_so(tmp_path: Path, disk: Path) -> None:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    (disk / "ballast").write_bytes(b"x" * 900_000)
+    words = ("data.path=text.txt", "data.cache=cache", "out=disk/runs", "precision=fp32")
+    command = Command(tmp_path, "train", "tiny", *words, "steps=5", "checkpoint.every=0", "--ranks", "1")
+    assert command.end() == 1, command.output
+    run = Path("disk/runs") / only_run(disk / "runs").name
+    assert "there is none before it" in command.output
+    assert command.output.endswith(f"nothing is saved: run {run} ended before its first checkpoint\n")

@@ -1,0 +1,47 @@
+"""What does not fit is refused with what would."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from farandole.train.config import ConfigError, load_config
+from farandole.train.memory import COPIED_BYTES, TRAINED_BYTES, _group_limit, available_bytes, check_memory
+
+EACH = TRAINED_BYTES + COPIED_BYTES
+
+
+def test_a_model_that_fits_is_not_refused() -> None:
+    check_memory(load_config("default"), 2)
+
+
+def test_the_widest_that_fits_is_named() -> None:
+    config = load_config("tiny", ["model.width=1000000", "model.heads=4"])
+    with pytest.raises(ConfigError) as error:
+        check_memory(config, 3)
+    assert "makes 24.0 T parameters, which need 1.8 PiB on 3 ranks (" in str(error.value)
+    found = re.search(
+        r"this host has [\d.]+ [MGT]iB; nearest that fits: model.width=(\d+)$", str(error.value)
+    )
+    assert found
+    width = int(found[1])
+    near = load_config("tiny", [f"model.width={width}", "model.heads=4"])
+    check_memory(near, 3)
+    assert EACH * 3 * near.model.gpt().parameters == pytest.approx(0.8 * available_bytes(), rel=0.2)
+
+
+def test_where_no_width_fits_something_else_is_advised() -> None:
+    with pytest.raises(ConfigError, match="fewer ranks, model.layers or model.vocabulary need less"):
+        check_memory(load_config("tiny", ["model.layers=10000000000"]), 2)
+
+
+def test_a_control_group_may_leave_less(tmp_path: Path) -> None:
+    assert _group_limit(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("300000\n")
+    (tmp_path / "memory.stat").write_text("anon 100000\nactive_file 50000\ninactive_file 150000\n")
+    assert _group_limit(tmp_path) == 900_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _group_limit(tmp_path) is None
