@@ -19,6 +19,7 @@ LEVELS = [
     {"parallel", "memory"},
     {"train", "serve", "edge", "learn", "launch"},
     {"horovod"},
+    {"bench"},
     {"cli"},
     {"__main__"},
 ]

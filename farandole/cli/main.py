@@ -10,6 +10,7 @@ import sys
 import typer
 
 from farandole import __version__
+from farandole.cli.bench import app as bench
 from farandole.cli.generate import generate
 from farandole.cli.info import info
 from farandole.cli.launch import LaunchCommand, launch
@@ -22,6 +23,7 @@ HELP = """Parallel computing on PyTorch, on a laptop's cores or on a cluster.
   farandole train                           train a language model on 2 ranks
   farandole generate runs --prompt "def"    let it write
   farandole launch --ranks 4 script.py      run your own program on 4 ranks
+  farandole bench training                  images per second of a ResNet
   farandole info                            what this machine offers
 
 COMMAND --help says more about each, with examples.
@@ -41,6 +43,7 @@ app.command(cls=Command)(generate)
 # Options end where the program begins: what follows belongs to the program.
 app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})(launch)
 app.command(cls=Command)(info)
+app.add_typer(bench, name="bench")
 
 
 @app.callback(invoke_without_command=True)

@@ -1,0 +1,98 @@
+"""Accuracy over epochs and over time of parameter servers, with one slow worker among four.
+
+    python -m benchmarks.parameter_server
+
+Runs labs/parameter_server_digits.py (which needs scikit-learn) and draws docs/pictures/parameter_server.png.  A batch
+takes every worker 4 ms more than its computation, and the last worker another 12: time asleep, so that
+the figure shows the waiting between workers and not how many of them share a core.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.ticker import PercentFormatter
+
+from benchmarks.measure import save
+from farandole.launch.local import launch
+
+ROOT = Path(__file__).parent.parent
+LAB = ROOT / "labs" / "parameter_server_digits.py"
+PICTURE = ROOT / "docs" / "pictures" / "parameter_server.png"
+WORKERS, STALENESS, EPOCHS, WORK_MS, STRAGGLER_MS = 4, 3, 8, 4, 12
+STYLES = {
+    "sync": ("#0b6e4f", "synchronous"),
+    "async": ("#c8553d", "asynchronous"),
+    "ssp": ("#3d5a80", f"asynchronous, staleness {STALENESS}"),
+}
+
+
+def main() -> None:
+    """Run, keep the points, draw."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "curves.json")
+        numbers = {
+            "--staleness": STALENESS,
+            "--epochs": EPOCHS,
+            "--work": WORK_MS,
+            "--straggler": STRAGGLER_MS,
+            "--json": path,
+        }
+        words = [str(word) for pair in numbers.items() for word in pair]
+        status = launch(str(LAB), words, ranks=WORKERS + 1, pin=False)
+        if status:
+            sys.exit(status)
+        curves = json.loads(path.read_text())
+    settings = {
+        "workers": WORKERS,
+        "staleness": STALENESS,
+        "work_ms": WORK_MS,
+        "straggler_ms": STRAGGLER_MS,
+    }
+    print(f"written to {save('parameter-server', {**settings, 'curves': curves})}")
+    draw(curves, PICTURE)
+    print(f"drawn to {PICTURE}")
+
+
+def draw(curves: dict[str, Any], path: Path) -> None:
+    """Accuracy over epochs on the left, over seconds on the right."""
+    figure, axes = plt.subplots(1, 2, figsize=(10.4, 4.0), sharey=True, layout="constrained")
+    for axis, key, label in zip(
+        axes, ("epochs", "seconds"), ("epochs (of all workers together)", "seconds"), strict=True
+    ):
+        for name, (colour, words) in STYLES.items():
+            *own, end = curves[name]
+            axis.plot(
+                [p[key] for p in own],
+                [p["accuracy"] for p in own],
+                "-o",
+                color=colour,
+                markersize=4,
+                label=words,
+            )
+            # from here on only slower workers train
+            tail = [own[-1], end]
+            axis.plot([p[key] for p in tail], [p["accuracy"] for p in tail], ":", color=colour)
+            axis.plot(end[key], end["accuracy"], "o", color=colour, markerfacecolor="white", markersize=6)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xlim(left=0)
+    axes[0].set_ylabel("accuracy on test digits")
+    axes[0].set_ylim(0, 1)
+    axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes[1].legend(frameon=False, loc="lower right", title="dotted: only slower workers still train")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

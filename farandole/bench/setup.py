@@ -1,0 +1,90 @@
+"""What a training benchmark is asked to do, refused where it cannot be done before a rank starts."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from farandole.models.resnet import STRIDE, resnet_config
+
+PRECISIONS = ("fp32", "bf16")
+
+
+class BenchError(ValueError):
+    """A benchmark cannot be run as asked; the message names the option and what works."""
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """One training benchmark: the model, the work of each rank, and how gradients are reduced.
+
+    `batch_size` images of `image_size` x `image_size` per rank and step; `num_iters` figures, each of
+    `num_batches_per_iter` steps, after `num_warmup_batches` steps.  `json` is where rank 0 writes the result.
+    """
+
+    framework: str = "pytorch"
+    model: str = "resnet50"
+    batch_size: int = 32
+    image_size: int = 224
+    num_warmup_batches: int = 10
+    num_batches_per_iter: int = 10
+    num_iters: int = 10
+    precision: str = "fp32"
+    engine: str = "farandole"
+    fp16_allreduce: bool = False
+    efficiency: bool = False
+    json: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The model as its authors spell it."""
+        return self.model.replace("resnet", "ResNet")
+
+    def check(self) -> None:
+        """Raise `BenchError` for what no framework could do."""
+        try:
+            resnet_config(self.model)
+        except ValueError as error:
+            raise BenchError(f"--model {self.model}: {error}") from None
+        one_of("--precision", self.precision, PRECISIONS)
+        for option, number, least in (
+            ("--batch-size", self.batch_size, 1),
+            ("--num-warmup-batches", self.num_warmup_batches, 0),
+            ("--num-batches-per-iter", self.num_batches_per_iter, 1),
+            ("--num-iters", self.num_iters, 1),
+        ):
+            if number < least:
+                raise BenchError(f"{option} {number}: at least {least}")
+        if self.image_size < STRIDE:
+            raise BenchError(
+                f"--image-size {self.image_size}: a ResNet shrinks an image {STRIDE} times, so it needs at least "
+                f"{STRIDE} x {STRIDE} pixels"
+            )
+        if self.batch_size == 1 and self.image_size == STRIDE:
+            raise BenchError(
+                f"--batch-size 1 with --image-size {STRIDE} leaves one value per channel, which batch normalisation "
+                f"cannot normalise; use 2 images or a larger one"
+            )
+        if self.json is not None and (folder := Path(self.json).absolute().parent) and not folder.is_dir():
+            raise BenchError(f"--json {self.json}: there is no folder {folder}")
+
+    def dump(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def load(text: str) -> TrainingSetup:
+        """From JSON."""
+        return TrainingSetup(**json.loads(text))
+
+
+def one_of(option: str, asked: str, known: Iterable[str]) -> None:
+    """Raise `BenchError`, with the nearest, if `asked` is not among `known`."""
+    names = list(known)
+    if asked not in names:
+        nearest = difflib.get_close_matches(asked, names, 1)
+        hint = f"; nearest: {nearest[0]}" if nearest else ""
+        raise BenchError(f"{option} {asked}{hint} (there are {', '.join(names)})")

@@ -1,0 +1,188 @@
+"""The synthetic training benchmark: images per second of a ResNet across ranks, and its scaling efficiency.
+
+Under our own launcher it is a module to run, `python -m farandole.bench.training SETUP`; under another one
+every rank calls `run` itself.
+
+All ranks meet before each figure, and the slowest rank's time counts: a rank that is done early has to wait for
+the others anyway.  Efficiency compares with the same training without communication, in two ways that take
+turns with the figures themselves, because what is measured minutes apart on a shared machine cannot be compared:
+
+- *apart*: all ranks train at once, each for itself.  They are as busy and share caches, memory and clock
+  frequency as they do together, so this ratio is what communication costs, and nothing else.
+- *alone*: only rank 0 trains, on its own share of the cores, while the others sleep.  This ratio is what the
+  user of one rank gains by starting more; it also has what the machine loses when all its cores work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import farandole
+from farandole.bench.frameworks import Training, find_framework
+from farandole.bench.setup import TrainingSetup
+from farandole.launch.runtime import Runtime
+
+TIMEOUT_S = 3600.0
+"""For how long ranks wait for one that still computes."""
+
+CONFIDENCE = 1.96
+"""Standard deviations to each side that hold 95 % of a normal distribution."""
+
+
+@dataclass
+class Figures:
+    """Images per second of one rank, one figure for each iteration."""
+
+    values: list[float] = field(default_factory=list)
+
+    @property
+    def mean(self) -> float:
+        """Over the iterations."""
+        return statistics.fmean(self.values)
+
+    @property
+    def spread(self) -> float:
+        """Half the width of the interval that holds 95 % of the iterations."""
+        return CONFIDENCE * statistics.pstdev(self.values)
+
+
+def run(setup: TrainingSetup) -> None:
+    """Measure, as one rank of the job that this process is in; rank 0 reports."""
+    with farandole.init(timeout_s=TIMEOUT_S) as runtime:
+        _Benchmark(setup, runtime).run()
+
+
+class _Benchmark:
+    def __init__(self, setup: TrainingSetup, runtime: Runtime) -> None:
+        self.setup = setup
+        self.runtime = runtime
+        self.framework = find_framework(setup.framework)
+        self.figures: dict[str, Figures] = {}
+
+    def run(self) -> None:
+        setup, ranks = self.setup, self.runtime.size
+        self.say(f"Model: {setup.title}")
+        self.say(f"Batch size: {setup.batch_size}")
+        self.say(f"Number of ranks: {ranks}")
+        trainings = self.trainings()
+        contenders = self.contenders(trainings)
+        self.figures = {name: Figures() for name in contenders}
+        self.say("Running warmup...")
+        for contender in contenders.values():
+            self.runtime.comm.barrier()
+            contender(setup.num_warmup_batches)
+        self.say("Running benchmark...")
+        for number in range(setup.num_iters):
+            for name, contender in contenders.items():
+                self.figures[name].values.append(self.measure(name, contender))
+            self.say(f"Iter #{number}: {self.figures['together'].values[-1]:.1f} img/sec per rank")
+        for training in trainings.values():
+            training.close()
+        self.report()
+
+    def trainings(self) -> dict[str, Training]:
+        """By how the ranks train."""
+        build = self.framework.build
+        trainings = {"together": build(self.setup, self.runtime, self.setup.engine)}
+        if self.setup.efficiency:
+            trainings["apart"] = build(self.setup, self.runtime, "alone")
+        return trainings
+
+    def contenders(self, trainings: dict[str, Training]) -> dict[str, Callable[[int], None]]:
+        """What takes turns on this rank, each a function of the number of steps."""
+
+        def steps(training: Training) -> Callable[[int], None]:
+            def many(count: int) -> None:
+                for _ in range(count):
+                    training.step()
+                training.finish()
+
+            return many
+
+        contenders = {name: steps(training) for name, training in trainings.items()}
+        if self.setup.efficiency:
+            contenders["alone"] = contenders["apart"] if self.runtime.rank == 0 else lambda _: None
+        return contenders
+
+    def measure(self, name: str, contender: Callable[[int], None]) -> float:
+        """Images per second of a rank in one iteration, the same on all ranks."""
+        comm = self.runtime.comm
+        comm.barrier()
+        started = time.perf_counter()
+        contender(self.setup.num_batches_per_iter)
+        seconds = time.perf_counter() - started
+        images = self.setup.batch_size * self.setup.num_batches_per_iter
+        if name == "apart":  # nobody waits for anybody: the mean of the ranks
+            speed = torch.tensor([images / seconds], dtype=torch.float64)
+            comm.all_reduce(speed, "avg")
+            return float(speed)
+        slowest = torch.tensor([seconds], dtype=torch.float64)
+        comm.all_reduce(slowest, "max")
+        return images / float(slowest)
+
+    def report(self) -> None:
+        ranks, together = self.runtime.size, self.figures["together"]
+        self.say(f"Img/sec per rank: {together.mean:.1f} +-{together.spread:.1f}")
+        self.say(
+            f"Total img/sec on {ranks} rank(s): {ranks * together.mean:.1f} +-{ranks * together.spread:.1f}"
+        )
+        if self.setup.efficiency:
+            apart, alone = self.figures["apart"].mean, self.figures["alone"].mean
+            self.say(
+                f"Scaling efficiency on {ranks} rank(s): {together.mean / apart:.1%} of ranks that do not "
+                f"communicate ({apart:.1f} img/sec each), {together.mean / alone:.1%} of one rank alone ({alone:.1f})"
+            )
+        if self.setup.json is not None and self.runtime.rank == 0:
+            Path(self.setup.json).write_text(json.dumps(self.result(), indent=1) + "\n")
+
+    def result(self) -> dict[str, Any]:
+        """All that was measured, and on what."""
+        ranks, means = self.runtime.size, {name: figures.mean for name, figures in self.figures.items()}
+        result: dict[str, Any] = {
+            "machine": machine(),
+            "launcher": self.runtime.launcher,
+            "device": str(self.runtime.device),
+            "threads_per_rank": torch.get_num_threads(),
+            "ranks": ranks,
+            "setup": {key: value for key, value in asdict(self.setup).items() if key != "json"},
+            "images_per_second_per_rank": {name: figures.values for name, figures in self.figures.items()},
+            "mean": means["together"],
+            "spread": self.figures["together"].spread,
+            "total": ranks * means["together"],
+        }
+        if self.setup.efficiency:
+            result["efficiency"] = {name: means["together"] / means[name] for name in ("apart", "alone")}
+        return result
+
+    def say(self, line: str) -> None:
+        if self.runtime.rank == 0:
+            print(line, flush=True)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "farandole": farandole.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+if __name__ == "__main__":
+    run(TrainingSetup.load(sys.argv[1]))

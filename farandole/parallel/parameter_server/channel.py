@@ -1,0 +1,125 @@
+"""The wire between one worker and one server: small headers, and the buffers that follow some of them.
+
+Every pair of a worker and a server has a group of its own, of two ranks.  A group of the backend breaks as a
+whole when one of its ranks dies; so a death is known to exactly those who talked to the dead, and breaks
+nothing between the living.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farandole.comm.communicator import Communicator
+from farandole.parallel.parameter_server.layout import Buffers
+
+TEXT_BYTES = 1024
+PATIENCE_S = 0.5
+
+
+class Kind(IntEnum):
+    """What a message is for.  Worker to server:"""
+
+    HELLO = 1  # `number`: a fingerprint of the session
+    PULL = 2  # asks for the parameters, when this worker may have them
+    PUSH = 3  # which pieces have a gradient, and the gradients; `version` of the parameters they are of; `weight`
+    PARAMETERS = 4  # these: the answer to WANTED, and that of a server to PULL and FINISH
+    FINISH = 5  # no more gradients; asks for the parameters when all workers have finished
+    ALIVE = 6  # the answer to WAIT
+    LEAVE = 7  # everything has arrived
+    LOST = 8  # another server is lost; a text says which
+    # Server to worker:
+    WELCOME = 9
+    REFUSED = 10  # a text says why
+    WANTED = 11  # send me your parameters: they are the first
+    WAIT = 12  # not yet
+
+
+@dataclass(frozen=True)
+class Header:
+    """What every message begins with."""
+
+    kind: Kind
+    number: int = 0
+    version: int = 0
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a session is to be, which all ranks must mean alike: in words, and a number of 48 bits for all of it."""
+
+    summary: str
+    fingerprint: int
+
+
+class Channel:
+    """One end of the wire.  All calls raise RuntimeError if the other end is gone, or late."""
+
+    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
+        self.peer = peer
+        """The rank at the other end, in the communicator of the parameter server."""
+        self._comm = Communicator(group)
+        self._other = 1 - self._comm.rank
+        self._posted: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, header: Header, tensors: Iterable[Tensor] = ()) -> None:
+        """Send a header and tensors; returns when they may be changed."""
+        for tensor in (_pack(header), *tensors):
+            self._comm.send(tensor, self._other)
+
+    def post(self, header: Header, tensors: Iterable[Tensor] = ()) -> None:
+        """Begin to send them.  The other end has received what was posted before when it asks again."""
+        self._posted = [(work, tensor) for work, tensor in self._posted if not work.is_completed()]
+        for tensor in (_pack(header), *tensors):
+            work = dist.isend(tensor, group=self._comm.group, group_dst=self._other)
+            assert work is not None  # this rank is in the group
+            self._posted.append((work, tensor))
+
+    def receive(self) -> Header:
+        """The next header, at the latest when the timeout of the group has passed."""
+        fields = torch.empty(4, dtype=torch.float64)
+        self._comm.recv(fields, self._other)
+        kind, number, version, weight = fields.tolist()
+        return Header(Kind(int(kind)), int(number), int(version), weight)
+
+    def receive_into(self, tensors: Iterable[Tensor]) -> None:
+        """The tensors that follow a header."""
+        for tensor in tensors:
+            self._comm.recv(tensor, self._other)
+
+    def send_text(self, kind: Kind, text: str) -> None:
+        """Send a header and a text."""
+        data = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES)
+        self.send(Header(kind), [torch.frombuffer(bytearray(data), dtype=torch.uint8)])
+
+    def receive_text(self) -> str:
+        """The text that follows a header."""
+        data = torch.empty(TEXT_BYTES, dtype=torch.uint8)
+        self.receive_into([data])
+        return bytes(data.tolist()).decode(errors="replace").strip()
+
+    def abandon(self, note: str) -> None:
+        """Leave in a hurry: the other end is told why, and calls under way in other threads return."""
+        leave = getattr(self._comm.group, "abandon", None)
+        if leave is not None:
+            leave(note, PATIENCE_S)
+
+    def close(self) -> None:
+        """Give the memory of the group back."""
+        self._posted.clear()
+        dist.destroy_process_group(self._comm.group)
+
+
+def _pack(header: Header) -> Tensor:
+    return torch.tensor([header.kind, header.number, header.version, header.weight], dtype=torch.float64)
+
+
+def in_order(buffers: Buffers) -> list[Tensor]:
+    """The buffers in the order in which they are sent, which is that of `Packing` on both sides."""
+    return list(buffers.values())

@@ -1,0 +1,83 @@
+"""Which server keeps which part of the parameters, and how that part lies in flat buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PARTS_PER_SERVER = 4
+"""Tensors are split until none is larger than a server's share divided by this: so shares differ by less."""
+
+SMALLEST_BYTES = 1 << 16
+"""Nothing smaller is split: it would be more messages for nothing."""
+
+Buffers = dict[torch.dtype, Tensor]
+"""Flat memory for the pieces of one server, one tensor for each type of elements."""
+
+
+@dataclass(frozen=True, order=True)
+class Piece:
+    """The elements `start` to `stop` of a flattened parameter, or all of it."""
+
+    parameter: int
+    start: int
+    stop: int
+    whole: bool
+
+
+def divide(parameters: Sequence[Tensor], servers: int, *, split: bool = True) -> list[list[Piece]]:
+    """The pieces of every server, about equally many bytes for each.
+
+    The largest piece goes first, to the server that has least.  Without `split` every tensor stays whole, and so
+    does one that is not contiguous.  Every rank computes the same from the same parameters.
+    """
+    share = sum(parameter.nbytes for parameter in parameters) / servers
+    limit = max(SMALLEST_BYTES, share / PARTS_PER_SERVER) if split and servers > 1 else math.inf
+    pieces = []
+    for index, parameter in enumerate(parameters):
+        parts = max(1, math.ceil(parameter.nbytes / limit)) if parameter.is_contiguous() else 1
+        bounds = [parameter.numel() * part // parts for part in range(parts + 1)]
+        pieces += [
+            Piece(index, start, stop, whole=parts == 1)
+            for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+        ]
+    taken: list[list[Piece]] = [[] for _ in range(servers)]
+    loads = [0] * servers
+    sizes = {piece: (piece.stop - piece.start) * parameters[piece.parameter].itemsize for piece in pieces}
+    for piece in sorted(pieces, key=lambda piece: (-sizes[piece], piece)):
+        lightest = loads.index(min(loads))
+        taken[lightest].append(piece)
+        loads[lightest] += sizes[piece]
+    return [sorted(share) for share in taken]
+
+
+class Packing:
+    """How the pieces of one server lie in its buffers: one after the other, by type."""
+
+    def __init__(self, pieces: Sequence[Piece], parameters: Sequence[Tensor]) -> None:
+        self.pieces = list(pieces)
+        self._places: list[tuple[torch.dtype, slice, tuple[int, ...]]] = []
+        self._sizes: dict[torch.dtype, int] = {}
+        for piece in self.pieces:
+            parameter = parameters[piece.parameter]
+            start = self._sizes.get(parameter.dtype, 0)
+            stop = start + piece.stop - piece.start
+            self._sizes[parameter.dtype] = stop
+            shape = tuple(parameter.shape) if piece.whole else (piece.stop - piece.start,)
+            self._places.append((parameter.dtype, slice(start, stop), shape))
+
+    def buffers(self) -> Buffers:
+        """New memory, all zero."""
+        return {dtype: torch.zeros(size, dtype=dtype) for dtype, size in self._sizes.items()}
+
+    def views(self, buffers: Mapping[torch.dtype, Tensor]) -> list[Tensor]:
+        """The pieces as parts of the buffers: a whole parameter has its shape, a part of one is flat."""
+        return [buffers[dtype][place].view(shape) for dtype, place, shape in self._places]
+
+    def part(self, piece: Piece, tensor: Tensor) -> Tensor:
+        """What `piece` is of its parameter, or of a tensor of the same shape; a copy where it is not contiguous."""
+        return tensor if piece.whole else tensor.reshape(-1)[piece.start : piece.stop]

@@ -1,0 +1,124 @@
+"""Who serves and who trains."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import TracebackType
+from typing import Literal
+
+import torch.distributed as dist
+from torch import nn
+
+from farandole.comm.communicator import Communicator
+from farandole.parallel.parameter_server.channel import Channel
+from farandole.parallel.parameter_server.session import Session
+from farandole.parallel.parameter_server.shard import MakeOptimizer
+
+Mode = Literal["sync", "async"]
+
+
+class ParameterServer:
+    """The first `servers` ranks of `comm` keep parameters, the others train.
+
+    Made and used by all ranks alike; it serves one session after the other.
+
+    timeout_s: for how long, in seconds, a worker may compute between two calls, and a server be silent.
+
+    Raises ValueError where the ranks do not suffice.
+    """
+
+    def __init__(self, comm: Communicator, servers: int = 1, *, timeout_s: float = 600.0) -> None:
+        if not 1 <= servers < comm.size:
+            raise ValueError(
+                f"servers={servers} of {comm.size} ranks: there is at least one server and at least one worker"
+                + ("; start more ranks" if comm.size < 2 else f", so servers is 1 to {comm.size - 1}")
+            )
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s={timeout_s:g}: a time to wait is more than 0 seconds")
+        self.rank = comm.rank
+        self.servers = list(range(servers))
+        """The ranks that keep parameters."""
+        self.workers = list(range(servers, comm.size))
+        """The ranks that train."""
+        self.timeout_s = timeout_s
+        self.sessions = 0
+        self.channels: dict[int, Channel] = {}
+        """This rank's end of the wires, by the rank at the other end."""
+        self._connect(comm)
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this rank keeps parameters."""
+        return self.rank in self.servers
+
+    def session(
+        self,
+        model: nn.Module,
+        optimizer: MakeOptimizer,
+        *,
+        mode: Mode = "sync",
+        staleness: int | None = None,
+        split: bool = True,
+    ) -> Session:
+        """Train `model`, on all ranks the same; see `Session`.
+
+        optimizer: makes the optimizer of a server from its part of the parameters.
+        mode: "sync" applies the mean of one gradient from every worker; "async" each gradient as it comes.
+        staleness: with "async", how many gradients a worker may be ahead of the slowest; None is no bound.
+        split: whether a large tensor may be divided among servers.
+
+        Raises ValueError for what cannot be.
+        """
+        if mode not in ("sync", "async"):
+            raise ValueError(f"mode={mode!r} is neither 'sync' nor 'async'")
+        if staleness is not None and mode == "sync":
+            raise ValueError(
+                "staleness bounds mode='async'; with mode='sync' no worker is ever ahead: leave it away"
+            )
+        if staleness is not None and staleness < 0:
+            raise ValueError(
+                f"staleness={staleness}: a worker is ahead by 0 gradients or more; None is no bound"
+            )
+        self.sessions += 1
+        return Session(self, model, optimizer, mode, staleness, split)
+
+    def abandon(self, error: BaseException) -> None:
+        """Tell those at the other ends, who may be waiting, that this rank has failed."""
+        for channel in self.channels.values():
+            channel.abandon(f"it failed with {type(error).__name__}: {error}")
+
+    def forget(self, worker: int) -> None:
+        """A server's: do without a worker that was lost, in later sessions too."""
+        self.channels.pop(worker).abandon("this worker was given up")
+
+    def close(self) -> None:
+        """Give the wires back."""
+        for channel in self.channels.values():
+            channel.close()
+        self.channels = {}
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abandon(error)
+        self.close()
+
+    def _connect(self, comm: Communicator) -> None:
+        """A group for every pair of a worker and a server; every rank makes all of them, in one order."""
+        backend = dist.get_backend(comm.group)
+        world = [dist.get_global_rank(comm.group, rank) for rank in range(comm.size)]
+        for server in self.servers:
+            for worker in self.workers:
+                group = dist.new_group(
+                    [world[server], world[worker]],
+                    timeout=timedelta(seconds=self.timeout_s),
+                    backend=backend,
+                    use_local_synchronization=comm.size < dist.get_world_size(),
+                )
+                if self.rank in (server, worker):
+                    peer = worker if self.rank == server else server
+                    self.channels[peer] = Channel(group, peer)

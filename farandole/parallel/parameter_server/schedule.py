@@ -1,0 +1,98 @@
+"""When gradients are applied and who may go on: the difference between the modes, and nothing else.
+
+A worker's clock is how many gradients it has pushed.  The active workers are those that have neither
+finished nor been lost.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from farandole.parallel.parameter_server.layout import Buffers
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """The gradients of one worker: for each piece whether it has one, and the buffers of all."""
+
+    has: list[bool]
+    gradients: Buffers
+    weight: float
+
+
+Apply = Callable[[list[Contribution]], None]
+"""One step of the optimizer on the weighted mean of some contributions."""
+
+
+class Schedule(ABC):
+    """The clocks, and the rules of one mode."""
+
+    def __init__(self, workers: Iterable[int], apply: Apply) -> None:
+        self._clocks = dict.fromkeys(workers, 0)
+        self._active = set(self._clocks)
+        self._apply = apply
+
+    def lead(self, worker: int) -> int:
+        """By how many gradients a worker is ahead of the slowest active one."""
+        own = self._clocks[worker]
+        return own - min((self._clocks[active] for active in self._active), default=own)
+
+    def leave(self, worker: int) -> None:
+        """A worker has finished or is lost: nobody waits for it any more, and what it has pushed stays."""
+        self._active.discard(worker)
+
+    @abstractmethod
+    def push(self, worker: int, contribution: Contribution) -> None:
+        """A worker's gradients have arrived, whole."""
+
+    @abstractmethod
+    def may_pull(self, worker: int) -> bool:
+        """Whether a worker that asks for parameters gets them now."""
+
+
+class Synchronous(Schedule):
+    """A round is one gradient of every active worker; their mean is applied, then everybody gets the result."""
+
+    def __init__(self, workers: Iterable[int], apply: Apply) -> None:
+        super().__init__(workers, apply)
+        self._round: dict[int, Contribution] = {}
+
+    def push(self, worker: int, contribution: Contribution) -> None:
+        """It waits for the others of its round."""
+        self._clocks[worker] += 1
+        self._round[worker] = contribution
+        self._end_round()
+
+    def leave(self, worker: int) -> None:
+        """The round may have waited for this worker alone."""
+        super().leave(worker)
+        self._end_round()
+
+    def may_pull(self, worker: int) -> bool:
+        """When the round to which it has given is over."""
+        return worker not in self._round
+
+    def _end_round(self) -> None:
+        if self._round and self._active <= self._round.keys():
+            # always in the same order: the same bits in every run
+            self._apply([self._round[worker] for worker in sorted(self._round)])
+            self._round = {}
+
+
+class Asynchronous(Schedule):
+    """A gradient is applied when it arrives; nobody starts more than `staleness` ahead of the slowest."""
+
+    def __init__(self, workers: Iterable[int], apply: Apply, staleness: int | None) -> None:
+        super().__init__(workers, apply)
+        self._staleness = staleness
+
+    def push(self, worker: int, contribution: Contribution) -> None:
+        """It is applied at once."""
+        self._clocks[worker] += 1
+        self._apply([contribution])
+
+    def may_pull(self, worker: int) -> bool:
+        """When the slowest has come near enough."""
+        return self._staleness is None or self.lead(worker) <= self._staleness

@@ -1,0 +1,227 @@
+"""One server: a thread that listens to each worker, and one loop that decides.
+
+The threads only move bytes: a gradient is handed to the loop when it has arrived whole, so half of one, from a
+worker that died while it sent, is never seen by anybody.  The loop is the only one that touches the
+parameters, the optimizer and the clocks, so there is nothing to lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from farandole.comm.remark import say_once
+from farandole.parallel.parameter_server.channel import Channel, Header, Kind, Plan, in_order
+from farandole.parallel.parameter_server.errors import AllWorkersLost, ServerLost
+from farandole.parallel.parameter_server.layout import Buffers
+from farandole.parallel.parameter_server.schedule import Contribution, Schedule
+from farandole.parallel.parameter_server.shard import Shard
+
+BEATS_PER_TIMEOUT = 4
+
+
+@dataclass
+class Report:
+    """What a server saw.  Workers are named by their ranks."""
+
+    updates: int = 0
+    """Steps of the optimizer."""
+    pushes: dict[int, int] = field(default_factory=dict)
+    """How many gradients came from each worker."""
+    staleness: list[int] = field(default_factory=list)
+    """For each gradient, how many updates lay between the parameters that it is of and those it was applied to."""
+    most_lead: int = 0
+    """The most gradients by which a worker that was given parameters was ahead of the slowest."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """The workers that died or fell silent, and how."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a worker's thread hears: a message, or the end of the wire."""
+
+    worker: int
+    header: Header | None
+    contribution: Contribution | None = None
+    text: str = ""
+
+
+class Server:
+    """Serves a session to the workers at the other ends of `channels` (by rank) until they have all left.
+
+    `timeout_s` is that of the channels: how long a worker may be silent.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        shard: Shard,
+        schedule: Schedule,
+        channels: Mapping[int, Channel],
+        timeout_s: float,
+    ) -> None:
+        self.report = Report(pushes=dict.fromkeys(channels, 0))
+        self._plan = plan
+        self._rank = rank
+        self._shard = shard
+        self._schedule = schedule
+        self._channels = dict(channels)
+        self._beat_s = timeout_s / BEATS_PER_TIMEOUT
+        self._here = set(channels)
+        self._asking: dict[int, Kind] = {}
+        self._finished: set[int] = set()
+        self._filled = False  # whether the first parameters are here
+        self._wanted_from: int | None = None
+        self._replies: dict[int, Buffers] = {}
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def serve(self) -> Report:
+        """Run until every worker has left.
+
+        Raises `AllWorkersLost`, or `ServerLost` if a worker tells of another server's end.
+        """
+        for worker in self._channels:
+            threading.Thread(
+                target=self._listen, args=(worker,), name=f"farandole-worker-{worker}", daemon=True
+            ).start()
+        next_beat = time.monotonic() + self._beat_s
+        while self._here:
+            with contextlib.suppress(queue.Empty):
+                self._handle(self._events.get(timeout=max(0.0, next_beat - time.monotonic())))
+                self._answer()
+            if time.monotonic() >= next_beat:
+                self._console()
+                next_beat = time.monotonic() + self._beat_s
+        if not self._finished:
+            raise AllWorkersLost(
+                f"the server (rank {self._rank}) has lost all its workers: {self._obituary()}"
+            )
+        self.report.updates = self._shard.version
+        return self.report
+
+    # ---- listening: in the workers' threads ----
+
+    def _listen(self, worker: int) -> None:
+        channel, packing = self._channels[worker], self._shard.packing
+        gradients = packing.buffers()  # one set is enough: the next push comes after the answer to a pull
+        try:
+            while True:
+                header = channel.receive()
+                contribution, text = None, ""
+                if header.kind is Kind.PUSH:
+                    has = torch.empty(len(packing.pieces), dtype=torch.bool)
+                    channel.receive_into([has, *in_order(gradients)])
+                    contribution = Contribution(has.tolist(), gradients, header.weight)
+                elif header.kind is Kind.PARAMETERS:
+                    channel.receive_into(in_order(gradients))
+                    contribution = Contribution([], gradients, 1.0)
+                elif header.kind is Kind.LOST:
+                    text = channel.receive_text()
+                self._events.put(Event(worker, header, contribution, text))
+                if header.kind is Kind.LEAVE:
+                    return
+        except Exception as error:  # a thread has nobody to raise to: the loop decides
+            self._events.put(Event(worker, None, text=str(error)))
+
+    # ---- deciding: in the loop ----
+
+    def _handle(self, event: Event) -> None:
+        worker, header, contribution = event.worker, event.header, event.contribution
+        if worker not in self._here:
+            return  # lost meanwhile
+        if header is None:
+            self._lose(worker, event.text)
+            return
+        match header.kind:
+            case Kind.HELLO:
+                self._welcome(worker, header.number)
+            case Kind.PULL:
+                self._asking[worker] = Kind.PULL
+            case Kind.PUSH:
+                assert contribution is not None
+                self.report.pushes[worker] += 1
+                self.report.staleness.append(self._shard.version - header.version)
+                self._schedule.push(worker, contribution)
+            case Kind.PARAMETERS:
+                assert contribution is not None
+                for dtype, values in contribution.gradients.items():
+                    self._shard.values[dtype].copy_(values)
+                self._filled = True
+            case Kind.FINISH:
+                self._finished.add(worker)
+                self._asking[worker] = Kind.FINISH
+                self._schedule.leave(worker)
+            case Kind.LEAVE:
+                self._here.discard(worker)
+            case Kind.LOST:
+                raise ServerLost(f"rank {worker} reports: {event.text}")
+            case _:
+                pass  # ALIVE: that it came is all it says
+
+    def _welcome(self, worker: int, fingerprint: int) -> None:
+        if fingerprint != self._plan.fingerprint:
+            reason = f"rank {worker} and the server (rank {self._rank}) disagree on the session or the shapes of the model"
+            self._channels[worker].send_text(
+                Kind.REFUSED, f"{reason}: on the server it is {self._plan.summary}"
+            )
+            raise ValueError(f"{reason}: here it is {self._plan.summary}")
+        self._post(worker, Header(Kind.WELCOME))
+
+    def _lose(self, worker: int, reason: str) -> None:
+        """Go on without a worker."""
+        self._here.discard(worker)
+        self._finished.discard(worker)
+        self._asking.pop(worker, None)
+        self._schedule.leave(worker)
+        self.report.lost[worker] = reason
+        if self._wanted_from == worker:
+            self._wanted_from = None
+        rest = len(self._here)
+        say_once(
+            f"the server (rank {self._rank}) goes on with {rest} workers, without rank {worker}: {reason}"
+        )
+
+    def _answer(self) -> None:
+        """Give those who ask what they may have."""
+        if not self._filled:
+            self._want_parameters()
+            return
+        for worker, kind in list(self._asking.items()):
+            if self._finished >= self._here if kind is Kind.FINISH else self._schedule.may_pull(worker):
+                del self._asking[worker]
+                if kind is Kind.PULL:
+                    self.report.most_lead = max(self.report.most_lead, self._schedule.lead(worker))
+                self._reply(worker)
+
+    def _want_parameters(self) -> None:
+        """The first parameters are those of the first worker: when it asks for some, it is asked for its own."""
+        if self._here and self._wanted_from is None and (first := min(self._here)) in self._asking:
+            self._wanted_from = first
+            self._post(first, Header(Kind.WANTED))
+
+    def _reply(self, worker: int) -> None:
+        into = self._replies.setdefault(worker, self._shard.packing.buffers())
+        header = Header(Kind.PARAMETERS, version=self._shard.version)
+        self._post(worker, header, self._shard.snapshot(into))
+
+    def _console(self) -> None:
+        """Tell those who still wait that it is not this server's fault; their answers keep their wires warm."""
+        for worker in list(self._asking):
+            self._post(worker, Header(Kind.WAIT))
+
+    def _post(self, worker: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
+        try:
+            self._channels[worker].post(header, tensors)
+        except RuntimeError as error:  # Gloo says at once that the other end is gone
+            self._lose(worker, str(error))
+
+    def _obituary(self) -> str:
+        return "; ".join(f"rank {worker}: {reason}" for worker, reason in self.report.lost.items())

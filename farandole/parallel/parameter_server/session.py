@@ -1,0 +1,171 @@
+"""One training with parameter servers, from the first parameters to the last."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from farandole.parallel.parameter_server.channel import Kind, Plan
+from farandole.parallel.parameter_server.layout import Packing, divide
+from farandole.parallel.parameter_server.schedule import Asynchronous, Schedule, Synchronous
+from farandole.parallel.parameter_server.server import Report, Server
+from farandole.parallel.parameter_server.shard import MakeOptimizer, Shard
+from farandole.parallel.parameter_server.worker import Worker
+
+if TYPE_CHECKING:
+    from farandole.parallel.parameter_server.roles import ParameterServer
+
+
+class Session:
+    """A `with` block that all ranks enter.  Made by `ParameterServer.session`.
+
+    A worker calls `pull`, computes gradients with `backward`, calls `push`, again and again, as often as it likes.
+    The first parameters are those of the first worker's model; when the block ends every worker's model has the
+    final ones, the same on all.  Parameters that require no gradient and buffers (running statistics) stay each
+    worker's own.
+
+    A server does nothing within the block and serves at its end, until all workers have left theirs; `report` then
+    tells what it saw.  It goes on without workers that are lost.
+    """
+
+    def __init__(
+        self,
+        roles: ParameterServer,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        mode: str,
+        staleness: int | None,
+        split: bool,
+    ) -> None:
+        self.is_worker = not roles.is_server
+        self.worker = roles.workers.index(roles.rank) if self.is_worker else None
+        """This worker's number among the workers; None on a server."""
+        self.workers = len(roles.workers)
+        """How many workers there were at the start."""
+        self.report: Report | None = None
+        """On a server, after the block."""
+        self._roles = roles
+        self._make_optimizer = make_optimizer
+        self._mode, self._staleness = mode, staleness
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not named:
+            raise ValueError("the model has no parameter that requires a gradient")
+        self._parameters = [parameter for _, parameter in named]
+        shares = divide(self._parameters, len(roles.servers), split=split)
+        self._packings = [Packing(pieces, self._parameters) for pieces in shares]
+        count = sum(parameter.numel() for parameter in self._parameters)
+        summary = (
+            f"session {roles.sessions}, mode {mode}, staleness {staleness}, split {split}, {count} parameters"
+        )
+        shapes = [(name, tuple(p.shape), p.dtype) for name, p in named]
+        self._plan = Plan(f"{summary} in {len(shapes)} tensors", _fingerprint(f"{summary} {shapes} {shares}"))
+        self._remote: Worker | None = None
+        self._pulled = False
+
+    @property
+    def version(self) -> int:
+        """Of the parameters that this worker has: how many updates went into them (the least of all servers)."""
+        return min(self._worker().version)
+
+    def pull(self) -> None:
+        """Get the newest parameters into the model, as soon as the mode allows, and forget its gradients.
+
+        Raises `ServerLost`.
+        """
+        self._worker().pull()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._pulled = True
+
+    def push(self, *, weight: float = 1.0) -> None:
+        """Send the gradients of the model, once after each `pull`.
+
+        weight: with mode="sync", what this gradient counts in the mean, as the number of samples that it is of.
+
+        Raises `ServerLost`; RuntimeError without a `pull` before; ValueError for sparse gradients.
+        """
+        worker = self._worker()
+        if not self._pulled:
+            raise RuntimeError(
+                "push() without a pull() since the last one: gradients belong to pulled parameters"
+            )
+        if self._mode == "async" and weight != 1.0:
+            raise ValueError("weight is for the mean of mode='sync'; with mode='async' scale the loss")
+        if not 0 < weight < float("inf"):
+            raise ValueError(f"weight={weight}: a gradient counts with a finite weight of more than 0")
+        if any(p.grad is not None and p.grad.layout is not torch.strided for p in self._parameters):
+            raise ValueError("the gradient of a parameter is sparse; parameter servers take dense ones only")
+        self._pulled = False
+        worker.push(weight)
+
+    def __enter__(self) -> Session:
+        if self.is_worker:
+            channels = [self._roles.channels[rank] for rank in self._roles.servers]
+            self._remote = Worker(self._parameters, self._packings, channels)
+            self._guarded(lambda: self._worker().greet(self._plan))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._roles.abandon(error)
+        elif self.is_worker:
+            self._guarded(self._worker().finish)
+        else:
+            self._guarded(self._serve)
+        self._remote = None
+
+    def _worker(self) -> Worker:
+        if not self.is_worker:
+            raise RuntimeError(
+                f"rank {self._roles.rank} is a server (ranks {self._roles.servers}): it does not pull or push; "
+                f"train where session.is_worker"
+            )
+        if self._remote is None:
+            raise RuntimeError("the session is not open: call pull() and push() within its `with` block")
+        return self._remote
+
+    def _serve(self) -> None:
+        roles = self._roles
+        try:
+            shard = Shard(self._packings[roles.rank], self._make_optimizer)
+        except Exception as error:
+            self._refuse(f"the server (rank {roles.rank}) cannot make its optimizer: {error}")
+            raise
+        schedule: Schedule
+        if self._mode == "sync":
+            schedule = Synchronous(roles.channels, shard.apply)
+        else:
+            schedule = Asynchronous(roles.channels, shard.apply, self._staleness)
+        server = Server(self._plan, roles.rank, shard, schedule, roles.channels, roles.timeout_s)
+        self.report = server.report
+        server.serve()
+        for worker in self.report.lost:
+            roles.forget(worker)
+
+    def _refuse(self, reason: str) -> None:
+        """Answer every worker's greeting with a no."""
+        for channel in self._roles.channels.values():
+            with contextlib.suppress(RuntimeError):  # one that is gone needs no answer
+                channel.receive()
+                channel.send_text(Kind.REFUSED, reason)
+
+    def _guarded(self, part: Callable[[], object]) -> None:
+        """Do this rank's part; if it fails, tell those who wait for this rank."""
+        try:
+            part()
+        except BaseException as error:
+            self._roles.abandon(error)
+            raise
+
+
+def _fingerprint(text: str) -> int:
+    """48 bits, which a header holds exactly."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")

@@ -1,0 +1,70 @@
+"""What a server keeps: its part of the parameters, and the optimizer that updates it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from farandole.parallel.parameter_server.layout import Buffers, Packing
+from farandole.parallel.parameter_server.schedule import Contribution
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+SHAPED = ("Adafactor", "Muon", "Shampoo")
+"""Optimizers that look at the rows and columns of a tensor, and so need it whole."""
+
+
+class Shard:
+    """The pieces of one server as parameters of an optimizer.  `version` counts its steps.
+
+    Raises ValueError for an optimizer that cannot work on a server.
+    """
+
+    def __init__(self, packing: Packing, make_optimizer: MakeOptimizer) -> None:
+        self.packing = packing
+        self.values: Buffers = packing.buffers()
+        self.version = 0
+        self._parameters = [nn.Parameter(view) for view in packing.views(self.values)]
+        self._gradients = packing.buffers()
+        self._views = packing.views(self._gradients)
+        # a server may have got nothing, where there are fewer tensors than servers
+        self._optimizer = make_optimizer(self._parameters) if self._parameters else None
+        if self._optimizer is not None:
+            _check(self._optimizer, packing)
+
+    def apply(self, contributions: Sequence[Contribution]) -> None:
+        """One step on the weighted mean: sum of w g over sum of w.  A piece without any gradient is left out."""
+        total = sum(contribution.weight for contribution in contributions)
+        for dtype, gradient in self._gradients.items():
+            gradient.zero_()
+            for contribution in contributions:
+                gradient.add_(contribution.gradients[dtype], alpha=contribution.weight / total)
+        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            used = any(contribution.has[index] for contribution in contributions)
+            parameter.grad = view if used else None
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self.version += 1
+
+    def snapshot(self, into: Buffers) -> list[Tensor]:
+        """Copy the parameters as they are now."""
+        for dtype, values in self.values.items():
+            into[dtype].copy_(values)
+        return list(into.values())
+
+
+def _check(optimizer: torch.optim.Optimizer, packing: Packing) -> None:
+    kind = type(optimizer)
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{kind.__name__} evaluates the model within its step, which a server cannot; use SGD, Adam, AdamW ..."
+        )
+    if kind.__name__ in SHAPED and not all(piece.whole for piece in packing.pieces):
+        raise ValueError(
+            f"{kind.__name__} needs whole tensors, and large ones are split among the servers: "
+            f"session(..., split=False) keeps them whole"
+        )

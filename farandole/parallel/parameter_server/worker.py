@@ -1,0 +1,135 @@
+"""One worker's side: its model, and the servers that keep the parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from farandole.comm.errors import RankLate
+from farandole.parallel.parameter_server.channel import Channel, Header, Kind, Plan, in_order
+from farandole.parallel.parameter_server.errors import ServerLost
+from farandole.parallel.parameter_server.layout import Packing
+
+
+class Worker:
+    """Moves parameters and gradients between a model and the servers at the other ends of `channels`.
+
+    Every method raises `ServerLost` if a server does not do its part.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], packings: Sequence[Packing], channels: Sequence[Channel]
+    ) -> None:
+        self.version = [0] * len(channels)
+        """Of the parameters that the model has, from each server."""
+        self._parameters = parameters
+        self._packings = packings
+        self._channels = channels
+        self._buffers = [packing.buffers() for packing in packings]
+        self._views = [
+            packing.views(buffers) for packing, buffers in zip(packings, self._buffers, strict=True)
+        ]
+
+    def greet(self, plan: Plan) -> None:
+        """Begin the session.  ValueError if a server has another one in mind, or none."""
+        for server in self._each(Header(Kind.HELLO, plan.fingerprint)):
+            with self._blaming(server):
+                answer = self._channels[server].receive()
+                if answer.kind is Kind.REFUSED:
+                    reason = self._channels[server].receive_text()
+                    raise ValueError(f"{reason}; here it is {plan.summary}")
+
+    def pull(self, kind: Kind = Kind.PULL) -> None:
+        """Get the newest parameters, when the schedule allows it."""
+        for server in self._each(Header(kind)):
+            with self._blaming(server):
+                self._await_parameters(server)
+
+    def push(self, weight: float) -> None:
+        """Send the gradients; returns when they may be changed."""
+        for server, packing in enumerate(self._packings):
+            has = []
+            for piece, view in zip(packing.pieces, self._views[server], strict=True):
+                gradient = self._parameters[piece.parameter].grad
+                has.append(gradient is not None)
+                if gradient is None:
+                    view.zero_()
+                else:
+                    view.copy_(packing.part(piece, gradient))
+            header = Header(Kind.PUSH, version=self.version[server], weight=weight)
+            with self._blaming(server):
+                self._channels[server].send(
+                    header, [torch.tensor(has, dtype=torch.bool), *self._packed(server)]
+                )
+
+    def finish(self) -> None:
+        """No more gradients; get the final parameters, and leave."""
+        self.pull(Kind.FINISH)
+        for _ in self._each(Header(Kind.LEAVE)):
+            pass
+
+    def _await_parameters(self, server: int) -> None:
+        channel, packing = self._channels[server], self._packings[server]
+        while True:
+            header = channel.receive()
+            match header.kind:
+                case Kind.PARAMETERS:
+                    channel.receive_into(self._packed(server))
+                    self.version[server] = header.version
+                    self._copy(packing, self._views[server], to_model=True)
+                    return
+                case Kind.WANTED:
+                    self._copy(packing, self._views[server], to_model=False)
+                    channel.send(Header(Kind.PARAMETERS), self._packed(server))
+                case _:  # WAIT: the other servers, too, should know that this worker lives and waits
+                    for _ in self._each(Header(Kind.ALIVE)):
+                        pass
+
+    def _copy(self, packing: Packing, views: Sequence[Tensor], *, to_model: bool) -> None:
+        with torch.no_grad():
+            for piece, view in zip(packing.pieces, views, strict=True):
+                parameter = self._parameters[piece.parameter]
+                if not to_model:
+                    view.copy_(packing.part(piece, parameter))
+                elif piece.whole:
+                    parameter.copy_(view)
+                else:
+                    parameter.view(-1)[piece.start : piece.stop].copy_(view)
+
+    def _packed(self, server: int) -> list[Tensor]:
+        return in_order(self._buffers[server])
+
+    def _each(self, header: Header) -> Iterable[int]:
+        """Send a header to every server, then name them one after the other."""
+        for server, channel in enumerate(self._channels):
+            with self._blaming(server):
+                channel.send(header)
+        return range(len(self._channels))
+
+    def _blaming(self, server: int) -> _Blame:
+        return _Blame(server, self._channels)
+
+
+class _Blame:
+    """Turns a failure of the wire to a server into `ServerLost`, and tells the other servers."""
+
+    def __init__(self, server: int, channels: Sequence[Channel]) -> None:
+        self._server = server
+        self._channels = channels
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, ServerLost):
+            return
+        text = f"server {self._server} (rank {self._channels[self._server].peer}) is lost: {error}"
+        for server, channel in enumerate(self._channels):
+            # it may also be this worker that was late, and then the others can do without it
+            if server != self._server and not isinstance(error, RankLate):
+                with contextlib.suppress(RuntimeError):  # it may be lost, too
+                    channel.send_text(Kind.LOST, text)
+        raise ServerLost(text) from error

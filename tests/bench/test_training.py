@@ -1,0 +1,155 @@
+"""The synthetic training benchmark: every engine trains the same model, and the report adds up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import farandole
+from farandole.bench.half import HalfCommunicator
+from farandole.bench.setup import BenchError, TrainingSetup
+from farandole.bench.torch_training import ENGINES, HOROVOD, Job, PyTorch, _is_there
+from farandole.bench.training import run
+from farandole.models.resnet import build_resnet, resnet_config
+from tests.comm.programs import free_port
+
+TINY = TrainingSetup(
+    model="tiny", batch_size=4, image_size=32, num_warmup_batches=1, num_batches_per_iter=2, num_iters=3
+)
+HERE = [name for name in ENGINES if name != "horovod" or _is_there(HOROVOD)]
+
+
+def _report(rank: int, size: int, setup: TrainingSetup) -> None:
+    run(setup)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_report_adds_up(ranks, tmp_path, size):
+    path = tmp_path / "figures.json"
+    ranks(size).run(_report, TrainingSetup(**{**vars(TINY), "efficiency": True, "json": str(path)}))
+    result = json.loads(path.read_text())
+    figures = result["images_per_second_per_rank"]
+    assert result["ranks"] == size and {name: len(values) for name, values in figures.items()} == {
+        "together": 3,
+        "apart": 3,
+        "alone": 3,
+    }
+    mean = sum(figures["together"]) / 3
+    assert result["mean"] == pytest.approx(mean) and result["total"] == pytest.approx(size * mean)
+    assert result["efficiency"]["apart"] == pytest.approx(mean * 3 / sum(figures["apart"]))
+    assert result["efficiency"]["alone"] == pytest.approx(mean * 3 / sum(figures["alone"]))
+    deviation = (sum((value - mean) ** 2 for value in figures["together"]) / 3) ** 0.5
+    assert result["spread"] == pytest.approx(1.96 * deviation)
+
+
+def _gradients(
+    rank: int, size: int, engine: str, half: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The weights after one step of an engine, and after a step with the mean of the ranks' gradients."""
+    torch.manual_seed(0)
+    models = [build_resnet(resnet_config("tiny")) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    images, targets = torch.randn(2, 3, 32, 32) + rank, torch.tensor([rank, 3])
+    if not half:
+        images, models = images.double(), [model.double() for model in models]
+    with farandole.init() as runtime:
+        jobs = [
+            Job(model, torch.optim.SGD(model.parameters(), 0.1), images, targets, False, half, runtime)
+            for model in models
+        ]
+        ENGINES[engine](jobs[0])()
+    jobs[1].backward(models[1])
+    for parameter in models[1].parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= size
+    jobs[1].optimizer.step()
+    return tuple([p.detach() for p in model.parameters()] for model in models)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("engine", HERE)
+def test_every_engine_averages_gradients(ranks, engine, half):
+    for ours, expected in ranks(2).run(_gradients, engine, half):
+        tolerance = {"rtol": 2e-2, "atol": 2e-4} if half else {}
+        for one, other in zip(ours, expected, strict=True):
+            torch.testing.assert_close(one, other, **tolerance)
+
+
+def _reduce_as_half(rank: int, size: int) -> None:
+    assert dist.group.WORLD is not None
+    comm = HalfCommunicator(dist.group.WORLD)
+    tensor = torch.tensor([1.0 + rank, 1 + 2**-12, 1e6])
+    for turn in range(2):
+        values = tensor.clone()
+        work = comm.all_reduce(values, "sum", async_op=turn == 1)
+        if work is not None:
+            work.wait()
+        assert values.tolist() == [3.0, 2.0, float("inf")]
+    whole = torch.tensor([2**20 + 1 + rank])
+    comm.all_reduce(whole, "max")
+    assert whole.item() == 2**20 + 2
+
+
+def test_half_precision_is_for_fp32_only(ranks):
+    ranks(2).run(_reduce_as_half)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "resnet5"}, "--model resnet5: there is no model 'resnet5'; nearest: resnet50"),
+        ({"batch_size": 0}, "--batch-size 0: at least 1"),
+        ({"num_iters": 0}, "--num-iters 0: at least 1"),
+        ({"num_warmup_batches": -1}, "--num-warmup-batches -1: at least 0"),
+        ({"image_size": 31}, "--image-size 31: .* at least 32 x 32"),
+        ({"batch_size": 1}, "--batch-size 1 with --image-size 32 .* use 2 images or a larger one"),
+        ({"precision": "fp16"}, r"--precision fp16; nearest: bf16 \(there are fp32, bf16\)"),
+        ({"engine": "gloo"}, r"--engine gloo; nearest: ddp-gloo \(there are farandole, "),
+        ({"json": "/no/such/folder/x.json"}, "there is no folder /no/such/folder"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(change, message):
+    setup = TrainingSetup(**{**vars(TINY), **change})
+    with pytest.raises(BenchError, match=message):
+        setup.check(), PyTorch().check(setup)
+
+
+def test_horovod_is_refused_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr("farandole.bench.torch_training.HOROVOD", "farandole.nowhere.torch")
+    with pytest.raises(
+        BenchError, match="needs farandole.nowhere.torch, .*; there are farandole, ddp, ddp-gloo"
+    ):
+        PyTorch().check(TrainingSetup(**{**vars(TINY), "engine": "horovod"}))
+
+
+COMMAND = [
+    *(sys.executable, "-m", "farandole", "bench", "training", "--model", "tiny", "--image-size", "32"),
+    *("--batch-size", "2", "--num-warmup-batches", "1", "--num-batches-per-iter", "1", "--num-iters", "2"),
+]
+
+
+def test_the_command_launches_ranks_and_says_the_familiar_lines(tmp_path):
+    run = subprocess.run(
+        [*COMMAND, "--ranks", "2"], capture_output=True, text=True, timeout=100, cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stderr
+    kinds = [line.split(":")[0] for line in run.stdout.splitlines()]
+    assert kinds == [
+        *("Model", "Batch size", "Number of ranks", "Running warmup...", "Running benchmark..."),
+        *("Iter #0", "Iter #1", "Img/sec per rank", "Total img/sec on 2 rank(s)"),
+    ]
+
+
+def test_under_another_launcher_one_rank_speaks(tmp_path: Path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--master-port", str(free_port()), *COMMAND[1:]]
+    run = subprocess.run(torchrun, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("Number of ranks: 2") == 1

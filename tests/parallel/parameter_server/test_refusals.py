@@ -1,0 +1,123 @@
+"""What parameter servers refuse, and in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from farandole.comm.communicator import Communicator
+from farandole.parallel.parameter_server import ParameterServer
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon(parameters, lr=0.1)
+
+
+def world() -> Communicator:
+    assert dist.group.WORLD is not None
+    return Communicator(dist.group.WORLD)
+
+
+def refuse_at_once(rank: int, size: int) -> None:
+    for servers in (0, 2, -1):
+        with pytest.raises(ValueError, match=f"servers={servers} of 2 ranks: .* so servers is 1 to 1"):
+            ParameterServer(world(), servers)
+    with pytest.raises(ValueError, match="timeout_s=0: "):
+        ParameterServer(world(), timeout_s=0)
+    with ParameterServer(world(), timeout_s=20) as roles:
+        model = nn.Linear(2, 2)
+        with pytest.raises(ValueError, match="mode='asynchronous' is neither 'sync' nor 'async'"):
+            roles.session(model, sgd, mode="asynchronous")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="staleness bounds mode='async'"):
+            roles.session(model, sgd, staleness=3)
+        with pytest.raises(ValueError, match="staleness=-1: a worker is ahead by 0 gradients or more"):
+            roles.session(model, sgd, mode="async", staleness=-1)
+        with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+            roles.session(model.requires_grad_(False), sgd)
+
+
+def test_what_cannot_be_is_refused_at_once(ranks):
+    ranks(2).run(refuse_at_once)
+
+
+def misuse(rank: int, size: int) -> None:
+    model = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 2))
+    with ParameterServer(world(), timeout_s=20) as roles:
+        with roles.session(model, sgd, mode="async") as session:
+            if not session.is_worker:
+                with pytest.raises(
+                    RuntimeError, match=r"rank 0 is a server \(ranks \[0\]\): .* where session.is_worker"
+                ):
+                    session.pull()
+                return
+            with pytest.raises(RuntimeError, match=r"push\(\) without a pull\(\)"):
+                session.push()
+            session.pull()
+            for weight in (0.0, -1.0, float("inf"), float("nan")):
+                with pytest.raises(ValueError, match="weight"):
+                    session.push(weight=weight)
+            model(torch.tensor([1])).sum().backward()
+            with pytest.raises(ValueError, match="is sparse"):
+                session.push()
+            model[0].weight.grad = None
+            session.push()
+            with pytest.raises(RuntimeError, match=r"push\(\) without a pull\(\)"):
+                session.push()
+        with pytest.raises(RuntimeError, match="not open"):
+            session.pull()
+
+
+def test_misuse_is_named_and_does_no_harm(ranks):
+    ranks(2).run(misuse)
+
+
+def open_with(rank: int, size: int, case: str) -> str:
+    model = nn.Linear(400, 300 if case != "shapes" or rank != 2 else 301)
+    make: Any = muon if case == "muon" else sgd
+    if case == "closure":
+        make = torch.optim.LBFGS
+    if case == "bad factory" and rank == 0:
+        make = lambda parameters: 1 / 0  # noqa: E731
+    mode: Any = "async" if case == "modes" and rank == 1 else "sync"
+    with ParameterServer(world(), 1 if size == 2 else 2, timeout_s=20) as roles:
+        try:
+            with roles.session(model, make, mode=mode):
+                pass
+        except (ValueError, RuntimeError, ZeroDivisionError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_server_that_cannot_make_its_optimizer_tells_the_workers(ranks):
+    server, worker = ranks(2).run(open_with, "bad factory")
+    assert server == "ZeroDivisionError: division by zero"
+    assert worker.startswith(
+        "ValueError: the server (rank 0) cannot make its optimizer: division by zero; here"
+    )
+    server, worker = ranks(2).run(open_with, "closure")
+    assert "LBFGS evaluates the model within its step" in server and "LBFGS evaluates" in worker
+
+
+def test_optimizers_of_shapes_need_whole_tensors(ranks):
+    for text in ranks(3).run(open_with, "muon"):
+        assert "Muon" in text, text
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "words"), [("shapes", 3, "120701 parameters"), ("modes", 2, "mode async")]
+)
+def test_ranks_that_disagree_are_told(ranks, case, size, words):
+    texts = ranks(size).run(open_with, case)
+    assert any(
+        "disagree on the session or the shapes of the model: on the server it is" in text for text in texts
+    )
+    assert words in texts[-1]
+    assert "no error" not in texts
