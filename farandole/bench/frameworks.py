@@ -40,4 +40,8 @@ def find_framework(name: str) -> Framework:
         from farandole.bench.torch_training import PyTorch
 
         return PyTorch()
-    raise BenchError(f"--framework {name} is not supported; there is pytorch")
+    if name == "tensorflow":
+        from farandole.bench.tensorflow import TensorFlow
+
+        return TensorFlow()
+    raise BenchError(f"--framework {name} is not supported; there are pytorch and tensorflow")

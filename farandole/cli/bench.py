@@ -47,7 +47,7 @@ def training(
     efficiency: Annotated[
         bool, typer.Option("--efficiency", help="Compare with ranks that do not communicate, and with one.")
     ] = False,
-    framework: Annotated[str, typer.Option(help="Who trains.")] = "pytorch",
+    framework: Annotated[str, typer.Option(help="Who trains: pytorch, or tensorflow.")] = "pytorch",
     json: Annotated[
         str | None, typer.Option(metavar="FILE", help="Also write the figures there.", show_default=False)
     ] = None,

@@ -47,7 +47,7 @@ app.command(cls=Command)(generate)
 app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})(launch)
 app.command(cls=Command)(info)
 app.add_typer(bench, name="bench")
-app.command()(tune)
+app.command(cls=Command)(tune)
 
 
 @app.callback(invoke_without_command=True)

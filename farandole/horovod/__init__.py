@@ -4,6 +4,7 @@
 
 or without any change: `python -m farandole.horovod.shim script.py`.
 
-`torch/` is the interface for PyTorch, `common/` what does not depend on a framework, and `engine/` the queue of
-named requests: which of them are ready on all ranks, and the collectives that carry them out.
+`torch/` is the interface for PyTorch, `tensorflow/` and `keras/` are those for TensorFlow 2 and Keras 3, `common/` is
+what does not depend on a framework, and `engine/` the queue of named requests: which of them are ready on all ranks,
+and the collectives that carry them out.
 """

@@ -63,7 +63,8 @@ def _find(name: str) -> ModuleSpec | None:
 
 def _find_in(package: ModuleSpec, name: str) -> ModuleSpec | None:
     places = package.submodule_search_locations
-    return None if places is None else PathFinder.find_spec(f"{package.name}.{name}", list(places))
+    # by its last name alone: of a dotted one Python would ask for the package around it, which is not imported
+    return None if places is None else PathFinder.find_spec(name, list(places))
 
 
 def _find_installed(name: str) -> ModuleSpec | None:

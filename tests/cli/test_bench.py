@@ -25,7 +25,7 @@ def test_help_teaches():
     [
         (("--model", "resnt50"), "nearest: resnet50"),
         (("--batch-size", "0"), "--batch-size 0: at least 1"),
-        (("--framework", "tensorflow"), "--framework tensorflow is not supported; there is pytorch"),
+        (("--framework", "mxnet"), "--framework mxnet is not supported; there are pytorch and tensorflow"),
     ],
 )
 def test_bad_input_is_refused_before_a_rank_starts(arguments, message):

@@ -173,9 +173,12 @@ def test_what_stands_after_the_script_is_the_scripts(tmp_path):
     assert "stands after" not in err
 
 
-def test_a_module(tmp_path):
-    (tmp_path / "hello_module.py").write_text(HELLO)
-    command = ours("-n", "1", "-m", "hello_module", "--flag")
+@pytest.mark.parametrize("name", ["hello_module", "namespace.inside.hello_module"])
+def test_a_module(tmp_path, name):
+    file = tmp_path / (name.replace(".", "/") + ".py")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(HELLO)
+    command = ours("-n", "1", "-m", name, "--flag")
     status, out, err = run(["env", "-C", str(tmp_path), *command])
     assert status == 0, err
     assert out.startswith("0|1|0|1|farandole launch|1|")

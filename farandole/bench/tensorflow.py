@@ -1,0 +1,120 @@
+"""Training a ResNet on one synthetic batch with TensorFlow: the networks of `farandole.models.resnet`, built of Keras' layers.
+
+The step is a `tf.function`, compiled by XLA in no case, as XLA cannot compile the reduction and "alone" shall differ from it
+in nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from farandole.bench.setup import BenchError, TrainingSetup, one_of
+from farandole.launch.runtime import Runtime
+from farandole.models.resnet import EXPANSION, ResNetConfig, resnet_config
+
+if TYPE_CHECKING:
+    import keras
+
+ENGINES = {
+    "farandole": "the tape of farandole.horovod.tensorflow",
+    "horovod": "the optimizer of farandole.horovod.tensorflow",
+}
+
+
+def build_resnet(config: ResNetConfig, image_size: int) -> keras.Model:
+    """The network of a config: images (batch, image_size, image_size, 3) to logits (batch, classes)."""
+    import keras
+
+    layers = keras.layers
+
+    def convolution(x: Any, channels: int, size: int, stride: int = 1, last: bool = False) -> Any:
+        # as many pixels on each side as PyTorch pads, which "same" does not where there is a stride
+        x = layers.ZeroPadding2D(size // 2)(x) if size > 1 else x
+        x = layers.Conv2D(channels, size, stride, use_bias=False, kernel_initializer="he_normal")(x)
+        x = layers.BatchNormalization(momentum=0.9, epsilon=1e-5)(x)
+        return x if last else layers.ReLU()(x)
+
+    images = keras.Input((image_size, image_size, 3))
+    x = convolution(images, config.width, 7, 2)
+    x = layers.MaxPooling2D(3, 2)(layers.ZeroPadding2D(1)(x))
+    for inputs, inside, stride in (block for stage in config.stages for block in stage):
+        outputs = inside * EXPANSION[config.block]
+        if config.block == "basic":
+            y = convolution(convolution(x, inside, 3, stride), inside, 3, last=True)
+        else:
+            y = convolution(convolution(x, inside, 1), inside, 3, stride)
+            y = convolution(y, outputs, 1, last=True)
+        if stride != 1 or inputs != outputs:
+            x = convolution(x, outputs, 1, stride, last=True)
+        x = layers.ReLU()(layers.Add()([x, y]))
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(images, layers.Dense(config.classes, dtype="float32")(x))
+
+
+class TensorFlowTraining:
+    """One rank's training by one engine; the batch differs between ranks, the initial weights do not."""
+
+    def __init__(self, setup: TrainingSetup, runtime: Runtime, engine: str) -> None:
+        import keras
+        import tensorflow as tf
+
+        import farandole.horovod.tensorflow as hvd
+
+        hvd.init()
+        self.close: Callable[[], None] = hvd.shutdown
+        config, before = resnet_config(setup.model), keras.config.dtype_policy()
+        keras.config.set_dtype_policy("mixed_bfloat16" if setup.precision == "bf16" else "float32")
+        model = build_resnet(config, setup.image_size)
+        keras.config.set_dtype_policy(before)
+        hvd.broadcast_variables(model.variables, root_rank=0)
+        generator = np.random.default_rng(1 + runtime.rank)
+        shape = setup.batch_size, setup.image_size, setup.image_size, 3
+        images = tf.constant(generator.standard_normal(shape, np.float32))
+        targets = tf.constant(generator.integers(0, config.classes, setup.batch_size))
+        compression = hvd.Compression.fp16 if setup.fp16_allreduce else hvd.Compression.none
+        optimizer = keras.optimizers.SGD(0.01)
+        if engine == "horovod":
+            optimizer = hvd.DistributedOptimizer(optimizer, compression=compression)
+        optimizer.build(model.trainable_variables)
+
+        @tf.function
+        def step() -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                logits = model(images, training=True)
+                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, logits)
+                loss = tf.reduce_mean(losses)
+            if engine == "farandole":
+                tape = hvd.DistributedGradientTape(tape, compression=compression)
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            return loss
+
+        self.model = model
+        self._step = step
+        self._loss: Any = None
+
+    def step(self) -> None:
+        """One batch."""
+        self._loss = self._step()
+
+    def finish(self) -> None:
+        """Wait until the last step's loss is there."""
+        if self._loss is not None:
+            self._loss.numpy()
+
+
+class TensorFlow:
+    """The framework "tensorflow"."""
+
+    def check(self, setup: TrainingSetup) -> None:
+        """Raise `BenchError` for an engine that is not here, or where TensorFlow is not installed."""
+        one_of("--engine", setup.engine, ENGINES)
+        if importlib.util.find_spec("tensorflow") is None:
+            raise BenchError("--framework tensorflow needs TensorFlow 2: pip install 'farandole[tensorflow]'")
+
+    def build(self, setup: TrainingSetup, runtime: Runtime, engine: str) -> TensorFlowTraining:
+        """A training of this rank."""
+        return TensorFlowTraining(setup, runtime, engine)

@@ -1,0 +1,4 @@
+"""`horovod.keras`: with Keras 3, the same as `horovod.tensorflow.keras`."""
+
+from farandole.horovod.tensorflow.keras import *  # noqa: F403
+from farandole.horovod.tensorflow.keras import __all__  # noqa: F401

@@ -1,0 +1,143 @@
+"""`horovod.tensorflow`: a script for Horovod 0.28 and TensorFlow 2 runs with `import farandole.horovod.tensorflow as hvd`."""
+
+from typing import NoReturn
+
+try:
+    import tensorflow as _tensorflow  # noqa: F401
+except ImportError as _error:
+    raise ImportError(
+        "farandole.horovod.tensorflow needs TensorFlow 2: pip install 'farandole[tensorflow]'"
+    ) from _error
+
+from farandole.horovod.common.abilities import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from farandole.horovod.common.basics import (
+    add_process_set,
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from farandole.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from farandole.horovod.common.process_sets import ProcessSet, global_process_set
+from farandole.horovod.tensorflow.compression import Compression
+from farandole.horovod.tensorflow.functions import (
+    allgather_object,
+    broadcast_,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
+from farandole.horovod.tensorflow.operations import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather,
+    allreduce,
+    alltoall,
+    barrier,
+    broadcast,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    join,
+    reducescatter,
+)
+from farandole.horovod.tensorflow.optimizer import DistributedOptimizer
+from farandole.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
+from farandole.horovod.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+
+
+def __getattr__(name: str) -> NoReturn:
+    """AttributeError, which says what there is instead of what Horovod has more."""
+    if name == "elastic":
+        raise AttributeError(
+            "horovod.tensorflow.elastic is not there; elastic training is: horovod.torch.elastic"
+        )
+    if name.endswith("Hook"):
+        raise AttributeError(
+            f"{name} is for sessions of TensorFlow 1; hvd.broadcast_variables is for TensorFlow 2"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "Max",
+    "Min",
+    "PartialDistributedGradientTape",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNormalization",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]

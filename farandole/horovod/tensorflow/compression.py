@@ -1,0 +1,71 @@
+"""Gradient compression: what is communicated is narrower than what is computed with."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+class Compressor:
+    """Two functions: `compress` gives a tensor and what `decompress` needs to undo it."""
+
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType | None]:
+        """The tensor to communicate, and the context of `decompress`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, ctx: tf.DType | None) -> tf.Tensor:
+        """The tensor in its original type."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Communicates tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType | None]:
+        """The tensor itself."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, ctx: tf.DType | None) -> tf.Tensor:
+        """The tensor itself."""
+        return tensor
+
+
+class _Narrower(Compressor):
+    """Communicates floating-point tensors in a type of 16 bits; others as they are."""
+
+    dtype: tf.DType
+
+    @classmethod
+    def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType | None]:
+        """The tensor in 16 bits."""
+        if not tensor.dtype.is_floating or tensor.dtype == cls.dtype:
+            return tensor, None
+        return tf.cast(tensor, cls.dtype), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, ctx: tf.DType | None) -> tf.Tensor:
+        """The tensor in the type that it had."""
+        return tensor if ctx is None else tf.cast(tensor, ctx)
+
+
+class FP16Compressor(_Narrower):
+    """Communicates in float16."""
+
+    dtype = tf.float16
+
+
+class BF16Compressor(_Narrower):
+    """Communicates in bfloat16, which keeps the range of float32 (not in Horovod)."""
+
+    dtype = tf.bfloat16
+
+
+class Compression:
+    """The compressors, by the names of Horovod's `Compression`."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor

@@ -1,0 +1,183 @@
+"""`hvd.callbacks`: what Keras does at certain moments of training on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from farandole.horovod.common.basics import rank, size
+from farandole.horovod.common.process_sets import ProcessSet, global_process_set
+from farandole.horovod.tensorflow.forms import on_host
+from farandole.horovod.tensorflow.functions import broadcast_variables
+from farandole.horovod.tensorflow.reductions import grouped_allreduce
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Gives all ranks the weights of the model and the state of the optimizer of one rank, as training begins.
+
+    If the model is not built then, after the first batch.  The seeds of dropout stay those of each rank.
+    """
+
+    def __init__(
+        self, root_rank: int, device: str = "", process_set: ProcessSet = global_process_set
+    ) -> None:
+        super().__init__()
+        on_host(device)
+        self.root_rank = root_rank
+        self.broadcast_done = False
+        self._process_set = process_set
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Broadcast, if there is something to."""
+        optimizer = self.model.optimizer
+        if self.model.built:
+            if not optimizer.built:
+                optimizer.build(self.model.trainable_variables)
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Broadcast, if it was not done."""
+        self._broadcast()
+
+    def _broadcast(self) -> None:
+        if not self.broadcast_done:
+            variables = [*self.model.weights, *self.model.optimizer.variables]
+            broadcast_variables(variables, self.root_rank, self._process_set)
+            self.broadcast_done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Averages the metrics of an epoch over the ranks, for the callbacks after it in the list and the history."""
+
+    def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:
+        super().__init__()
+        on_host(device)
+        self._process_set = process_set
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Replace the numbers in `logs`, of which all ranks have the same."""
+        names = sorted(name for name, value in (logs or {}).items() if np.ndim(value) == 0)
+        if logs is None or not names:
+            return
+        values = [tf.constant(float(logs[name]), tf.float64) for name in names]
+        # the names are part of the request's: ranks with other metrics are told, not averaged
+        request = f"MetricAverageCallback.{'.'.join(names)}"
+        averages = grouped_allreduce(values, name=request, process_set=self._process_set)
+        logs.update({name: float(average) for name, average in zip(names, averages, strict=True)})
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Sets the learning rate to `initial_lr` times a multiplier, between two epochs.
+
+    multiplier: a function of the epoch, or a number whose power by the epoch it is.
+    staircase: at the beginning of epochs only; otherwise for each batch, with a fraction of an epoch.
+    momentum_correction: when the rate changes, scale the velocities of SGD by the same factor (Goyal et al., 2017,
+    "Accurate, Large Minibatch SGD", section 3).
+    steps_per_epoch: without staircase, where Keras does not know it.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise ValueError("Parameter `initial_lr` is required")
+        self.initial_lr = initial_lr
+        self.start_epoch, self.end_epoch = start_epoch, end_epoch
+        self.staircase, self.momentum_correction = staircase, momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.multiplier = multiplier if callable(multiplier) else _power(multiplier)
+        self._epoch = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Find out how many steps an epoch has; ValueError where that is not known."""
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = self.params.get("steps")
+            if not self.steps_per_epoch:
+                raise ValueError(
+                    f"Could not autodetect the number of steps per epoch. Please specify the steps_per_epoch "
+                    f"parameter to the {type(self).__name__}()"
+                )
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Note the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Set the learning rate, if it is to change now."""
+        if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
+            return
+        if not self.staircase:
+            assert self.steps_per_epoch is not None  # found as training began
+            self._adjust(self._epoch + batch / self.steps_per_epoch)
+        elif batch == 0:
+            self._adjust(self._epoch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Log the learning rate."""
+        if logs is not None:
+            logs["lr"] = float(self.model.optimizer.learning_rate)
+
+    def _adjust(self, epoch: float) -> None:
+        optimizer = self.model.optimizer
+        before, after = float(optimizer.learning_rate), float(self.initial_lr * self.multiplier(epoch))
+        optimizer.learning_rate = after
+        if self.momentum_correction and getattr(optimizer, "momentum", None) and before and before != after:
+            for velocity in getattr(optimizer, "momentums", []):
+                velocity.assign(velocity * (after / before))
+
+
+def _power(base: float) -> Callable[[float], float]:
+    return lambda epoch: base**epoch
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from `initial_lr` / size() to `initial_lr` during the first epochs, batch by batch.
+
+    initial_lr: the one of all ranks together, usually that of one rank times size().
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            assert self.steps_per_epoch is not None  # found as training began
+            # counted to the end of the batch, so that the warmup ends at a whole epoch
+            progress = (epoch + 1 / self.steps_per_epoch) / warmup_epochs
+            return (1 + progress * (size() - 1)) / size()
+
+        super().__init__(
+            initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Log the learning rate, and say when the warmup is over."""
+        super().on_epoch_end(epoch, logs)
+        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose and rank() == 0:
+            rate = float(self.model.optimizer.learning_rate)
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+
+
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]

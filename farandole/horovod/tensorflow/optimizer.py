@@ -1,0 +1,205 @@
+"""`DistributedOptimizer`: a Keras optimizer that steps with the gradients of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from farandole.horovod.common.process_sets import ProcessSet, global_process_set
+from farandole.horovod.tensorflow.compression import Compression, Compressor
+from farandole.horovod.tensorflow.operations import Adasum, Average
+from farandole.horovod.tensorflow.reducing import GradientReducer, Groups
+from farandole.horovod.tensorflow.tape import layers_of
+
+
+class _Accumulation:
+    """Gradients of this rank, added up over `passes` backward passes.
+
+    Its variables are no part of the optimizer's state: a model that is saved has the state of the plain optimizer.
+    """
+
+    def __init__(self, gradients: Sequence[tf.Tensor | None], passes: int, average: bool) -> None:
+        self._scale = 1 / passes if average else 1
+        with tf.init_scope():
+            self._done = tf.Variable(0, trainable=False)
+            self._passes = passes
+            self._sums = [
+                None if one is None else tf.Variable(tf.zeros(one.shape, one.dtype), trainable=False)
+                for one in gradients
+            ]
+
+    def add(self, gradients: Sequence[Any]) -> tf.Tensor:
+        """Add a pass; whether it was the last one."""
+        for total, gradient in zip(self._sums, gradients, strict=True):
+            if total is not None:
+                total.assign_add(tf.convert_to_tensor(gradient))
+        self._done.assign_add(1)
+        return tf.equal(self._done, self._passes)
+
+    def take(self) -> list[tf.Tensor | None]:
+        """The sums (or averages), which begin anew."""
+        self._done.assign(0)
+        taken = [None if total is None else total * tf.cast(self._scale, total.dtype) for total in self._sums]
+        for total in self._sums:
+            if total is not None:
+                total.assign(tf.zeros_like(total))
+        return taken
+
+
+class DistributedKerasOptimizer:
+    """What is mixed into the class of the optimizer that is wrapped; its options are those of the new class."""
+
+    _reducer: GradientReducer
+    _passes: int
+    _average: bool
+
+    def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
+        """Reduce the gradients over the ranks and apply them; `apply_gradients` comes here too.
+
+        With backward_passes_per_step they are added up, and applied in every so-manieth call; `iterations` counts all.
+        """
+        optimizer: Any = self
+        apply_now = super().apply  # type: ignore[misc]
+        gradients = list(grads)
+        if trainable_variables is None:
+            variables = list(optimizer._trainable_variables) if optimizer.built else []
+        else:
+            variables = list(trainable_variables)
+        if len(gradients) != len(variables):  # the wrapped optimizer's message says what is wrong
+            apply_now(gradients, trainable_variables)
+            return
+        if self._passes == 1:
+            apply_now(self._reducer(gradients, variables), variables)
+            return
+        if any(isinstance(one, tf.IndexedSlices) for one in gradients) and not self._reducer.sparse_as_dense:
+            raise ValueError(
+                "IndexedSlices are not supported when backward_passes_per_step > 1 and sparse_as_dense is False: "
+                "pass sparse_as_dense=True"
+            )
+        if not optimizer.built:
+            with tf.init_scope():
+                optimizer.build(variables)
+        if not hasattr(self, "_accumulation"):
+            self._accumulation = _Accumulation(gradients, self._passes, self._average)
+        is_last = self._accumulation.add(gradients)
+
+        def step() -> tf.Tensor:
+            apply_now(self._reducer(self._accumulation.take(), variables), variables)
+            return tf.constant(True)
+
+        def go_on() -> tf.Tensor:
+            optimizer.iterations.assign_add(1)
+            return tf.constant(False)
+
+        tf.cond(is_last, step, go_on)
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave the gradient of a variable to this rank."""
+        self._reducer.register_local(variable)
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's spelling
+    optimizer: keras.optimizers.Optimizer,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    num_groups: int = 0,
+    groups: Groups = None,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """A copy of a Keras 3 optimizer that steps with the gradients of all ranks; an instance of its class.
+
+    It is saved as the plain optimizer, which `hvd.load_model` wraps again.  Gradients are reduced before they are
+    clipped.  `model.compile` with it needs jit_compile=False where there is a GPU.
+
+    backward_passes_per_step: how many calls of `apply` are added up, locally, for each step;
+    average_aggregated_gradients: divide what they add up to by their number.
+    The other options are those of `GradientReducer`.  ValueError where they do not go together.
+    """
+    _check_optimizer(optimizer)
+    if op == Adasum:
+        raise ValueError(
+            "op=Adasum is not supported by the optimizer for Keras; hvd.DistributedGradientTape(tape, op=hvd.Adasum) is"
+        )
+    if backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step must be 1 or more, not {backward_passes_per_step}")
+    reducer = GradientReducer(
+        name or f"Distributed{type(optimizer).__name__}",
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    kind = type(optimizer)
+    # its name and module are the wrapped class's, by which Keras saves it; options of the class survive cloning
+    members = {
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "_reducer": reducer,
+        "_passes": backward_passes_per_step,
+        "_average": average_aggregated_gradients,
+    }
+    return _copied(optimizer, type(kind.__name__, (DistributedKerasOptimizer, kind), members), name)
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - Horovod's spelling
+    optimizer: keras.optimizers.Optimizer, *arguments: Any, local_layers: Any = None, **keywords: Any
+) -> Any:
+    """`DistributedOptimizer` but for some layers, whose gradients are left to each rank.
+
+    local_layers: a layer or several, built; the other arguments are those of `DistributedOptimizer`.
+    """
+    distributed = DistributedOptimizer(optimizer, *arguments, **keywords)
+    for layer in layers_of(local_layers):
+        for variable in layer.trainable_weights:
+            distributed.register_local_var(variable)
+    return distributed
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ValueError(
+            f"an optimizer of Keras 3 is expected (keras.optimizers), not {type(optimizer).__module__}."
+            f"{type(optimizer).__name__}; those of TensorFlow 1 and of tf_keras are not supported"
+        )
+    if isinstance(optimizer, DistributedKerasOptimizer):
+        raise ValueError("this optimizer is distributed already: its gradients would be reduced twice")
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if keras.config.dtype_policy().name == "mixed_float16" and not scales:
+        raise ValueError(
+            "with the policy mixed_float16 Keras would put loss scaling around this optimizer, and ranks would skip "
+            "steps each for itself; wrap it the other way round: "
+            "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
+        )
+
+
+def _copied(optimizer: Any, kind: type, name: str | None) -> Any:
+    """An instance of another class with the optimizer's options, and its state if it has one."""
+    config = optimizer.get_config()
+    schedule = getattr(optimizer, "_learning_rate", None)
+    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        config["learning_rate"] = schedule  # as it is: its class need not be known to Keras
+    if name is not None:
+        config["name"] = name
+    copy: Any = kind.from_config(config)  # type: ignore[attr-defined]
+    if optimizer.built:
+        copy.build(optimizer._trainable_variables)
+        for mine, theirs in zip(copy.variables, optimizer.variables, strict=True):
+            mine.assign(theirs)
+    return copy

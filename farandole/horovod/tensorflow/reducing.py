@@ -1,0 +1,183 @@
+"""A step's gradients, reduced over the ranks: what the tape and the optimizer have in common.
+
+Dense gradients travel in groups, one request each: all of them together, if the program does not ask for more.  With
+more groups the communication of one goes on while the gradients of the next are computed.  A group is
+submitted by a call that does not wait; one more waits for all.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+import torch
+
+from farandole.horovod.common.process_sets import ProcessSet, global_process_set
+from farandole.horovod.tensorflow import bridge
+from farandole.horovod.tensorflow.calls import call, name_in_graph
+from farandole.horovod.tensorflow.compression import Compression, Compressor
+from farandole.horovod.tensorflow.forms import on_host
+from farandole.horovod.tensorflow.reductions import gather_slices
+from farandole.horovod.torch.asynchronous import Average, grouped_allreduce_async, synchronize
+
+Groups = int | Sequence[Sequence[Any]] | None
+
+
+class GradientReducer:
+    """Reduces lists of gradients as Horovod's options say; ValueError where these do not go together.
+
+    num_groups, groups: how many groups the dense gradients form, or lists of the variables of each.
+    sparse_as_dense: reduce tf.IndexedSlices as dense tensors rather than gathering them.
+    gradient_predivide_factor: divide by it before the sum and multiply by it afterwards.
+    scale_local_gradients: divide the gradients of `register_local`'s variables by the number of ranks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: type[Compressor] = Compression.none,
+        sparse_as_dense: bool = False,
+        op: int = Average,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: Groups = None,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
+    ) -> None:
+        on_host(device_dense)
+        on_host(device_sparse)
+        if gradient_predivide_factor != 1.0 and op != Average:
+            raise ValueError("gradient_predivide_factor not supported with op != Average")
+        if not gradient_predivide_factor > 0:
+            raise ValueError(f"gradient_predivide_factor must be positive, not {gradient_predivide_factor}")
+        if num_groups:
+            warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=3)
+            groups = num_groups if groups is None else groups
+        self.name = name
+        self.sparse_as_dense = sparse_as_dense
+        self._compression, self._op, self._process_set = compression, op, process_set
+        self._factor = gradient_predivide_factor
+        self._groups = _check_groups(groups)
+        self._scale_local = scale_local_gradients
+        self._local: set[int] = set()
+
+    def register_local(self, variable: Any) -> None:
+        """Leave the gradient of a variable to this rank, for layers that differ between ranks."""
+        self._local.add(_key(variable))
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The gradients of all ranks; None stays None.  All ranks have None in the same places."""
+        size = self._process_set.size()
+        if size == 1 or not self._process_set.included():
+            return list(gradients)
+        reduced = list(gradients)
+        dense, sparse = [], []
+        for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if gradient is None:
+                continue
+            if _key(variable) in self._local:
+                if self._scale_local:
+                    reduced[index] = _scaled(gradient, 1 / size)
+            elif isinstance(gradient, tf.IndexedSlices) and not self.sparse_as_dense:
+                sparse.append(index)
+            else:
+                reduced[index] = tf.convert_to_tensor(gradient)
+                bridge.check_type(reduced[index].dtype, getattr(variable, "name", None))
+                dense.append(index)
+        name = self._name(reduced, dense)
+        waiting = []
+        # the last layers' gradients are computed first
+        for number, members in reversed(list(enumerate(self._grouped(dense, variables)))):
+            narrow = [self._compression.compress(reduced[index]) for index in members]
+            handle = self._submit(f"{name}.{number}", [each for each, _ in narrow])
+            waiting.append((members, narrow, handle))
+        if sparse:
+            slices = [reduced[index] for index in sparse]
+            for index, one in zip(
+                sparse, gather_slices(slices, self._op, f"{name}.sparse", self._process_set), strict=True
+            ):
+                reduced[index] = one
+        if waiting:
+            self._collect(waiting, reduced)
+        return reduced
+
+    def _name(self, gradients: Sequence[Any], dense: Sequence[int]) -> str:
+        """One that is the same in every step, and differs between models in most programs."""
+        if not tf.executing_eagerly():
+            return name_in_graph(self.name, None) or self.name
+        return f"{self.name}.{len(dense)}.{sum(gradients[index].shape.num_elements() for index in dense)}"
+
+    def _submit(self, name: str, tensors: list[tf.Tensor]) -> tf.Tensor:
+        """Begin to reduce a group; the handle."""
+        scaled = {"prescale_factor": 1 / self._factor, "postscale_factor": self._factor}
+
+        def on_torch(group: list[torch.Tensor]) -> list[torch.Tensor]:
+            where = self._process_set
+            return [
+                torch.tensor(
+                    grouped_allreduce_async(group, None, name, self._op, process_set=where, **scaled)
+                )
+            ]
+
+        return call(on_torch, tensors, [tf.TensorSpec([], tf.int64)])[0]
+
+    def _collect(self, waiting: Sequence[tuple[Any, Any, tf.Tensor]], reduced: list[Any]) -> None:
+        """Wait for all groups, and put their members where they belong."""
+        places = [index for members, _, _ in waiting for index in members]
+        narrow = [one for _, group, _ in waiting for one in group]
+
+        def on_torch(handles: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [tensor for handle in handles for tensor in synchronize(int(handle))]
+
+        specs = [tf.TensorSpec(sent.shape, sent.dtype) for sent, _ in narrow]
+        received = call(on_torch, [handle for _, _, handle in waiting], specs)
+        for index, one, (_, ctx) in zip(places, received, narrow, strict=True):
+            reduced[index] = self._compression.decompress(one, ctx)
+
+    def _grouped(self, dense: list[int], variables: Sequence[Any]) -> list[list[int]]:
+        """The numbers of the dense gradients, by group."""
+        if self._groups is None:
+            return [dense] if dense else []
+        if isinstance(self._groups, int):
+            share, more = divmod(len(dense), self._groups)
+            lengths = [share + (number < more) for number in range(self._groups)]
+            left = iter(dense)
+            return [[next(left) for _ in range(length)] for length in lengths if length]
+        numbers = {_key(variables[index]): index for index in dense}
+        chosen = [[numbers.pop(key) for key in group if key in numbers] for group in self._groups]
+        return [group for group in [*chosen, list(numbers.values())] if group]
+
+
+def _check_groups(groups: Groups) -> int | list[list[int]] | None:
+    """The groups, with variables by their keys."""
+    if groups is None:
+        return None
+    if isinstance(groups, bool) or not isinstance(groups, (int, list, tuple)) or groups == 0:
+        raise ValueError("groups should be a positive integer or a list of list of tf.Variable.")
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ValueError("groups should be a positive integer or a list of list of tf.Variable.")
+        return groups
+    keys = [[_key(variable) for variable in group] for group in groups]
+    flat = [key for group in keys for key in group]
+    if len(set(flat)) < len(flat):
+        raise ValueError("A variable can only appear once in groups.")
+    return keys
+
+
+def _key(variable: Any) -> int:
+    """The identity of a variable, the same for Keras' and the one of TensorFlow in it."""
+    return id(variable.value if isinstance(variable, keras.Variable) else variable)
+
+
+def _scaled(gradient: Any, factor: float) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            gradient.values * tf.cast(factor, gradient.dtype), gradient.indices, gradient.dense_shape
+        )
+    return gradient * tf.cast(factor, gradient.dtype)
