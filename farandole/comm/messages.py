@@ -166,32 +166,38 @@ class Messages:
 
     def __init__(self) -> None:
         self._open: dict[int, MessageWork] = {}
+        self._closed = False
+        self._gate = threading.Lock()  # held while messages come, go or change places
 
     def post(self, host: HostGroup, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> MessageWork:
         """Begin to send `tensor` to `peer`, or to receive it from there."""
-        work = MessageWork(host, tensor, peer, tag, sends=sends, done=self._forget)
-        self._open[id(work)] = work
-        self._look()
+        with self._gate:
+            if self._closed:  # by another thread, since the caller looked
+                raise CommunicationError("the group was destroyed; no message can be sent or received any more")
+            work = MessageWork(host, tensor, peer, tag, sends=sends, done=self._forget)
+            self._open[id(work)] = work
+            eldest = list(itertools.islice(self._open.values(), 2))
+            for each in eldest:  # now the last in the row
+                self._open[id(each)] = self._open.pop(id(each))
+        for each in eldest:  # messages that nobody waits for: each new one looks at two, in turn
+            each.is_completed()
         return work
 
-    def _look(self) -> None:
-        """See which messages that nobody waits for have moved: each new one looks at two, in turn."""
-        for key, work in list(itertools.islice(self._open.items(), 2)):
-            if not work.is_completed() and self._open.pop(key, None) is not None:
-                self._open[key] = work  # now the last in the row
-
     def _forget(self, work: MessageWork) -> None:
-        self._open.pop(id(work), None)
+        with self._gate:
+            self._open.pop(id(work), None)
 
     def close(self, patience_s: float) -> bool:
         """Take receives back, let sends arrive; False if some take longer than `patience_s`."""
+        with self._gate:
+            self._closed = True
+            left = list(self._open.values())
         deadline = time.monotonic() + patience_s
-        for work in list(self._open.values()):
-            if not work.sends:
-                work.withdraw()
+        for work in left:
             while not work.at_rest():
+                if not work.sends:
+                    work.withdraw()
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.001)
-        self._open.clear()
         return True

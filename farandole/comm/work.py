@@ -177,6 +177,7 @@ class Lane:
         self._name = name
         self._waiting: deque[LaneWork] = deque()
         self._running = _thread.allocate_lock()
+        self._closed = False
         self._caller: int | None = None  # the thread that runs callbacks
         self._tickets: SimpleQueue[bool] = SimpleQueue()  # one per work, for the thread
         self._thread: threading.Thread | None = None
@@ -206,6 +207,8 @@ class Lane:
 
     def submit(self, call: Call, tensors: Sequence[torch.Tensor]) -> LaneWork:
         """Have a call made in its turn; a callback's at once."""
+        if self._closed:
+            raise CommunicationError("the group was destroyed; no call can be made any more")
         work = LaneWork(self, call, tensors)
         if self.is_mine():
             work.run(flags_here())
@@ -237,16 +240,19 @@ class Lane:
             self._caller = outer
 
     def close(self, patience_s: float) -> bool:
-        """Complete the calls that were issued and end the thread; False if that takes longer than `patience_s`."""
+        """Complete the calls that were issued and end the thread; False if that takes longer than `patience_s`.
+
+        After that the lane stays taken, so that no other thread makes a call that this one has not seen.
+        """
+        if self._closed:
+            return True
         if self._thread is not None and not self.is_mine():
             self._tickets.put(False)
             self._thread.join(patience_s)
             if self._thread.is_alive():
                 return False
-        if not self._running.acquire(timeout=patience_s):
-            return False
-        self._running.release()
-        return True
+        self._closed = self._running.acquire(timeout=patience_s)
+        return self._closed
 
     def _run_next(self, flags: int) -> bool:
         try:
