@@ -173,7 +173,9 @@ class Messages:
         """Begin to send `tensor` to `peer`, or to receive it from there."""
         with self._gate:
             if self._closed:  # by another thread, since the caller looked
-                raise CommunicationError("the group was destroyed; no message can be sent or received any more")
+                raise CommunicationError(
+                    "the group was destroyed; no message can be sent or received any more"
+                )
             work = MessageWork(host, tensor, peer, tag, sends=sends, done=self._forget)
             self._open[id(work)] = work
             eldest = list(itertools.islice(self._open.values(), 2))
