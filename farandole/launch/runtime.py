@@ -53,6 +53,11 @@ class Runtime:
             raise LaunchError("this runtime is closed; farandole.init() joins the job anew")
         return self._comm
 
+    @property
+    def world_is_gone(self) -> bool:
+        """Whether this runtime is closed, or the program has destroyed the process group that it stands on."""
+        return self._comm is None or self._comm.group is not dist.group.WORLD
+
     def close(self) -> None:
         """Leave the job: destroy torch's process group, unless the caller of `init` had made it.
 

@@ -66,7 +66,9 @@ class Horovod:
         process_sets: sets to register at once, or "dynamic"; sets can be added later in either case.
         """
         if self.runtime is not None:
-            return
+            if not self._world_is_gone():
+                return
+            self.shutdown()
         self.settings = Settings.read(os.environ)
         self._owns_world = not dist.is_initialized()
         runtime = join_job(timeout_s=TIMEOUT_S)
@@ -95,9 +97,9 @@ class Horovod:
 
     def shutdown(self) -> None:
         """Leave the job.  Operations in flight fail, on the other ranks too; without effect the second time."""
-        runtime, self.runtime = self.runtime, None
-        if runtime is None:
+        if self.runtime is None:
             return
+        gone, runtime, self.runtime = self._world_is_gone(), self.runtime, None
         for engine in {
             id(each.engine): each.engine for sets in self._sets.values() for each in sets
         }.values():
@@ -111,13 +113,17 @@ class Horovod:
         self.handles.clear()
         while self._groups:
             group = self._groups.pop()
-            if dist.is_initialized():  # else the program has destroyed the world, and them with it
+            if not gone:  # else the program has destroyed the world, and them with it
                 dist.destroy_process_group(group)
         runtime.close()
         if (
             self._owns_world and dist.is_initialized()
         ):  # one that was formed anew, which the runtime only took over
             dist.destroy_process_group()
+
+    def _world_is_gone(self) -> bool:
+        """Whether the program has destroyed the world that it had when it called `init`."""
+        return self.runtime is None or self.runtime.world_is_gone
 
     # ---- elastic programs ----
 
