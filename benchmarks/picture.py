@@ -36,7 +36,7 @@ NAMES = {
     "mpich": "MPICH (mpi4py)",
     "copy": "limit: every rank copies as many bytes",
     "flat gloo": "Gloo, all ranks in one ring",
-    "stream": "limit: a TCP stream of as many bytes, each way",
+    "stream": "limit: a TCP stream",
 }
 
 
@@ -64,6 +64,6 @@ def draw_latencies(result: dict[str, Any], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     for axis in list(axes.flat)[len(operations) :]:
         axis.set_visible(False)
-    axes.flat[0].legend(fontsize=8, frameon=False)
+    axes.flat[0].legend(fontsize=8, frameon=False, loc="upper left")
     figure.savefig(path, dpi=110)
     plt.close(figure)

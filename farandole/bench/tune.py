@@ -33,7 +33,7 @@ from farandole.bench.setup import BenchError
 from farandole.bench.training import machine
 from farandole.comm import Options
 from farandole.comm.algorithms.choice import ALL_REDUCE
-from farandole.comm.algorithms.steps import COMBINE, finish
+from farandole.comm.algorithms.steps import finish
 from farandole.comm.algorithms.table import Link, Table
 from farandole.comm.group_base import GroupBase
 from farandole.comm.transport import WireTransport
@@ -113,6 +113,7 @@ class _Tuning:
         self.tensor = torch.zeros(setup.sizes[-1] // 4)
         self.comm = runtime.comm
         self.group = group
+        self.combine = group.combine(self.tensor.dtype, "sum")
         self.spans = len(group.hosts) > 1
         self.members = group.hosts if self.spans else [[rank] for rank in range(runtime.size)]
         if len(self.members) < 2:
@@ -165,7 +166,7 @@ class _Tuning:
         if transport is None:
             return
         try:
-            finish(ALL_REDUCE[name](transport, self.tensor[: size // 4], COMBINE["sum"]), TIMEOUT_S)
+            finish(ALL_REDUCE[name](transport, self.tensor[: size // 4], self.combine), TIMEOUT_S)
         finally:
             transport.release()
 

@@ -11,13 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from farandole.comm.algorithms.steps import Combine
 from farandole.comm.collectives import HostCollectives
+from farandole.comm.dtypes import REDUCTION_NAMES
 from farandole.comm.ending import leave_at_end
 from farandole.comm.fallback import LazyBackend, has_nccl, torch_group
 from farandole.comm.host_group import HostGroup
 from farandole.comm.messages import Messages
 from farandole.comm.spanning import SpanningCollectives
 from farandole.comm.transport import WireTransport
+from farandole.comm.two_level import combine_in_core
 from farandole.comm.work import Call, Lane, seconds_of
 
 PATIENCE_S = 1.0
@@ -172,6 +175,12 @@ class GroupBase(dist.ProcessGroup):
         if self._host is None:
             raise RuntimeError(f"group {self._group_name!r} communicates without the core")
         return WireTransport(self._host, ranks, channel)
+
+    def combine(self, dtype: torch.dtype, reduction: str) -> Combine:
+        """What its own algorithms combine two tensors with; `RuntimeError` where the core is missing."""
+        if self._host is None:
+            raise RuntimeError(f"group {self._group_name!r} communicates without the core")
+        return combine_in_core(self._host, dtype, REDUCTION_NAMES.index(reduction))
 
     # ---- for its collectives ----
 

@@ -33,6 +33,7 @@ from farandole.comm.compression.base import Compressor
 from farandole.comm.dense import counts_of, pointers_to
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
 from farandole.comm.errors import CommunicationError
+from farandole.comm.host_group import HostGroup
 from farandole.comm.hosts import Hosts
 from farandole.comm.transport import Tagged, Transport
 from farandole.native import Call as CallRecord
@@ -120,7 +121,7 @@ class TwoLevels:
 
     def _lead(self, share: Tensor, leg: Transport, reduction: int) -> Steps:
         size = share.numel() * share.element_size()
-        combine = self._combine(share.dtype, reduction)
+        combine = combine_in_core(self.host, share.dtype, reduction)
         return self._choice.all_reduce(self.hosts.count, size)(leg, share, combine)
 
     def all_reduce_compressed(self, flat: Tensor, averages: bool, compressor: Compressor, flags: int) -> None:
@@ -208,7 +209,7 @@ class TwoLevels:
             self._host_reduce_scatter(shares, piece, in_core, flags)
             pieces.append(piece)
         if self.hosts.leads:
-            combine = self._combine(source.dtype, in_core)
+            combine = combine_in_core(self.host, source.dtype, in_core)
             self.run(ring_reduce_scatter(self.hosts.leg, pieces, combine))
         block = torch.empty(sum(counts[r] for r in self.host.members), dtype=source.dtype)
         self._host_all_gather(pieces[self.hosts.index], self._shares(block), flags)
@@ -289,16 +290,6 @@ class TwoLevels:
 
     # ---- the core, inside the host ----
 
-    def _combine(self, dtype: torch.dtype, reduction: int) -> Combine:
-        """The core's reduction of two tensors: on one thread, as those of torch would wait for each other's turn."""
-        core, kind = self.host.core, TYPES[dtype]
-
-        def combine(result: Tensor, a: Tensor, b: Tensor) -> None:
-            count = result.numel()
-            core.frd_combine(result.data_ptr(), a.data_ptr(), b.data_ptr(), count, kind, reduction)
-
-        return combine
-
     def _host_reduce_scatter(self, parts: Sequence[Tensor], own: Tensor, reduction: int, flags: int) -> None:
         host = self.host
         pointers, counts = pointers_to(parts), counts_of(parts)
@@ -322,6 +313,17 @@ class TwoLevels:
                 host.handle, flat.data_ptr(), flat.numel(), TYPES[flat.dtype], root, flags
             )
         )
+
+
+def combine_in_core(host: HostGroup, dtype: torch.dtype, reduction: int) -> Combine:
+    """The core's reduction of two tensors: on one thread, as those of torch would wait for each other's turn."""
+    core, kind = host.core, TYPES[dtype]
+
+    def combine(result: Tensor, a: Tensor, b: Tensor) -> None:
+        count = result.numel()
+        core.frd_combine(result.data_ptr(), a.data_ptr(), b.data_ptr(), count, kind, reduction)
+
+    return combine
 
 
 def fingerprint(counts: Sequence[int]) -> int:
