@@ -22,11 +22,12 @@ demo: $(VENV)/core.stamp
 	@echo "The command is $(BIN)/farandole; after '. $(BIN)/activate' it is farandole. To let the model write:"
 	@echo "    $(BIN)/farandole generate runs --prompt 'def'"
 
+# Two tests at a time: most of them wait, for processes to start or for deadlines.
 test: $(VENV)/test.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy farandole
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist worksteal
 
 $(VENV)/core.stamp: $(INSTALLED) | $(BIN)/pip
 	@echo "Installing Farandole with torch and ten more packages into $(VENV): a minute or two, most of it the download"

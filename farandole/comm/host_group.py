@@ -49,6 +49,7 @@ class HostGroup:
         self.core = native.library()
         self.verdict: Verdict | None = None  # of a group of several hosts
         self._owner = os.getpid()
+        self._closing = threading.RLock()  # for threads that use the handle outside of a call
         self._pids = [roster.pids[member] for member in members]
         watched = (ctypes.c_int * self.size)(*_processes.watch(self._pids))
         self.handle: int | None = self.core.frd_join(descriptor, self.rank, self.size, watched)
@@ -151,8 +152,11 @@ class HostGroup:
     def whereabouts(self) -> str:
         """For a person: which ranks are behind this one, and in which calls."""
         calls = {member: Call() for member in self.members}
-        for rank, call in enumerate(calls.values()):
-            self.core.frd_get_call(self.handle, rank, ctypes.byref(call))
+        with self._closing:
+            if not self.handle:
+                return "the group was destroyed meanwhile"
+            for rank, call in enumerate(calls.values()):
+                self.core.frd_get_call(self.handle, rank, ctypes.byref(call))
         return describe_whereabouts(calls, self.group_rank, self.roster)
 
     def _say_who_is_late(self) -> None:
@@ -224,24 +228,36 @@ class HostGroup:
 
     def leave(self, note: str) -> None:
         """Tell the others that this rank makes no further call."""
-        if self.handle and os.getpid() == self._owner and not self._left:
+        if os.getpid() != self._owner:
+            return
+        with self._closing:
+            if not self.handle or self._left:
+                return
             self._left = True
-            if self.verdict is not None:
-                self.verdict.leave(f"{self.roster.rank(self.group_rank)} left {self.roster.group} ({note})")
-            self.core.frd_leave(self.handle, note.encode()[: native.NOTE_BYTES - 1])
+        if self.verdict is not None:
+            self.verdict.leave(f"{self.roster.rank(self.group_rank)} left {self.roster.group} ({note})")
+        with self._closing:
+            if self.handle:
+                self.core.frd_leave(self.handle, note.encode()[: native.NOTE_BYTES - 1])
 
     def give_up(self) -> None:
         """Leave, and have this process's calls under way return, with an error."""
-        if self.handle and os.getpid() == self._owner:
-            self.core.frd_give_up(self.handle)
+        if os.getpid() != self._owner:
+            return
+        with self._closing:
+            if self.handle:
+                self.core.frd_give_up(self.handle)
 
     def close(self) -> None:
         """Leave, and give the memory back.  No call may be under way."""
-        if not self.handle or os.getpid() != self._owner:
+        if os.getpid() != self._owner:
             return
         self.leave("it destroyed the group")
-        handle, self.handle = self.handle, None
-        self.core.frd_close(handle)
+        with self._closing:
+            if not self.handle:
+                return
+            handle, self.handle = self.handle, None
+            self.core.frd_close(handle)
         _processes.unwatch(self._pids)
 
 
@@ -259,5 +275,7 @@ def _weakly(group: HostGroup, method: Callable[[HostGroup], None]) -> Callable[[
 
 def _forget_region(group: weakref.ref[HostGroup], number: int) -> None:
     alive = group()
-    if alive is not None and alive.handle:
-        alive.core.frd_region_remove(alive.handle, number)
+    if alive is not None:
+        with alive._closing:
+            if alive.handle:
+                alive.core.frd_region_remove(alive.handle, number)

@@ -77,10 +77,10 @@ class FarandoleProcessGroup(GroupBase):
         kind, reduction = plan
         try:
             status = self._core_all_reduce(handle, address, tensor.numel(), kind, reduction, flags_here())
+            if status:  # while the lane is held: after that another thread may destroy the group
+                host.check(status)
         finally:
             self._lane.leave()
-        if status:
-            host.check(status)
         return True
 
     def allreduce_compressed(
