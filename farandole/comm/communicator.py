@@ -63,6 +63,21 @@ class Communicator:
         shared: Tensor = allocate(shape, dtype)
         return shared
 
+    def common(
+        self, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    ) -> Tensor | None:
+        """One uninitialised tensor for all ranks: what one of them writes into it, all of them see.
+
+        A collective call: every rank asks for the same shape and type.  Who writes where, and when, is the
+        callers' business: `barrier` separates writing from reading.  None where the ranks do not share memory
+        (another backend, several hosts, a device other than the CPU).
+        """
+        allocate = getattr(self.group, "allocate_common", None)
+        if allocate is None or (device is not None and device.type != "cpu"):
+            return None
+        common: Tensor | None = allocate(shape, dtype)
+        return common
+
     def all_reduce(
         self,
         tensor: Tensor,

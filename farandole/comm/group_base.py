@@ -187,10 +187,24 @@ class GroupBase(dist.ProcessGroup):
     def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor that every rank of this host can reach: see `Communicator.empty`."""
         carrier = self._carrier_of()
-        if carrier is None:
-            return torch.empty(*shape, dtype=dtype)
+        return (
+            torch.empty(*shape, dtype=dtype)
+            if carrier is None
+            else self._allocate(carrier.host, shape, dtype)
+        )
+
+    def allocate_common(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """One tensor for all ranks, None where they do not share memory: see `Communicator.common`."""
+        carrier = self._carrier_of()
+        if not isinstance(carrier, HostCollectives):
+            return None
+        return self._allocate(carrier.host, shape, dtype, common=True)
+
+    def _allocate(
+        self, host: HostGroup, shape: Sequence[int], dtype: torch.dtype, *, common: bool = False
+    ) -> Tensor:
         made: list[Tensor] = []
-        self._lane.run(lambda flags: made.append(carrier.host.allocate(shape, dtype, flags)), [])
+        self._lane.run(lambda flags: made.append(host.allocate(shape, dtype, flags, common=common)), [])
         return made[0]
 
     def _inner(self) -> dist.ProcessGroup:

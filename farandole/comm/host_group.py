@@ -7,6 +7,7 @@ exceptions.  `process_group.py` puts tensors and asynchronous work on top.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import socket
@@ -177,27 +178,33 @@ class HostGroup:
         """How long the call under way waits for the other ranks."""
         return self._call_timeout_s or self.timeout_s
 
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
-        """A tensor in memory that all ranks of the group can reach; every rank asks for the same."""
-        elements = 1
-        for length in shape:
-            elements *= length
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int, *, common: bool) -> torch.Tensor:
+        """A tensor in memory that all ranks of the group can reach; every rank asks for the same.
+
+        Each rank gets its own tensor there, or, if it is `common`, all of them the same one.
+        """
+        elements = math.prod(shape)
         page = os.sysconf("SC_PAGE_SIZE")
-        stride = max(1, -(-elements * dtype.itemsize // page)) * page
-        memory = self._share(stride * self.size, flags)
-        part = (ctypes.c_char * stride).from_buffer(memory, self.rank * stride)
-        base = ctypes.addressof(part) - self.rank * stride
-        number = self._regions
-        self._regions += 1
-        if self.core.frd_region_add(self.handle, number, base, stride):
-            raise MemoryError("no memory to record a shared buffer")
-        # the tensor keeps `part`, and that keeps the mapping; when the tensor goes, so do they
-        weakref.finalize(part, _forget_region, weakref.ref(self), number).atexit = False
+        length = max(1, -(-elements * dtype.itemsize // page)) * page
+        memory = self._share(length if common else length * self.size, flags)
+        first = 0 if common else self.rank * length
+        part = (ctypes.c_char * length).from_buffer(memory, first)
+        if not common:
+            self._add_region(part, ctypes.addressof(part) - first, length)
+        # the tensor keeps `part`, and that keeps the mapping; when the tensor goes, so does the mapping
         return (
             torch.frombuffer(part, dtype=dtype, count=elements).view(*shape)
             if elements
             else torch.empty(*shape, dtype=dtype)
         )
+
+    def _add_region(self, part: ctypes.Array[ctypes.c_char], base: int, stride: int) -> None:
+        """Have collectives reach the tensors of all ranks directly, as long as this rank's part lives."""
+        number = self._regions
+        self._regions += 1
+        if self.core.frd_region_add(self.handle, number, base, stride):
+            raise MemoryError("no memory to record a shared buffer")
+        weakref.finalize(part, _forget_region, weakref.ref(self), number).atexit = False
 
     def _share(self, size: int, flags: int) -> mmap.mmap:
         """New memory of `size` bytes, mapped by all ranks.  OSError on all of them if one cannot have it."""

@@ -1,21 +1,25 @@
-"""Data parallelism: every rank has the whole model and its own samples; gradients are averaged.
+"""Data parallelism: every rank computes with the whole model on its own samples; gradients are averaged.
 
-The gradients live in flat buckets, filled in the order in which the backward pass produces them, from the
-last block to the first.  A bucket is reduced as soon as it is full, while the backward pass goes on
-(Li et al., 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training").  Buckets are
-reduced in the same order on every rank, whatever order their gradients arrive in.
+One engine for all stages of ZeRO (Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models").  What a rank keeps after a backward pass is the only difference: all gradients, and an optimizer
+for all parameters (`zero=0`), or its shard of them.  Where what lives is told by `weights` and `gradients`.
 
-    replica = DataParallel(model, comm)
+Gradients lie in flat buckets, filled in the order in which the backward pass produces them, from the last block to
+the first.  A bucket is reduced as soon as it is full, while the backward pass goes on (Li et al., 2020, "PyTorch
+Distributed: Experiences on Accelerating Data Parallel Training").  Buckets are reduced in the same order on every
+rank, whatever order their gradients arrive in.
+
+    replica = DataParallel(model, comm, zero=2)
+    optimizer = replica.shard(torch.optim.AdamW(model.parameters(), lr=3e-4))
     with replica.no_sync():
-        loss(model(first)).backward()       # accumulates, communicates nothing
-    loss(model(second)).backward()          # buckets are reduced as they fill
-    replica.synchronize()                   # .grad is now the average over ranks
+        loss(replica(first)).backward()     # accumulates
+    loss(replica(second)).backward()        # buckets are reduced as they fill, and the last when it returns
     replica.clip(1.0)
-    optimizer.step()
-    replica.zero_grad()
+    optimizer.step()                        # this rank's shard; then all ranks have the new weights
+    optimizer.zero_grad()
 
-Each rank's loss is a mean over its own samples; when all ranks have equally many, the gradient is the one
-of a single process with all samples (times the number of backward passes, as always in accumulation).
+Each rank's loss is a mean over its own samples; when all ranks have equally many, the gradient is the one of a
+single process with all samples (times the number of backward passes, as always in accumulation).
 """
 
 from __future__ import annotations
@@ -23,13 +27,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Variable
 
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
-from farandole.parallel.buckets import GradientBucket, make_buckets, total_norm
+from farandole.parallel.buckets import Bucket, total_norm
+from farandole.parallel.building import build_buckets
+from farandole.parallel.casting import cast_floating
 
 BUCKET_BYTES = 4 << 20
 
@@ -37,13 +45,18 @@ BUCKET_BYTES = 4 << 20
 class DataParallel:
     """Keeps the gradients of `model` equal on all ranks of `comm`.
 
-    At construction the parameters and buffers of rank 0 are copied to all ranks.  Frozen parameters are
-    left alone, tied ones reduced once.  A parameter without a gradient on some ranks counts as zero
-    there; without one on all ranks, its `.grad` stays None.  With one rank nothing is communicated.
+    At construction the parameters and buffers of rank 0 are copied to all ranks.  Frozen parameters get no
+    gradient, tied ones are reduced once.  A parameter without a gradient on some ranks counts as zero there;
+    without one on all ranks, its `.grad` stays None.  With one rank nothing is communicated.
 
-    A `compression` (`Int8()`, ...) is for what crosses hosts; gradients are then no longer those of one process, but
-    with error feedback what a step misses comes in later ones.  Raises TypeError or ValueError where
-    they cannot be compressed.
+    With `zero` >= 1 an optimizer updates pieces of the parameters: `shard` gives it those.  The gradients are then
+    those of the pieces, and the parameters' own `.grad` is None.  Ranks that share memory have one copy of the
+    weights between them.  With `dtype` (bf16, fp16) the model computes with weights of that type, while the
+    optimizer updates masters of the type that they had, with gradients of that type.
+
+    A `compression` (`Int8()`, ...) is for what crosses hosts, with `zero=0`; gradients are then no longer those of
+    one process, but with error feedback what a step misses comes in later ones.  Raises TypeError or ValueError
+    where they cannot be compressed.
 
     `waited_s` adds up the seconds in which this rank had nothing to do but wait for others.
     """
@@ -54,31 +67,96 @@ class DataParallel:
         comm: Communicator,
         bucket_bytes: int = BUCKET_BYTES,
         compression: Compression | None = None,
+        *,
+        zero: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        if zero not in (0, 1, 2, 3):
+            raise ValueError(f"zero={zero}: the stages are 0, 1, 2 and 3")
+        if compression is not None and zero:
+            raise ValueError(f"compression and zero={zero}: gradients are compressed with zero=0 only")
         self.model = model
+        self.zero = zero
         self.waited_s = 0.0
         self._comm = comm
+        self._dtype = dtype
+        self._start_equal()
+        self.buckets = build_buckets(model, comm, bucket_bytes, compression, zero, dtype, self._settle)
+        parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
+        device = parameters[0].device if parameters else None
+        # which parameters anybody had a gradient for, in the order of the buckets
+        self._used = torch.zeros(len(parameters), dtype=torch.uint8, device=device)
+        self._used_by_bucket = self._used.split([len(bucket.parameters) for bucket in self.buckets])
+        self._shares_weights = any(bucket.weights and bucket.weights.common for bucket in self.buckets)
         self._accumulating = False
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.buckets = make_buckets(reversed(trained), comm, bucket_bytes, compression)
+        self._in_pass = False
+        self._reduced = False  # the gradients are the averages of a step that has had its last pass
         self._next = 0
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
             for bucket in self.buckets
             for index, parameter in enumerate(bucket.parameters)
         ]
-        self._start_equal()
 
-    def _start_equal(self) -> None:
-        if self._comm.size == 1:
-            return
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """What the model makes of the inputs, cast to its type where they are floating."""
+        if self._dtype is not None:
+            inputs, named = cast_floating((inputs, named), self._dtype)
+        return self.model(*inputs, **named)
+
+    # ---- the optimizer ----
+
+    def pieces(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
+        """(parameter, piece, start): what this rank updates, and where it begins in the flattened parameter."""
+        for bucket in self.buckets:
+            for parameter, piece, start in zip(bucket.parameters, bucket.pieces, bucket.starts, strict=True):
+                if piece is not None:
+                    yield parameter, piece, start
+
+    def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Have `optimizer`, made for the model's parameters, update this rank's pieces of them; returns it.
+
+        The optimizer has to treat every element by itself, as SGD, Adam, AdamW and their like do, and must not have
+        made a step.  Its `step` then begins with all ranks' gradients and ends with all ranks' new weights.
+
+        Raises ValueError for an optimizer that has a state, or parameters of another model.
+        """
+        if optimizer.state:
+            raise ValueError("the optimizer has made steps: shard it before the first one")
+        piece_of = {id(parameter): piece for parameter, piece, _ in self.pieces()}
+        known = {id(parameter) for parameter in self.model.parameters()}
+        for group in optimizer.param_groups:
+            if any(id(parameter) not in known for parameter in group["params"]):
+                raise ValueError(
+                    "the optimizer has parameters that are not the model's: make it from model.parameters()"
+                )
+            group["params"] = [piece_of[id(p)] for p in group["params"] if id(p) in piece_of]
+        optimizer.register_step_pre_hook(lambda *_: self._before_update())
+        optimizer.register_step_post_hook(lambda *_: self.publish())
+        return optimizer
+
+    def publish(self) -> None:
+        """Give all ranks' models what optimizers have made of their pieces.  `shard`ed ones call it themselves."""
         with torch.no_grad():
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                self._comm.broadcast(tensor.detach(), root=0)
+            for bucket in self.buckets:
+                if bucket.weights is not None:
+                    bucket.weights.publish()
+        if self._shares_weights:
+            self._comm.barrier()
+
+    def _before_update(self) -> None:
+        self.synchronize()
+        if self._shares_weights:  # nobody may read weights any more
+            self._comm.barrier()
+
+    # ---- gradients ----
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward passes accumulate gradients and reduce nothing."""
+        """Within it, backward passes accumulate gradients; with `zero` < 2 they communicate nothing.
+
+        With `zero` >= 2 there is no memory to keep whole gradients in, so that every pass is reduced.
+        """
         self._accumulating = True
         try:
             yield
@@ -86,46 +164,30 @@ class DataParallel:
             self._accumulating = False
 
     def synchronize(self) -> None:
-        """Reduce what is left and wait until every gradient is the average over ranks."""
-        self._launch_until(len(self.buckets))
-        started = time.perf_counter()
-        for bucket in self.buckets:
-            bucket.finish()
-        if self._comm.size > 1:
-            self.waited_s += time.perf_counter() - started
+        """Reduce what is left and wait until every gradient is the average over ranks.
+
+        A backward pass outside of `no_sync` ends with it; it is for ranks that had none.
+        """
+        if not self._reduced:
+            self._end_pass(last=True)
+
+    def gradients(self) -> list[Tensor]:
+        """What this rank has of the averaged gradients."""
+        return [piece.grad for _, piece, _ in self.pieces() if piece.grad is not None]
 
     def gradient_norm(self) -> float:
         """The global norm: over all parameters, of the averaged gradients.  The same on all ranks."""
-        return total_norm(bucket.gradients for bucket in self.buckets)
+        norm = total_norm(self.gradients())
+        if self.zero == 0 or self._comm.size == 1:
+            return norm
+        square = torch.tensor(norm, dtype=torch.float64) ** 2
+        self._comm.all_reduce(square)
+        return float(square.sqrt())
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient by `factor`."""
         for bucket in self.buckets:
-            bucket.gradients.mul_(factor)
-
-    def compression_state(self) -> dict[str, torch.Tensor]:
-        """What compression remembers on this rank, by name, for a checkpoint; `load_compression` goes on from it."""
-        return {
-            f"{number}.{name}": value
-            for number, bucket in enumerate(self.buckets)
-            if bucket.compressor is not None
-            for name, value in bucket.compressor.state.items()
-        }
-
-    def load_compression(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Remember what this rank did when `state` was saved."""
-        for number, bucket in enumerate(self.buckets):
-            if bucket.compressor is not None:
-                own = f"{number}."
-                bucket.compressor.load(
-                    {name.removeprefix(own): t for name, t in state.items() if name.startswith(own)}
-                )
-
-    def rescale(self, factor: float) -> None:
-        """Gradients are from now on `factor` times as large, as the loss is: so is what compression remembers."""
-        for bucket in self.buckets:
-            if bucket.compressor is not None:
-                bucket.compressor.scale_residuals(factor)
+            bucket.gradients.reduced.mul_(factor)
 
     def clip(self, max_norm: float) -> float:
         """Shrink the gradients so that their global norm is at most `max_norm`; returns what it was."""
@@ -135,10 +197,37 @@ class DataParallel:
         return norm
 
     def zero_grad(self) -> None:
-        """Start the next step: every `.grad` is None."""
-        self._next = 0
+        """Start the next step: every gradient is None.  An optimizer's own `zero_grad` does as well."""
+        self._in_pass = False
+        self._begin_step()
         for bucket in self.buckets:
-            bucket.clear()
+            bucket.take_away()
+
+    # ---- compression ----
+
+    def compression_state(self) -> dict[str, Tensor]:
+        """What compression remembers on this rank, by name, for a checkpoint; `load_compression` goes on from it."""
+        return {
+            f"{number}.{name}": value
+            for number, bucket in enumerate(self.buckets)
+            if bucket.gradients.compressor is not None
+            for name, value in bucket.gradients.compressor.state.items()
+        }
+
+    def load_compression(self, state: Mapping[str, Tensor]) -> None:
+        """Remember what this rank did when `state` was saved."""
+        for number, bucket in enumerate(self.buckets):
+            if bucket.gradients.compressor is not None:
+                own = f"{number}."
+                bucket.gradients.compressor.load(
+                    {name.removeprefix(own): t for name, t in state.items() if name.startswith(own)}
+                )
+
+    def rescale(self, factor: float) -> None:
+        """Gradients are from now on `factor` times as large, as the loss is: so is what compression remembers."""
+        for bucket in self.buckets:
+            if bucket.gradients.compressor is not None:
+                bucket.gradients.compressor.scale_residuals(factor)
 
     def close(self) -> None:
         """Let go of the model: remove the hooks and the gradients."""
@@ -146,13 +235,50 @@ class DataParallel:
             hook.remove()
         self.zero_grad()
 
-    def _hook(self, bucket: GradientBucket, index: int) -> Callable[[torch.Tensor], None]:
-        def received(_: torch.Tensor) -> None:
-            bucket.receive(index)
-            if not self._accumulating and bucket.complete(index):
+    # ---- a backward pass ----
+
+    def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+        def received(_: Tensor) -> None:
+            if not self._in_pass:
+                self._begin_pass()
+            bucket.gradients.receive(index)
+            if self._reduces and bucket.complete(index):
                 self._launch_full()
 
         return received
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether the backward pass under way is reduced."""
+        return self.zero >= 2 or not self._accumulating
+
+    def _begin_step(self) -> None:
+        """Forget what earlier passes gave."""
+        self._reduced = False
+        self._next = 0
+        self._used.zero_()
+        for bucket in self.buckets:
+            bucket.gradients.clear()
+            bucket.begin_pass()
+
+    def _begin_pass(self) -> None:
+        if self._reduced:
+            if all(bucket.taken for bucket in self.buckets):
+                self._begin_step()
+            elif self.zero < 2:
+                raise RuntimeError(
+                    "a backward pass came after the gradients were reduced, and nobody has taken them: run every "
+                    "backward pass of a step but the last under no_sync(), and zero_grad() between steps"
+                )
+        self._in_pass = True
+        # private, but what DDP and FSDP use: there is no other word of autograd at the end of a pass
+        Variable._execution_engine.queue_callback(self._passed)
+
+    def _passed(self) -> None:
+        """Autograd has ended a backward pass."""
+        if self._reduces:
+            self._end_pass(last=not self._accumulating)
+        self._in_pass = False
 
     def _launch_full(self) -> None:
         """Start the reduction of full buckets, none before those that come before it."""
@@ -162,6 +288,40 @@ class DataParallel:
         self._launch_until(end)
 
     def _launch_until(self, end: int) -> None:
-        for bucket in self.buckets[self._next : end]:
-            bucket.launch()
+        for number in range(self._next, end):
+            gradients = self.buckets[number].gradients
+            self._used_by_bucket[number].bitwise_or_(torch.tensor(gradients.received, dtype=torch.uint8))
+            gradients.launch()
         self._next = max(self._next, end)
+
+    def _end_pass(self, *, last: bool) -> None:
+        """Reduce what this backward pass has left; after the `last` one of a step, hand out the gradients."""
+        self._launch_until(len(self.buckets))
+        started = time.perf_counter()
+        for bucket in self.buckets:
+            bucket.gradients.finish()
+            bucket.begin_pass()
+        self._next = 0
+        if last:
+            if self._comm.size > 1:
+                self._comm.all_reduce(self._used, "max")
+            for bucket, used in zip(self.buckets, self._used_by_bucket, strict=True):
+                bucket.hand_out(used.tolist())
+            self._reduced = True
+        if self._comm.size > 1:
+            self.waited_s += time.perf_counter() - started
+
+    def _settle(self, number: int) -> bool:
+        """End the reduction of bucket `number`, if it was started; whether it was."""
+        gradients = self.buckets[number].gradients
+        launched = gradients.launched
+        if launched:
+            gradients.finish()
+        return launched
+
+    def _start_equal(self) -> None:
+        if self._comm.size == 1:
+            return
+        with torch.no_grad():
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                self._comm.broadcast(tensor.detach(), root=0)

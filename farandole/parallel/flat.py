@@ -1,0 +1,64 @@
+"""Several tensors in one flat buffer, and the equal shards of the buffer that ranks own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Elements.  Every tensor starts on a cache line, so that kernels treat it like one of its own."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a tensor that lies in a shard: `length` elements, neighbours in the flattened tensor.
+
+    They begin at element `start` of tensor number `index`, and at element `offset` of the shard.
+    """
+
+    index: int
+    start: int
+    offset: int
+    length: int
+
+
+class FlatLayout:
+    """Where tensors of `shapes` lie in a buffer of `length` elements, which is cut into `shards`.
+
+    A shard ends where it ends, also within a tensor.  Elements between tensors and after the last one belong to none.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], shards: int = 1) -> None:
+        self.shapes = [tuple(shape) for shape in shapes]
+        self.counts = [math.prod(shape) for shape in self.shapes]
+        self.starts: list[int] = []
+        end = 0
+        for count in self.counts:
+            self.starts.append(end)
+            end += -(-count // ALIGNMENT) * ALIGNMENT
+        self.shard_length = -(-end // (shards * ALIGNMENT)) * ALIGNMENT
+        self.length = self.shard_length * shards
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors, as parts of a buffer."""
+        return [
+            buffer[start : start + count].view(shape)
+            for start, count, shape in zip(self.starts, self.counts, self.shapes, strict=True)
+        ]
+
+    def shard(self, buffer: Tensor, number: int) -> Tensor:
+        """Shard `number` of a buffer."""
+        return buffer[number * self.shard_length : (number + 1) * self.shard_length]
+
+    def pieces(self, number: int) -> list[Piece]:
+        """What lies in shard `number`, in order; empty tensors lie in none."""
+        low, high = number * self.shard_length, (number + 1) * self.shard_length
+        found = []
+        for index, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
+            first, last = max(start, low), min(start + count, high)
+            if first < last:
+                found.append(Piece(index, first - start, first - low, last - first))
+        return found

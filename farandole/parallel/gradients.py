@@ -1,0 +1,127 @@
+"""The gradients of a bucket: a flat buffer that a backward pass fills, and what is left after its reduction.
+
+`zero` decides what is left to a rank and for how long there is a whole buffer:
+
+    0     the average of everything, in the buffer                     all-reduce
+    1     the average of its shard, in its part of the buffer          reduce-scatter
+    2, 3  the average of its shard, in memory of its own; the buffer   reduce-scatter, of each backward pass
+          is borrowed for the time of a backward pass
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from farandole.comm.communicator import Communicator
+from farandole.comm.compression import Compression
+from farandole.comm.compression.call import check
+from farandole.parallel.flat import FlatLayout
+from farandole.parallel.lender import Loan
+
+
+class Gradients:
+    """Takes the gradients of `parameters` in a backward pass and averages them over all ranks.
+
+    They are summed up and reduced in `dtype`.  With a `loan` a whole buffer is borrowed for each pass.  With a
+    `compression` they are compressed between hosts.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        comm: Communicator,
+        dtype: torch.dtype,
+        zero: int,
+        compression: Compression | None = None,
+        loan: Loan | None = None,
+    ) -> None:
+        self._parameters, self._layout, self._comm = parameters, layout, comm
+        self._zero = zero
+        self._loan = loan
+        self._whole: Tensor | None = None
+        self._views: list[Tensor] = []
+        device = parameters[0].device
+        self.reduced: Tensor
+        if loan is None:
+            whole = self._hold(comm.empty(layout.length, dtype=dtype, device=device).zero_())
+            self.reduced = layout.shard(whole, comm.rank) if zero else whole
+        else:
+            self.reduced = torch.zeros(layout.shard_length, dtype=dtype, device=device)
+        self.compressor = None
+        if compression is not None:
+            check(comm.group, parameters[0])
+            shapes = list(zip(layout.starts, layout.shapes, strict=True))
+            self.compressor = compression.for_tensor(layout.length, shapes)
+        # whether autograd may go on adding to the buffer itself
+        self._keeps = loan is None and dtype == parameters[0].dtype
+        self._held = False  # `reduced` holds a part of this step's average
+        self._target = self.reduced
+        self._work: dist.Work | None = None
+        self.launched = False
+        self.received = [False] * len(parameters)
+
+    def clear(self) -> None:
+        """Forget the gradients: the next ones are the first of a new step."""
+        self._held = self.launched = False
+        self.received = [False] * len(self._parameters)
+
+    def receive(self, index: int) -> None:
+        """Take over the gradient that parameter `index` has just accumulated."""
+        self._have_whole()
+        parameter, view = self._parameters[index], self._views[index]
+        gradient = parameter.grad
+        assert gradient is not None  # the hook runs because there is one
+        if gradient is not view:  # else it was accumulated in the view
+            if self.received[index]:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+            parameter.grad = view if self._keeps else None
+        self.received[index] = True
+
+    def launch(self) -> None:
+        """Start to average over all ranks; nothing may be touched until `finish`."""
+        whole = self._have_whole()
+        for view, received in zip(self._views, self.received, strict=True):
+            if not received:
+                view.zero_()
+        own = self._layout.shard(whole, self._comm.rank) if self._zero else whole
+        # a further backward pass is averaged where it lies, and then added
+        self._target = own if self._held or self._loan is None else self.reduced
+        if self._comm.size == 1:
+            if self._target is not own:
+                self._target.copy_(own)
+        elif self._zero:
+            self._work = self._comm.reduce_scatter(self._target, whole, "avg", async_op=True)
+        else:
+            self._work = self._comm.all_reduce(whole, "avg", compression=self.compressor, async_op=True)
+        self.launched = True
+
+    def finish(self) -> None:
+        """Wait for the reduction.  What was borrowed goes back, ready for a next backward pass."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._loan is None or self._whole is None:
+            return
+        if self._target is not self.reduced:
+            self.reduced.add_(self._target)
+        self._held, self.launched = True, False
+        self.received = [False] * len(self._parameters)
+        self._whole, self._views, self._target = None, [], self.reduced
+        self._loan.give_back()
+
+    def _have_whole(self) -> Tensor:
+        if self._whole is not None:
+            return self._whole
+        assert self._loan is not None  # without one it is there from the beginning
+        return self._hold(self._loan.take())
+
+    def _hold(self, whole: Tensor) -> Tensor:
+        self._whole, self._views = whole, self._layout.views(whole)
+        return whole

@@ -1,0 +1,275 @@
+"""Every stage of ZeRO gives the parameters of one process with the whole batch, under SGD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from farandole.comm.communicator import Communicator
+from farandole.models.gpt import GPTConfig, build_gpt
+from farandole.parallel.data import DataParallel
+from tests.parallel.test_data import SHARE, Odd, _loss, _model
+
+STEPS, CLIP, RATE, MOMENTUM = 3, 0.5, 0.1, 0.9
+STAGES = (0, 1, 2, 3)
+
+
+def _world() -> Communicator:
+    assert dist.group.WORLD is not None
+    return Communicator(dist.group.WORLD)
+
+
+def _batches(size: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    return [torch.randint(0, 11, (SHARE * size, 6), generator=generator) for _ in range(STEPS)]
+
+
+def _grouped(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD with momentum, matrices and vectors apart, as people group them."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.SGD(groups, RATE, momentum=MOMENTUM)
+
+
+def _train_alone(
+    batches: list[Tensor], size: int, accumulate: int, uses: Callable[[int], bool], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """One process: gradients of each rank's share, in `dtype` if there is one, averaged in fp32 for a fp32 master."""
+    master, model = _model(0), _model(0)
+    if dtype is not None:
+        model.to(dtype)
+    optimizer = _grouped(master)
+    for batch in batches:
+        totals: dict[str, Tensor] = {}
+        for rank, share in enumerate(batch.split(SHARE)):
+            for part in share.split(SHARE // accumulate):
+                model.zero_grad()
+                (_loss(model, part, uses(rank)) / accumulate).backward()
+                for name, parameter in model.named_parameters():
+                    if parameter.grad is not None:
+                        gradient = parameter.grad.float() / size
+                        totals[name] = totals[name] + gradient if name in totals else gradient
+        for name, parameter in master.named_parameters():
+            parameter.grad = totals.get(name)
+        nn.utils.clip_grad_norm_(master.parameters(), CLIP)
+        optimizer.step()
+        with torch.no_grad():
+            for low, high in zip(model.parameters(), master.parameters(), strict=True):
+                low.copy_(high)
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def _train(
+    rank: int,
+    size: int,
+    zero: int,
+    accumulate: int,
+    user: int | None,
+    dtype: torch.dtype | None,
+    bucket_bytes: int,
+) -> dict[str, Tensor]:
+    model = _model(seed=rank)  # rank 0's must win
+    model.offset = model.offset.to(dtype)
+    replica = DataParallel(model, _world(), bucket_bytes, zero=zero, dtype=dtype)
+    optimizer = replica.shard(_grouped(model))
+    for batch in _batches(size):
+        *first, last = batch.split(SHARE)[rank].split(SHARE // accumulate)
+        for part in first:
+            with replica.no_sync():
+                (_loss(model, part, rank == user) / accumulate).backward()
+        (_loss(model, last, rank == user) / accumulate).backward()
+        replica.clip(CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    _world().barrier()
+    result = {name: value.detach().clone() for name, value in model.named_parameters()}
+    replica.close()
+    return result
+
+
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("zero", STAGES)
+def test_the_answer_is_that_of_one_process(
+    ranks: Any, zero: int, size: int, dtype: torch.dtype | None, backend: str
+) -> None:
+    for accumulate, user, bucket_bytes in ((1, None, 200), (2, 0, 1), (2, None, 1 << 20)):
+        expected = _train_alone(_batches(size), size, accumulate, lambda rank: rank == user, dtype)  # noqa: B023
+        results = ranks(size, backend).run(_train, zero, accumulate, user, dtype, bucket_bytes)
+        for result in results:
+            for name, value in result.items():
+                torch.testing.assert_close(value, expected[name], msg=lambda m, name=name: f"{name}: {m}")
+                assert torch.equal(value, results[0][name]), f"{name} differs between ranks"
+
+
+GPT = GPTConfig(vocabulary=64, context=16, layers=2, heads=2, width=32)
+
+
+def _gpt_losses(rank: int, size: int, zero: int | None, dtype: torch.dtype | None) -> list[float]:
+    """Losses of a GPT under one stage, or under FSDP2."""
+    torch.manual_seed(0)
+    model = build_gpt(GPT)
+    torch.manual_seed(rank)
+    tokens = torch.randint(0, GPT.vocabulary, (6, 2, GPT.context + 1))
+    if zero is None:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for block in model[1:-1]:  # embedding and head share a weight: they belong to the root
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    else:
+        replica = DataParallel(model, _world(), 4000, zero=zero, dtype=dtype)
+        optimizer = replica.shard(torch.optim.SGD(model.parameters(), 0.5))
+    losses = []
+    for batch in tokens:
+        logits = model(batch[:, :-1]).float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert not any(isinstance(p, DTensor) for p in model.parameters()) or zero is None
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_fsdp2_learns_the_same(ranks: Any, dtype: torch.dtype | None) -> None:
+    expected = ranks(2).run(_gpt_losses, None, dtype)
+    for zero in STAGES:
+        for ours, theirs in zip(ranks(2).run(_gpt_losses, zero, dtype), expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5 if dtype is None else 5e-3)
+
+
+def _adam_matches_torch(rank: int, size: int, zero: int) -> None:
+    """AdamW on pieces makes what AdamW makes on whole parameters."""
+    model, reference = _model(0), _model(0)
+    replica = DataParallel(model, _world(), 300, zero=zero)
+    optimizer = replica.shard(torch.optim.AdamW(model.parameters(), 0.01, fused=True))
+    plain = torch.optim.AdamW(reference.parameters(), 0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    plain_schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+    tokens = torch.arange(12).remainder(11).view(2, 6)
+    for _ in range(3):
+        _loss(replica.model, tokens, use=True).backward()
+        _loss(reference, tokens, use=True).backward()
+        for either in (optimizer, plain):
+            either.step()
+            either.zero_grad()
+        schedule.step()
+        plain_schedule.step()
+    _world().barrier()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    states = sum(state["exp_avg"].numel() for state in optimizer.state.values())
+    whole = sum(state["exp_avg"].numel() for state in plain.state.values())
+    assert states == whole if zero == 0 else states < whole
+
+
+def test_adam_and_schedulers_work_on_pieces(ranks: Any) -> None:
+    for zero in STAGES:
+        ranks(2).run(_adam_matches_torch, zero)
+
+
+def _refusals(rank: int, size: int) -> None:
+    model = _model(0)
+    with pytest.raises(ValueError, match="zero=4: the stages are 0, 1, 2 and 3"):
+        DataParallel(model, _world(), zero=4)
+    replica = DataParallel(model, _world(), zero=1)
+    with pytest.raises(ValueError, match="not the model's"):
+        replica.shard(torch.optim.SGD(Odd().parameters(), 0.1))
+    optimizer = replica.shard(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    tokens = torch.ones(2, 3, dtype=torch.long)
+    _loss(model, tokens).backward()
+    with pytest.raises(RuntimeError, match=r"under no_sync\(\)"):
+        _loss(model, tokens).backward()
+    replica.zero_grad()
+    _loss(model, tokens).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="has made steps"):
+        replica.shard(optimizer)
+    _world().barrier()
+
+
+def test_what_cannot_be_is_refused(ranks: Any) -> None:
+    ranks(2).run(_refusals)
+
+
+def _two_passes(rank: int, size: int, zero: int) -> None:
+    """Without no_sync, zero >= 2 adds up what every pass has averaged."""
+    model = nn.Linear(5, 3)
+    nn.init.ones_(model.weight)
+    replica = DataParallel(model, _world(), zero=zero)
+    x = torch.full((2, 5), float(rank + 1))
+    for _ in range(2):
+        for _ in range(2):
+            replica(x).sum().backward()
+        total = torch.cat([g.flatten() for g in replica.gradients()])
+        expected = {2 * 2 * (size + 1) / 2, 2 * 2.0}  # weights: both samples of both passes; biases
+        assert set(total.tolist()) <= expected
+        replica.zero_grad()
+
+
+def test_every_pass_counts(ranks: Any) -> None:
+    for zero in (2, 3):
+        ranks(2).run(_two_passes, zero)
+
+
+def _order(rank: int, size: int, zero: int) -> None:
+    """Blocks used in another order than they were declared in, and one of them twice."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(5))
+    reference = nn.ModuleList(nn.Linear(40, 40) for _ in range(5))
+    reference.load_state_dict(layers.state_dict())
+    replica = DataParallel(layers, _world(), 1000, zero=zero)
+    torch.manual_seed(1)
+    xs = torch.randn(size, 3, 40)
+    for chosen in ((4, 0, 3, 1, 2, 0), (0, 1, 2), (2, 4)):
+        for model, inputs in ((reference, xs), (layers, xs[rank : rank + 1])):
+            y = inputs
+            for number in chosen:
+                y = torch.tanh(model[number](y))
+            y.square().mean().backward()
+        for whole, piece, start in replica.pieces():
+            (true,) = [
+                r.grad for p, r in zip(layers.parameters(), reference.parameters(), strict=True) if p is whole
+            ]
+            if true is None:
+                assert piece.grad is None
+            else:
+                torch.testing.assert_close(
+                    piece.grad.flatten(), true.flatten()[start : start + piece.numel()]
+                )
+        replica.zero_grad()
+        reference.zero_grad()
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_any_order_of_blocks(ranks: Any, zero: int) -> None:
+    ranks(2).run(_order, zero)
+
+
+def _memory(rank: int, size: int, zero: int) -> tuple[int, int]:
+    """Bytes of this rank's own tensors, and of those that all ranks have in common, that a stage keeps."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+    replica = DataParallel(model, _world(), 1, zero=zero)
+    own = sum(bucket.gradients.reduced.nbytes for bucket in replica.buckets)
+    common = sum(p.nbytes for p in model.parameters() if replica.buckets[0].weights is not None)
+    return own, common
+
+
+def test_what_is_sharded(ranks: Any) -> None:
+    whole = 8 * 256 * 256 * 4
+    assert ranks(4).run(_memory, 0) == [(whole, 0)] * 4
+    for zero in (1, 2, 3):
+        assert ranks(4).run(_memory, zero) == [(whole // 4, whole)] * 4
