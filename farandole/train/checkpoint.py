@@ -10,7 +10,7 @@ import json
 import shutil
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, TensorStorageMetadata
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from farandole.comm.communicator import Communicator
@@ -38,7 +38,8 @@ from farandole.train.checkpoint_folder import (
 from farandole.train.disk import reason
 from farandole.train.engine import Engine
 from farandole.train.folders import new_folder
-from farandole.train.optimizer import restore_state, state_by_name
+from farandole.train.saved_piece import PieceLoadPlanner, PieceSavePlanner, SavedPiece
+from farandole.train.state import State, restore, room_for, state_of
 
 _ABANDON_S = 3.0
 """How long a failed rank lets a checkpoint be written to its end: the launcher gives it 5.5 seconds."""
@@ -72,6 +73,7 @@ class CheckpointWriter:
         # Its own group: the thread's collectives must not mix with those of training.
         self._group = dist.new_group()
         self._copies: dict[str, Tensor] = {}
+        self._bytes = 0  # that this rank writes, about
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._saved_step = -1 if resumed_step is None else resumed_step
@@ -104,10 +106,14 @@ class CheckpointWriter:
         if engine.step_number == self._saved_step:  # asked to stop before the first step after a checkpoint
             return
         self._saved_step = engine.step_number
-        state = {name: self._copy(name, value) for name, value in _state(engine, self._comm.rank).items()}
+        state = {name: self._copy(name, value) for name, value in state_of(engine, self._comm.rank).items()}
+        weights = self._whole_weights(engine, state) if self._comm.rank == 0 else {}
+        if self._comm.rank == 0 or engine.replica.zero:  # what ranks hold alike is written by one of them
+            parts = (value.values if isinstance(value, SavedPiece) else value for value in state.values())
+            self._bytes = sum(tensor.nbytes for tensor in (*parts, *weights.values()))
         facts = _facts(engine, self._comm.size, elapsed_s)
         self._thread = threading.Thread(
-            target=self._write, args=(state, facts), name="farandole-checkpoint", daemon=True
+            target=self._write, args=(state, weights, facts), name="farandole-checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -131,23 +137,19 @@ class CheckpointWriter:
 
     def _why_failed(self) -> str:
         """What to say where some rank could not write its part, alike on all ranks; removes what was written."""
-        causes: list[OSError | str | None] = [None] * self._comm.size
+        told: list[tuple[OSError | str | None, int]] = [(None, 0)] * self._comm.size
         mine = None if self._error is None else _root(self._error)
-        dist.all_gather_object(causes, mine, group=self._comm.group)
+        dist.all_gather_object(told, (mine, self._bytes), group=self._comm.group)
         said: list[str] = [""]
         if self._comm.rank == 0:
             shutil.rmtree(self._partial, ignore_errors=True)  # on a disk that fails, this may fail too
-            why = reason(next(cause for cause in causes if cause is not None), self._run, self._bytes())
+            cause = next(cause for cause, _ in told if cause is not None)
+            why = reason(cause, self._run, sum(size for _, size in told))
             saved = checkpoints(self._run) if self._folder.is_dir() else []
             kept = f"the last good one is {saved[-1]}" if saved else "there is none before it"
             said[0] = f"cannot write checkpoint {self.newest}: {why}; {kept}"
         dist.broadcast_object_list(said, src=0, group=self._comm.group)
         return said[0]
-
-    def _bytes(self) -> int:
-        """About how much a checkpoint takes: the state, and the weights once more."""
-        sizes = {name: copy.nbytes for name, copy in self._copies.items()}
-        return sum(sizes.values()) + sum(n for name, n in sizes.items() if name.startswith("model."))
 
     @property
     def newest(self) -> Path:
@@ -158,25 +160,39 @@ class CheckpointWriter:
     def _partial(self) -> Path:
         return self.newest.with_name(self.newest.name + ".tmp")
 
-    def _copy(self, name: str, value: Tensor) -> Tensor:
+    def _copy(self, name: str, value: Tensor | SavedPiece) -> Tensor | SavedPiece:
         """A copy in memory that is kept and used again for the next checkpoint."""
-        if name not in self._copies or self._copies[name].shape != value.shape:
-            self._copies[name] = torch.empty_like(value, device="cpu")
-        return self._copies[name].copy_(value)
+        if isinstance(value, SavedPiece):
+            return replace(value, values=self._copy_of(name, value.values))
+        return self._copy_of(name, value)
 
-    def _write(self, state: dict[str, Tensor], facts: Facts) -> None:
+    def _copy_of(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in self._copies or self._copies[name].shape != tensor.shape:
+            self._copies[name] = torch.empty_like(tensor, device="cpu")
+        return self._copies[name].copy_(tensor)
+
+    def _whole_weights(self, engine: Engine, state: State) -> dict[str, Tensor]:
+        """Copies of all parameters, for those who only want to use the model."""
+        weights = {}
+        for name, parameter in engine.model.named_parameters():
+            piece = state.get(f"model.{name}")
+            if isinstance(piece, SavedPiece) and piece.values.numel() == piece.count:
+                weights[name] = piece.values.view(parameter.shape)
+            else:
+                weights[name] = self._copy_of(f"whole.{name}", parameter.detach())
+        return weights
+
+    def _write(self, state: State, weights: dict[str, Tensor], facts: Facts) -> None:
         try:
             writer = FileSystemWriter(self._partial / STATE, sync_files=True)
-            dcp.save(state, storage_writer=writer, process_group=self._group)
+            dcp.save(state, storage_writer=writer, planner=PieceSavePlanner(), process_group=self._group)
             if self._comm.rank == 0:  # all ranks' parts are on the disk: the save is a collective call
-                self._complete(state, facts)
+                self._complete(weights, facts)
         except BaseException as error:  # noqa: BLE001 - handed to the training thread, which raises it
             self._error = error
 
-    def _complete(self, state: dict[str, Tensor], facts: Facts) -> None:
+    def _complete(self, weights: dict[str, Tensor], facts: Facts) -> None:
         partial = self._partial
-        prefix = "model."
-        weights = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
         save_file(weights, partial / WEIGHTS)
         shutil.copyfile(self._tokenizer, partial / TOKENIZER)
         (partial / FACTS).write_text(json.dumps(asdict(facts), indent=1))
@@ -208,47 +224,15 @@ def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
     facts = read_facts(folder)
     try:
         reader = FileSystemReader(folder / STATE)
-        wanted = _state(engine, comm.rank)
-        saved = reader.read_metadata().state_dict_metadata
-        if f"random.cuda.rank{comm.rank}" not in saved:  # this rank was on a CPU
-            wanted.pop(f"random.cuda.rank{comm.rank}", None)
-        # The optimizer of a new engine is still empty: make room for what the checkpoint has of it.
-        # So is what compression remembers on this rank.
-        remembered = f"compression.rank{comm.rank}."
-        for name, entry in saved.items():
-            if name.startswith(("optimizer.", remembered)) and isinstance(entry, TensorStorageMetadata):
-                wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        dcp.load(wanted, storage_reader=reader, process_group=comm.group)
+        wanted = room_for(engine, comm.rank, reader.read_metadata().state_dict_metadata)
+        dcp.load(wanted, storage_reader=reader, planner=PieceLoadPlanner(), process_group=comm.group)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise CheckpointError(f"checkpoint {folder} is damaged: {_root(error)}") from error
-    prefix = "optimizer."
-    optimizer_state = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
-    restore_state(engine.model, engine.optimizer, optimizer_state)
-    engine.replica.load_compression(
-        {n.removeprefix(remembered): t for n, t in wanted.items() if n.startswith(remembered)}
-    )
-    torch.set_rng_state(wanted[f"random.rank{comm.rank}"])
-    if f"random.cuda.rank{comm.rank}" in wanted:
-        torch.cuda.set_rng_state(wanted[f"random.cuda.rank{comm.rank}"], engine.device)
+    restore(engine, comm.rank, wanted)
     engine.step_number = facts.step
     engine.sampler.consumed = facts.consumed
     engine.scaler.scale, engine.scaler.good_steps = facts.loss_scale, facts.good_steps
     return facts
-
-
-def _state(engine: Engine, rank: int) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by name; what ranks hold alike has the same name on each."""
-    weights = {f"model.{name}": value.detach() for name, value in engine.model.named_parameters()}
-    optimizer = {
-        f"optimizer.{name}": value for name, value in state_by_name(engine.model, engine.optimizer).items()
-    }
-    random = {f"random.rank{rank}": torch.get_rng_state()}
-    if engine.device.type == "cuda":
-        random[f"random.cuda.rank{rank}"] = torch.cuda.get_rng_state(engine.device)
-    compression = {
-        f"compression.rank{rank}.{name}": value for name, value in engine.replica.compression_state().items()
-    }
-    return weights | optimizer | random | compression
 
 
 def _facts(engine: Engine, ranks: int, elapsed_s: float) -> Facts:

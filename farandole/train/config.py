@@ -80,7 +80,17 @@ class DataSection(_Section):
 class ParallelSection(_Section):
     """How ranks share the work."""
 
+    zero: Annotated[int, Field(ge=0, le=3)]
     compression: Compressions
+
+    @model_validator(mode="after")
+    def _compression_needs_all_gradients(self) -> ParallelSection:
+        if self.zero and self.compression != "none":
+            raise ValueError(
+                f"compression={self.compression!r} and zero={self.zero}: gradients are compressed with zero=0 "
+                f"only; try compression=none or zero=0"
+            )
+        return self
 
 
 class OptimizerSection(_Section):

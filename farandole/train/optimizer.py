@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from farandole.train.config import OptimizerSection
 
 
-def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.Optimizer:
     """A fused AdamW over the trained parameters of `model`, in two groups."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -39,21 +39,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Use `rate` in the next step."""
     for group in optimizer.param_groups:
         group["lr"] = rate
-
-
-def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's tensors under names that survive a change of groups: `PARAMETER/exp_avg`, ..."""
-    return {
-        f"{name}/{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def restore_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
-    """Put back what `state_by_name` returned, each tensor on the device of its parameter."""
-    parameters = dict(model.named_parameters())
-    for path, value in state.items():
-        name, _, key = path.rpartition("/")
-        parameter = parameters[name]
-        optimizer.state[parameter][key] = value.to(parameter.device)

@@ -32,7 +32,17 @@ REFUSALS = (ConfigError, DataError, CheckpointError, DiskError, FloatingPointErr
 
 DEFAULT_RANKS = 2
 
-CHANGEABLE = ("name", "out", "steps", "checkpoint.", "evaluate.", "log.", "sample.", "data.cache")
+CHANGEABLE = (
+    "name",
+    "out",
+    "steps",
+    "checkpoint.",
+    "evaluate.",
+    "log.",
+    "sample.",
+    "data.cache",
+    "parallel.zero",
+)
 """What may differ when a run is continued; the rest decides what it computes."""
 
 
@@ -148,11 +158,14 @@ def _again(request: Request, ranks: int | None) -> Start:
         config = with_overrides(before, request.overrides)
     else:
         config = load_config(request.source, request.overrides)
-    if ranks is not None and ranks != facts.ranks:
+    ranks = ranks or facts.ranks
+    if ranks != facts.ranks and before.parallel.compression != "none":
         raise CheckpointError(
-            f"checkpoint {checkpoint} was written by {counted(facts.ranks, 'rank')} and this job has {ranks}: "
+            f"checkpoint {checkpoint} was written by {counted(facts.ranks, 'rank')}, each of which remembers what "
+            f"parallel.compression={before.parallel.compression} has left out, and this job has {ranks}: "
             f"continue with --ranks {facts.ranks}"
         )
+    config.micro_batches(ranks)
     if changed := _changes(before, config):
         raise CheckpointError(
             f"checkpoint {checkpoint} belongs to another configuration: {'; '.join(changed)}. "
@@ -163,7 +176,7 @@ def _again(request: Request, ranks: int | None) -> Start:
             f"checkpoint {checkpoint} is at step {facts.step} of {config.steps}: nothing is left to do; "
             f"for more, say steps={2 * facts.step}"
         )
-    return Start(config, facts.ranks, checkpoint)
+    return Start(config, ranks, checkpoint)
 
 
 def _folder_of_runs(request: Request) -> Path:

@@ -129,12 +129,15 @@ def test_resume_finds_the_newest_checkpoint_and_its_configuration(launched: list
         assert order.config.steps == 20
     assert _train("--resume", "steps=50", "log.every=1").exit_code == 0
     assert launched[0][0].config.steps == 50
+    assert _train("--resume", "--ranks", "4", "parallel.zero=3").exit_code == 0
+    assert launched[1][1] == 4
+    assert launched[1][0].config.parallel.zero == 3
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--ranks", "4"), "was written by 2 ranks and this job has 4: continue with --ranks 2"),
+        (("--ranks", "3"), "batch=8 cannot be shared equally by 3 ranks"),
         (("model.width=64",), "model.width was 32, is 64"),
         (("seed=1", "batch=4"), "seed was 0, is 1; batch was 8, is 4"),
         (("default",), "belongs to another configuration"),

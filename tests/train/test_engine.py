@@ -19,7 +19,6 @@ from farandole.train.checkpoint import CheckpointWriter, load
 from farandole.train.checkpoint_folder import CheckpointError, checkpoints
 from farandole.train.config import TrainConfig, load_config
 from farandole.train.engine import Engine
-from farandole.train.optimizer import restore_state
 from farandole.train.text import open_text
 
 CPU = torch.device("cpu")
@@ -175,14 +174,6 @@ def _random_of_an_accelerator(rank: int, size: int, words: list[str], run: Path)
 
 def test_the_generator_of_an_accelerator_is_saved_too(ranks: Any, words: list[str], tmp_path: Path) -> None:
     ranks(2).run(_random_of_an_accelerator, words, tmp_path / "run")
-
-
-def test_optimizer_state_is_where_its_parameter_is() -> None:
-    model, loaded = torch.nn.Linear(2, 3), mock.Mock()
-    optimizer = torch.optim.AdamW(model.parameters())
-    restore_state(model, optimizer, {"weight/exp_avg": loaded})
-    loaded.to.assert_called_once_with(model.weight.device)
-    assert optimizer.state[model.weight]["exp_avg"] is loaded.to.return_value
 
 
 def _deleted(rank: int, size: int, words: list[str], run: Path) -> list[str]:
