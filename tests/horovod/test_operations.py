@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -240,11 +241,20 @@ def sparse(rank, size):
         dense = hvd.allreduce(mine.to_dense(), op=hvd.Sum)
         for op, expected in ((hvd.Sum, dense), (hvd.Average, dense / size)):
             handle = hvd.sparse_allreduce_async(mine, name=f"sparse.{op}", op=op)
-            result = handle()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # torch's, where nobody says whether indices are to be checked
+                result = handle()
             assert result.is_sparse
             close(result.to_dense(), expected)
         with pytest.raises(ValueError, match="op=Average or op=Sum"):
             hvd.sparse_allreduce_async(mine, "sparse", hvd.Max)
+        other = torch.sparse_coo_tensor(torch.tensor([[5 * rank]]), torch.ones(1), (1 + 5 * rank,))
+        handle = hvd.sparse_allreduce_async(other, name="larger", op=hvd.Sum)
+        if rank == 0:  # whose tensor has no place for what comes
+            with pytest.raises(RuntimeError, match="size is inconsistent with indices"):
+                handle()
+        else:
+            close(handle().to_dense(), torch.tensor([1.0, 0, 0, 0, 0, 1]))
         with pytest.raises(ValueError, match="sparse COO"):
             hvd.sparse_allreduce_async(torch.ones(2), "dense", hvd.Sum)
 
