@@ -44,6 +44,10 @@ class GradientBucket:
             for start, parameter in zip(starts, self.parameters, strict=True)
         ]
         self.compressor = None
+        if compression is not None and not isinstance(compression, Compression):
+            raise TypeError(
+                f"compression={compression!r}: a Compression (Cast, Int8, TopK, PowerSGD), or None"
+            )
         if compression is not None:
             check(comm.group, first)
             shapes = [(start, p.shape) for start, p in zip(starts, self.parameters, strict=True)]
