@@ -62,6 +62,32 @@ def _met_through_mpi(init: Callable[..., None]) -> Callable[..., None]:
         )
         if OVER_MPI in str(given.get("backend")).lower() and not placed and "RANK" not in os.environ:
             given["init_method"] = "mpi://"
-        init(*call.args, **call.kwargs)
+        try:
+            init(*call.args, **call.kwargs)
+        except (RuntimeError, ValueError) as error:
+            if advice := _advice(str(given.get("backend")).lower(), placed):
+                error.add_note(advice)
+            raise
 
     return init_process_group
+
+
+def _advice(backend: str, placed: bool) -> str | None:
+    """What torch, whose words for it are no help, does not know of two mistakes with MPI."""
+    import torch.distributed as dist
+
+    if backend == "mpi" and not dist.is_mpi_available():
+        return 'farandole has a backend "mpi" for the stock wheel: call farandole.comm.mpi.enable() before'
+    started = {"PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys()
+    if (
+        "farandole" in backend
+        and OVER_MPI not in backend
+        and not placed
+        and started
+        and "RANK" not in os.environ
+    ):
+        return (
+            f"mpirun and srun do not set RANK ({min(started)} is set): farandole.init() finds its place under them, "
+            f'and so does init_process_group("{OVER_MPI}")'
+        )
+    return None

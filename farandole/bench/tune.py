@@ -92,6 +92,12 @@ class TuneSetup:
         return TuneSetup(**json.loads(text))
 
 
+def check_ranks(ranks: int) -> None:
+    """Raise `BenchError` for one rank, or one host."""
+    if ranks < 2:
+        raise BenchError("1 rank has nobody to reduce with; use --ranks 2, or more hosts")
+
+
 def run(setup: TuneSetup) -> None:
     """Measure, as one rank of the job that this process is in; rank 0 reports.
 
@@ -116,8 +122,7 @@ class _Tuning:
         self.combine = group.combine(self.tensor.dtype, "sum")
         self.spans = len(group.hosts) > 1
         self.members = group.hosts if self.spans else [[rank] for rank in range(runtime.size)]
-        if len(self.members) < 2:
-            raise BenchError("1 rank has nobody to reduce with; use --ranks 2, or more hosts")
+        check_ranks(len(self.members))
 
     def run(self) -> None:
         torch.set_num_threads(1)

@@ -46,7 +46,7 @@ def tune(
       farandole tune -n 4
     """
     from farandole.bench.collectives_setup import parse_size
-    from farandole.bench.tune import TuneSetup, run
+    from farandole.bench.tune import TuneSetup, check_ranks, run
     from farandole.launch.local import launch
 
     def measure(placement: Placement) -> int:
@@ -55,6 +55,7 @@ def tune(
         there = ranks_there(ranks, placement)
         setup.check()
         if there is None:
+            check_ranks(ranks or DEFAULT_RANKS)
             return launch("farandole.bench.tune", [setup.dump()], ranks=ranks or DEFAULT_RANKS, module=True)
         run(setup)
         return 0

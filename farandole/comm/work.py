@@ -114,6 +114,7 @@ class LaneWork(FarandoleWork):
         super().__init__(tensors)
         self._lane = lane
         self._call: Call | None = call
+        self._inference = torch.is_inference_mode_enabled()  # its tensors can be written in it only
         self._running = _thread.allocate_lock()  # held until the call is complete
         self._running.acquire()
         self._complete = False
@@ -124,8 +125,13 @@ class LaneWork(FarandoleWork):
         """Make the call, then the callbacks that wait for it; the lane is held by this thread."""
         call, self._call = self._call, None
         try:
-            if call is not None:
+            if call is None:
+                pass
+            elif torch.is_inference_mode_enabled() == self._inference:
                 call(flags)
+            else:
+                with torch.inference_mode(self._inference):
+                    call(flags)
         except BaseException as error:  # kept for whoever waits, KeyboardInterrupt too
             self._error = error
         with self._outcome_lock:

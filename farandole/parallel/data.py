@@ -73,6 +73,10 @@ class DataParallel:
     ) -> None:
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"zero={zero}: the stages are 0, 1, 2 and 3")
+        if compression is not None and not isinstance(compression, Compression):
+            raise TypeError(
+                f"compression={compression!r}: a Compression (Cast, Int8, TopK, PowerSGD), or None"
+            )
         if compression is not None and zero:
             raise ValueError(f"compression and zero={zero}: gradients are compressed with zero=0 only")
         self.model = model

@@ -6,9 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 from farandole.bench.setup import BenchError
 from farandole.bench.tune import TuneSetup, report, run
+from farandole.cli.main import app
 from farandole.comm import Options
 from farandole.comm.algorithms.choice import ALL_REDUCE
 from farandole.comm.algorithms.table import Table
@@ -63,6 +65,15 @@ def test_the_report_predicts_from_other_numbers_of_hosts():
 def test_what_cannot_be_done_is_refused(change, message):
     with pytest.raises(BenchError, match=message):
         TuneSetup(**{**QUICK, **change}).check()
+
+
+def test_one_rank_is_refused_before_it_starts():
+    result = CliRunner().invoke(app, ["tune", "-n", "1"], prog_name="farandole")
+    assert result.exit_code == 2
+    assert (
+        result.output.strip()
+        == "farandole tune: 1 rank has nobody to reduce with; use --ranks 2, or more hosts"
+    )
 
 
 def test_the_command(tmp_path):

@@ -5,6 +5,8 @@ Reductions of every type and size are in test_collectives.py; here it is about w
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from tests.comm.beside_gloo import gloo_group, same_on_both
+from tests.comm.hosts import spanning_group
 
 COUNT = 24
 
@@ -186,6 +189,37 @@ def check_async_collective_tensor(rank: int, size: int) -> None:
 
 def test_results_of_functional_collectives_may_be_passed_on(ranks):
     ranks(2).run(check_async_collective_tensor)
+
+
+def check_inference_mode(rank: int, size: int) -> None:
+    """What was made in inference mode, and is written by the thread of the group, which is not in it."""
+    for group in (dist.group.WORLD, spanning_group(range(size), rank)):
+        with torch.inference_mode():
+            transposed = torch.full((2, 3), float(rank)).t()
+            gathered, means = torch.zeros(3, size).t(), torch.full((4,), float(rank))
+            calls = [
+                dist.all_reduce(transposed, async_op=True, group=group),
+                dist.all_reduce(means, dist.ReduceOp.AVG, async_op=True, group=group),
+                dist.all_gather_into_tensor(
+                    gathered, torch.full((1, 3), rank + 1.0), async_op=True, group=group
+                ),
+            ]
+        while not all(call.is_completed() for call in calls):
+            time.sleep(0.001)
+        for call in calls:
+            call.wait()
+        assert (transposed == sum(range(size))).all() and (means == sum(range(size)) / size).all()
+        assert gathered[:, 0].tolist() == [r + 1.0 for r in range(size)]
+        after = torch.ones(2, 3).t()
+        pending = dist.all_reduce(after, async_op=True, group=group)
+        with torch.inference_mode():  # whoever waits may run the call
+            pending.wait()
+        after += 1
+        assert (after == size + 1).all()
+
+
+def test_inference_mode(ranks):
+    ranks(2).run(check_inference_mode)
 
 
 def check_refusals(rank: int, size: int) -> None:

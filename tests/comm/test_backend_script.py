@@ -64,3 +64,38 @@ def test_a_script_that_never_imports_us(tmp_path):
             assert report[backend][0] == "FarandoleProcessGroup"
         assert report["farandole"][1] == "farandole"
         assert report["destroyed"]
+
+
+def failed(backend: str, **variables: str) -> str:
+    """What a process says that makes a group where nothing tells its rank."""
+    without = (
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PMI_RANK",
+        "PMIX_RANK",
+        "OMPI_COMM_WORLD_RANK",
+    )
+    environ = {name: value for name, value in os.environ.items() if name not in without} | variables
+    program = f"import torch.distributed as dist; dist.init_process_group({backend!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environ
+    )
+    assert done.returncode == 1
+    return done.stderr
+
+
+def test_what_to_do_under_mpirun_is_added_to_torchs_words():
+    said = failed("farandole", PMI_RANK="1")
+    assert "RANK expected, but not set" in said
+    assert (
+        'PMI_RANK is set): farandole.init() finds its place under them, and so does init_process_group("f'
+        in said
+    )
+    assert "mpirun" not in failed("farandole") and "mpirun" not in failed("gloo", PMI_RANK="1")
+
+
+def test_the_backend_that_wheels_lack():
+    said = failed("mpi", RANK="0", WORLD_SIZE="1")
+    assert "doesn't have MPI built in" in said and "call farandole.comm.mpi.enable() before" in said

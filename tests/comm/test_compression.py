@@ -197,6 +197,20 @@ def remembered(rank: int, size: int) -> None:
     dist.destroy_process_group(group)
 
 
+def first_in_inference_mode(rank: int, size: int) -> None:
+    comm = Communicator(spanning_group([0, 1], rank))
+    for compression in (Int8(), TopK(ratio=0.5), PowerSGD(rank=1)):
+        compressor, values = compression.for_tensor(64), torch.arange(64.0)
+        with torch.inference_mode():
+            comm.all_reduce(values.clone(), "avg", compression=compressor)
+        comm.all_reduce(values, "avg", compression=compressor)
+        assert values[-1] > 60
+
+
+def test_a_compressor_may_begin_in_inference_mode(ranks):
+    ranks(2).run(first_in_inference_mode)
+
+
 def test_state_can_be_saved(ranks):
     ranks(2).run(remembered)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -157,6 +158,35 @@ def test_moving_data_through_gloo(ranks):
     ranks(3, "gloo").run(moves)
 
 
+def in_inference_mode(rank, size):
+    """As in an evaluation: torch lets nobody outside this mode write its tensors, and the engine has a thread."""
+    with session():
+        everyone = all_given(size, (2 * size, 3))
+        with torch.inference_mode():
+            mine = everyone[rank].clone()
+            close(hvd.allreduce(mine, prescale_factor=2.0), everyone.mean(0) * 2)
+            close(hvd.allreduce(torch.tensor([rank, 5]), op=hvd.Max), torch.tensor([size - 1, 5]))
+            group = hvd.grouped_allreduce([mine, mine.t()], op=hvd.Sum)
+            close(group[1], everyone.sum(0).t())
+            close(hvd.allgather(mine), everyone.flatten(0, 1))
+            close(hvd.broadcast(mine, 0), everyone[0])
+            close(
+                hvd.reducescatter(mine, postscale_factor=2.0), everyone.mean(0).tensor_split(size)[rank] * 2
+            )
+            close(hvd.alltoall(mine), torch.cat([one.tensor_split(size)[rank] for one in everyone]))
+            assert hvd.broadcast_object(rank) == 0
+            hvd.allreduce_(mine, op=hvd.Adasum)
+        # afterwards everything is as before, the fusion buffer too
+        weight = torch.ones(3, requires_grad=True)
+        sum(each.sum() for each in hvd.grouped_allreduce([weight, weight * 2])).backward()
+        close(weight.grad, torch.full((3,), 3.0))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_inference_mode(ranks, size):
+    ranks(size).run(in_inference_mode)
+
+
 def scatters(rank, size):
     with session():
         for rows, op in itertools.product((0, 1, size, 2 * size + 1), (hvd.Sum, hvd.Average, hvd.Max)):
@@ -192,6 +222,8 @@ def wrong_arguments(rank, size):
             (lambda: hvd.reducescatter(ones, op=hvd.Adasum), "Adasum"),
             (lambda: hvd.allreduce(torch.ones(2).to_sparse()), "sparse"),
             (lambda: hvd.join("cuda"), "number of a device"),
+            (lambda: hvd.allreduce_(torch.ones(1, 2).expand(3, 2)), "share memory"),
+            (lambda: hvd.broadcast_(torch.ones(1).expand(3), 0), "share memory"),
         ]:
             with pytest.raises(ValueError, match=words):
                 call()
@@ -209,11 +241,20 @@ def sparse(rank, size):
         dense = hvd.allreduce(mine.to_dense(), op=hvd.Sum)
         for op, expected in ((hvd.Sum, dense), (hvd.Average, dense / size)):
             handle = hvd.sparse_allreduce_async(mine, name=f"sparse.{op}", op=op)
-            result = handle()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # torch's, where nobody says whether indices are to be checked
+                result = handle()
             assert result.is_sparse
             close(result.to_dense(), expected)
         with pytest.raises(ValueError, match="op=Average or op=Sum"):
             hvd.sparse_allreduce_async(mine, "sparse", hvd.Max)
+        other = torch.sparse_coo_tensor(torch.tensor([[5 * rank]]), torch.ones(1), (1 + 5 * rank,))
+        handle = hvd.sparse_allreduce_async(other, name="larger", op=hvd.Sum)
+        if rank == 0:  # whose tensor has no place for what comes
+            with pytest.raises(RuntimeError, match="size is inconsistent with indices"):
+                handle()
+        else:
+            close(handle().to_dense(), torch.tensor([1.0, 0, 0, 0, 0, 1]))
         with pytest.raises(ValueError, match="sparse COO"):
             hvd.sparse_allreduce_async(torch.ones(2), "dense", hvd.Sum)
 

@@ -147,10 +147,15 @@ def refusals(rank, size):
             ({"groups": [["weight"]]}, "must consist of torch.Tensor"),
             ({"groups": [[model.weight], [model.weight]]}, "only appear once"),
             ({"op": 9}, "none of the reductions"),
+            ({"compression": "fp16"}, "Compression.none, fp16 or bf16, not 'fp16'"),
             ({"op": hvd.Adasum, "groups": 2}, "not supported with op=Adasum"),
         ]:
             with pytest.raises(ValueError, match=words):
                 wrap(**options)
+
+        for op in (hvd.Average, hvd.Adasum):
+            with pytest.raises(ValueError, match="SGD is a DistributedOptimizer already"):
+                hvd.DistributedOptimizer(wrap(op=op))
 
         optimizer = wrap(named_parameters=named)
         loss = model(torch.ones(1, 2)).sum()

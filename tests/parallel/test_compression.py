@@ -91,6 +91,8 @@ def who_has_a_gradient(rank: int, size: int) -> None:
         for name, value in again.compression_state().items():
             factor = 2 if "residual" in name else 1
             assert torch.equal(value, replica.compression_state()[name] * factor)
+    with pytest.raises(TypeError, match=r"compression='int8': a Compression \(Cast, Int8"):
+        DataParallel(nn.Linear(2, 2), Communicator(group), compression="int8")
     with pytest.raises(TypeError, match=r"torch\.float64 is not compressed"):
         DataParallel(nn.Linear(2, 2).double(), Communicator(group), compression=Int8())
     dist.destroy_process_group(group)

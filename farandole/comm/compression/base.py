@@ -92,7 +92,8 @@ class Compressor(ABC):
             return None
         name = f"residual.{start}"
         if name not in self.state:
-            self.state[name] = torch.zeros_like(share)
+            with torch.inference_mode(False):  # it outlives the call, and is written in any mode
+                self.state[name] = torch.zeros_like(share)
         return self.state[name]
 
     def scale_residuals(self, factor: float) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -84,14 +85,16 @@ class Executor:
                 finished(one.request, MismatchError(one.error))
         left = {id(one): len(one.signature.shapes) for one in reductions}
         for each in pack(reductions, self._threshold):
-            self._allreduce(each)
+            with _mode_of(one.request for one, _ in each.members):
+                self._allreduce(each)
             for one, _ in each.members:
                 left[id(one)] -= 1
                 if not left[id(one)] and one.request is not None:
                     finished(one.request, None)
         for one in ready:
             if one.error is None and one.request is not None and one.signature.kind != ALLREDUCE:
-                self._carry_out(one, one.request)
+                with _mode_of([one.request]):
+                    self._carry_out(one, one.request)
                 finished(one.request, None)
 
     def _carry_out(self, one: Ready, request: Request) -> None:
@@ -261,6 +264,14 @@ def _scale(tensor: Tensor, factor: float) -> None:
         tensor.mul_(factor)
     else:
         tensor.copy_(tensor.double() * factor)
+
+
+def _mode_of(requests: Iterable[Request | None]) -> AbstractContextManager[object]:
+    """The mode in which the tensors of requests are written: torch lets no other write those of inference mode."""
+    for request in requests:
+        if request is not None and any(t.is_inference() for t in (*request.inputs, *request.outputs)):
+            return torch.inference_mode()
+    return nullcontext()
 
 
 def _await_inputs(request: Request) -> None:

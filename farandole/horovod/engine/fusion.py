@@ -72,7 +72,8 @@ class FusionBuffer:
             while room < size:
                 room *= 2
             self._memory.pop(device, None)
-            memory = self._memory[device] = self._comm.empty(room, dtype=torch.uint8, device=device)
+            with torch.inference_mode(False):  # later packs are written in any mode
+                memory = self._memory[device] = self._comm.empty(room, dtype=torch.uint8, device=device)
         return memory[:size].view(dtype)
 
 

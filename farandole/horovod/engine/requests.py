@@ -121,8 +121,8 @@ def disagreement(name: str, signatures: Sequence[Signature | None], ranks: Seque
     for (rank, _), kind in zip(given, kinds, strict=True):
         if kind != kinds[0]:
             return (
-                f"Mismatched collective operations for tensor {name}: rank {first_rank} did an {kinds[0]}, "
-                f"but rank {rank} did an {kind}."
+                f"Mismatched collective operations for tensor {name}: rank {first_rank} did {_one(kinds[0])}, "
+                f"but rank {rank} did {_one(kind)}."
             )
     found = [signature for _, signature in given]
     problem = (
@@ -142,6 +142,11 @@ def disagreement(name: str, signatures: Sequence[Signature | None], ranks: Seque
             [tuple(torch.Size(shape[1:]) for shape in one.shapes) for one in found],
         ) or differ("numbers of dimensions", [tuple(len(shape) for shape in one.shapes) for one in found])
     return differ("tensor shapes", [one.shapes for one in found])
+
+
+def _one(kind: str) -> str:
+    """A kind of operation with its article."""
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def _show(value: Any) -> str:

@@ -149,7 +149,9 @@ def sparse_allreduce_async(
         all_values, all_indices = synchronize(values), synchronize(indices)
         if op == Average:
             all_values = all_values / process_set.size()
-        return torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape).coalesce()
+        # checked, because other ranks' tensors may be larger than this one
+        together = torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=True)
+        return together.coalesce()
 
     return collect
 

@@ -242,6 +242,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's spelling
         raise ValueError(f"gradient_predivide_factor must be positive, not {gradient_predivide_factor}")
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step must be 1 or more, not {backward_passes_per_step}")
+    if isinstance(optimizer, _DistributedOptimizer | DistributedAdasumOptimizer):
+        raise ValueError(
+            f"this {type(optimizer).__name__} is a DistributedOptimizer already: wrap the plain optimizer, once"
+        )
+    if not hasattr(compression, "compress"):
+        raise ValueError(f"compression is hvd.Compression.none, fp16 or bf16, not {compression!r}")
     if num_groups:
         warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups

@@ -133,7 +133,8 @@ def _sparse_gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is not None:
         return parameter.grad.coalesce()
     none = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
-    return torch.sparse_coo_tensor(none, parameter.new_zeros((0, *parameter.shape[1:])), parameter.shape)
+    nothing = parameter.new_zeros((0, *parameter.shape[1:]))
+    return torch.sparse_coo_tensor(none, nothing, parameter.shape, check_invariants=True)
 
 
 def _sparse_dimensions(gradient: Tensor | None) -> int:

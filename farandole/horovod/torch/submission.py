@@ -46,6 +46,8 @@ def make_request(
     first = inputs[0]
     if signature is None:
         _check(inputs, kind)
+        if outputs is inputs:
+            _check_in_place(outputs, kind)
         types = tuple([tensor.dtype for tensor in inputs])
         shapes = tuple([tensor.shape for tensor in inputs])
         signature = Signature(kind, types, shapes, first.device.type, **agreed)
@@ -67,6 +69,19 @@ def _check(inputs: Sequence[Tensor], kind: str) -> None:
         if tensor.device != inputs[0].device:
             raise ValueError(
                 f"the tensors of a group lie on one device, not on {inputs[0].device} and {tensor.device}"
+            )
+
+
+def _check_in_place(tensors: Sequence[Tensor], kind: str) -> None:
+    """Refuse what torch would refuse to write, and what would be reduced twice, before other ranks have begun."""
+    if len({id(tensor) for tensor in tensors}) < len(tensors):
+        raise ValueError(f"{kind} in place was given the same tensor twice, which would be reduced twice")
+    for tensor in tensors:
+        sizes_and_strides = zip(tensor.shape, tensor.stride(), strict=True)
+        if tensor.numel() and any(size > 1 and stride == 0 for size, stride in sizes_and_strides):
+            raise ValueError(
+                f"{kind} in place cannot write a tensor whose elements share memory (shape {list(tensor.shape)}, "
+                f"strides {list(tensor.stride())}, as from expand()); pass tensor.contiguous()"
             )
 
 

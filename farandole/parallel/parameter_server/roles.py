@@ -67,8 +67,13 @@ class ParameterServer:
         staleness: with "async", how many gradients a worker may be ahead of the slowest; None is no bound.
         split: whether a large tensor may be divided among servers.
 
-        Raises ValueError for what cannot be.
+        Raises ValueError for what cannot be, TypeError for an optimizer that is made already.
         """
+        if not callable(optimizer):
+            raise TypeError(
+                f"optimizer makes the optimizer of a server from its part of the parameters, as in "
+                f"lambda parameters: torch.optim.SGD(parameters, lr=0.1); found a {type(optimizer).__name__}"
+            )
         if mode not in ("sync", "async"):
             raise ValueError(f"mode={mode!r} is neither 'sync' nor 'async'")
         if staleness is not None and mode == "sync":

@@ -41,7 +41,7 @@ for backend in ("farandole-mpi", "cpu:farandole-mpi", "farandole-mpi"):
         assert dist.get_backend() == "farandole-mpi" == dist.group.WORLD.name()
         child = multiprocessing.get_context("fork").Process(target=in_a_fork)
         child.start()
-        child.join(10)
+        child.join(60)
         assert child.exitcode == 0, child.exitcode
         dist.barrier()
     dist.destroy_process_group()

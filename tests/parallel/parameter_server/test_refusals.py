@@ -36,6 +36,8 @@ def refuse_at_once(rank: int, size: int) -> None:
         model = nn.Linear(2, 2)
         with pytest.raises(ValueError, match="mode='asynchronous' is neither 'sync' nor 'async'"):
             roles.session(model, sgd, mode="asynchronous")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="lambda parameters: .*; found a SGD"):
+            roles.session(model, sgd(list(model.parameters())))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="staleness bounds mode='async'"):
             roles.session(model, sgd, staleness=3)
         with pytest.raises(ValueError, match="staleness=-1: a worker is ahead by 0 gradients or more"):
