@@ -34,12 +34,16 @@ class Sampler:
 
     def next(self, count: int, rank: int, ranks: int) -> NDArray[np.int64]:
         """This rank's share of the next `count` samples, and move on; `count` is a multiple of `ranks`."""
+        return self.at(self.take(count, rank, ranks))
+
+    def take(self, count: int, rank: int, ranks: int) -> NDArray[np.int64]:
+        """Like `next`, but the positions in the run: `at` has their samples, `epochs` their epochs."""
         if count % ranks:
             raise ValueError(f"{count} samples cannot be shared equally by {ranks} ranks")
         share = count // ranks
         first = self.consumed + rank * share
         self.consumed += count
-        return self.at(np.arange(first, first + share))
+        return np.arange(first, first + share)
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The samples at these positions of the run, counted over all epochs."""
@@ -49,6 +53,10 @@ class Sampler:
             chosen = epochs == epoch
             result[chosen] = permute(places[chosen], self.samples, self.seed, int(epoch))
         return result
+
+    def epochs(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How often all samples have been seen before these positions of the run."""
+        return positions // self.samples
 
 
 def permute(places: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -65,11 +73,12 @@ def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint6
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = values >> half, values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right + key) & mask)
+        left, right = right, left ^ (mix(right + key) & mask)
     return (left << half) | right
 
 
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The last steps of splitmix64: 64 bits that look drawn by chance, different for different values."""
     values = (values ^ (values >> np.uint64(30))) * _MIX[0]
     values = (values ^ (values >> np.uint64(27))) * _MIX[1]
     return values ^ (values >> np.uint64(31))

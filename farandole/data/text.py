@@ -10,7 +10,7 @@ Every rank calls `prepare_text`; one per host does the work and the others wait 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,14 @@ from tokenizers import Tokenizer
 from farandole.data.cache import Progress, content_key, default_cache, entry
 from farandole.data.errors import DataError
 from farandole.data.sources import STANDARD_LIBRARY, Source, find_source
-from farandole.data.tokenizer import END_OF_TEXT, SMALLEST_VOCABULARY, cut, load_tokenizer, train_tokenizer
+from farandole.data.tokenizer import (
+    END_OF_TEXT,
+    SMALLEST_VOCABULARY,
+    check_special_tokens,
+    cut,
+    load_tokenizer,
+    train_tokenizer,
+)
 from farandole.data.wording import counted
 
 _PIECES_AT_ONCE = 512
@@ -66,21 +73,29 @@ def prepare_text(
     context: int,
     text_field: str = "text",
     validation_share: float = 0.02,
+    special_tokens: Sequence[str] = (),
     cache: Path | None = None,
     progress: Progress = lambda what, share: None,
 ) -> Text:
     """Tokenize the text at `path`, or find it tokenized in the cache, and map it into memory.
 
-    Raises `DataError` when there is no readable text, too little of it, or no place for the cache.
+    The vocabulary has `special_tokens` besides the end of text, such as `tokenizer.MASK`; where the text has their
+    names they are text.  Raises `DataError` when there is no readable text, too little of it, or no place for the
+    cache, and for special tokens that cannot be.
     """
-    if not SMALLEST_VOCABULARY <= vocabulary <= 1 << 24:
-        raise DataError(f"a byte-level vocabulary has {SMALLEST_VOCABULARY} to 2^24 tokens, not {vocabulary}")
+    check_special_tokens(special_tokens)
+    smallest = SMALLEST_VOCABULARY + len(special_tokens)
+    if not smallest <= vocabulary <= 1 << 24:
+        more = f" with {counted(len(special_tokens), 'special token')} more" if special_tokens else ""
+        raise DataError(f"a byte-level vocabulary{more} has {smallest} to 2^24 tokens, not {vocabulary}")
     source = find_source(path, text_field)
     settings: dict[str, object] = {"vocabulary": vocabulary, "validation_share": validation_share}
+    if special_tokens:  # otherwise entries of the cache keep the names that they have
+        settings["special_tokens"] = list(special_tokens)
     key = content_key(source, settings, progress)
 
     def build(folder: Path) -> None:
-        _build(source, folder, vocabulary, validation_share, progress)
+        _build(source, folder, vocabulary, validation_share, special_tokens, progress)
 
     folder = entry((cache or default_cache()) / "tokens", key, build)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
@@ -97,13 +112,21 @@ def prepare_text(
     return Text(folder, tokenizer, parts["train"], parts["validation"])
 
 
-def _build(source: Source, folder: Path, vocabulary: int, share: float, progress: Progress) -> None:
+def _build(
+    source: Source,
+    folder: Path,
+    vocabulary: int,
+    share: float,
+    special_tokens: Sequence[str],
+    progress: Progress,
+) -> None:
     """Write a cache entry's files to `folder`."""
     total = max(1, source.size)
     stride = 1 + total // _TOKENIZER_BYTES
     sample = islice(_pieces(source, "learning tokens", progress), 0, None, stride)
-    tokenizer = train_tokenizer((piece.text for piece in sample), vocabulary)
+    tokenizer = train_tokenizer((piece.text for piece in sample), vocabulary, special_tokens)
     tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.encode_special_tokens = bool(special_tokens)  # a text that says [MASK] masks nothing
 
     dtype = _dtype(vocabulary)
     end = tokenizer.token_to_id(END_OF_TEXT)

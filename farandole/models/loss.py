@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 PIECE_BYTES = 1 << 20
 """Rows are taken together until their fp32 log-probabilities fill this much of the second-level cache."""
@@ -19,7 +19,7 @@ PIECE_BYTES = 1 << 20
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, divisor: int) -> Tensor:
         rows, vocabulary = logits.shape
         together = max(1, PIECE_BYTES // (4 * vocabulary))
         gradient = torch.empty_like(logits)
@@ -29,21 +29,23 @@ class _CrossEntropy(torch.autograd.Function):
             wanted = targets[piece, None]
             log_p = torch.log_softmax(logits[piece], -1, dtype=torch.float32)
             total -= log_p.gather(1, wanted).sum()
-            # d(mean of -log p[wanted]) / d(logits) = (p - one_hot(wanted)) / rows
+            # d(sum of -log p[wanted]) / d(logits) = p - one_hot(wanted)
             p = log_p.exp_()
             p.scatter_add_(1, wanted, p.new_full(wanted.shape, -1.0))
-            torch.mul(p, 1.0 / rows, out=p)
+            if divisor != 1:
+                torch.mul(p, 1.0 / divisor, out=p)
             gradient[piece] = p
         ctx.save_for_backward(gradient)
-        return total / rows
+        return total / divisor
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         (outer,) = grad_outputs
-        if outer.device.type == "cpu" and outer.item() == 1.0:  # `loss.backward()`: one pass less
-            return gradient, None
-        return gradient * outer.to(gradient.dtype), None
+        if outer.device.type == "cpu":
+            factor = outer.item()  # a number: it is not rounded to the type of the gradient
+            return gradient if factor == 1.0 else gradient * factor, None, None  # `loss.backward()`: no pass
+        return gradient.float().mul(outer).to(gradient.dtype), None, None
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -53,6 +55,32 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """
     flat_logits, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     if torch.is_grad_enabled() and flat_logits.requires_grad:
-        loss: Tensor = _CrossEntropy.apply(flat_logits, flat_targets)
+        loss: Tensor = _CrossEntropy.apply(flat_logits, flat_targets, len(flat_targets))
         return loss
     return torch.nn.functional.cross_entropy(flat_logits.float(), flat_targets)
+
+
+def masked_token_loss(
+    head: nn.Module, hidden: Tensor | tuple[Tensor, ...], targets: Tensor
+) -> tuple[Tensor, int]:
+    """The summed negative log-likelihood, in nats, of the targets that are not negative, and how many those are.
+
+    `hidden` (..., width) is what goes into `head`, alone or the first of a tuple; `targets` (...) of int64 holds a
+    negative number wherever nothing was masked.  The head only runs where something was: its logits, the
+    largest tensor of a small model, are a seventh of all.  The sum is an fp32 scalar, 0 if there is none.
+
+    Windows differ in how many tokens are masked, so a mean over micro-batches or ranks of their means is not
+    the mean over tokens: divide sums by the count of the whole batch.
+
+        total, count = masked_token_loss(model[-1], model[:-1](inputs), targets)
+        (total / count_of_all_ranks).backward()
+    """
+    states = hidden[0] if isinstance(hidden, tuple) else hidden
+    if states.shape[:-1] != targets.shape:
+        raise ValueError(f"hidden states {tuple(states.shape)} do not go with targets {tuple(targets.shape)}")
+    flat = targets.reshape(-1)
+    places = (flat >= 0).nonzero().squeeze(1)
+    logits, wanted = head(states.reshape(-1, states.shape[-1]).index_select(0, places)), flat[places]
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return _CrossEntropy.apply(logits, wanted, 1), len(places)
+    return torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="sum"), len(places)

@@ -49,6 +49,14 @@ def test_the_samples_of_a_step_do_not_depend_on_the_number_of_ranks(seed: int, r
     assert sum(parts, []) == whole
 
 
+def test_positions_tell_the_epoch() -> None:
+    sampler = Sampler(5, 0)
+    positions = sampler.take(12, 0, 1)
+    assert sampler.epochs(positions).tolist() == [0] * 5 + [1] * 5 + [2] * 2
+    assert sampler.at(positions).tolist() == Sampler(5, 0).next(12, 0, 1).tolist()
+    assert sampler.consumed == 12
+
+
 def test_epochs_and_seeds_give_other_orders() -> None:
     orders = [permute(np.arange(1000), 1000, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
     for a, b in ((0, 1), (0, 2), (1, 2)):

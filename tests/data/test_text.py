@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from farandole.data import text as module
-from farandole.data.cache import FILES, default_cache
+from farandole.data.cache import FILES, content_key, default_cache
 from farandole.data.errors import DataError
+from farandole.data.sources import find_source
 from farandole.data.text import Text, prepare_text
-from farandole.data.tokenizer import END_OF_TEXT, cut, train_tokenizer
+from farandole.data.tokenizer import END_OF_TEXT, MASK, PAD, cut, train_tokenizer
 
 VOCABULARY, CONTEXT = 300, 8
 
@@ -208,3 +209,43 @@ def test_what_a_killed_builder_left_is_removed(corpus: Path, cache: Path) -> Non
     shutil.move(folder, folder.with_name(f"{folder.name}.x.tmp"))
     assert _prepare(corpus, cache).folder == folder
     assert not list(cache.rglob("*.tmp"))
+
+
+def test_without_special_tokens_entries_of_the_cache_keep_their_names(corpus: Path, cache: Path) -> None:
+    settings = {"vocabulary": VOCABULARY, "validation_share": 0.02}
+    key = content_key(find_source(str(corpus), "text"), settings, lambda what, share: None)
+    assert _prepare(corpus, cache).folder == cache / "tokens" / key
+    with_mask = _prepare(corpus, cache, special_tokens=(MASK,))
+    assert with_mask.folder != cache / "tokens" / key
+    assert with_mask.folder != _prepare(corpus, cache, special_tokens=(MASK, PAD)).folder
+
+
+def test_special_tokens_come_after_the_end_and_text_that_names_them_stays_text(
+    tmp_path: Path, cache: Path
+) -> None:
+    document = f"a [MASK] is no {END_OF_TEXT} [PAD]\n" * 200
+    (tmp_path / "a.txt").write_text(document)
+    text = _prepare(tmp_path / "a.txt", cache, special_tokens=(MASK, PAD))
+    assert [text.tokenizer.token_to_id(name) for name in (END_OF_TEXT, MASK, PAD)] == [0, 1, 2]
+    tokens = np.concatenate([text.train.tokens, text.validation.tokens])
+    assert (tokens <= 2).sum() == 1  # the end of the document
+    assert text.tokenizer.decode(tokens.tolist()) == document
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ((MASK, MASK), "'\\[MASK\\]' is there twice"),
+        ((END_OF_TEXT,), "always is"),
+        (("mask",), "could be learned from text; put it into brackets: '\\[mask\\]'"),
+        (("",), "could be learned"),
+        (MASK, "'\\[' could be learned"),  # a name, and not a tuple of names
+    ],
+)
+def test_special_tokens_that_cannot_be_are_refused(
+    corpus: Path, cache: Path, names: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        _prepare(corpus, cache, special_tokens=names)
+    with pytest.raises(DataError, match="with 2 special tokens more has 259 to 2"):
+        _prepare(corpus, cache, special_tokens=(MASK, PAD), vocabulary=258)

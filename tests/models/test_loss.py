@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from farandole.models import loss as module
-from farandole.models.loss import next_token_loss
+from farandole.models.loss import masked_token_loss, next_token_loss
 
 
 @settings(max_examples=40, deadline=None)
@@ -48,3 +49,59 @@ def test_without_gradients_the_value_is_the_same() -> None:
     logits, targets = torch.randn(5, 7), torch.randint(0, 7, (5,))
     with_gradient = next_token_loss(logits.clone().requires_grad_(), targets)
     torch.testing.assert_close(next_token_loss(logits, targets), with_gradient.detach())
+
+
+@settings(max_examples=40, deadline=None)
+@given(windows=st.integers(1, 6), positions=st.integers(1, 9), share=st.sampled_from([0.0, 0.2, 1.0]))
+def test_sums_of_masked_tokens_over_their_count_are_torchs_mean(
+    windows: int, positions: int, share: float
+) -> None:
+    torch.manual_seed(windows * 10 + positions)
+    head = nn.Linear(5, 31)
+    hidden = torch.randn(windows, positions, 5, requires_grad=True)
+    targets = torch.where(torch.rand(windows, positions) < share, 7, -100)
+    sums, count = [], 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PIECE_BYTES", 1 << 9)
+        for part, wanted in zip(hidden.split(2), targets.split(2), strict=True):  # micro-batches
+            total, some = masked_token_loss(head, (part, None), wanted)
+            sums.append(total)
+            count += some
+        (torch.stack(sums).sum() / max(1, count)).backward()
+    assert count == (targets >= 0).sum()
+    got = [hidden.grad, head.weight.grad, head.bias.grad]
+    assert all(gradient is not None for gradient in got)
+    if count == 0:
+        assert not any(gradient.any() for gradient in got if gradient is not None)
+        return
+    loss = F.cross_entropy(head(hidden).flatten(0, 1), targets.flatten())
+    expected = torch.autograd.grad(loss, [hidden, head.weight, head.bias])
+    for one, two in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, two)
+    with torch.no_grad():
+        total, _ = masked_token_loss(head, hidden, targets)
+    torch.testing.assert_close(total / count, loss.detach())
+
+
+def test_the_head_runs_where_something_is_masked_and_nowhere_else() -> None:
+    rows: list[int] = []
+    head = nn.Linear(5, 31)
+    head.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    targets = torch.full((4, 10), -100)
+    targets[1, 3] = targets[2, 9] = 0  # token 0 is a target
+    _, count = masked_token_loss(head, torch.randn(4, 10, 5), targets)
+    assert rows == [count] == [2]
+    with pytest.raises(ValueError, match=r"\(4, 9, 5\) do not go with targets \(4, 10\)"):
+        masked_token_loss(head, torch.randn(4, 9, 5), targets)
+
+
+def test_a_divisor_is_not_rounded_to_bf16() -> None:
+    logits = torch.randn(7, 33, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, 33, (7,))
+    total, count = masked_token_loss(nn.Identity(), logits, targets)
+    factor = 1 + 3 * 2**-10  # in bf16 it is 1
+    (whole,) = torch.autograd.grad(total, logits, retain_graph=True)
+    (scaled,) = torch.autograd.grad(total * factor, logits)
+    assert count == 7
+    assert torch.equal(scaled, (whole.float() * factor).bfloat16())
+    assert not torch.equal(scaled, whole)
