@@ -74,7 +74,8 @@ class DataParallel:
             return
         with torch.no_grad():
             for tensor in (*self.model.parameters(), *self.model.buffers()):
-                self._comm.broadcast(tensor.detach(), root=0)
+                for part in _stored(tensor.detach()):
+                    self._comm.broadcast(part, root=0)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -165,3 +166,11 @@ class DataParallel:
         for bucket in self.buckets[self._next : end]:
             bucket.launch()
         self._next = max(self._next, end)
+
+
+def _stored(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in which the values lie: `tensor` itself, or those that a quantized one consists of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _stored(getattr(tensor, name))]

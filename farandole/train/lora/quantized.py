@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_NF4_BLOCK = 64
-"""Weights that share a scale, as in the paper."""
+_NF4_UNIT = 64 * 256
+"""64 weights share a scale, and 256 scales, in 8 bits, one of their own: torchao copies such tensors only."""
 
 
 def quantized_weights(linears: Mapping[str, nn.Linear], base: str) -> dict[str, Tensor]:
@@ -40,14 +40,12 @@ def _quantized(path: str, weight: Tensor, base: str, torchao: Any) -> Tensor:
     if not weight.isfinite().all():
         raise ValueError(f"LoRA base={base!r}: the weight of {path} has values that are not finite")
     if base == "nf4":
-        blocks, rest = divmod(weight.numel(), _NF4_BLOCK)
-        if rest or not blocks:
+        if weight.numel() % _NF4_UNIT:
             raise ValueError(
-                f"LoRA base='nf4': the weight of {path} has {weight.numel()} values, which are not blocks of "
-                f"{_NF4_BLOCK}: leave it out of the targets, or use base='int8'"
+                f"LoRA base='nf4': the weight of {path} has {weight.numel():,} values, not a multiple of "
+                f"{_NF4_UNIT:,}: leave it out of the targets, or use base='int8'"
             )
-        together = next(n for n in (256, 128, 64, 32, 16, 8, 4, 2, 1) if blocks % n == 0)
-        made: Tensor = torchao.to_nf4(weight.contiguous(), _NF4_BLOCK, together)
+        made: Tensor = torchao.to_nf4(weight.contiguous())
         return made
     if base == "int4":
         return _int4(path, weight, torchao)
