@@ -38,6 +38,7 @@ from farandole.comm.compression import Compression
 from farandole.parallel.buckets import Bucket, total_norm
 from farandole.parallel.building import build_buckets
 from farandole.parallel.casting import cast_floating
+from farandole.parallel.starting import start_equal
 
 BUCKET_BYTES = 4 << 20
 
@@ -84,7 +85,7 @@ class DataParallel:
         self.waited_s = 0.0
         self._comm = comm
         self._dtype = dtype
-        self._start_equal()
+        start_equal(model, comm)
         self.buckets = build_buckets(model, comm, bucket_bytes, compression, zero, dtype, self._settle)
         parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         device = parameters[0].device if parameters else None
@@ -322,10 +323,3 @@ class DataParallel:
         if launched:
             gradients.finish()
         return launched
-
-    def _start_equal(self) -> None:
-        if self._comm.size == 1:
-            return
-        with torch.no_grad():
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                self._comm.broadcast(tensor.detach(), root=0)

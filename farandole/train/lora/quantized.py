@@ -1,0 +1,146 @@
+"""Frozen weights in 8 or 4 bits, made by torchao, and the product with one.
+
+What is stored is small; a product makes the weight dense for as long as it takes, in the forward pass and
+again in the backward pass, which needs it for the gradient of the input (Dettmers et al., 2023, "QLoRA").
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_NF4_UNIT = 64 * 256
+"""64 weights share a scale, and 256 scales, in 8 bits, one of their own: torchao copies such tensors only."""
+
+
+def quantized_weights(linears: Mapping[str, nn.Linear], base: str) -> dict[str, Tensor]:
+    """The weight of each layer in the type `base`.
+
+    Raises ImportError without torchao, and ValueError for a weight that it cannot be.
+    """
+    try:
+        with _quiet():
+            from torchao import quantization
+    except ImportError as error:
+        raise ImportError(
+            f"LoRA base={base!r} needs torchao ({error}): pip install 'farandole[qlora]', or leave base out"
+        ) from error
+    return {
+        path: _quantized(path, linear.weight.detach(), base, quantization) for path, linear in linears.items()
+    }
+
+
+def _quantized(path: str, weight: Tensor, base: str, torchao: Any) -> Tensor:
+    if not weight.isfinite().all():
+        raise ValueError(f"LoRA base={base!r}: the weight of {path} has values that are not finite")
+    if base == "nf4":
+        if weight.numel() % _NF4_UNIT:
+            raise ValueError(
+                f"LoRA base='nf4': the weight of {path} has {weight.numel():,} values, not a multiple of "
+                f"{_NF4_UNIT:,}: leave it out of the targets, or use base='int8'"
+            )
+        made: Tensor = torchao.to_nf4(weight.contiguous())
+        return made
+    if base == "int4":
+        return _int4(path, weight, torchao)
+    return _through_config(weight, torchao.Int8WeightOnlyConfig(set_inductor_config=False), torchao)
+
+
+def _int4(path: str, weight: Tensor, torchao: Any) -> Tensor:
+    """Whatever integers of 4 bits torchao has for this device: none for CPUs in the versions up to 0.18."""
+    group = next((size for size in (128, 64, 32) if weight.shape[1] % size == 0), None)
+    if group is None:
+        raise ValueError(
+            f"LoRA base='int4': {path} has {weight.shape[1]} inputs, not a multiple of 32: use base='int8' or 'nf4'"
+        )
+    config = torchao.Int4WeightOnlyConfig(group_size=group, set_inductor_config=False)
+    try:
+        made = _through_config(weight, config, torchao)
+        restored = dense(made)
+    except (
+        ImportError,
+        NotImplementedError,
+        AssertionError,
+        RuntimeError,
+        ValueError,
+        AttributeError,
+    ) as error:
+        raise ValueError(
+            f"LoRA base='int4': torchao has no int4 weights for {weight.dtype} on this device, {weight.device} "
+            f"({error}): use base='int8', or base='nf4', which has 4 bits as well"
+        ) from error
+    if restored.shape != weight.shape or (restored - weight).norm() > 0.3 * weight.norm():
+        raise ValueError(
+            f"LoRA base='int4': torchao does not give back the weight of {path}: use base='int8'"
+        )
+    return made
+
+
+def _through_config(weight: Tensor, config: Any, torchao: Any) -> Tensor:
+    # On a layer of its own: torchao hangs methods on the layers it changes, and those cannot be pickled.
+    with torch.device("meta"):
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    torchao.quantize_(layer, config)
+    return layer.weight.detach()
+
+
+def dense(weight: Tensor) -> Tensor:
+    """The ordinary tensor that a quantized one stands for."""
+    restore = getattr(weight, "get_original_weight", None) or weight.dequantize  # the first is that of NF4
+    with torch.no_grad():
+        restored: Tensor = restore()
+    return restored
+
+
+def stored_bytes(tensor: Tensor) -> int:
+    """The bytes that a tensor takes; of one that consists of others, theirs."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    names, _ = tensor.__tensor_flatten__()
+    return sum(stored_bytes(getattr(tensor, name)) for name in names)
+
+
+def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` with a quantized weight: (..., in) to (..., out) in the type of `x`, or that of autocast."""
+    result: Tensor = _FrozenLinear.apply(x, weight, bias)
+    return result
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """Keeps nothing for the backward pass but the quantized weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        ctx.weight, ctx.x_dtype = weight, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return F.linear(x.to(dtype), dense(weight).to(dtype), None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        (gradient,) = gradients
+        for_x = for_bias = None
+        if ctx.needs_input_grad[0]:
+            for_x = (gradient @ dense(ctx.weight).to(gradient.dtype)).to(ctx.x_dtype)
+        if ctx.needs_input_grad[2]:
+            for_bias = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        return for_x, None, for_bias
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings that torchao's import makes about kernels for other devices."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
