@@ -17,15 +17,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from farandole.comm.communicator import Communicator
     from farandole.launch.runtime import Runtime, init
+    from farandole.parallel.parallelize import parallelize
+    from farandole.plan import Plan, PlanError
 
-__all__ = ["Communicator", "Runtime", "__version__", "init"]
+__all__ = ["Communicator", "Plan", "PlanError", "Runtime", "__version__", "init", "parallelize"]
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Communicator": "farandole.comm.communicator",
+    "Plan": "farandole.plan",
+    "PlanError": "farandole.plan",
     "Runtime": "farandole.launch.runtime",
     "init": "farandole.launch.runtime",
+    "parallelize": "farandole.parallel.parallelize",
 }
 
 

@@ -72,11 +72,15 @@ class Communicator:
         callers' business: `barrier` separates writing from reading.  None where the ranks do not share memory
         (another backend, several hosts, a device other than the CPU).
         """
-        allocate = getattr(self.group, "allocate_common", None)
-        if allocate is None or (device is not None and device.type != "cpu"):
+        if not self.shares_memory(device):
             return None
-        common: Tensor | None = allocate(shape, dtype)
+        common: Tensor | None = self.group.allocate_common(shape, dtype)  # type: ignore[attr-defined]
         return common
+
+    def shares_memory(self, device: torch.device | None = None) -> bool:
+        """Whether `common` has tensors on this device."""
+        here = device is None or device.type == "cpu"
+        return here and getattr(self.group, "shares_memory", False)
 
     def all_reduce(
         self,

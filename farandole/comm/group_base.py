@@ -200,6 +200,11 @@ class GroupBase(dist.ProcessGroup):
             return None
         return self._allocate(carrier.host, shape, dtype, common=True)
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks are on one host, and reach each other's memory there."""
+        return isinstance(self._carrier_of(), HostCollectives)
+
     def _allocate(
         self, host: HostGroup, shape: Sequence[int], dtype: torch.dtype, *, common: bool = False
     ) -> Tensor:

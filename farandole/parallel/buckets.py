@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from farandole.parallel.flat import FlatLayout
+from farandole.parallel.gathering import GatheredWeights
 from farandole.parallel.gradients import Gradients
 from farandole.parallel.weights import Weights
 
@@ -25,7 +26,7 @@ class Bucket:
         parameters: Sequence[nn.Parameter],
         layout: FlatLayout,
         own: int,
-        weights: Weights | None,
+        weights: Weights | GatheredWeights | None,
         gradients: Gradients,
     ) -> None:
         self.parameters = list(parameters)

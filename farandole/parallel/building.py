@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -10,86 +11,158 @@ from torch import nn
 
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
+from farandole.memory.blocks import blocks_of
 from farandole.parallel.buckets import Bucket, fill
 from farandole.parallel.flat import FlatLayout
+from farandole.parallel.gathering import GatheredWeights, Gathering
 from farandole.parallel.gradients import Gradients
 from farandole.parallel.lender import Lender, Loan
 from farandole.parallel.weights import Weights
 
 
-def build_buckets(
-    model: nn.Module,
-    comm: Communicator,
-    bucket_bytes: int,
-    compression: Compression | None,
-    zero: int,
-    dtype: torch.dtype | None,
-    settle: Callable[[int], bool],
-) -> list[Bucket]:
-    """Buckets of the trained parameters of `model`, those first whose gradients come first.
+@dataclass
+class Built:
+    """What a model was made into: its trained parameters in buckets, those first whose gradients come first.
+
+    `gathering` is there where weights are sharded among ranks that do not share memory.
+    """
+
+    buckets: list[Bucket] = field(default_factory=list)
+    gathering: Gathering | None = None
+    gathered: list[GatheredWeights] = field(default_factory=list)
+
+
+class Builder:
+    """Makes the parameters of `model` what stage `zero` wants them to be.
 
     With `zero` or a `dtype` the parameters become views of flat buffers, frozen ones too.  `settle` completes the
     reduction of a bucket whose memory another one wants (`Lender`).
     """
-    parameters = list(model.parameters())
-    moved = zero > 0 or dtype is not None
-    if moved:
-        frozen = [p for p in parameters if not p.requires_grad and _can_move(p)]
-        for members in fill(frozen, bucket_bytes):
-            _weights(members, _layout(members, comm, zero), comm, zero, dtype, trained=False)
-    trained = [p for p in reversed(parameters) if p.requires_grad]
-    filled = fill(trained, bucket_bytes)
-    layouts = [_layout(members, comm, zero) for members in filled]
-    loans = _loans(filled, layouts, comm, settle) if zero >= 2 else [None] * len(filled)
-    buckets = []
-    for members, layout, loan in zip(filled, layouts, loans, strict=True):
-        kind = members[0].dtype  # of the optimizer, and of what is reduced; weights may get another one
-        weights = _weights(members, layout, comm, zero, dtype, trained=True) if moved else None
-        gradients = Gradients(members, layout, comm, kind, zero, compression, loan)
-        buckets.append(Bucket(members, layout, comm.rank if zero else 0, weights, gradients))
-    return buckets
+
+    def __init__(
+        self,
+        comm: Communicator,
+        bucket_bytes: int,
+        compression: Compression | None,
+        zero: int,
+        dtype: torch.dtype | None,
+        settle: Callable[[int], bool],
+    ) -> None:
+        self._comm, self._bucket_bytes = comm, bucket_bytes
+        self._compression, self._zero, self._dtype = compression, zero, dtype
+        self._settle = settle
+        self._shards = comm.size if zero else 1
+        self._own = comm.rank if zero else 0
+
+    def build(self, model: nn.Module) -> Built:
+        """Do it; called by all ranks."""
+        parameters = list(model.parameters())
+        gathers = (
+            self._zero == 3
+            and self._comm.size > 1
+            and not all(self._comm.shares_memory(p.device) for p in parameters)
+        )
+        if gathers:
+            return self._build_gathered(model)
+        if self._zero or self._dtype is not None:
+            for members in fill(filter(_is_frozen, parameters), self._bucket_bytes):
+                self._whole_weights(members, trained=False)
+        trained = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
+        filled = fill(trained, self._bucket_bytes)
+        moved = self._zero > 0 or self._dtype is not None
+        weights = [self._whole_weights(members, trained=True) if moved else None for members in filled]
+        return Built(self._buckets(filled, weights))
+
+    def _build_gathered(self, model: nn.Module) -> Built:
+        """Weights are gathered block by block, so that no bucket has parameters of two."""
+        blocks = blocks_of(model)
+        homes: dict[int, list[int]] = {}  # of a parameter: the blocks that have it
+        for number, (_, block) in enumerate(blocks):
+            for parameter in block.parameters():
+                homes.setdefault(id(parameter), []).append(number)
+        rest = len(blocks)  # the group of what no block has for itself
+        group_of = {key: found[0] if len(found) == 1 else rest for key, found in homes.items()}
+        members: list[list[nn.Parameter]] = [[] for _ in range(rest + 1)]
+        for parameter in model.parameters():
+            members[group_of.get(id(parameter), rest)].append(parameter)
+        groups: list[list[GatheredWeights]] = [[] for _ in members]
+        filled: list[list[nn.Parameter]] = []
+        weights: list[Weights | GatheredWeights | None] = []
+        for number in reversed(range(len(members))):
+            for frozen in fill(filter(_is_frozen, members[number]), _NO_LIMIT):
+                groups[number].append(self._gathered_weights(frozen, trained=False))
+            for trained in fill((p for p in reversed(members[number]) if p.requires_grad), _NO_LIMIT):
+                groups[number].append(self._gathered_weights(trained, trained=True))
+                filled.append(trained)
+                weights.append(groups[number][-1])
+        needs = [
+            (block, sorted({group_of[id(parameter)] for parameter in block.parameters()}))
+            for _, block in blocks
+        ]
+        if any(id(parameter) not in homes for parameter in model.parameters()):
+            needs.append((model, [rest]))
+        return Built(
+            self._buckets(filled, weights),
+            Gathering(groups, needs),
+            [weight for group in groups for weight in group],
+        )
+
+    def _buckets(
+        self, filled: Sequence[list[nn.Parameter]], weights: Sequence[Weights | GatheredWeights | None]
+    ) -> list[Bucket]:
+        layouts = [self._layout(members) for members in filled]
+        # the type of the optimizer and of what is reduced: that of the masters
+        types = [
+            members[0].dtype if weight is None or weight.master is None else weight.master.dtype
+            for members, weight in zip(filled, weights, strict=True)
+        ]
+        loans: list[Loan | None] = [None] * len(filled)
+        if self._zero >= 2:
+            loans = self._loans(filled, layouts, types)
+        buckets = []
+        for members, layout, weight, dtype, loan in zip(filled, layouts, weights, types, loans, strict=True):
+            gradients = Gradients(members, layout, self._comm, dtype, self._zero, self._compression, loan)
+            buckets.append(Bucket(members, layout, self._own, weight, gradients))
+        return buckets
+
+    def _layout(self, members: Sequence[nn.Parameter]) -> FlatLayout:
+        return FlatLayout([p.shape for p in members], self._shards)
+
+    def _whole_weights(self, members: Sequence[nn.Parameter], *, trained: bool) -> Weights:
+        kind = self._dtype or members[0].dtype
+        layout = self._layout(members)
+        return Weights(members, layout, self._own, self._comm, kind, sharded=self._zero > 0, trained=trained)
+
+    def _gathered_weights(self, members: Sequence[nn.Parameter], *, trained: bool) -> GatheredWeights:
+        kind = self._dtype or members[0].dtype
+        return GatheredWeights(members, self._layout(members), self._own, self._comm, kind, trained=trained)
+
+    def _loans(
+        self,
+        filled: Sequence[Sequence[nn.Parameter]],
+        layouts: Sequence[FlatLayout],
+        types: Sequence[torch.dtype],
+    ) -> list[Loan | None]:
+        """What each bucket may borrow for its gradients; there is one lender for each type and device."""
+        of_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for number, (members, dtype) in enumerate(zip(filled, types, strict=True)):
+            of_kind.setdefault((dtype, members[0].device), []).append(number)
+        loans: list[Loan | None] = [None] * len(filled)
+        for (dtype, device), numbers in of_kind.items():
+            lengths = [layouts[number].length for number in numbers]
+            lender = Lender(self._comm, lengths, dtype, device, partial(_settle_place, self._settle, numbers))
+            for number, loan in zip(numbers, lender.loans(), strict=True):
+                loans[number] = loan
+        return loans
 
 
-def _layout(members: Sequence[nn.Parameter], comm: Communicator, zero: int) -> FlatLayout:
-    return FlatLayout([p.shape for p in members], shards=comm.size if zero else 1)
+_NO_LIMIT = 1 << 62
 
 
-def _weights(
-    members: Sequence[nn.Parameter],
-    layout: FlatLayout,
-    comm: Communicator,
-    zero: int,
-    dtype: torch.dtype | None,
-    *,
-    trained: bool,
-) -> Weights:
-    own = comm.rank if zero else 0
-    kind = dtype or members[0].dtype
-    return Weights(members, layout, own, comm, kind, sharded=zero > 0, trained=trained)
-
-
-def _can_move(parameter: nn.Parameter) -> bool:
-    """Whether it is an ordinary tensor of numbers, not one of integers or a quantized one."""
-    return parameter.is_floating_point() and type(parameter.data) is torch.Tensor
-
-
-def _loans(
-    filled: Sequence[Sequence[nn.Parameter]],
-    layouts: Sequence[FlatLayout],
-    comm: Communicator,
-    settle: Callable[[int], bool],
-) -> list[Loan | None]:
-    """What each bucket may borrow for its gradients; there is one lender for each type and device."""
-    of_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for number, members in enumerate(filled):
-        of_kind.setdefault((members[0].dtype, members[0].device), []).append(number)
-    loans: list[Loan | None] = [None] * len(filled)
-    for (dtype, device), numbers in of_kind.items():
-        lengths = [layouts[number].length for number in numbers]
-        lender = Lender(comm, lengths, dtype, device, partial(_settle_place, settle, numbers))
-        for number, loan in zip(numbers, lender.loans(), strict=True):
-            loans[number] = loan
-    return loans
+def _is_frozen(parameter: nn.Parameter) -> bool:
+    """Whether it is not trained, and an ordinary tensor of numbers: not one of integers or a quantized one."""
+    plain = parameter.is_floating_point() and type(parameter.data) is torch.Tensor
+    return not parameter.requires_grad and plain
 
 
 def _settle_place(settle: Callable[[int], bool], numbers: Sequence[int], place: int) -> bool:

@@ -10,7 +10,7 @@ Distributed: Experiences on Accelerating Data Parallel Training").  Buckets are 
 rank, whatever order their gradients arrive in.
 
     replica = DataParallel(model, comm, zero=2)
-    optimizer = replica.shard(torch.optim.AdamW(model.parameters(), lr=3e-4))
+    optimizer = replica.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
     with replica.no_sync():
         loss(replica(first)).backward()     # accumulates
     loss(replica(second)).backward()        # buckets are reduced as they fill, and the last when it returns
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from torch.autograd import Variable
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
 from farandole.parallel.buckets import Bucket, total_norm
-from farandole.parallel.building import build_buckets
+from farandole.parallel.building import Builder
 from farandole.parallel.casting import cast_floating
 from farandole.parallel.starting import start_equal
 
@@ -50,7 +50,7 @@ class DataParallel:
     gradient, tied ones are reduced once.  A parameter without a gradient on some ranks counts as zero there;
     without one on all ranks, its `.grad` stays None.  With one rank nothing is communicated.
 
-    With `zero` >= 1 an optimizer updates pieces of the parameters: `shard` gives it those.  The gradients are then
+    With `zero` >= 1 an optimizer updates pieces of the parameters: `optimizer` gives it those.  The gradients are then
     those of the pieces, and the parameters' own `.grad` is None.  Ranks that share memory have one copy of the
     weights between them.  With `dtype` (bf16, fp16) the model computes with weights of that type, while the
     optimizer updates masters of the type that they had, with gradients of that type.
@@ -86,7 +86,8 @@ class DataParallel:
         self._comm = comm
         self._dtype = dtype
         start_equal(model, comm)
-        self.buckets = build_buckets(model, comm, bucket_bytes, compression, zero, dtype, self._settle)
+        built = Builder(comm, bucket_bytes, compression, zero, dtype, self._settle).build(model)
+        self.buckets, self._gathering, self._gathered = built.buckets, built.gathering, built.gathered
         parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         device = parameters[0].device if parameters else None
         # which parameters anybody had a gradient for, in the order of the buckets
@@ -118,7 +119,7 @@ class DataParallel:
                 if piece is not None:
                     yield parameter, piece, start
 
-    def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Have `optimizer`, made for the model's parameters, update this rank's pieces of them; returns it.
 
         The optimizer has to treat every element by itself, as SGD, Adam, AdamW and their like do, and must not have
@@ -127,7 +128,7 @@ class DataParallel:
         Raises ValueError for an optimizer that has a state, or parameters of another model.
         """
         if optimizer.state:
-            raise ValueError("the optimizer has made steps: shard it before the first one")
+            raise ValueError("the optimizer has made steps: give it here before the first one")
         piece_of = {id(parameter): piece for parameter, piece, _ in self.pieces()}
         known = {id(parameter) for parameter in self.model.parameters()}
         for group in optimizer.param_groups:
@@ -141,13 +142,33 @@ class DataParallel:
         return optimizer
 
     def publish(self) -> None:
-        """Give all ranks' models what optimizers have made of their pieces.  `shard`ed ones call it themselves."""
+        """Give all ranks' models what optimizers have made of their pieces.  Optimizers do it themselves."""
+        if self._gathering is not None:
+            self._gathering.forget()
         with torch.no_grad():
             for bucket in self.buckets:
                 if bucket.weights is not None:
                     bucket.weights.publish()
         if self._shares_weights:
             self._comm.barrier()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within it each rank can compute with the model by itself.  It begins and ends on all ranks together."""
+        with self._gathering.whole() if self._gathering is not None else nullcontext():
+            yield
+
+    def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Every parameter with its whole value, some at a time: all ranks go through them together."""
+        gathered: set[int] = set()
+        for weights in self._gathered:
+            weights.use()
+            yield from ((parameter, parameter.detach()) for parameter in weights.parameters)
+            weights.forget()
+            gathered.update(id(parameter) for parameter in weights.parameters)
+        for parameter in self.model.parameters():
+            if id(parameter) not in gathered:
+                yield parameter, parameter.detach()
 
     def _before_update(self) -> None:
         self.synchronize()
@@ -238,6 +259,8 @@ class DataParallel:
         """Let go of the model: remove the hooks and the gradients."""
         for hook in self._hooks:
             hook.remove()
+        if self._gathering is not None:
+            self._gathering.close()
         self.zero_grad()
 
     # ---- a backward pass ----
@@ -281,6 +304,8 @@ class DataParallel:
 
     def _passed(self) -> None:
         """Autograd has ended a backward pass."""
+        if self._gathering is not None:
+            self._gathering.forget()
         if self._reduces:
             self._end_pass(last=not self._accumulating)
         self._in_pass = False

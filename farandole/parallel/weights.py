@@ -50,9 +50,7 @@ class Weights:
         self.master: Tensor | None = None
         with torch.no_grad():
             if trained:
-                self.master = (
-                    self._own if dtype == first.dtype else self._copy_of_own(parameters, layout, own)
-                )
+                self.master = self._own if dtype == first.dtype else copy_of_own(parameters, layout, own)
             if not self.common or comm.rank == 0:
                 self._buffer.zero_()
             for parameter, view in zip(parameters, layout.views(self._buffer), strict=True):
@@ -63,19 +61,18 @@ class Weights:
             comm.barrier()
 
     def publish(self) -> None:
-        """Give the model what the optimizer has made of this rank's shard; `settle` ends it."""
+        """Give the model what the optimizer has made of this rank's shard."""
         if self.master is not None and self.master is not self._own:
             self._own.copy_(self.master)
         if self._sharded and not self.common and self._comm.size > 1:
             self._comm.all_gather(self._buffer, self._own)
 
-    @staticmethod
-    def _copy_of_own(parameters: Sequence[nn.Parameter], layout: FlatLayout, own: int) -> Tensor:
-        first = parameters[0]
-        master = torch.zeros(layout.shard_length, dtype=first.dtype, device=first.device)
-        for piece in layout.pieces(own):
-            source = parameters[piece.index].detach().reshape(-1)
-            master[piece.offset : piece.offset + piece.length] = source[
-                piece.start : piece.start + piece.length
-            ]
-        return master
+
+def copy_of_own(parameters: Sequence[nn.Parameter], layout: FlatLayout, own: int) -> Tensor:
+    """Shard `own` of parameters that are not in a buffer yet, in their type."""
+    first = parameters[0]
+    shard = torch.zeros(layout.shard_length, dtype=first.dtype, device=first.device)
+    for piece in layout.pieces(own):
+        source = parameters[piece.index].detach().reshape(-1)
+        shard[piece.offset : piece.offset + piece.length] = source[piece.start : piece.start + piece.length]
+    return shard

@@ -107,7 +107,7 @@ class CheckpointWriter:
             return
         self._saved_step = engine.step_number
         state = {name: self._copy(name, value) for name, value in state_of(engine, self._comm.rank).items()}
-        weights = self._whole_weights(engine, state) if self._comm.rank == 0 else {}
+        weights = self._whole_weights(engine, state)
         if self._comm.rank == 0 or engine.replica.zero:  # what ranks hold alike is written by one of them
             parts = (value.values if isinstance(value, SavedPiece) else value for value in state.values())
             self._bytes = sum(tensor.nbytes for tensor in (*parts, *weights.values()))
@@ -172,14 +172,18 @@ class CheckpointWriter:
         return self._copies[name].copy_(tensor)
 
     def _whole_weights(self, engine: Engine, state: State) -> dict[str, Tensor]:
-        """Copies of all parameters, for those who only want to use the model."""
+        """Copies of all parameters on rank 0, for those who only want to use the model."""
         weights = {}
-        for name, parameter in engine.model.named_parameters():
+        names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
+        for parameter, value in engine.replica.whole_parameters():
+            if self._comm.rank != 0:
+                continue
+            name = names[id(parameter)]
             piece = state.get(f"model.{name}")
             if isinstance(piece, SavedPiece) and piece.values.numel() == piece.count:
                 weights[name] = piece.values.view(parameter.shape)
             else:
-                weights[name] = self._copy_of(f"whole.{name}", parameter.detach())
+                weights[name] = self._copy_of(f"whole.{name}", value)
         return weights
 
     def _write(self, state: State, weights: dict[str, Tensor], facts: Facts) -> None:

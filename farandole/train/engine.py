@@ -59,7 +59,7 @@ class Engine:
         torch.manual_seed(config.seed + 1 + comm.rank)  # dropout differs between ranks
         compression = compression_named(config.parallel.compression)
         self.replica = DataParallel(self.model, comm, compression=compression, zero=config.parallel.zero)
-        self.optimizer = self.replica.shard(build_optimizer(self.model, config.optimizer))
+        self.optimizer = self.replica.optimizer(build_optimizer(self.model, config.optimizer))
         self.scaler = LossScaler(precision)
         self.sampler = Sampler(text.train.samples, config.seed)
 

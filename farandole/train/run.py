@@ -49,7 +49,8 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
                 raise
             interrupted = engine.step_number < config.steps
             if not interrupted:
-                observer.finished(text.tokenizer)
+                with engine.replica.whole():  # rank 0 writes a sample by itself
+                    observer.finished(text.tokenizer)
         return stop.received or signal.SIGTERM if interrupted else None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.buckets import fill, total_norm
-from farandole.parallel.building import build_buckets
+from farandole.parallel.building import Builder
 from farandole.parallel.data import DataParallel
 
 SHARE, STEPS, CLIP = 4, 3, 0.5
@@ -212,7 +212,7 @@ def test_a_bucket_has_one_type_and_device() -> None:
 
 def test_a_bucket_is_where_its_parameters_are() -> None:
     comm = mock.Mock(empty=mock.Mock(side_effect=torch.empty))
-    (bucket,) = build_buckets(nn.Linear(3, 1, bias=False), comm, 1 << 20, None, 0, None, mock.Mock())
+    (bucket,) = Builder(comm, 1 << 20, None, 0, None, mock.Mock()).build(nn.Linear(3, 1, bias=False)).buckets
     comm.empty.assert_called_once_with(mock.ANY, dtype=torch.float32, device=torch.device("cpu"))
     assert bucket.gradients.reduced.device == torch.device("cpu")
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -81,7 +82,7 @@ def _train(
     model = _model(seed=rank)  # rank 0's must win
     model.offset = model.offset.to(dtype)
     replica = DataParallel(model, _world(), bucket_bytes, zero=zero, dtype=dtype)
-    optimizer = replica.shard(_grouped(model))
+    optimizer = replica.optimizer(_grouped(model))
     for batch in _batches(size):
         *first, last = batch.split(SHARE)[rank].split(SHARE // accumulate)
         for part in first:
@@ -130,7 +131,7 @@ def _gpt_losses(rank: int, size: int, zero: int | None, dtype: torch.dtype | Non
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
     else:
         replica = DataParallel(model, _world(), 4000, zero=zero, dtype=dtype)
-        optimizer = replica.shard(torch.optim.SGD(model.parameters(), 0.5))
+        optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.5))
     losses = []
     for batch in tokens:
         logits = model(batch[:, :-1]).float()
@@ -155,7 +156,7 @@ def _adam_matches_torch(rank: int, size: int, zero: int) -> None:
     """AdamW on pieces makes what AdamW makes on whole parameters."""
     model, reference = _model(0), _model(0)
     replica = DataParallel(model, _world(), 300, zero=zero)
-    optimizer = replica.shard(torch.optim.AdamW(model.parameters(), 0.01, fused=True))
+    optimizer = replica.optimizer(torch.optim.AdamW(model.parameters(), 0.01, fused=True))
     plain = torch.optim.AdamW(reference.parameters(), 0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     plain_schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
@@ -187,8 +188,8 @@ def _refusals(rank: int, size: int) -> None:
         DataParallel(model, _world(), zero=4)
     replica = DataParallel(model, _world(), zero=1)
     with pytest.raises(ValueError, match="not the model's"):
-        replica.shard(torch.optim.SGD(Odd().parameters(), 0.1))
-    optimizer = replica.shard(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+        replica.optimizer(torch.optim.SGD(Odd().parameters(), 0.1))
+    optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     tokens = torch.ones(2, 3, dtype=torch.long)
     _loss(model, tokens).backward()
     with pytest.raises(RuntimeError, match=r"under no_sync\(\)"):
@@ -197,7 +198,7 @@ def _refusals(rank: int, size: int) -> None:
     _loss(model, tokens).backward()
     optimizer.step()
     with pytest.raises(ValueError, match="has made steps"):
-        replica.shard(optimizer)
+        replica.optimizer(optimizer)
     _world().barrier()
 
 
@@ -273,3 +274,64 @@ def test_what_is_sharded(ranks: Any) -> None:
     assert ranks(4).run(_memory, 0) == [(whole, 0)] * 4
     for zero in (1, 2, 3):
         assert ranks(4).run(_memory, zero) == [(whole // 4, whole)] * 4
+
+
+class Listed(nn.Module):
+    """Blocks in a list, a weight of its own and one that two blocks share, dropout and a frozen block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 20), nn.Tanh(), nn.Linear(20, 8)) for _ in range(5)
+        )
+        self.blocks[3][2].weight = self.blocks[1][2].weight
+        self.blocks[2].requires_grad_(False)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, tokens: Tensor, use: bool = False) -> Tensor:
+        x = self.embedding(tokens)
+        for block in (*self.blocks, *self.blocks[:2]):
+            x = x + block(x)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
+def _train_listed(
+    rank: int, size: int, zero: int, dtype: torch.dtype | None
+) -> tuple[list[float], dict[str, Tensor], int]:
+    """Losses, the weights at the end, and the most bytes of gathered weights at a time."""
+    torch.manual_seed(0)
+    model = Listed()
+    replica = DataParallel(model, _world(), zero=zero, dtype=dtype)
+    optimizer = replica.optimizer(_grouped(model))
+    losses = []
+    most = 0
+    for batch in _batches(size):
+        logits = replica(batch.split(SHARE)[rank])
+        most = max(most, sum(p.nbytes for p in model.parameters() if p.untyped_storage().nbytes() > 8))
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch.split(SHARE)[rank].roll(1, -1).flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            replica(batch.split(SHARE)[rank])  # an evaluation between steps
+        losses.append(loss.item())
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    weights = {names[id(p)]: value.clone() for p, value in replica.whole_parameters()}
+    with replica.whole():
+        alone = model(torch.zeros(1, 2, dtype=torch.long)) if rank == 0 else None
+    assert alone is None or alone.isfinite().all()
+    replica.close()
+    return losses, weights, most
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_weights_that_are_gathered_block_by_block(ranks: Any, dtype: torch.dtype | None) -> None:
+    expected = ranks(2).run(_train_listed, 0, dtype)
+    whole = sum(value.nbytes for value in expected[0][1].values())
+    for backend in ("farandole", "gloo"):  # the first shares memory, the second gathers
+        for ours, theirs in zip(ranks(2, backend).run(_train_listed, 3, dtype), expected, strict=True):
+            assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
+            for name, value in ours[1].items():
+                torch.testing.assert_close(value, theirs[1][name])
+            assert ours[2] < whole if backend == "gloo" else ours[2] == whole

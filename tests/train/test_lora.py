@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from farandole.comm.communicator import Communicator
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.parallel.data import DataParallel
-from farandole.train.config import OptimizerSection
+from farandole.train.config import load_config
 from farandole.train.lora import LoRA, LoRALinear, add_lora, merge, remove, summarize, unmerge
 from farandole.train.optimizer import build_optimizer
 
@@ -120,7 +120,7 @@ def test_it_starts_as_the_model_was_and_says_what_is_trained() -> None:
     a = model[1].attention.qkv.lora_A
     bound = 16**-0.5
     assert a.abs().max() <= bound and a.std() > 0.4 * bound
-    optimizer = build_optimizer(model, OptimizerSection())
+    optimizer = build_optimizer(model, load_config("tiny", []).optimizer)
     assert sum(p.numel() for group in optimizer.param_groups for p in group["params"]) == summary.trained
 
 

@@ -1,0 +1,221 @@
+"""Weights that ranks have a shard of each, and whole only while a block computes (`zero=3`).
+
+Where ranks share memory there is nothing to gather (`weights`).  Elsewhere a block's weights are gathered before
+its forward pass and again for its backward pass, those of the block that comes next while this one computes, and
+forgotten soon after.
+
+Autograd keeps weights for the backward pass.  It would keep the gathered memory alive, so what it is given to keep
+is a note of where in the weights a tensor lies (`torch.autograd.graph.saved_tensors_hooks`); when the backward pass
+asks for it, that is where it is cut out again, from weights that are gathered then if they were forgotten.  So the
+backward pass needs no further hooks, and gathers in the order in which it needs.
+
+All ranks gather the same in the same order, as they all compute the same blocks; a rank that computes others makes a
+call that differs, which is named as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from farandole.comm.communicator import Communicator
+from farandole.parallel.flat import FlatLayout
+from farandole.parallel.weights import copy_of_own
+
+CAPACITY = 3
+"""Groups of weights that are whole at a time: of the block that computes, the one before and the one to come."""
+
+
+class GatheredWeights:
+    """The weights of some parameters of one type, of which this rank keeps shard `own`, as type `dtype`.
+
+    While they are not gathered the parameters have their shapes, read as NaN, and take no memory.
+    """
+
+    common = False
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        own: int,
+        comm: Communicator,
+        dtype: torch.dtype,
+        *,
+        trained: bool,
+    ) -> None:
+        self.parameters = list(parameters)
+        self._layout, self._comm = layout, comm
+        first = parameters[0]
+        with torch.no_grad():
+            master = copy_of_own(parameters, layout, own)
+            self._own = master if dtype == first.dtype else master.to(dtype)
+            self.master = master if trained else None
+            nothing = torch.full((), torch.nan, dtype=dtype, device=first.device)
+        self._placeholders = [nothing.expand(parameter.shape) for parameter in parameters]
+        self._whole: Tensor | None = None
+        self._work: dist.Work | None = None
+        self._set(self._placeholders)
+
+    def start(self) -> None:
+        """Begin to gather them, if they are not whole."""
+        if self._whole is None:
+            self._whole = self._own.new_empty(self._layout.length)
+            self._work = self._comm.all_gather(self._whole, self._own, async_op=True)
+
+    def use(self) -> Tensor:
+        """The whole buffer; the parameters are views of it from now on."""
+        self.start()
+        assert self._whole is not None
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self._set(self._layout.views(self._whole))
+        return self._whole
+
+    def forget(self) -> None:
+        """Keep this rank's shard only."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._whole is not None:
+            self._whole = None
+            self._set(self._placeholders)
+
+    def place_of(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in the gathered memory."""
+        whole = self._whole
+        return whole is not None and whole.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+    def publish(self) -> None:
+        """Take over what the optimizer has made of this rank's shard; what was gathered before is out of date."""
+        self.forget()
+        if self.master is not None and self.master is not self._own:
+            self._own.copy_(self.master)
+
+    def _set(self, tensors: Sequence[Tensor]) -> None:
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
+
+
+@dataclass(frozen=True)
+class _Note:
+    """Where a tensor that autograd keeps lies in the weights of a group."""
+
+    weights: GatheredWeights
+    group: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Gathering:
+    """Gathers groups of weights when blocks compute, and forgets them after.
+
+    `groups[n]` are the weights that are gathered together; `blocks` names the groups that each module needs.
+    """
+
+    def __init__(
+        self, groups: Sequence[Sequence[GatheredWeights]], blocks: Sequence[tuple[nn.Module, Sequence[int]]]
+    ) -> None:
+        self._groups = [list(group) for group in groups]
+        self._recent: list[int] = []  # groups that are whole or on their way, the latest last
+        self._pinned = [0] * len(groups)  # how many modules under way need each
+        self._contexts: list[saved_tensors_hooks] = []
+        self._last: tuple[int | None, int | None] = (None, None)  # the two groups that were needed last
+        self._after: dict[
+            tuple[int | None, int | None], int
+        ] = {}  # which one came after such two, the last time
+        self._handles = []
+        for module, needs in blocks:
+            self._handles += [
+                module.register_forward_pre_hook(self._begin(list(needs))),
+                module.register_forward_hook(self._end(list(needs)), always_call=True),
+            ]
+
+    def need(self, group: int) -> None:
+        """Have a group whole, and begin with the one that came after it the last time."""
+        for weights in self._groups[group]:
+            weights.use()
+        if group != self._last[1]:
+            self._after[self._last] = group
+            self._last = (self._last[1], group)
+        following = self._after.get(self._last)
+        if following is not None and following not in self._recent:
+            for weights in self._groups[following]:
+                weights.start()
+            self._recent.append(following)
+        if group in self._recent:
+            self._recent.remove(group)
+        self._recent.append(group)
+        idle = [other for other in self._recent[:-1] if not self._pinned[other]]
+        for other in idle[: max(0, len(self._recent) - CAPACITY)]:
+            self._recent.remove(other)
+            for weights in self._groups[other]:
+                weights.forget()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """All weights are whole within it, so that a rank may compute with the model by itself."""
+        for group in range(len(self._groups)):
+            self._pinned[group] += 1
+            self.need(group)
+        try:
+            yield
+        finally:
+            for group in range(len(self._groups)):
+                self._pinned[group] -= 1
+            self.forget()
+
+    def forget(self) -> None:
+        """Forget all groups: a pass has ended, or the weights have changed."""
+        for group in self._groups:
+            for weights in group:
+                weights.forget()
+        self._recent.clear()
+        self._last = (None, None)
+
+    def close(self) -> None:
+        """Let go of the modules."""
+        for handle in self._handles:
+            handle.remove()
+        self.forget()
+
+    def _begin(self, needs: list[int]) -> Callable[..., None]:
+        def before_forward(*_: Any) -> None:
+            for group in needs:
+                self._pinned[group] += 1
+                self.need(group)
+            context = saved_tensors_hooks(self._pack, self._unpack)
+            context.__enter__()
+            self._contexts.append(context)
+
+        return before_forward
+
+    def _end(self, needs: list[int]) -> Callable[..., None]:
+        def after_forward(*_: Any) -> None:
+            self._contexts.pop().__exit__(None, None, None)
+            for group in needs:
+                self._pinned[group] -= 1
+
+        return after_forward
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Note:
+        for group in self._recent:
+            for weights in self._groups[group]:
+                if weights.place_of(tensor):
+                    return _Note(weights, group, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return tensor
+
+    def _unpack(self, kept: Tensor | _Note) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        self.need(kept.group)
+        return kept.weights.use().as_strided(kept.shape, kept.stride, kept.offset)

@@ -1,0 +1,48 @@
+"""Where a model meets a plan.
+
+runtime = farandole.init()
+engine = farandole.parallelize(model, Plan(zero=2, precision="bf16"))
+optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
+for inputs, targets in batches:
+    loss_of(engine(inputs), targets).backward()
+    engine.clip(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from farandole.comm.communicator import Communicator
+from farandole.parallel.data import DataParallel
+from farandole.plan import Plan, PlanError
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parallelize(model: nn.Module, plan: Plan | None = None, comm: Communicator | None = None) -> DataParallel:
+    """Have all ranks of `comm` (by default all there are) train `model` together, as `plan` says.
+
+    Called by all ranks; they get the parameters of rank 0.  The model's own parameters become those that the plan
+    computes with: the model is used through what is returned, which is called as the model is.
+
+    Raises `PlanError` where the plan does not fit the ranks, and RuntimeError where there are none.
+    """
+    plan = plan or Plan()
+    if comm is None:
+        if not dist.is_initialized() or dist.group.WORLD is None:
+            raise RuntimeError("parallelize needs the ranks of a job: call farandole.init() before")
+        comm = Communicator(dist.group.WORLD)
+    plan.check(comm.size)
+    types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    wanted = TYPES[plan.precision]
+    if plan.precision == "fp32" and types - {torch.float32, torch.float64}:
+        odd = next(n for n, p in model.named_parameters() if p.dtype not in (torch.float32, torch.float64))
+        raise PlanError(
+            f"precision='fp32', and {odd} is {dict(model.named_parameters())[odd].dtype}: make the model in fp32, "
+            f"of which lower precisions keep masters"
+        )
+    return DataParallel(model, comm, zero=plan.zero, dtype=None if plan.precision == "fp32" else wanted)

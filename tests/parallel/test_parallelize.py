@@ -1,0 +1,56 @@
+"""A model meets a plan: `farandole.parallelize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import farandole
+from farandole import Plan, PlanError
+from farandole.parallel.data import DataParallel
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"zero": 4}, "zero=4: the stages are 0, 1, 2 and 3"),
+        ({"data": 0}, "data=0: an axis has 1 rank or more"),
+        ({"precision": "fp8"}, "precision='fp8': one of fp32, bf16, fp16"),
+    ],
+)
+def test_a_plan_that_cannot_be(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        Plan(**options)
+
+
+def test_without_ranks() -> None:
+    with pytest.raises(RuntimeError, match=r"call farandole\.init\(\) before"):
+        farandole.parallelize(nn.Linear(2, 2))
+
+
+def _meet(rank: int, size: int) -> None:
+    with pytest.raises(PlanError, match="needs data=3 ranks, 2 were launched; nearest plan: data=2"):
+        farandole.parallelize(nn.Linear(2, 2), Plan(data=3))
+    with pytest.raises(PlanError, match="bfloat16: make the model in fp32"):
+        farandole.parallelize(nn.Linear(2, 2).bfloat16(), Plan())
+    model = nn.Linear(2, 2)
+    engine = farandole.parallelize(model, Plan(data=2, zero=2, precision="bf16"))
+    assert isinstance(engine, DataParallel)
+    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    before = [value.float() for value in model.parameters()]
+    for _ in range(2):
+        output = engine(torch.ones(3, 2))  # cast on its way in
+        assert output.dtype == torch.bfloat16
+        output.float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    farandole.Communicator(torch.distributed.group.WORLD).barrier()
+    for old, new in zip(before, model.parameters(), strict=True):
+        torch.testing.assert_close(old - 2 * 0.1 * 3, new.float(), rtol=0.02, atol=0.01)
+
+
+def test_a_model_meets_a_plan(ranks: Any) -> None:
+    ranks(2).run(_meet)
