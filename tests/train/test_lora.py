@@ -374,10 +374,12 @@ def test_targets_are_names_globs_and_regular_expressions(targets: Any, count: in
         (nn.Sequential, "x", "it has no plain nn.Linear"),
         (lambda: nn.MultiheadAttention(4, 2), "out_proj", "out_proj is a NonDynamically.*without a call"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), "0", "0 is a LazyLinear"),
+        (lambda: nn.Sequential(nn.Linear(3, 0)), "0", "0 is an nn.Linear of 3 inputs and 0 outputs"),
         (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), "linear1", "set_fastpath_enabled"),
         (lambda: adapted(), "up", r"has LoRA already, in 4 layers \(1.attention.qkv, ...\): remove\(model\)"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_targets_that_cannot_be_leave_the_model_as_it_was(make: Any, targets: Any, message: str) -> None:
     model = make()
     trained = [p.requires_grad for p in model.parameters()]
@@ -449,6 +451,25 @@ def test_a_diverged_update_is_not_merged() -> None:
     with pytest.raises(ValueError, match="2.attention.out is not finite"):
         merge(model)
     assert torch.equal(model[1].attention.qkv.weight, before)
+
+
+def test_inputs_may_have_any_leading_dimensions_and_strides() -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    add_lora(model, LoRA(rank=2, alpha=2))
+    disturb(model)
+    layer: Any = model[0]
+    dense = layer.weight + layer.lora_B @ layer.lora_A
+    for x in (
+        torch.randn(4),
+        torch.randn(2, 0, 4),
+        torch.randn(2, 3, 5, 4),
+        torch.randn(4, 3, 2).transpose(0, 2),
+    ):
+        x.requires_grad_()
+        torch.testing.assert_close(model(x), F.linear(x, dense, layer.bias))
+        (got,) = torch.autograd.grad(model(x).square().sum(), x)
+        (expected,) = torch.autograd.grad(F.linear(x, dense, layer.bias).square().sum(), x)
+        torch.testing.assert_close(got, expected)
 
 
 @settings(max_examples=40, deadline=None)

@@ -138,6 +138,17 @@ def test_what_is_saved_is_loaded(tmp_path: Path, lora: LoRA, ready: bool) -> Non
         assert torch.equal(tensor, load_file(tmp_path / "adapter_model.safetensors")[name])
 
 
+def test_a_compiled_model_is_saved_under_its_own_names(tmp_path: Path) -> None:
+    net = trained(LORA)
+    save_adapter(net, tmp_path / "plain")
+    save_adapter(torch.compile(net), tmp_path / "compiled")  # type: ignore[arg-type]
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "compiled" / name).read_bytes()
+    other = model()
+    load_adapter(torch.compile(other), tmp_path / "plain")  # type: ignore[arg-type]
+    assert torch.equal(other.eval()(X), net.eval()(X))
+
+
 def test_views_of_one_tensor_are_saved_one_by_one(tmp_path: Path) -> None:
     net = trained(LORA)
     parts = [p for p in net.parameters() if p.requires_grad]

@@ -112,15 +112,15 @@ def test_gradients_are_those_of_the_weights_that_it_stands_for(
 @pytest.mark.parametrize(("base", "error", "bytes_each"), BASES)
 def test_it_learns_what_quantizing_lost(base: str, error: float, bytes_each: float) -> None:
     original, net = model(), adapted(base)
-    optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], 1e-2)
+    optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], 3e-2)
     losses = []
-    for _ in range(60):
+    for _ in range(25):
         optimizer.zero_grad()
         loss = F.mse_loss(net(X), original(X).detach())
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < losses[0] / 20
+    assert losses[-1] < losses[0] / 5
 
 
 @torchao

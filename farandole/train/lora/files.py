@@ -24,6 +24,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from farandole.data.cache import flush
 from farandole.train.disk import reason
@@ -40,9 +41,11 @@ def save_adapter(model: nn.Module, folder: str | Path, base_model: str | None = 
     """Write the adapters of `model`, and what else was trained, to `folder`, which is made if it is not there.
 
     Whether they are merged makes no difference. `base_model` is noted as the name of the model that they are for.
-    Of several ranks one calls this. Raises ValueError without LoRA, `AdapterError` where it cannot be written:
+    Of several ranks one calls this. (PEFT takes the names in `modules_to_save`, which are whole paths, for endings:
+    "2" would be "12" as well there.) Raises ValueError without LoRA, `AdapterError` where it cannot be written:
     an adapter that was in the folder is then still there.
     """
+    model = _unwrapped(model)
     layers = lora_layers(model)
     if not layers:
         raise ValueError("the model has no LoRA to save")
@@ -64,7 +67,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> Summary:
     files are missing or damaged, or ask for what is not supported, or where names, shapes, rank or scaling are not
     those of the model; ValueError where `add_lora` does.
     """
-    folder = Path(folder).expanduser()
+    model, folder = _unwrapped(model), Path(folder).expanduser()
     saved = _read(folder)
     layers = lora_layers(model)
     lora = next(iter(layers.values())).lora if layers else lora_of(saved)
@@ -72,6 +75,13 @@ def load_adapter(model: nn.Module, folder: str | Path) -> Summary:
     if not layers:
         add_lora(model, lora)
     return put_into(model, lora, saved)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model whose names are in files: not what `torch.compile` or DDP has put around it."""
+    compiled = getattr(model, "_orig_mod", None)  # its class takes seconds to import
+    inner = model.module if isinstance(model, DistributedDataParallel) else compiled
+    return _unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -32,22 +32,25 @@ class LoRALinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
-        weight = self.weight
-        if is_wrapper(weight.data):
-            result = frozen_linear(input, weight, self.bias)
+        rows = input.reshape(-1, self.in_features)
+        if is_wrapper(self.weight.data):
+            result = frozen_linear(rows, self.weight, self.bias)
         else:
-            result = F.linear(input, weight, self.bias)
-        if self.merged:
-            if self.training and torch.is_grad_enabled():
-                raise RuntimeError(
-                    "LoRA is merged and cannot be trained: call unmerge(model), or model.eval()"
-                )
-            return result
-        x = F.dropout(input, self.lora.dropout, self.training)
-        if not torch.is_autocast_enabled(x.device.type):  # there the products choose their type
-            x = x.to(self.lora_A.dtype)
-        update = F.linear(F.linear(x, self.lora_A), self.lora_B)
-        return torch.add(result, update.to(result.dtype), alpha=self.lora.scaling)
+            result = F.linear(rows, self.weight, self.bias)
+        if not self.merged:
+            result = self._updated(result, F.dropout(rows, self.lora.dropout, self.training))
+        elif self.training and torch.is_grad_enabled():
+            raise RuntimeError("LoRA is merged and cannot be trained: call unmerge(model), or model.eval()")
+        return result.view(*input.shape[:-1], self.out_features)
+
+    def _updated(self, result: Tensor, rows: Tensor) -> Tensor:
+        """`result` with s `rows` A^T B^T added."""
+        if not torch.is_autocast_enabled(rows.device.type):  # there the products choose their type
+            rows = rows.to(self.lora_A.dtype)
+        low = F.linear(rows, self.lora_A)
+        if low.dtype == result.dtype:  # in place: a third of the time of a product and a sum
+            return result.addmm_(low, self.lora_B.to(low.dtype).T, alpha=self.lora.scaling)
+        return torch.add(result, F.linear(low, self.lora_B).to(result.dtype), alpha=self.lora.scaling)
 
     def extra_repr(self) -> str:
         """What `print(model)` says of it."""

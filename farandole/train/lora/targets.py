@@ -120,6 +120,8 @@ def _why_not(module: nn.Module) -> str | None:
         return "an nn.Linear whose weight is no parameter"
     if is_wrapper(weight.data):
         return f"an nn.Linear whose weight is a {type(weight.data).__name__} already"
+    if weight.numel() == 0:
+        return f"an nn.Linear of {weight.shape[1]} inputs and {weight.shape[0]} outputs"
     if not weight.is_floating_point():
         return f"an nn.Linear of {weight.dtype}"
     return None
