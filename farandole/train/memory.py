@@ -16,27 +16,43 @@ from farandole.data.wording import counted, short, size
 from farandole.models.gpt import GPTConfig
 from farandole.train.config import ConfigError, TrainConfig
 
-TRAINED_BYTES = 16
-"""For each parameter: itself, its gradient and AdamW's two averages."""
-
-COPIED_BYTES = 12
-"""For each parameter: the copy, in the memory of the host, of which a checkpoint is written."""
+_STAGES = (0, 1, 2, 3)
 
 _FOR_ACTIVATIONS = 0.2
 """The share of memory that a suggested size leaves to them."""
 
 
+def trained_bytes(zero: int, ranks: int, *, common: bool) -> float:
+    """For each parameter what `ranks` ranks need together: itself, its gradient and AdamW's two averages.
+
+    `common`: whether they share memory, and with it one copy of what they divide.
+    """
+    weights = 4.0 * (1 if zero == 3 or (zero and common) else ranks)
+    gradients = 4.0 * (1 if zero >= 2 else ranks)
+    averages = 8.0 * (1 if zero >= 1 else ranks)
+    return weights + gradients + averages
+
+
+def copied_bytes(zero: int, ranks: int) -> float:
+    """For each parameter the copies, in the memory of the host, of which a checkpoint is written."""
+    return 12.0 * ranks if zero == 0 else 12.0 + 4.0  # rank 0 copies the whole weights too
+
+
 def check_memory(config: TrainConfig, ranks: int) -> None:
     """Raise `ConfigError` where the `ranks` of this host cannot hold their models."""
-    model = config.model.gpt()
     if torch.cuda.is_available():
-        devices = torch.cuda.device_count()
+        on_one = -(-ranks // torch.cuda.device_count())
         have = torch.cuda.get_device_properties(0).total_memory
-        _check(model, TRAINED_BYTES, -(-ranks // devices), have, "each accelerator has")
-        each = COPIED_BYTES
+        share = {stage: trained_bytes(stage, ranks, common=False) * on_one / ranks for stage in _STAGES}
+        _check(config, share, on_one, have, "each accelerator has", "weights, gradients and AdamW's averages")
+        each = {stage: copied_bytes(stage, ranks) for stage in _STAGES}
+        parts = "copies for checkpoints"
     else:
-        each = TRAINED_BYTES + COPIED_BYTES
-    _check(model, each, ranks, available_bytes(), "this host has")
+        each = {
+            stage: trained_bytes(stage, ranks, common=True) + copied_bytes(stage, ranks) for stage in _STAGES
+        }
+        parts = "weights, gradients and AdamW's averages, and copies of them for checkpoints"
+    _check(config, each, ranks, available_bytes(), "this host has", parts)
 
 
 def available_bytes() -> int:
@@ -61,21 +77,27 @@ def _group_limit(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
         return None
 
 
-def _check(model: GPTConfig, each: int, ranks: int, have: int, whose: str) -> None:
-    need = each * model.parameters * ranks
+def _check(
+    config: TrainConfig, each: dict[int, float], ranks: int, have: int, whose: str, parts: str
+) -> None:
+    """`each`: the bytes per parameter that `ranks` ranks need with each stage of ZeRO."""
+    model, zero = config.model.gpt(), config.parallel.zero
+    need = each[zero] * model.parameters
     if need <= have:
         return
-    parts = "weights, gradients and AdamW's averages" if each >= TRAINED_BYTES else "copies for checkpoints"
-    if each > TRAINED_BYTES:
-        parts += ", and copies of them for checkpoints"
+    room = (1 - _FOR_ACTIVATIONS) * have
+    fitting = [stage for stage in (1, 2, 3) if stage > zero and each[stage] * model.parameters <= room]
+    divided = (
+        f"parallel.zero={fitting[0]} fits; " if fitting and config.parallel.compression == "none" else ""
+    )
     raise ConfigError(
         f"model.width={model.width} with model.layers={model.layers} makes {short(model.parameters)} parameters, "
-        f"which need {size(need)} on {counted(ranks, 'rank')} ({parts}: {each} bytes per parameter and rank), "
-        f"and {whose} {size(have)}; {_advice(model, each * ranks, have)}"
+        f"which need {size(need)} on {counted(ranks, 'rank')} ({parts}: {each[zero]:.3g} bytes per parameter), "
+        f"and {whose} {size(have)}; {divided}{_advice(model, each[zero], have)}"
     )
 
 
-def _advice(model: GPTConfig, each: int, have: int) -> str:
+def _advice(model: GPTConfig, each: float, have: int) -> str:
     """The widest model of these layers and heads for which `have` bytes suffice, at `each` per parameter."""
     allowed = (1 - _FOR_ACTIVATIONS) * have / each
     unit = 2 * model.heads

@@ -8,9 +8,26 @@ from pathlib import Path
 import pytest
 
 from farandole.train.config import ConfigError, load_config
-from farandole.train.memory import COPIED_BYTES, TRAINED_BYTES, _group_limit, available_bytes, check_memory
+from farandole.train.memory import _group_limit, available_bytes, check_memory, copied_bytes, trained_bytes
 
-EACH = TRAINED_BYTES + COPIED_BYTES
+EACH = 16 + 12
+
+
+def test_what_is_divided_is_needed_once() -> None:
+    assert [trained_bytes(zero, 4, common=True) for zero in range(4)] == [64, 28, 16, 16]
+    assert [trained_bytes(zero, 4, common=False) for zero in range(4)] == [64, 40, 28, 16]
+    assert [copied_bytes(zero, 4) for zero in range(4)] == [48, 16, 16, 16]
+
+
+def test_a_stage_that_fits_is_named() -> None:
+    """A model that two ranks can hold together, and not one each."""
+    width = 64
+    while 50 * load_config("tiny", [f"model.width={width}"]).model.gpt().parameters < available_bytes():
+        width += 64
+    words = [f"model.width={width}", "model.heads=2"]
+    with pytest.raises(ConfigError, match=r"56 bytes per parameter\), .*; parallel.zero=1 fits; nearest"):
+        check_memory(load_config("tiny", words), 2)
+    check_memory(load_config("tiny", [*words, "parallel.zero=1"]), 2)
 
 
 def test_a_model_that_fits_is_not_refused() -> None:
