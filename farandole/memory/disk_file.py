@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -109,36 +110,52 @@ class RecordFile:
         what = f"{doing} record {record} of {self.name}"
         self._check(what, record, buffer)
         start, count = self._starts[record], padded(self.record_bytes[record])
-        offsets = range(0, count, PART_BYTES)
+        parts = deque(range(0, count, PART_BYTES))
         content = buffer.numpy().data[:count]  # keeps the memory alive while threads move it
-        transfer = Transfer(len(offsets))
-        if not offsets:
+        transfer = Transfer(len(parts))
+        if not parts:
             return transfer
         moving, lock, threads, why = self._moving, self._lock, self._threads, self._file.why
 
-        def move_part(at: int) -> None:
+        def move_part() -> None:
+            try:
+                at = parts.popleft()
+            except IndexError:  # submitted twice: see below
+                return
             try:
                 move(content[at : at + PART_BYTES], start + at)
-            except OSError as error:
-                transfer.end_part(OffloadError(f"{what}: {why(error)}"))
+            except Exception as error:
+                transfer.end_part(
+                    OffloadError(f"{what}: {why(error) if isinstance(error, OSError) else error}")
+                )
             else:
                 transfer.end_part()
 
         def submit() -> None:
-            for at in offsets:
-                try:
-                    threads.submit(move_part, at)
-                except RuntimeError:  # the program ends
-                    transfer.end_part(OffloadError(f"{what}: the file has been closed"))
+            try:
+                for _ in range(len(parts)):
+                    threads.submit(move_part)
+            except RuntimeError as error:  # closed, the program ends, or there can be no more threads
+                while parts:
+                    parts.pop()
+                    transfer.end_part(OffloadError(f"{what}: {error}"))
 
         def forget() -> None:
             with lock:
                 moving.discard(transfer)
 
-        with lock:
-            moving.add(transfer)
-        transfer.then(forget)
-        after_all(after, submit)
+        def begin() -> None:
+            with lock:
+                moving.add(transfer)
+            transfer.then(forget)
+            after_all(after, submit)
+
+        after = tuple(after)
+        try:
+            begin()
+        except BaseException:  # Ctrl-C: a record is not left half-written, and nobody waits for ever
+            begin()
+            raise
         return transfer
 
     def _check(self, what: str, record: int, buffer: Tensor) -> None:

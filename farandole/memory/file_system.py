@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import stat
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,20 +45,25 @@ def file_system(folder: str | os.PathLike[str]) -> FileSystem:
 
 
 def free_bytes(folder: str | os.PathLike[str]) -> int:
-    """What a user without privileges can still write there."""
+    """What a user without privileges can still write there; no limit where the file system names none."""
     facts = os.statvfs(folder)
-    return facts.f_bavail * facts.f_frsize
+    return facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize
 
 
 def require_folder(folder: str | os.PathLike[str]) -> Path:
-    """`folder`, if files can be made in it.  Raises `OffloadError` with the nearest folder that exists."""
+    """`folder` as a path.  Raises `OffloadError`, with the nearest folder there is, if it is none."""
     path = Path(folder)
-    if not path.exists():
+    try:
+        if stat.S_ISDIR(path.stat().st_mode):
+            return path
+    except FileNotFoundError:
         nearest = next((parent for parent in path.absolute().parents if parent.exists()), Path("/"))
-        raise OffloadError(f"no folder {path} to keep state in; the nearest that exists is {nearest}")
-    if not path.is_dir():
-        raise OffloadError(f"{path} is not a folder to keep state in; it lies in {path.absolute().parent}")
-    return path
+        raise OffloadError(
+            f"no folder {path} to keep state in; the nearest that exists is {nearest}"
+        ) from None
+    except OSError as error:
+        raise OffloadError(f"cannot keep state in {path}: {error.strerror}") from error
+    raise OffloadError(f"{path} is not a folder to keep state in; it lies in {path.absolute().parent}")
 
 
 def require_space(folder: str | os.PathLike[str], needed: int, ranks: int = 1) -> None:

@@ -282,7 +282,7 @@ def _prefer_fused(group: dict[str, Any]) -> None:
         "fused" in group
         and group["fused"] is None
         and not group.get("foreach")
-        and not group["differentiable"]
+        and not group.get("differentiable")
     ):
         group["fused"] = True
 

@@ -25,6 +25,7 @@ class _Slot:
     buffer: Tensor
     record: int | None = None
     held: bool = False  # by the caller, until `write` or `release`
+    blank: bool = False  # given out without having been read
     awaited: bool = False  # read ahead, for someone who has not come yet
     used: int = 0  # when, on the stream's own clock
     moving: Transfer | None = None  # the last one: it began after those before it had ended
@@ -71,7 +72,7 @@ class Stream:
         self._check(record)
         slot = self._holder(record) or self._free_slot(evict=True)
         self._fetch(slot, record)
-        self._hand_out(slot)
+        self._hand_out(slot, blank=False)
         try:
             self._wait(slot)
         except BaseException:
@@ -83,10 +84,14 @@ class Stream:
         """A buffer to make `record` anew in; what it holds is not defined."""
         self._check(record)
         slot = self._holder(record) or self._free_slot(evict=True)
-        self._hand_out(slot)
+        self._hand_out(slot, blank=True)
         slot.record = None  # until the buffer is at rest
-        if slot.moving is not None:
-            self._settle_one(slot.moving)
+        try:
+            if slot.moving is not None:
+                self._settle_one(slot.moving)
+        except BaseException:
+            slot.held = False
+            raise
         slot.record = record
         return slot.buffer[: self.record_bytes[record]]
 
@@ -98,14 +103,17 @@ class Stream:
         slot.held = False
 
     def release(self, record: int) -> None:
-        """Take back the bytes of `record`, which the caller has not changed."""
-        self._given(record).held = False
+        """Take back the bytes of `record`, which the caller has not changed, or does not want to keep if blank."""
+        slot = self._given(record)
+        slot.held = False
+        if slot.blank:
+            slot.record = None
 
     def update(self, order: Iterable[int], work: Work) -> None:
         """Call `work(record, bytes)` for each record in `order`, and write what it makes of the bytes.
 
-        If it raises, so does this, after everything has come to rest: the record in hand is on the disk as it was
-        before, the ones before it as `work` left them.
+        If it raises, so does this, after everything has come to rest and all buffers are taken back: the record in
+        hand is on the disk as it was before, the ones before it as `work` left them.  The same holds for Ctrl-C.
         """
         self._pass(list(order), work, self.write, self.read)
 
@@ -118,7 +126,7 @@ class Stream:
         ahead = list(order)
         for position, record in enumerate(ahead):
             content = self.read(record)
-            self._prefetch(ahead[position + 1 :])
+            self._prefetch(ahead, position + 1)
             try:
                 yield record, content
             finally:
@@ -146,15 +154,15 @@ class Stream:
             for position, record in enumerate(order):
                 content = get(record)
                 if get == self.read:
-                    self._prefetch(order[position + 1 :])
+                    self._prefetch(order, position + 1)
                 work(record, content)
                 put(record)
         except BaseException:
             self._settle()
             raise
 
-    def _prefetch(self, coming: list[int]) -> None:
-        for record in coming[: len(self._slots) - 1]:
+    def _prefetch(self, order: list[int], position: int) -> None:
+        for record in order[position : position + len(self._slots) - 1]:
             if not self.prefetch(record):
                 return
 
@@ -201,12 +209,12 @@ class Stream:
         self._clock += 1
         slot.used = self._clock
 
-    def _hand_out(self, slot: _Slot) -> None:
+    def _hand_out(self, slot: _Slot, blank: bool) -> None:
         if slot.held:
             raise OffloadError(
                 f"record {slot.record} of {self.file.name} is in use: write or release it first"
             )
-        slot.held, slot.awaited = True, False
+        slot.held, slot.awaited, slot.blank = True, False, blank
         self._clock += 1
         slot.used = self._clock
 
