@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from benchmarks import compression, horovod, hosts, mpi
+from benchmarks import compression, horovod, hosts, mpi, offload
 from benchmarks.collectives import table
 from benchmarks.measure import RESULTS, human_seconds, markdown_table
 
@@ -41,6 +41,8 @@ def tables(name: str, operation: str, result: dict[str, Any]) -> str:
         return horovod.table(result)
     if name.startswith("mpi"):
         return mpi.table(operation, {int(size): row for size, row in result[operation].items()})
+    if name == "offload":
+        return f"{offload.table(result)}\n\n{offload.remarks(result)}"
     seconds = result["seconds"]
     if name.startswith("fsdp2"):
         gloo = seconds["FSDP2 over Gloo"]

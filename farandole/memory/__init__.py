@@ -1,1 +1,1 @@
-"""Memory of activations: what a backward pass keeps, recomputed or moved out of the way."""
+"""What a model in training keeps, and where: recomputed, swapped, or in memory and on a disk."""

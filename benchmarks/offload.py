@@ -1,0 +1,189 @@
+"""AdamW with its state on a disk, beside reading and writing the same bytes without a step.
+
+    python -m benchmarks.offload [--gib 2] [--folder /tmp] [--record-mib 96]
+
+One process.  In turns, each over the same bytes of one scratch file: a plain sequential test (all records read, then
+all written, several 4 MiB requests at a time, direct), the stream without work, and the step of an optimizer whose master
+weights and averages are the records; and that step with the state in memory.  The gradient is one tensor in memory
+for all units.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.measure import human_seconds, markdown_table, save
+from farandole.data.wording import size
+from farandole.memory.budget import measure_bandwidth
+from farandole.memory.disk_file import PART_BYTES
+from farandole.memory.home import DiskHome, MemoryHome, StateHome
+from farandole.memory.offloaded_optimizer import OffloadedOptimizer
+from farandole.memory.scratch import aligned_buffer
+from farandole.memory.transfer import Transfer
+
+TURNS = 5
+BYTES_PER_ELEMENT = 12  # fp32: weights and AdamW's two averages
+PLAIN_BUFFERS = 8
+
+
+@dataclass
+class Setup:
+    """A model of equal units, and an AdamW over it whose state is in `home`."""
+
+    units: int
+    elements: int
+    gradient: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gradient = torch.randn(self.elements)
+
+    def optimizer(self, home: Callable[[Sequence[int]], StateHome]) -> OffloadedOptimizer:
+        """A new one, with the first step, which makes the averages, behind it."""
+        pieces = [nn.Parameter(torch.zeros(1).expand(self.elements)) for _ in range(self.units)]
+        optimizer = OffloadedOptimizer(
+            torch.optim.AdamW(pieces, lr=1e-3), [[piece] for piece in pieces], home
+        )
+        self.step(optimizer)
+        return optimizer
+
+    def step(self, optimizer: OffloadedOptimizer) -> None:
+        """One step with the gradient that all units share; what it wrote is with the disk."""
+
+        def before(unit: int) -> None:
+            optimizer.units[unit][0].grad = self.gradient
+
+        optimizer.step(before)
+        optimizer.home.flush()
+
+
+def plain(home: DiskHome, buffers: list[Tensor]) -> tuple[float, float]:
+    """Seconds to read every record in order, and then to write every record in order."""
+    seconds = []
+    for move in (home.file.read, home.file.write):
+        start = time.perf_counter()
+        moving: list[Transfer] = []
+        for record in range(len(home.record_bytes)):
+            if record >= len(buffers):
+                moving[record - len(buffers)].wait()
+            moving.append(move(record, buffers[record % len(buffers)]))
+        for transfer in moving:
+            transfer.wait()
+        seconds.append(time.perf_counter() - start)
+    return seconds[0], seconds[1]
+
+
+def compare(folder: str, nbytes: int, record_bytes: int, turns: int = TURNS) -> dict[str, Any]:
+    """Medians over the turns: seconds of each contender, and the shares that follow from them."""
+    setup = Setup(max(2, nbytes // record_bytes), record_bytes // BYTES_PER_ELEMENT)
+    bandwidth = measure_bandwidth(folder)
+    disk = setup.optimizer(lambda sizes: DiskHome(folder, sizes))
+    home = disk.home
+    assert isinstance(home, DiskHome)  # made two lines above
+    memory = setup.optimizer(MemoryHome)
+    total = 2 * sum(home.record_bytes)
+    # What the plain test writes has no meaning, so that it has a file of its own, as large.
+    other = DiskHome(folder, home.record_bytes, "plain test")
+    buffers = [aligned_buffer(record_bytes + PART_BYTES).random_() for _ in range(3)]
+    plain(other, buffers)  # blocks that were never written are written otherwise
+    taken: dict[str, list[float]] = {
+        n: [] for n in ("plain read", "plain write", "stream", "step", "waited", "memory", "processor")
+    }
+
+    def timed(name: str, call: Callable[[], Any]) -> None:
+        start = time.perf_counter()
+        call()
+        taken[name].append(time.perf_counter() - start)
+
+    def stream() -> None:
+        other.update(range(len(other.record_bytes)), lambda record, content: None)
+        other.flush()
+
+    try:
+        for _ in range(turns):
+            read, write = plain(other, buffers)
+            taken["plain read"].append(read)
+            taken["plain write"].append(write)
+            timed("stream", stream)
+            waited, used = home.waited_s, time.process_time()
+            timed("step", lambda: setup.step(disk))
+            taken["waited"].append(home.waited_s - waited)
+            taken["processor"].append(time.process_time() - used)
+            timed("memory", lambda: setup.step(memory))
+    finally:
+        for each in (disk, memory, other):
+            each.close()
+    seconds = {name: statistics.median(values) for name, values in taken.items()}
+    seconds["plain"] = statistics.median(
+        map(sum, zip(taken["plain read"], taken["plain write"], strict=True))
+    )
+    ratios = [
+        (read + write) / step
+        for read, write, step in zip(taken["plain read"], taken["plain write"], taken["step"], strict=True)
+    ]
+    return {
+        "access": home.access,
+        "records": len(home.record_bytes),
+        "record_bytes": record_bytes,
+        "moved_bytes": total,
+        "predicted": disk.budget(bandwidth).seconds,
+        "seconds": seconds,
+        "share_of_plain": statistics.median(ratios),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """A line per contender."""
+    seconds, moved = result["seconds"], result["moved_bytes"]
+    rows = []
+    for what, name in [
+        ("plain: all read, then all written", "plain"),
+        ("stream without work", "stream"),
+        ("AdamW, state on the disk", "step"),
+        ("AdamW, state in memory", "memory"),
+    ]:
+        taken = seconds[name]
+        rows.append(
+            [what, human_seconds(taken), f"{size(moved / taken)}/s", f"{seconds['plain'] / taken:.2f}"]
+        )
+    head = [f"{size(moved)} moved, {result['records']} records", "time", "bytes / time", "x plain"]
+    return markdown_table(head, rows)
+
+
+def remarks(result: dict[str, Any]) -> str:
+    """Where the time of a step goes."""
+    seconds = result["seconds"]
+    step = seconds["step"]
+    return (
+        f"{result['access']}: plain read {human_seconds(seconds['plain read'])}, write "
+        f"{human_seconds(seconds['plain write'])}; a step has {100 * result['share_of_plain']:.0f} % of the plain "
+        f"bandwidth (median of turns), waits for the disk {100 * seconds['waited'] / step:.0f} % of its time and uses "
+        f"{seconds['processor'] / step:.2f} cores; the budget predicted {human_seconds(result['predicted'])}"
+    )
+
+
+def main() -> None:
+    """Measure, print the table and keep it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gib", type=float, default=2.0, help="of state (default 2)")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to use")
+    parser.add_argument("--record-mib", type=int, default=96, help="of a unit's state (default 96)")
+    options = parser.parse_args()
+    result = compare(options.folder, int(options.gib * 2**30), options.record_mib << 20)
+    print(table(result))
+    print(remarks(result))
+    print(f"written to {save('offload', result)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""An optimizer whose state lives elsewhere does what torch's own does, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, Optimizer
+
+from farandole.memory.errors import NoSpace, OffloadError
+from farandole.memory.home import DiskHome, MemoryHome
+from farandole.memory.offloaded_optimizer import OffloadedOptimizer, PieceState
+from tests.memory.disks import in_memory
+
+Make = Callable[[list[dict[str, Any]]], Optimizer]
+SIZES = [1000, 0, 1, 333, 70_000]
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": partial(AdamW, lr=0.01),
+    "Adam, L2, amsgrad": partial(Adam, lr=0.01, weight_decay=0.1, amsgrad=True),
+    "SGD": partial(SGD, lr=0.1),
+    "SGD, momentum": partial(SGD, lr=0.1, momentum=0.9, dampening=0.3),
+    "SGD, Nesterov": partial(SGD, lr=0.1, momentum=0.9, nesterov=True, maximize=True),
+    "Adagrad": partial(Adagrad, lr=0.1, initial_accumulator_value=0.3),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.5),
+    "NAdam": partial(torch.optim.NAdam, lr=0.01),
+    "Rprop": partial(torch.optim.Rprop, lr=0.01),
+    "ASGD": partial(torch.optim.ASGD, lr=0.01),
+    "AdamW, unfused": partial(AdamW, lr=0.01, fused=False),
+}
+
+
+class Pair:
+    """The same parameters twice: under torch's optimizer, and under the same one with its state elsewhere."""
+
+    def __init__(self, make: Make, home: Any, weights: bool = True, sizes: Sequence[int] = SIZES) -> None:
+        values = [torch.randn(n) for n in sizes]
+        self.own = [nn.Parameter(value.clone()) for value in values]
+        self.away = [nn.Parameter(value.clone()) for value in values]
+        self.reference = self._optimizer(make, self.own)
+        for group in self.reference.param_groups:
+            if group.get("fused", 0) is None:
+                group["fused"] = True
+        units = [self.away[:2], self.away[2:4], self.away[4:], []]
+        self.offloaded = OffloadedOptimizer(self._optimizer(make, self.away), units, home, weights)
+
+    @staticmethod
+    def _optimizer(make: Make, pieces: list[nn.Parameter]) -> Optimizer:
+        return make([{"params": pieces[:1] + pieces[3:]}, {"params": pieces[1:3], "lr": 0.003}])
+
+    def step(self, absent: Sequence[int] = (), rate: float = 0.9) -> None:
+        """One step of both; the pieces in `absent` have no gradient."""
+        for at, (own, away) in enumerate(zip(self.own, self.away, strict=True)):
+            own.grad = None if at in absent else torch.randn(own.shape)
+            away.grad = None if own.grad is None else own.grad.clone()
+        for optimizer in (self.reference, self.offloaded.optimizer):
+            for group in optimizer.param_groups:
+                group["lr"] *= rate
+        self.reference.step()
+        self.offloaded.step()
+
+    def check(self) -> None:
+        """Everything is equal."""
+        seen = 0
+        for unit, pieces in self.offloaded.saved():
+            for piece, found in zip(self.offloaded.units[unit], pieces, strict=True):
+                own = self.own[next(i for i, away in enumerate(self.away) if away is piece)]
+                assert torch.equal(found.weights, own)
+                wanted = self.reference.state.get(own, {})
+                assert found.state.keys() == wanted.keys()
+                for name, value in wanted.items():
+                    assert torch.equal(torch.as_tensor(found.state[name]), torch.as_tensor(value)), name
+                seen += 1
+        assert seen == len(self.own)
+
+
+@pytest.fixture(params=["disk", "memory"])
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """What makes each kind."""
+    return partial(DiskHome, tmp_path) if request.param == "disk" else MemoryHome
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_bit_for_bit_what_torch_does(make: Make, home: Any) -> None:
+    pair = Pair(make, home)
+    pair.check()
+    for _ in range(2):
+        pair.step()
+        pair.check()
+    pair.step(absent=[0, 4])
+    pair.step(absent=[2, 3])  # a whole unit
+    pair.step(absent=range(5))
+    pair.check()
+    assert not pair.offloaded.optimizer.state
+    pair.offloaded.close()
+    pair.offloaded.close()
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.sampled_from(["AdamW", "Adam, L2, amsgrad", "NAdam"]),
+    st.lists(st.integers(0, 5000), min_size=5, max_size=5),
+    st.lists(st.sets(st.integers(0, 4)), max_size=4),
+    st.booleans(),
+)
+def test_any_sizes_and_pieces_without_gradients(
+    name: str, sizes: list[int], absent: list[set[int]], weights: bool
+) -> None:
+    pair = Pair(OPTIMIZERS[name], partial(DiskHome, "/tmp", buffers=2), weights, sizes)
+    for step in absent:
+        pair.step(sorted(step))
+    pair.check()
+    pair.offloaded.close()
+
+
+def test_a_piece_that_starts_later_than_its_unit(home: Any) -> None:
+    pair = Pair(partial(SGD, lr=0.1, momentum=0.9, fused=True), home)
+    pair.away[0].grad, pair.own[0].grad = torch.ones(1000), torch.ones(1000)
+    pair.reference.step()
+    pair.offloaded.step()
+    # torch's fused SGD refuses to step the others together with the first one
+    lone = SGD([{"params": [p]} for p in pair.own], lr=0.1, momentum=0.9, fused=True)
+    lone.param_groups[1]["lr"] = lone.param_groups[2]["lr"] = 0.003
+    lone.state.update(pair.reference.state)
+    pair.reference = lone
+    pair.step(rate=1.0)
+    pair.check()
+    pair.offloaded.close()
+
+
+def test_values_may_stay_in_memory(home: Any) -> None:
+    pair = Pair(OPTIMIZERS["AdamW"], home, weights=False)
+    before = [piece.data_ptr() for piece in pair.away]
+    pair.step()
+    assert [piece.data_ptr() for piece in pair.away] == before
+    assert all(map(torch.equal, pair.away, pair.own))
+    pair.check()
+    in_records = Pair(OPTIMIZERS["AdamW"], home)
+    assert pair.offloaded.budget().read_bytes < 0.7 * in_records.offloaded.budget().read_bytes
+    pair.offloaded.close()
+    in_records.offloaded.close()
+
+
+def test_values_in_records_use_no_memory_and_show_when_they_are_used(home: Any) -> None:
+    pair = Pair(OPTIMIZERS["AdamW"], home)
+    assert [piece.shape for piece in pair.away] == [piece.shape for piece in pair.own]
+    assert all(piece.untyped_storage().nbytes() <= 4 for piece in pair.away)
+    assert pair.away[0].isnan().all()
+    pair.offloaded.close()
+
+
+def test_before_and_after_a_unit(home: Any) -> None:
+    pair = Pair(OPTIMIZERS["AdamW"], home)
+    for piece in pair.own:
+        piece.grad = torch.randn(piece.shape)
+    gradients = {
+        away: own.grad.clone() for own, away in zip(pair.own, pair.away, strict=True) if own.grad is not None
+    }
+    published: dict[int, list[Tensor]] = {}
+
+    def before(unit: int) -> None:
+        for piece in pair.offloaded.units[unit]:
+            piece.grad = gradients[piece]
+
+    def after(unit: int) -> None:
+        for piece in pair.offloaded.units[unit]:
+            piece.grad = None
+        published[unit] = [piece.detach().to(torch.bfloat16) for piece in pair.offloaded.units[unit]]
+
+    pair.offloaded.prefetch()
+    pair.offloaded.step(before, after)
+    pair.reference.step()
+    pair.check()
+    assert sorted(published) == [0, 1, 2]
+    assert torch.equal(published[2][0], pair.own[4].bfloat16())
+    pair.offloaded.close()
+
+
+def test_what_the_optimizer_has_already_is_taken_over(home: Any) -> None:
+    pair = Pair(OPTIMIZERS["AdamW"], MemoryHome)
+    for _ in range(2):
+        pair.step()
+    pieces = copy.deepcopy(pair.own)
+    optimizer = pair._optimizer(OPTIMIZERS["AdamW"], pieces)
+    optimizer.load_state_dict(copy.deepcopy(pair.reference.state_dict()))
+    pair.away = pieces
+    pair.offloaded = OffloadedOptimizer(optimizer, [pieces[:3], pieces[3:]], home)
+    assert not optimizer.state
+    pair.check()
+    pair.step()
+    pair.check()
+    pair.offloaded.close()
+
+
+def test_schedulers_and_counts_in_groups_work(home: Any) -> None:
+    class Counting(SGD):
+        """Keeps a count in its groups, which its rate depends on, as some optimizers do."""
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+                group["lr"] = 0.1 / group["count"]
+            return super().step(closure)
+
+    pair = Pair(partial(Counting, lr=0.1, momentum=0.9), home)
+    pair.reference.param_groups[0]["count"] = pair.reference.param_groups[1]["count"] = 0
+    for group in pair.offloaded.optimizer.param_groups:
+        group["count"] = 0
+    for _ in range(3):
+        pair.step()
+    assert [group["count"] for group in pair.offloaded.optimizer.param_groups] == [3, 3]
+    pair.check()
+    pair.offloaded.close()
+
+
+def saved_copy(optimizer: OffloadedOptimizer) -> list[list[PieceState]]:
+    return [copy.deepcopy(pieces) for _, pieces in optimizer.saved()]
+
+
+def test_a_checkpoint_unit_by_unit(home: Any) -> None:
+    pair = Pair(OPTIMIZERS["AdamW"], home)
+    pair.step(absent=[0])
+    saved = saved_copy(pair.offloaded)
+    other = Pair(OPTIMIZERS["AdamW"], MemoryHome)
+    other.step()
+    other.own, other.reference = pair.own, pair.reference
+    for unit in random.sample(range(4), 4):
+        other.offloaded.load(unit, saved[unit])
+    other.check()
+    for group, wanted in zip(
+        other.offloaded.optimizer.param_groups, pair.reference.param_groups, strict=True
+    ):
+        group["lr"] = wanted["lr"]
+    other.step()
+    other.check()
+    assert saved[2][0].state["step"] == 1  # the checkpoint is not stepped along
+    pair.offloaded.close()
+    other.offloaded.close()
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(home: Any) -> None:
+    pair = Pair(OPTIMIZERS["AdamW"], home)
+    pair.step()
+    saved = saved_copy(pair.offloaded)
+    with pytest.raises(ValueError, match="unit 0 has 2 pieces, 1 given"):
+        pair.offloaded.load(0, saved[2])
+    with pytest.raises(ValueError, match=r"unit 2, piece 0: weights is \(3,\), the piece \(70000,\)"):
+        pair.offloaded.load(2, [PieceState(torch.zeros(3), {})])
+    wrong = saved[2][0].state | {"exp_avg": torch.zeros(70_000, dtype=torch.float64)}
+    with pytest.raises(ValueError, match="exp_avg is torch.float64, the record holds torch.float32"):
+        pair.offloaded.load(2, [PieceState(saved[2][0].weights, wrong)])
+    with pytest.raises(IndexError, match="unit 4: there are 4 units"):
+        pair.offloaded.load(4, [])
+    pair.check()
+    pair.offloaded.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_a_step_broken_off_must_be_mended(home: Any, error: type[BaseException]) -> None:
+    pair = Pair(OPTIMIZERS["AdamW"], home)
+    pair.step()
+    saved = saved_copy(pair.offloaded)
+
+    def fail_at_unit_1(unit: int) -> None:
+        if unit == 1:
+            raise error
+
+    for piece in pair.away:
+        piece.grad = torch.ones(piece.shape)
+    with pytest.raises(error):
+        pair.offloaded.step(after=fail_at_unit_1)
+    assert pair.away[0].isnan().all()
+    for unit in range(4):
+        with pytest.raises(OffloadError, match=f"load {4 - unit} unit.*next: unit {unit}"):
+            pair.offloaded.step()
+        pair.offloaded.load(unit, saved[unit])
+    pair.check()
+    pair.step()
+    pair.check()
+    pair.offloaded.close()
+
+
+def test_a_failure_before_anything_is_changed_breaks_nothing(home: Any) -> None:
+    pair = Pair(OPTIMIZERS["AdamW"], home)
+    with pytest.raises(ZeroDivisionError):
+        pair.offloaded.step(before=lambda unit: 1 // 0)  # type: ignore[arg-type, return-value]
+    pair.step()
+    pair.check()
+    pair.offloaded.close()
+
+
+def test_what_cannot_be_stepped_in_pieces_is_refused() -> None:
+    piece, matrix = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(
+        OffloadError, match=r"LBFGS cannot step one 1-D piece .*; optimizers that work element"
+    ):
+        OffloadedOptimizer(torch.optim.LBFGS([piece]), [[piece]], MemoryHome)
+    with pytest.raises(
+        ValueError, match=r"piece 0 is \(2, 2\) torch.float32 on cpu; a piece is a 1-D floating"
+    ):
+        OffloadedOptimizer(Muon([matrix]), [[matrix]], MemoryHome)
+    optimizer = AdamW([piece])
+    optimizer.state[piece] = {"odd": torch.zeros(2)}
+    with pytest.raises(OffloadError, match=r"AdamW keeps 'odd' of shape \(2,\) for a piece of 4 elements"):
+        OffloadedOptimizer(optimizer, [[piece]], MemoryHome)
+
+
+def test_units_divide_the_parameters() -> None:
+    first, second = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+    with pytest.raises(ValueError, match="1 parameter of the optimizer in no unit"):
+        OffloadedOptimizer(AdamW([first, second]), [[first]], MemoryHome)
+    with pytest.raises(ValueError, match="unit 1, piece 0 is in a unit already"):
+        OffloadedOptimizer(AdamW([first]), [[first], [first]], MemoryHome)
+    with pytest.raises(ValueError, match="unit 0, piece 1 is not in the AdamW"):
+        OffloadedOptimizer(AdamW([first]), [[first, second]], MemoryHome)
+
+
+def test_no_room_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
+    pieces = [nn.Parameter(torch.ones(1 << 18)) for _ in range(2)]
+    optimizer = AdamW(pieces)
+    with (
+        in_memory(tmp_path / "disk", "5m") as disk,
+        pytest.raises(NoSpace, match=r"^6\.0 MiB needed in .*, 5\.0 MiB free \(tmpfs .*; free 1\.0 MiB more"),
+    ):
+        OffloadedOptimizer(optimizer, [[p] for p in pieces], partial(DiskHome, disk))
+    for piece in pieces:
+        piece.grad = torch.ones(1 << 18)
+    optimizer.step()
+    assert all(piece.data.lt(1).all() for piece in pieces)
