@@ -1,0 +1,170 @@
+"""Recomputing activations in the backward pass instead of keeping them (Chen et al., 2016, "Training Deep Nets with
+Sublinear Memory Cost").
+
+    apply_recompute(model, "block")                       # every block: least memory, one more forward pass
+    apply_recompute(model, "selective")                   # all but matrix products: half of the memory, little time
+    apply_recompute(model, "attention", example=tokens)   # inside of attention only
+    apply_recompute(model, "auto", example=tokens, budget_bytes=2 << 30)
+    apply_recompute(model, "none")                        # as it was
+
+Names in `state_dict` stay.  Gradients are the same to the bit: random states are those of the forward pass, and so are
+buffers (a batch norm counts a batch once).  In a forward pass without gradients nothing is done.  Keyword arguments,
+nested and repeated calls, autocast, inputs without gradients and `retain_graph` work.  A block must do the same both
+times, from its inputs, parameters, buffers and random numbers alone; torch raises where shapes or types differ.
+
+For engines that change `parameter.data` between forward and backward (ZeRO-3): a recomputation calls the block as the
+forward pass did, so forward pre-hooks of the block and of everything inside it run again, before the parameters are
+used.  It ends as soon as it has what was saved, so forward hooks of the block itself do not run, and those inside it may
+run.  `recomputing()` is true in all of them: do not let go of gathered parameters then, the backward pass of
+the block follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+
+from farandole.data.wording import size
+from farandole.memory.attention import attention_modules
+from farandole.memory.blocks import blocks_of
+from farandole.memory.calls import release, surround
+from farandole.memory.choose import Option, cheapest_first
+from farandole.memory.measure import saved_bytes
+from farandole.memory.recomputation import Recompute, recomputing
+from farandole.memory.rehearsal import rehearse
+
+__all__ = ["Mode", "Recomputed", "apply_recompute", "recomputing"]
+
+Mode = Literal["none", "block", "selective", "attention", "auto"]
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What `apply_recompute` did: `modules` maps the name of each module to how it is recomputed.
+
+    "block" keeps its inputs only, "selective" the outputs of products with weights and of fused attention too,
+    "attention" those of products with weights.  `before` and `after` are the bytes kept for the backward pass without
+    and with it, `flops` the operations of matrix products and attention that are done once more; all three
+    are None where no example was given.
+    """
+
+    mode: Mode
+    modules: dict[str, str]
+    before: int | None = None
+    after: int | None = None
+    flops: int | None = None
+
+
+def apply_recompute(
+    model: nn.Module,
+    mode: Mode,
+    *,
+    example: Any = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    budget_bytes: int | None = None,
+) -> Recomputed:
+    """Recompute parts of `model` from now on, in place of what an earlier call asked for.
+
+    - "none": nothing.
+    - "block": every block of `blocks_of(model)`.
+    - "selective": every block, but what products with weights and fused attention return is kept.
+    - "attention": modules that compute attention, all but their products with weights.
+    - "auto": the blocks that spare most bytes for each operation done again, selectively or as a whole,
+      until at most `budget_bytes` are kept.
+
+    `example` is an input of the model as `saved_bytes` takes it, on fake tensors: no memory, hardly any time; measure
+    under the autocast of the training.  "attention" and "auto" need it.  With it the bytes are reported, those of `loss`
+    included, and a selective recomputation knows from the first step what it need not keep (without, from the second).
+
+    Raises ValueError for an unknown mode, a missing or superfluous argument, a model without attention, and a budget
+    that no choice keeps, with the least that is possible; then nothing is recomputed.
+    """
+    _check(mode, example, loss, budget_bytes)
+    _put(model, {})
+    if budget_bytes is not None:
+        return _within(model, example, loss, budget_bytes)
+    ways = _ways(model, mode, example)
+    if example is None:
+        _put(model, ways)
+        return Recomputed(mode, ways)
+    before = saved_bytes(model, example, loss=loss).total
+    _put(model, ways)
+    repeated = sum(rehearse(model, example).values())
+    return Recomputed(mode, ways, before, saved_bytes(model, example, loss=loss).total, repeated)
+
+
+def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None:
+    if mode not in get_args(Mode):
+        raise ValueError(f"recompute={mode!r} is not known; it is one of {', '.join(get_args(Mode))}")
+    if mode in ("attention", "auto") and example is None:
+        wanted = "finds attention" if mode == "attention" else "measures blocks"
+        raise ValueError(
+            f"recompute={mode!r} {wanted} in a forward pass: give example=(an input of the model)"
+        )
+    if loss is not None and example is None:
+        raise ValueError(
+            "loss= is for the forward pass that measures: give example=(an input of the model) too"
+        )
+    if mode == "auto" and budget_bytes is None:
+        raise ValueError(
+            "recompute='auto' chooses for a budget: give budget_bytes, or mode 'selective' or 'block'"
+        )
+    if mode != "auto" and budget_bytes is not None:
+        raise ValueError(
+            f"budget_bytes={budget_bytes} is for recompute='auto'; {mode!r} has no choice to make"
+        )
+    if budget_bytes is not None and budget_bytes < 0:
+        raise ValueError(f"budget_bytes={budget_bytes} is negative")
+
+
+def _ways(model: nn.Module, mode: Mode, example: Any) -> dict[str, str]:
+    if mode == "none":
+        return {}
+    if mode != "attention":
+        return {name: mode for name, _ in blocks_of(model)}
+    found = attention_modules(model, example)
+    if not found:
+        raise ValueError(
+            "recompute='attention': no module of this model computes attention; 'selective' and 'block' work for any"
+        )
+    return {name: mode for name, _ in found}
+
+
+def _put(model: nn.Module, ways: dict[str, str]) -> None:
+    for module in model.modules():
+        release(module, Recompute)
+    for name, way in ways.items():
+        surround(model.get_submodule(name), Recompute(name, way))
+
+
+def _within(
+    model: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None, budget_bytes: int
+) -> Recomputed:
+    before = saved_bytes(model, example, loss=loss)
+    options: dict[str, dict[str, Option]] = {name: {} for name in before.blocks}
+    for way in ("selective", "block"):
+        _put(model, dict.fromkeys(before.blocks, way))
+        flops = rehearse(model, example)
+        for name, kept in saved_bytes(model, example, loss=loss).blocks.items():
+            options[name][way] = Option(before.blocks[name] - kept, flops[name])
+
+    choices = [(0, {}), *cheapest_first(options)]
+    # What two blocks share counts for one of them, so the sum of what each spares is an estimate, too high or
+    # too low by a little: the first choice that could do is measured, and then those after it until one does.
+    promising = [ways for spared, ways in choices if before.total - spared <= budget_bytes]
+    least = before.total
+    for ways in promising or [choices[-1][1]]:
+        _put(model, ways)
+        repeated = sum(rehearse(model, example).values())
+        after = saved_bytes(model, example, loss=loss).total
+        if after <= budget_bytes:
+            return Recomputed("auto", ways, before.total, after, repeated)
+        least = min(least, after)
+    _put(model, {})
+    raise ValueError(
+        f"budget_bytes={budget_bytes} ({size(budget_bytes)}): this model keeps {size(before.total)} for its backward "
+        f"pass, and {size(least)} with all blocks recomputed; give at least budget_bytes={least}, or a smaller example"
+    )
