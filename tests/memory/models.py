@@ -17,7 +17,7 @@ Case = tuple[nn.Module, Any]
 
 
 def small_gpt(dropout: float = 0.1) -> Case:
-    config = GPTConfig(vocabulary=50, context=32, layers=3, heads=2, width=32, dropout=dropout)
+    config = GPTConfig(vocabulary=50, context=32, layers=2, heads=2, width=32, dropout=dropout)
     return build_gpt(config), torch.randint(50, (2, 32))
 
 

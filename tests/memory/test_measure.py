@@ -57,7 +57,7 @@ def test_fake_and_real_tensors_agree_and_are_what_stays_alive(name: str, way: An
     model, example = CASES[name]()
     apply_recompute(model, way)
     step(model, example)  # a selective recomputation has learned how far it goes
-    for autocast in (False, True):
+    for autocast in (False, True) if name in ("gpt", "resnet") else (False,):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
             fake, real = saved_bytes(model, example), saved_bytes(model, example, real=True)
             if name == "resnet" and autocast:
@@ -154,7 +154,7 @@ def test_a_failing_model_is_put_together_again() -> None:
     weight = model[0].tokens.weight
     with pytest.raises(Exception, match="Long, Int|indices"):
         saved_bytes(model, torch.randn(2, 32))
-    assert model[0].tokens.weight is weight and model[4].weight is weight
+    assert model[0].tokens.weight is weight and model[3].weight is weight
 
 
 def test_ways_to_give_an_example() -> None:

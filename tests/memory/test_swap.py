@@ -28,19 +28,18 @@ def test_same_to_the_bit(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, example = CASES[name]()
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    for way in ("none", "block", "selective", "none"):
-        for autocast in (False, True):
-            apply_recompute(model, "none")
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                model.load_state_dict(before)
-                wanted = [step(model, example) for _ in range(2)]
-                model.load_state_dict(before)
-                apply_recompute(model, way)
-                with swap_activations(model, disk(tmp_path), threshold_bytes=0, behind_bytes=1) as swap:
-                    for one in wanted:
-                        assert_same(step(model, example), one)
-                    assert swap.written_bytes >= swap.read_bytes > 0
-                assert not list(tmp_path.iterdir())  # the file never had a name
+    for way, autocast in (("none", False), ("block", True), ("selective", False)):
+        apply_recompute(model, "none")
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model.load_state_dict(before)
+            wanted = [step(model, example) for _ in range(2)]
+            model.load_state_dict(before)
+            apply_recompute(model, way)
+            with swap_activations(model, disk(tmp_path), threshold_bytes=0, behind_bytes=1) as swap:
+                for one in wanted:
+                    assert_same(step(model, example), one)
+                assert swap.written_bytes >= swap.read_bytes > 0
+            assert not list(tmp_path.iterdir())  # the file never had a name
 
 
 @pytest.mark.parametrize("ahead", [0, 5000, 1 << 30])
@@ -71,16 +70,21 @@ def test_small_tensors_and_parameters_stay(tmp_path: Path) -> None:
 
 def test_places_in_the_file_are_used_again(tmp_path: Path) -> None:
     model, x = small_encoder()
-    sizes = []
-    with swap_activations(model, disk(tmp_path), threshold_bytes=0) as swap:
+    with swap_activations(model, disk(tmp_path), threshold_bytes=0, behind_bytes=1) as swap:
+
+        def length() -> int:
+            return os.fstat(swap._store._file.fileno()).st_size
+
         held = model(x)  # a graph that is alive all the time
-        for _ in range(4):
+        one_pass = length()
+        for _ in range(10):
             step(model, x)
             model(x)  # a graph that is never used
             gc.collect()
-            sizes.append(os.fstat(swap._store._file.fileno()).st_size)
+        assert (
+            length() <= 4 * one_pass
+        )  # of 21; what a thread is still at when it is let go is free a little later
         held.sum().backward()
-    assert sizes[1:] == sizes[1:2] * 3
 
 
 def test_retained_graphs_and_accumulation(tmp_path: Path) -> None:
