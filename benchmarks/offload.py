@@ -11,6 +11,7 @@ for all units.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -137,6 +138,8 @@ def compare(folder: str, nbytes: int, record_bytes: int, turns: int = TURNS) -> 
         "predicted": disk.budget(bandwidth).seconds,
         "seconds": seconds,
         "share_of_plain": statistics.median(ratios),
+        "best_share": max(ratios),
+        "load": os.getloadavg()[0],
     }
 
 
@@ -165,8 +168,10 @@ def remarks(result: dict[str, Any]) -> str:
     return (
         f"{result['access']}: plain read {human_seconds(seconds['plain read'])}, write "
         f"{human_seconds(seconds['plain write'])}; a step has {100 * result['share_of_plain']:.0f} % of the plain "
-        f"bandwidth (median of turns), waits for the disk {100 * seconds['waited'] / step:.0f} % of its time and uses "
-        f"{seconds['processor'] / step:.2f} cores; the budget predicted {human_seconds(result['predicted'])}"
+        f"bandwidth (median of turns; best {100 * result['best_share']:.0f} %), waits for the disk "
+        f"{100 * seconds['waited'] / step:.0f} % of its time and uses {human_seconds(seconds['processor'])} of the "
+        f"processor; the budget predicted {human_seconds(result['predicted'])}; the load of the machine was "
+        f"{result['load']:.0f}"
     )
 
 
