@@ -36,7 +36,7 @@ class TensorBytes(TorchDispatchMode):
         super().__init__()
         self._alive: dict[int, Reference] = {}
         for tensor in [*gc.get_objects(), *kept]:
-            if type(tensor) is Tensor or isinstance(tensor, Tensor | torch.nn.Parameter):
+            if issubclass(type(tensor), Tensor):  # `isinstance` would ask a proxy for its class
                 self._add(tensor)
                 if tensor.is_leaf and tensor.grad is not None:
                     self._add(tensor.grad)

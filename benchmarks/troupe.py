@@ -10,9 +10,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from farandole.launch.cores import affinity, divide_cores, physical_cores
 
@@ -36,11 +37,13 @@ class Troupe:
     ) -> None:
         shares = divide_cores(ranks, physical_cores(affinity()), pin=pin, threads=1).shares
         port = _free_port()
-        self._errors = [tempfile.TemporaryFile("w+") for _ in range(ranks)]
+        self._files = ExitStack()
+        self._errors: list[IO[str]] = []
         self._answers: list[int] = []
         self._pending = [b""] * ranks
         self._processes: list[subprocess.Popen[str]] = []
         for rank, share in enumerate(shares):
+            self._errors.append(self._files.enter_context(tempfile.TemporaryFile("w+")))
             reading, writing = os.pipe()
             environ = os.environ | {
                 "RANK": str(rank),
@@ -126,8 +129,7 @@ class Troupe:
                 process.wait()
         for reading in self._answers:
             os.close(reading)
-        for errors in self._errors:
-            errors.close()
+        self._files.close()
 
 
 def _free_port() -> int:

@@ -68,8 +68,8 @@ def with_farandole(setting: Setting, model: nn.Sequential) -> Step:
     """`farandole.parallelize`."""
     import farandole
 
-    plan = farandole.Plan(zero=setting.zero, precision=setting.precision, **(setting.options or {}))  # type: ignore[attr-defined]
-    engine = farandole.parallelize(model, plan)  # type: ignore[attr-defined]
+    plan = farandole.Plan(zero=setting.zero, precision=setting.precision, **(setting.options or {}))
+    engine = farandole.parallelize(model, plan)
     return _stepper(engine, engine.optimizer(adamw(model)))
 
 
