@@ -10,10 +10,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from farandole.launch.cores import affinity, divide_cores, physical_cores
 
@@ -37,13 +36,12 @@ class Troupe:
     ) -> None:
         shares = divide_cores(ranks, physical_cores(affinity()), pin=pin, threads=1).shares
         port = _free_port()
-        self._files = ExitStack()
-        self._errors: list[IO[str]] = []
+        self._folder = tempfile.TemporaryDirectory()
+        self._said = [Path(self._folder.name) / f"rank-{rank}" for rank in range(ranks)]
         self._answers: list[int] = []
         self._pending = [b""] * ranks
         self._processes: list[subprocess.Popen[str]] = []
         for rank, share in enumerate(shares):
-            self._errors.append(self._files.enter_context(tempfile.TemporaryFile("w+")))
             reading, writing = os.pipe()
             environ = os.environ | {
                 "RANK": str(rank),
@@ -58,15 +56,16 @@ class Troupe:
                 # Tools that a peer builds with are in its own environment (ninja).
                 "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
             }
-            process = subprocess.Popen(
-                [python, "-m", module, json.dumps(order | {"answers": writing})],
-                stdin=subprocess.PIPE,
-                stdout=self._errors[rank],
-                stderr=subprocess.STDOUT,
-                env=environ,
-                pass_fds=[writing],
-                text=True,
-            )
+            with self._said[rank].open("w") as said:
+                process = subprocess.Popen(
+                    [python, "-m", module, json.dumps(order | {"answers": writing})],
+                    stdin=subprocess.PIPE,
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    env=environ,
+                    pass_fds=[writing],
+                    text=True,
+                )
             if share.processors and hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(process.pid, share.processors)
             os.close(writing)
@@ -107,8 +106,7 @@ class Troupe:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._processes[rank].wait(5)  # until it has said why
             what += f" with exit code {self._processes[rank].returncode}"
-        self._errors[rank].seek(0)
-        return f"rank {rank} {what}; its last words:\n{self._errors[rank].read()[-4000:]}"
+        return f"rank {rank} {what}; its last words:\n{self._said[rank].read_text()[-4000:]}"
 
     def __enter__(self) -> Troupe:
         return self
@@ -129,7 +127,7 @@ class Troupe:
                 process.wait()
         for reading in self._answers:
             os.close(reading)
-        self._files.close()
+        self._folder.cleanup()
 
 
 def _free_port() -> int:
