@@ -117,6 +117,8 @@ class Benchmark:
                 name: stack.enter_context(self.troupe(setting, self.options.ranks))
                 for name, setting in contenders.items()
             }
+            if not self.reference:
+                self.refer()  # while the others load their libraries
             for name, troupe in started.items():
                 lacking = troupe.ready()[0].get("missing")
                 if lacking:
@@ -168,10 +170,11 @@ class Benchmark:
 
     def run(self) -> dict[str, Any]:
         """Everything."""
-        self.refer()
         contenders = []
         for stage in self.options.stages:
-            settings = {LIMIT: YARDSTICK} | STAGES[stage] | variants(stage, self.options.variant)
+            only = self.options.only
+            settings = {name: s for name, s in STAGES[stage].items() if not only or name in only}
+            settings = {LIMIT: YARDSTICK} | settings | variants(stage, self.options.variant)
             settings = {
                 name: replace(setting, precision=self.options.precision) for name, setting in settings.items()
             }
@@ -253,6 +256,8 @@ def main() -> None:
     parser.add_argument(
         "--stages", type=int, nargs="+", choices=STAGES, default=list(STAGES), help="only these; kept nowhere"
     )
+    names = sorted({name for contenders in STAGES.values() for name in contenders})
+    parser.add_argument("--only", nargs="*", choices=names, help="only these contenders; kept nowhere")
     parser.add_argument(
         "--variant",
         nargs=3,
@@ -275,7 +280,7 @@ def main() -> None:
         parser.error(f"no interpreter at {options.deepspeed}; --help says how to make one")
     result = Benchmark(options).run()
     print(table(result))
-    tried = options.variant or options.no_pin or options.default_allocator
+    tried = options.only or options.variant or options.no_pin or options.default_allocator
     if options.stages == list(STAGES) and not tried:
         path = save(f"zero-{options.model}-{options.precision}-{options.ranks}", result)
         draw_zero(result, path.with_suffix(".png"))
