@@ -27,6 +27,12 @@ COLOURS = {
     "+ int8": "#0b6e4f",
     "stream": "#888888",
 }
+ZERO_COLOURS = {
+    "Farandole": "#0b6e4f",
+    "DDP over farandole": "#9fd8c0",
+    "FSDP2": "#c8553d",
+    "DeepSpeed": "#3d5a80",
+}
 LIMITS = ("copy", "stream")
 NAMES = {
     "farandole": "farandole, through torch.distributed",
@@ -65,5 +71,27 @@ def draw_latencies(result: dict[str, Any], path: Path) -> None:
     for axis in list(axes.flat)[len(operations) :]:
         axis.set_visible(False)
     axes.flat[0].legend(fontsize=8, frameon=False, loc="upper left")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_zero(result: dict[str, Any], path: Path) -> None:
+    """Seconds per step and memory of the contenders of each ZeRO stage, as bars."""
+    figures = [f for f in result["contenders"] if f["name"] != "no communication"]
+    labels = [f"{f['name']}, stage {f['stage']}" for f in figures]
+    colours = [ZERO_COLOURS.get(f["name"], "#888888") for f in figures]
+    figure, (time, memory) = plt.subplots(
+        1, 2, figsize=(11, 0.8 + 0.42 * len(figures)), sharey=True, layout="constrained"
+    )
+    time.barh(labels, [f["seconds"] / f["limit_seconds"] for f in figures], color=colours)
+    time.axvline(1, color="#888888", linestyle=":")
+    time.set(xlabel="step, times that of ranks that do not communicate", title="time")
+    memory.barh(labels, [(f["data_bytes"] - f["before_bytes"]) / (1 << 20) for f in figures], color=colours)
+    memory.set(xlabel="MiB, all ranks together, at the peak of a step", title="memory")
+    time.invert_yaxis()
+    for axis in (time, memory):
+        axis.grid(alpha=0.25, axis="x")
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{result['model']} parameters, {result['precision']}, {result['ranks']} ranks")
     figure.savefig(path, dpi=110)
     plt.close(figure)

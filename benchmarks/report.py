@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from benchmarks import compression, horovod, hosts, mpi, offload
+from benchmarks import compression, horovod, hosts, mpi, offload, zero
 from benchmarks.collectives import table
 from benchmarks.measure import RESULTS, human_seconds, markdown_table
 
@@ -39,6 +39,8 @@ def tables(name: str, operation: str, result: dict[str, Any]) -> str:
         return compression.table(result[operation])
     if name.startswith("horovod"):
         return horovod.table(result)
+    if name.startswith("zero"):
+        return zero.table(result)
     if name.startswith("mpi"):
         return mpi.table(operation, {int(size): row for size, row in result[operation].items()})
     if name == "offload":

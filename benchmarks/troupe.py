@@ -1,0 +1,136 @@
+"""Contenders that cannot share a process: each has processes of its own, which sleep while another computes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from farandole.launch.cores import affinity, divide_cores, physical_cores
+
+ROOT = Path(__file__).parent.parent
+PATIENCE_S = 120.0
+
+
+class Troupe:
+    """The ranks of one contender, each a process of one thread on a core of its own.
+
+    with Troupe("benchmarks.zero_rank", order, ranks=2) as troupe:
+        troupe.ready()
+        answers = troupe.ask("steps 3")     # one answer per rank
+
+    The module is started as `python -m MODULE ORDER` with torchrun's environment variables; it reads commands from
+    its standard input and writes a line of JSON for each to the descriptor `order["answers"]`, the first when it is ready.
+    """
+
+    def __init__(
+        self, module: str, order: dict[str, Any], ranks: int, python: str = sys.executable, pin: bool = True
+    ) -> None:
+        shares = divide_cores(ranks, physical_cores(affinity()), pin=pin, threads=1).shares
+        port = _free_port()
+        self._folder = tempfile.TemporaryDirectory()
+        self._said = [Path(self._folder.name) / f"rank-{rank}" for rank in range(ranks)]
+        self._answers: list[int] = []
+        self._pending = [b""] * ranks
+        self._processes: list[subprocess.Popen[str]] = []
+        for rank, share in enumerate(shares):
+            reading, writing = os.pipe()
+            environ = os.environ | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "LOCAL_SIZE": str(ranks),  # DeepSpeed's name for it
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+                # Tools that a peer builds with are in its own environment (ninja).
+                "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
+            }
+            with self._said[rank].open("w") as said:
+                process = subprocess.Popen(
+                    [python, "-m", module, json.dumps(order | {"answers": writing})],
+                    stdin=subprocess.PIPE,
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    env=environ,
+                    pass_fds=[writing],
+                    text=True,
+                )
+            if share.processors and hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(process.pid, share.processors)
+            os.close(writing)
+            self._processes.append(process)
+            self._answers.append(reading)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes, by rank."""
+        return [process.pid for process in self._processes]
+
+    def ready(self) -> list[Any]:
+        """Wait for the first answers, one per rank."""
+        return self._hear()
+
+    def ask(self, command: str) -> list[Any]:
+        """Give all ranks a command and wait for their answers."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(command + "\n")
+            process.stdin.flush()
+        return self._hear()
+
+    def _hear(self) -> list[Any]:
+        return [json.loads(self._line(rank)) for rank in range(len(self._processes))]
+
+    def _line(self, rank: int) -> bytes:
+        while b"\n" not in self._pending[rank]:
+            heard = select.select([self._answers[rank]], [], [], PATIENCE_S)[0]
+            more = os.read(self._answers[rank], 1 << 16) if heard else b""
+            if not more:
+                raise RuntimeError(self._complaint(rank, "ended" if heard else "does not answer"))
+            self._pending[rank] += more
+        line, self._pending[rank] = self._pending[rank].split(b"\n", 1)
+        return line
+
+    def _complaint(self, rank: int, what: str) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._processes[rank].wait(5)  # until it has said why
+            what += f" with exit code {self._processes[rank].returncode}"
+        return f"rank {rank} {what}; its last words:\n{self._said[rank].read_text()[-4000:]}"
+
+    def __enter__(self) -> Troupe:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            if error is not None:
+                process.kill()
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for reading in self._answers:
+            os.close(reading)
+        self._folder.cleanup()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port

@@ -1,0 +1,308 @@
+"""ZeRO stages beside the peers: seconds per step and memory of a GPT, by DeepSpeed, FSDP2, DDP and Farandole.
+
+    python -m benchmarks.zero [--model 10M] [--precision fp32] [--ranks 2] [--deepspeed PYTHON]
+
+One thread per rank, each on a core of its own; the same weights, batch and AdamW for all.  Every contender has processes of
+its own, since DeepSpeed has its own environment:
+
+    python -m venv /tmp/deepspeed && . /tmp/deepspeed/bin/activate
+    pip install torch==2.13.0
+    pip install numpy setuptools wheel ninja && DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed
+
+All contenders of a stage are alive together and take turns; those that wait sleep.  Beside them `no
+communication`, where each rank trains alone, is the limit.  Before anything is measured, the losses of the first
+steps are compared with those of one process that has the whole batch.
+
+Memory is measured in steps of its own: what the ranks hold together, counting what they share once, and without
+libraries; and the bytes of tensors in one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import human_seconds, markdown_table, save
+from benchmarks.picture import draw_zero
+from benchmarks.resident import PeakOf, available_bytes, data_bytes, peak_resident_bytes
+from benchmarks.troupe import Troupe
+from benchmarks.zero_contenders import Setting
+from farandole.models.gpt import GPTConfig
+
+MODELS = {
+    "tiny": (GPTConfig(vocabulary=512, context=32, layers=2, heads=2, width=64), 4),
+    "10M": (GPTConfig(vocabulary=4096, context=256, layers=5, heads=6, width=384), 4),
+    "124M": (GPTConfig(vocabulary=50304, context=256, layers=12, heads=12, width=768), 2),
+}
+"""The shapes, and the samples of a step of all ranks together for each two ranks."""
+LIMIT = "no communication"
+YARDSTICK = Setting("alone", 0, "fp32", backend="")
+STAGES: dict[int, dict[str, Setting]] = {
+    0: {
+        "DDP over farandole": Setting("DDP", 0, "fp32", backend="farandole"),
+        "Farandole": Setting("Farandole", 0, "fp32", backend="farandole"),
+    },
+    2: {
+        "DeepSpeed": Setting("DeepSpeed", 2, "fp32"),
+        "FSDP2": Setting("FSDP2", 2, "fp32"),
+        "Farandole": Setting("Farandole", 2, "fp32", backend="farandole"),
+    },
+    3: {
+        "DeepSpeed": Setting("DeepSpeed", 3, "fp32"),
+        "FSDP2": Setting("FSDP2", 3, "fp32"),
+        "Farandole": Setting("Farandole", 3, "fp32", backend="farandole"),
+    },
+}
+CLOSE = {"fp32": 1e-4, "bf16": 3e-2}
+"""How far, in nats, a loss may lie from that of one process in fp32."""
+LEARNT = 0.1
+"""By how much the loss has to fall while losses are compared: where nothing is learnt, nothing is shown."""
+BYTES_PER_PARAMETER = 20
+"""Weight, gradient and two moments in fp32, and a quarter more."""
+
+
+class DisagreementError(RuntimeError):
+    """The contenders do not compute the same."""
+
+
+class Benchmark:
+    """One model in one precision."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.config, per_two = MODELS[options.model]
+        self.samples = per_two * options.ranks // 2
+        self.reference: list[float] = []
+
+    def troupe(self, setting: Setting, ranks: int) -> Troupe:
+        """The ranks of a contender, started."""
+        order = {
+            "setting": asdict(setting),
+            "model": asdict(self.config),
+            "samples": self.samples,
+            "keep_freed_memory": not self.options.default_allocator,
+        }
+        python = self.options.deepspeed if setting.contender == "DeepSpeed" else sys.executable
+        return Troupe("benchmarks.zero_rank", order, ranks, python, not self.options.no_pin)
+
+    def refer(self) -> None:
+        """The losses of one process with the whole batch, in fp32."""
+        with self.troupe(YARDSTICK, 1) as troupe:
+            troupe.ready()
+            troupe.ask("build")
+            self.reference = troupe.ask(f"steps {self.options.checked}")[0]["losses"]
+        if not self.reference[-1] <= self.reference[0] - LEARNT:
+            raise DisagreementError(
+                f"the losses {self.reference} fall too little to compare others with them"
+            )
+
+    def stage(self, contenders: dict[str, Setting]) -> dict[str, dict[str, Any]]:
+        """Measure contenders that take turns; gives their figures by name."""
+        needed = BYTES_PER_PARAMETER * self.config.parameters * self.options.ranks * len(contenders)
+        if needed > available_bytes():
+            raise MemoryError(
+                f"{len(contenders)} contenders with {self.config.parameters:,} parameters on {self.options.ranks} "
+                f"ranks want {needed >> 20} MiB, and {available_bytes() >> 20} MiB are available"
+            )
+        with ExitStack() as stack:
+            started = {
+                name: stack.enter_context(self.troupe(setting, self.options.ranks))
+                for name, setting in contenders.items()
+            }
+            if not self.reference:
+                self.refer()  # while the others load their libraries
+            troupes: dict[str, Troupe] = {}
+            for name, troupe in started.items():
+                lacking = troupe.ready()[0].get("missing")
+                if lacking:
+                    print(f"without {name}: {lacking}")
+                else:
+                    troupes[name] = troupe
+            figures = {name: self.first_steps(name, troupe) for name, troupe in troupes.items()}
+            for name, times in self.times(troupes).items():
+                figures[name] |= times
+            for name, troupe in troupes.items():
+                figures[name] |= memory_of(troupe)
+        return figures
+
+    def first_steps(self, name: str, troupe: Troupe) -> dict[str, Any]:
+        """Have a contender build its model and take the steps whose losses are compared."""
+        before = sum(data_bytes(pid) for pid in troupe.pids)
+        troupe.ask("build")
+        answers = troupe.ask(f"steps {self.options.checked}")
+        losses = [statistics.mean(ranks) for ranks in zip(*(a["losses"] for a in answers), strict=True)]
+        if name != LIMIT:
+            self.compare(name, losses)
+        return {"losses": losses, "before_bytes": before}
+
+    def times(self, troupes: dict[str, Troupe]) -> dict[str, dict[str, float]]:
+        """Let the contenders take turns; medians of seconds per step, and their spread."""
+        seconds: dict[str, list[float]] = {name: [] for name in troupes}
+        busy: dict[str, list[float]] = {name: [] for name in troupes}
+        for _ in range(self.options.turns):
+            for name, troupe in troupes.items():
+                answers = troupe.ask(f"steps {self.options.steps}")
+                seconds[name].append(max(answer["seconds"] for answer in answers))
+                busy[name].append(statistics.mean(answer["processor_seconds"] for answer in answers))
+        limit = statistics.median(seconds[LIMIT])
+        return {
+            name: {
+                "seconds": statistics.median(samples),
+                "fastest_seconds": min(samples),
+                "slowest_seconds": max(samples),
+                "processor_seconds": statistics.median(busy[name]),
+                "limit_seconds": limit,
+            }
+            for name, samples in seconds.items()
+        }
+
+    def compare(self, name: str, losses: list[float]) -> None:
+        """Raise where a contender's losses are not those of one process."""
+        close = CLOSE[self.options.precision]
+        if not all(abs(loss - wanted) <= close for loss, wanted in zip(losses, self.reference, strict=True)):
+            raise DisagreementError(
+                f"{name} computes something else: losses {losses}, in one process {self.reference}; "
+                f"they may differ by {close}"
+            )
+
+    def run(self) -> dict[str, Any]:
+        """Everything."""
+        contenders = []
+        for stage in self.options.stages:
+            only = self.options.only
+            settings = {name: s for name, s in STAGES[stage].items() if not only or name in only}
+            settings = {LIMIT: YARDSTICK} | settings | variants(stage, self.options.variant)
+            settings = {
+                name: replace(setting, precision=self.options.precision) for name, setting in settings.items()
+            }
+            for name, figures in self.stage(settings).items():
+                contenders.append({"name": name, "stage": stage} | figures)
+        return {
+            "model": self.options.model,
+            "parameters": self.config.parameters,
+            "tokens_per_step": self.samples * self.config.context,
+            "precision": self.options.precision,
+            "ranks": self.options.ranks,
+            "reference_losses": self.reference,
+            "contenders": contenders,
+        }
+
+
+def memory_of(troupe: Troupe) -> dict[str, int]:
+    """What the ranks hold at the peak of a step, all together, and the tensors of the first."""
+    with PeakOf(troupe.pids) as memory:
+        troupe.ask("steps 2")
+    resident = sum(peak_resident_bytes(pid) for pid in troupe.pids)
+    tensors = troupe.ask("track")[0]
+    return {
+        "data_bytes": memory.peak,
+        "resident_bytes": resident,
+        "tensor_bytes": tensors["peak"],
+        "kept_bytes": tensors["between_steps"],
+    }
+
+
+def variants(stage: int, given: list[list[str]]) -> dict[str, Setting]:
+    """Contenders with other settings, as the command line names them."""
+    settings = {}
+    for contender, of_stage, options in given:
+        if int(of_stage) == stage:
+            chosen = json.loads(options)
+            backend = chosen.pop("backend", "farandole" if contender == "Farandole" else "gloo")
+            settings[f"{contender} {options}"] = Setting(contender, stage, "fp32", backend, chosen)
+    return settings
+
+
+def table(result: dict[str, Any]) -> str:
+    """A line per contender: its step, beside the limit in the same run, and its memory."""
+    rows = []
+    for figures in result["contenders"]:
+        if figures["name"] == LIMIT and figures["stage"] != result["contenders"][0]["stage"]:
+            continue
+        rows.append(
+            [
+                "-" if figures["name"] == LIMIT else str(figures["stage"]),
+                figures["name"],
+                human_seconds(figures["seconds"]),
+                f"{figures['seconds'] / figures['limit_seconds']:.2f}",
+                human_seconds(figures["processor_seconds"]),
+                mebibytes(figures["data_bytes"]),
+                mebibytes(figures["data_bytes"] - figures["before_bytes"]),
+                mebibytes(figures["tensor_bytes"]),
+                mebibytes(figures["kept_bytes"]),
+            ]
+        )
+    head = [
+        "stage",
+        f"{result['model']}, {result['precision']}, {result['ranks']} ranks",
+        "step",
+        "x no communication",
+        "processor, per rank",
+        "memory, all ranks",
+        "of these by training",
+        "tensors of a rank",
+        "between steps",
+    ]
+    return markdown_table(head, rows)
+
+
+def mebibytes(count: int) -> str:
+    """`1,234 MiB`."""
+    return f"{count / (1 << 20):,.0f} MiB"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=MODELS, default="10M", help="parameters (default 10M)")
+    parser.add_argument("--precision", choices=CLOSE, default="fp32", help="(default fp32)")
+    parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
+    parser.add_argument(
+        "--turns", type=int, default=7, help="how often each contender has its turn (default 7)"
+    )
+    parser.add_argument("--steps", type=int, default=2, help="in one turn (default 2)")
+    parser.add_argument("--checked", type=int, default=6, help="steps whose losses are compared (default 6)")
+    parser.add_argument(
+        "--stages", type=int, nargs="+", choices=STAGES, default=list(STAGES), help="only these; kept nowhere"
+    )
+    names = sorted({name for contenders in STAGES.values() for name in contenders})
+    parser.add_argument("--only", nargs="*", choices=names, help="only these contenders; kept nowhere")
+    parser.add_argument(
+        "--variant",
+        nargs=3,
+        action="append",
+        default=[],
+        metavar=("CONTENDER", "STAGE", "OPTIONS"),
+        help='one more contender with other settings, such as DeepSpeed 2 \'{"adam": "cpu"}\'; kept nowhere',
+    )
+    parser.add_argument(
+        "--deepspeed", default="/tmp/deepspeed/bin/python", help="the interpreter that has it"
+    )
+    parser.add_argument(
+        "--no-pin", action="store_true", help="leave the ranks to the scheduler; kept nowhere"
+    )
+    parser.add_argument(
+        "--default-allocator", action="store_true", help="glibc's own settings for freed memory; kept nowhere"
+    )
+    options = parser.parse_args()
+    if not Path(options.deepspeed).exists():
+        parser.error(f"no interpreter at {options.deepspeed}; --help says how to make one")
+    result = Benchmark(options).run()
+    print(table(result))
+    tried = options.only or options.variant or options.no_pin or options.default_allocator
+    if options.stages == list(STAGES) and not tried:
+        path = save(f"zero-{options.model}-{options.precision}-{options.ranks}", result)
+        draw_zero(result, path.with_suffix(".png"))
+        print(f"\nwritten to {path} and {path.with_suffix('.png').name}")
+
+
+if __name__ == "__main__":
+    main()

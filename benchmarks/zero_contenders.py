@@ -1,0 +1,179 @@
+"""The contenders of the benchmark of ZeRO stages: each makes a `Step` of a GPT, in a process of its own.
+
+They train one model on one batch with AdamW.  In bf16 they compute in bf16 with master weights, gradients' sums and
+optimizer state in fp32; DDP and a rank alone, which know no such thing, with autocast.  Settings are the fastest
+found for each; see docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from farandole.models.gpt import TransformerBlock
+from farandole.models.loss import next_token_loss
+
+LEARNING_RATE = 3e-4
+BUCKET = 10_000_000
+"""Values per message, where that can be chosen; DeepSpeed's default of 5e8 is as much memory as that."""
+
+Step = Callable[[Tensor, Tensor], float]
+"""A training step on inputs and targets (samples, positions) of this rank; gives the loss."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Which contender, and in what way it computes."""
+
+    contender: str
+    """One of `BUILDERS`."""
+    zero: int
+    precision: str
+    """`fp32` or `bf16`."""
+    backend: str = "gloo"
+    options: dict[str, Any] | None = None
+    """Changes to the settings of the contender, to try them out."""
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """The optimizer of all; fused, which is the fastest of torch's three on a CPU, too."""
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **{"fused": True, **options})
+
+
+def join(setting: Setting) -> None:
+    """Meet the other ranks, by the environment variables of torchrun."""
+    if setting.contender == "DeepSpeed":
+        deepspeed: Any = importlib.import_module("deepspeed")
+        deepspeed.init_distributed(dist_backend=setting.backend, auto_mpi_discovery=False)
+    elif setting.backend == "farandole":
+        importlib.import_module("farandole.launch.runtime").init()
+    elif setting.backend:
+        dist.init_process_group(setting.backend)
+
+
+def build(setting: Setting, model: nn.Sequential) -> Step:
+    """Make the model parallel."""
+    return BUILDERS[setting.contender](setting, model)
+
+
+def with_farandole(setting: Setting, model: nn.Sequential) -> Step:
+    """`farandole.parallelize`."""
+    import farandole
+
+    plan = farandole.Plan(zero=setting.zero, precision=setting.precision, **(setting.options or {}))
+    engine = farandole.parallelize(model, plan)
+    return _stepper(engine, engine.optimizer(adamw(model)))
+
+
+def with_fsdp2(setting: Setting, model: nn.Sequential) -> Step:
+    """torch's `fully_shard`, of each block and of the rest; stage 2 keeps the weights for the backward pass."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = half if setting.precision == "bf16" else MixedPrecisionPolicy()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model:
+        if isinstance(block, TransformerBlock):
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=setting.zero == 3)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=setting.zero == 3)
+    return _stepper(model, adamw(model, **(setting.options or {})))
+
+
+def with_ddp(setting: Setting, model: nn.Sequential) -> Step:
+    """torch's DistributedDataParallel."""
+    replica = nn.parallel.DistributedDataParallel(
+        model, gradient_as_bucket_view=True, **(setting.options or {})
+    )
+    return _stepper(replica, adamw(model), autocast=setting.precision == "bf16")
+
+
+def alone(setting: Setting, model: nn.Sequential) -> Step:
+    """One rank that knows no others."""
+    return _stepper(model, adamw(model), autocast=setting.precision == "bf16")
+
+
+def with_deepspeed(setting: Setting, model: nn.Sequential) -> Step:
+    """DeepSpeed, ZeRO stage 2 or 3; `options` update its configuration, and `adam` is whose AdamW it is."""
+    deepspeed: Any = importlib.import_module("deepspeed")
+    options = dict(setting.options or {})
+    adam = options.pop("adam", "torch")
+    bf16 = setting.precision == "bf16"
+    zero = {
+        "stage": setting.zero,
+        "reduce_bucket_size": BUCKET,
+        "allgather_bucket_size": BUCKET,
+        "stage3_prefetch_bucket_size": BUCKET,
+    } | ({"compute_grad_norm": False} if setting.zero < 3 else {})
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,  # only reported
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": bf16},
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": zero | options.pop("zero_optimization", {}),
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1_000_000_000,
+    } | options
+    optimizers: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "torch": lambda: adamw(model),
+        "foreach": lambda: adamw(model, fused=False, foreach=True),
+        "cpu": lambda: deepspeed.ops.adam.DeepSpeedCPUAdam(
+            model.parameters(), lr=LEARNING_RATE, weight_decay=0.01
+        ),
+        "fused": lambda: deepspeed.ops.adam.FusedAdam(
+            model.parameters(), lr=LEARNING_RATE, weight_decay=0.01
+        ),
+    }
+    engine = deepspeed.initialize(
+        model=model, optimizer=optimizers[adam](), config=config, dist_init_required=False
+    )[0]
+
+    def step(inputs: Tensor, targets: Tensor) -> float:
+        loss = next_token_loss(engine(inputs), targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return step
+
+
+def _stepper(model: Any, optimizer: torch.optim.Optimizer, *, autocast: bool = False) -> Step:
+    def step(inputs: Tensor, targets: Tensor) -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = next_token_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+BUILDERS: dict[str, Callable[[Setting, nn.Sequential], Step]] = {
+    "alone": alone,
+    "DDP": with_ddp,
+    "FSDP2": with_fsdp2,
+    "DeepSpeed": with_deepspeed,
+    "Farandole": with_farandole,
+}
+
+
+def missing(setting: Setting) -> str | None:
+    """What a contender lacks in this process, if anything."""
+    if setting.contender == "DeepSpeed":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        return None if importlib.util.find_spec("deepspeed") else "DeepSpeed is not installed"
+    if setting.contender == "Farandole":
+        import farandole
+
+        return None if hasattr(farandole, "parallelize") else "farandole.parallelize does not exist"
+    return None

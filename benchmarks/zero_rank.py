@@ -1,0 +1,120 @@
+"""One rank of one contender of the benchmark of ZeRO stages: computes when told to, and sleeps otherwise.
+
+    python -m benchmarks.zero_rank ORDER    # started by benchmarks.zero, with the environment of torchrun
+
+ORDER is JSON.  Commands come as lines through standard input, answers go as JSON lines to the descriptor that ORDER names;
+so contenders with different interpreters can take turns.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.tracked import TensorBytes
+from benchmarks.zero_contenders import Setting, build, join, missing
+from farandole.models.gpt import GPTConfig, build_gpt
+from farandole.train.allocator import keep_freed_memory
+
+BATCHES = 2
+"""Different batches, taken in turn: so few that they are soon learnt, and a wrong step shows in the losses."""
+
+
+def batches_of(config: GPTConfig, samples: int, first: int, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and targets of samples `first` to `first + count` of each batch, the same however they are divided."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (BATCHES, samples, config.context + 1)
+    tokens = torch.randint(config.vocabulary, shape, generator=generator)[:, first : first + count]
+    return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in tokens]
+
+
+class Rank:
+    """A contender's part on this rank."""
+
+    def __init__(self, setting: Setting, config: GPTConfig, samples: int) -> None:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        torch.manual_seed(0)
+        self.model = build_gpt(config)
+        self._step = build(setting, self.model)
+        self._batches = batches_of(config, samples, rank * samples // size, samples // size)
+        self._steps = 0
+
+    def step(self) -> float:
+        """A step; gives the loss."""
+        inputs, targets = self._batches[self._steps % BATCHES]
+        self._steps += 1
+        return self._step(inputs, targets)
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Some steps: seconds for each of them, those of the processor, and the losses."""
+        start, busy = time.perf_counter(), time.process_time()
+        losses = [self.step() for _ in range(count)]
+        return {
+            "seconds": (time.perf_counter() - start) / count,
+            "processor_seconds": (time.process_time() - busy) / count,
+            "losses": losses,
+        }
+
+    def track(self) -> dict[str, Any]:
+        """A step in which the tensors are counted."""
+        gc.collect()
+        with TensorBytes(self.model.parameters()) as tracked:
+            self.step()
+        return {"between_steps": tracked.before, "peak": tracked.peak}
+
+
+def warm_up(precision: str) -> None:
+    """Have torch load now what it loads at the first step of any model: this is no contender's memory."""
+    config = GPTConfig(vocabulary=8, context=8, layers=1, heads=1, width=8)
+    step = build(Setting("alone", 0, precision), build_gpt(config))
+    step(*batches_of(config, 1, 0, 1)[0])
+
+
+def main() -> None:
+    """Take commands until there are no more."""
+    order = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    if order["keep_freed_memory"]:
+        keep_freed_memory()
+    setting = Setting(**order["setting"])
+    with os.fdopen(order["answers"], "w") as answers:
+
+        def answer(what: dict[str, Any]) -> None:
+            print(json.dumps(what), file=answers, flush=True)
+
+        lacking = missing(setting)
+        if lacking:
+            answer({"missing": lacking})
+            return
+        join(setting)
+        warm_up(setting.precision)
+        answer({"torch": torch.__version__})
+        rank: Rank | None = None
+        for line in sys.stdin:
+            command, *words = line.split()
+            if command == "build":
+                start = time.perf_counter()
+                rank = Rank(setting, GPTConfig(**order["model"]), order["samples"])
+                answer({"seconds": time.perf_counter() - start})
+            elif rank is not None and command == "steps":
+                answer(rank.steps(int(words[0])))
+            elif rank is not None and command == "track":
+                answer(rank.track())
+            else:
+                raise ValueError(f"a rank that is told {line!r}")
+        del rank
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
