@@ -74,7 +74,7 @@ class Communicator:
         """
         if not self.shares_memory(device):
             return None
-        common: Tensor | None = self.group.allocate_common(shape, dtype)  # type: ignore[attr-defined]
+        common: Tensor = self.group.allocate_common(shape, dtype)  # type: ignore[attr-defined]
         return common
 
     def shares_memory(self, device: torch.device | None = None) -> bool:

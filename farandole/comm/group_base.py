@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -187,29 +187,25 @@ class GroupBase(dist.ProcessGroup):
     def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor that every rank of this host can reach: see `Communicator.empty`."""
         carrier = self._carrier_of()
-        return (
-            torch.empty(*shape, dtype=dtype)
-            if carrier is None
-            else self._allocate(carrier.host, shape, dtype)
-        )
+        if carrier is None:
+            return torch.empty(*shape, dtype=dtype)
+        return self._made(lambda flags: carrier.host.allocate(shape, dtype, flags))
 
-    def allocate_common(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """One tensor for all ranks, None where they do not share memory: see `Communicator.common`."""
+    def allocate_common(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """One tensor for all ranks, which share memory: see `Communicator.common`."""
         carrier = self._carrier_of()
-        if not isinstance(carrier, HostCollectives):
-            return None
-        return self._allocate(carrier.host, shape, dtype, common=True)
+        assert carrier is not None  # see `shares_memory`
+        return self._made(lambda flags: carrier.host.allocate_common(shape, dtype, flags))
 
     @property
     def shares_memory(self) -> bool:
         """Whether all ranks are on one host, and reach each other's memory there."""
         return isinstance(self._carrier_of(), HostCollectives)
 
-    def _allocate(
-        self, host: HostGroup, shape: Sequence[int], dtype: torch.dtype, *, common: bool = False
-    ) -> Tensor:
+    def _made(self, make: Callable[[int], Tensor]) -> Tensor:
+        """What a collective call makes, in its turn."""
         made: list[Tensor] = []
-        self._lane.run(lambda flags: made.append(host.allocate(shape, dtype, flags, common=common)), [])
+        self._lane.run(lambda flags: made.append(make(flags)), [])
         return made[0]
 
     def _inner(self) -> dist.ProcessGroup:

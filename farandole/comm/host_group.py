@@ -178,25 +178,19 @@ class HostGroup:
         """How long the call under way waits for the other ranks."""
         return self._call_timeout_s or self.timeout_s
 
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int, *, common: bool) -> torch.Tensor:
-        """A tensor in memory that all ranks of the group can reach; every rank asks for the same.
-
-        Each rank gets its own tensor there, or, if it is `common`, all of them the same one.
-        """
-        elements = math.prod(shape)
-        page = os.sysconf("SC_PAGE_SIZE")
-        length = max(1, -(-elements * dtype.itemsize // page)) * page
-        memory = self._share(length if common else length * self.size, flags)
-        first = 0 if common else self.rank * length
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
+        """A tensor in memory that all ranks of the group can reach; every rank asks for the same."""
+        length = _pages(shape, dtype)
+        memory = self._share(length * self.size, flags)
+        first = self.rank * length
         part = (ctypes.c_char * length).from_buffer(memory, first)
-        if not common:
-            self._add_region(part, ctypes.addressof(part) - first, length)
-        # the tensor keeps `part`, and that keeps the mapping; when the tensor goes, so does the mapping
-        return (
-            torch.frombuffer(part, dtype=dtype, count=elements).view(*shape)
-            if elements
-            else torch.empty(*shape, dtype=dtype)
-        )
+        self._add_region(part, ctypes.addressof(part) - first, length)
+        return _tensor_in(part, shape, dtype)
+
+    def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
+        """One tensor for all ranks of the group, in memory that they share; every rank asks for the same."""
+        length = _pages(shape, dtype)
+        return _tensor_in((ctypes.c_char * length).from_buffer(self._share(length, flags)), shape, dtype)
 
     def _add_region(self, part: ctypes.Array[ctypes.c_char], base: int, stride: int) -> None:
         """Have collectives reach the tensors of all ranks directly, as long as this rank's part lives."""
@@ -266,6 +260,20 @@ class HostGroup:
             handle, self.handle = self.handle, None
             self.core.frd_close(handle)
         _processes.unwatch(self._pids)
+
+
+def _pages(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """The bytes of a tensor, in whole pages; one at least."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    return max(1, -(-math.prod(shape) * dtype.itemsize // page)) * page
+
+
+def _tensor_in(part: ctypes.Array[ctypes.c_char], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in mapped memory.  It keeps `part`, and that keeps the mapping: when the tensor goes, so does this."""
+    elements = math.prod(shape)
+    if not elements:
+        return torch.empty(*shape, dtype=dtype)
+    return torch.frombuffer(part, dtype=dtype, count=elements).view(*shape)
 
 
 def _weakly(group: HostGroup, method: Callable[[HostGroup], None]) -> Callable[[], None]:

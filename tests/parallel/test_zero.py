@@ -93,7 +93,8 @@ def _train(
         optimizer.step()
         optimizer.zero_grad()
     _world().barrier()
-    result = {name: value.detach().clone() for name, value in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    result = {names[id(parameter)]: value.clone() for parameter, value in replica.whole_parameters()}
     replica.close()
     return result
 

@@ -37,6 +37,11 @@ class MpiProcessGroup(FarandoleProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
+    @property
+    def shares_memory(self) -> bool:
+        """Never: what MPI allocates, other ranks reach through its calls only."""
+        return False
+
     def _carrier_of(self, *tensors: Tensor) -> Any:
         if not all(tensor.layout is torch.strided for tensor in tensors):
             return None
