@@ -10,9 +10,10 @@ BIN    := $(VENV)/bin
 NATIVE := $(wildcard farandole/native/*.c farandole/native/*.h farandole/native/*.inc)
 
 # An installation is redone when what it depends on changed; otherwise it takes no time.
-# pip is quiet (errors only, those in full): each phase says in a line what it does.
+# pip is quiet (errors only, those in full): each phase says in a line what it does.  Modules are compiled when they
+# are first imported, as most never are.
 INSTALLED := pyproject.toml setup.py constraints.txt $(NATIVE)
-INSTALL   := $(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable
+INSTALL   := $(BIN)/pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable
 
 .PHONY: demo test clean
 

@@ -1,6 +1,6 @@
-"""A plan: how the ranks of a job share the training of a model.
+"""A plan: how the ranks of a job share the training of a model, and what they keep in memory meanwhile.
 
-    Plan(data=4, zero=2, precision="bf16")
+    Plan(data=4, zero=2, precision="bf16", recompute="block", offload="disk:/scratch")
 
 A plan is chosen for speed or memory; what is learned stays that of one process.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Recompute = Literal["none", "block", "selective", "attention", "auto"]
 
 
 class PlanError(ValueError):
@@ -26,19 +27,43 @@ class Plan:
         optimizer, 2 gradients too, 3 weights too.
     precision: the type of the weights that the model computes with.  The optimizer keeps masters in the type that
         the model was made in, and gradients are averaged in that type.
+    recompute: which activations the backward pass computes again instead of keeping them (`memory.recompute`).
+    activation_bytes: for `recompute="auto"`, how many bytes of activations may be kept.
+    offload: where the masters and states of the optimizer are kept, which only its step needs: "none" for beside the
+        model, "host" for the memory of the host (of use to models on an accelerator), or "disk:FOLDER".
     """
 
     data: int | None = None
     zero: int = 0
     precision: Precision = "fp32"
+    recompute: Recompute = "none"
+    activation_bytes: int | None = None
+    offload: str = "none"
 
     def __post_init__(self) -> None:
         if self.data is not None and self.data < 1:
             raise PlanError(f"data={self.data}: an axis has 1 rank or more")
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero={self.zero}: the stages are 0, 1, 2 and 3")
-        if self.precision not in get_args(Precision):
-            raise PlanError(f"precision={self.precision!r}: one of {', '.join(get_args(Precision))}")
+        _one_of("precision", self.precision, get_args(Precision))
+        _one_of("recompute", self.recompute, get_args(Recompute))
+        if (self.recompute == "auto") != (self.activation_bytes is not None):
+            raise PlanError(
+                f"recompute={self.recompute!r} with activation_bytes={self.activation_bytes}: 'auto' needs the "
+                f"bytes of activations that may be kept, and nothing else takes them"
+            )
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        kind, _, folder = self.offload.partition(":")
+        if not (self.offload in ("none", "host") or (kind == "disk" and folder)):
+            raise PlanError(f"offload={self.offload!r}: 'none', 'host' or 'disk:FOLDER'")
+
+    @property
+    def offload_folder(self) -> str | None:
+        """The folder on a disk to which is offloaded, if it is one."""
+        kind, _, folder = self.offload.partition(":")
+        return folder if kind == "disk" else None
 
     def check(self, ranks: int) -> None:
         """Raise `PlanError` unless the plan is one for `ranks` ranks."""
@@ -46,3 +71,8 @@ class Plan:
             raise PlanError(
                 f"the plan needs data={self.data} ranks, {ranks} were launched; nearest plan: data={ranks}"
             )
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise PlanError(f"{name}={value!r}: one of {', '.join(allowed)}")

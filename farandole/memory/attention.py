@@ -17,11 +17,13 @@ from farandole.memory.selective import BATCHED_PRODUCTS, FUSED_ATTENTION
 _SOFTMAX = frozenset({torch.ops.aten._softmax, torch.ops.aten._safe_softmax})
 
 
-def attention_modules(model: nn.Module, example: Any) -> list[tuple[str, nn.Module]]:
+def attention_modules(
+    model: nn.Module, example: Any, dtype: torch.dtype | None = None
+) -> list[tuple[str, nn.Module]]:
     """The modules of `model`, by name, that compute attention themselves and not through a module inside them.
 
     Attention is a call of torch's scaled dot-product attention, or batched matrix products with a softmax, which may be
-    a module of its own.  They are found in one forward pass of `model(example)` on fake tensors.
+    a module of its own.  They are found in one forward pass of `model(example)` on fake tensors (`faked`).
     """
     found: list[nn.Module] = []
     looking = _Looking(found)
@@ -30,7 +32,7 @@ def attention_modules(model: nn.Module, example: Any) -> list[tuple[str, nn.Modu
         for module in dict.fromkeys(model.modules()):
             surround(module, looking)
             undo.callback(release, module, looking)
-        args, kwargs = as_call(undo.enter_context(faked(model, example, device_of(model))))
+        args, kwargs = as_call(undo.enter_context(faked(model, example, device_of(model), dtype)))
         undo.enter_context(torch.enable_grad())
         undo.enter_context(looking.mode)
         model(*args, **kwargs)

@@ -54,26 +54,27 @@ def saved_bytes(
     *,
     loss: Callable[[Any], Tensor] | None = None,
     device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
     real: bool = False,
 ) -> SavedBytes:
     """Measure what `model(example)` keeps, in its present mode, under the autocast around this call.
 
     `example` is one tensor, a tuple of arguments or a dict of keywords; for a model on the meta device it may lie there
     too.  `loss` is called with the output, and what it saves is counted.  Nothing is computed or allocated: tensors are
-    fake ones on `device` (that of the model; "cpu" for one on the meta device), unless `real` asks for a
+    fake ones on `device` (that of the model; "cpu" for one on the meta device), floating ones of type `dtype` (their own), unless `real` asks for a
     forward pass with the tensors there are, which leaves buffers and random states as they were.
 
     Raises ValueError for a device that cannot be imitated here, and what the model raises; a model whose path
     depends on values (`.item()`) can be measured with `real=True` only.
     """
     if real:
-        if device is not None:
+        if device is not None or dtype is not None:
             raise ValueError(
-                f"device={device!r} is for fake tensors; with real=True the model's own is measured"
+                f"device={device!r} and dtype={dtype} are for fake tensors; with real=True the model's own are measured"
             )
         with _undone(model):
             return _measured(model, example, loss)
-    with faked(model, example, device_of(model, device)) as fake_example:
+    with faked(model, example, device_of(model, device), dtype) as fake_example:
         return _measured(model, fake_example, loss)
 
 

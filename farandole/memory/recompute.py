@@ -21,10 +21,12 @@ the block follows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from farandole.data.wording import size
@@ -32,7 +34,7 @@ from farandole.memory.attention import attention_modules
 from farandole.memory.blocks import blocks_of
 from farandole.memory.calls import release, surround
 from farandole.memory.choose import Option, cheapest_first
-from farandole.memory.measure import saved_bytes
+from farandole.memory.measure import SavedBytes, saved_bytes
 from farandole.memory.recomputation import Recompute, recomputing
 from farandole.memory.rehearsal import rehearse
 
@@ -65,6 +67,7 @@ def apply_recompute(
     example: Any = None,
     loss: Callable[[Any], Tensor] | None = None,
     budget_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Recomputed:
     """Recompute parts of `model` from now on, in place of what an earlier call asked for.
 
@@ -78,22 +81,42 @@ def apply_recompute(
     `example` is an input of the model as `saved_bytes` takes it, on fake tensors: no memory, hardly any time; measure
     under the autocast of the training.  "attention" and "auto" need it.  With it the bytes are reported, those of `loss`
     included, and a selective recomputation knows from the first step what it need not keep (without, from the second).
+    `dtype` is the type that the model will have when it is trained, if that is another one.
 
     Raises ValueError for an unknown mode, a missing or superfluous argument, a model without attention, and a budget
     that no choice keeps, with the least that is possible; then nothing is recomputed.
     """
     _check(mode, example, loss, budget_bytes)
+    trial = _Trial(example, loss, dtype)
     _put(model, {})
     if budget_bytes is not None:
-        return _within(model, example, loss, budget_bytes)
-    ways = _ways(model, mode, example)
+        return _within(model, trial, budget_bytes)
+    ways = _ways(model, mode, trial)
     if example is None:
         _put(model, ways)
         return Recomputed(mode, ways)
-    before = saved_bytes(model, example, loss=loss).total
+    before = trial.saved(model).total
     _put(model, ways)
-    repeated = sum(rehearse(model, example).values())
-    return Recomputed(mode, ways, before, saved_bytes(model, example, loss=loss).total, repeated)
+    repeated = sum(trial.repeated(model).values())
+    return Recomputed(mode, ways, before, trial.saved(model).total, repeated)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What a model is tried with, on fake tensors."""
+
+    example: Any
+    loss: Callable[[Any], Tensor] | None
+    dtype: torch.dtype | None
+
+    def saved(self, model: nn.Module) -> SavedBytes:
+        return saved_bytes(model, self.example, loss=self.loss, dtype=self.dtype)
+
+    def repeated(self, model: nn.Module) -> Counter[str]:
+        return rehearse(model, self.example, self.dtype)
+
+    def attention(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        return attention_modules(model, self.example, self.dtype)
 
 
 def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None:
@@ -120,12 +143,12 @@ def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None
         raise ValueError(f"budget_bytes={budget_bytes} is negative")
 
 
-def _ways(model: nn.Module, mode: Mode, example: Any) -> dict[str, str]:
+def _ways(model: nn.Module, mode: Mode, trial: _Trial) -> dict[str, str]:
     if mode == "none":
         return {}
     if mode != "attention":
         return {name: mode for name, _ in blocks_of(model)}
-    found = attention_modules(model, example)
+    found = trial.attention(model)
     if not found:
         raise ValueError(
             "recompute='attention': no module of this model computes attention; 'selective' and 'block' work for any"
@@ -140,15 +163,13 @@ def _put(model: nn.Module, ways: dict[str, str]) -> None:
         surround(model.get_submodule(name), Recompute(name, way))
 
 
-def _within(
-    model: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None, budget_bytes: int
-) -> Recomputed:
-    before = saved_bytes(model, example, loss=loss)
+def _within(model: nn.Module, trial: _Trial, budget_bytes: int) -> Recomputed:
+    before = trial.saved(model)
     options: dict[str, dict[str, Option]] = {name: {} for name in before.blocks}
     for way in ("selective", "block"):
         _put(model, dict.fromkeys(before.blocks, way))
-        flops = rehearse(model, example)
-        for name, kept in saved_bytes(model, example, loss=loss).blocks.items():
+        flops = trial.repeated(model)
+        for name, kept in trial.saved(model).blocks.items():
             options[name][way] = Option(before.blocks[name] - kept, flops[name])
 
     choices = [(0, {}), *cheapest_first(options)]
@@ -158,8 +179,8 @@ def _within(
     least = before.total
     for ways in promising or [choices[-1][1]]:
         _put(model, ways)
-        repeated = sum(rehearse(model, example).values())
-        after = saved_bytes(model, example, loss=loss).total
+        repeated = sum(trial.repeated(model).values())
+        after = trial.saved(model).total
         if after <= budget_bytes:
             return Recomputed("auto", ways, before.total, after, repeated)
         least = min(least, after)

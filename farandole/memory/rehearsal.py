@@ -16,13 +16,14 @@ from farandole.memory.recomputation import outermost
 from farandole.memory.selective import FUSED_ATTENTION
 
 
-def rehearse(model: nn.Module, example: Any) -> Counter[str]:
+def rehearse(model: nn.Module, example: Any, dtype: torch.dtype | None = None) -> Counter[str]:
     """The operations in matrix products and attention that recomputations of each module do, by its name.
 
     One forward and backward pass of `model(example)`, from which recomputations also learn how far they have to go.
+    `dtype` is as for `faked`.
     """
     counting = _RepeatedFlops()
-    with faked(model, example, device_of(model)) as fake, torch.enable_grad(), counting:
+    with faked(model, example, device_of(model), dtype) as fake, torch.enable_grad(), counting:
         args, kwargs = as_call(fake)
         results = [one for one in tree_leaves(model(*args, **kwargs)) if isinstance(one, Tensor)]
         trained = [one for one in results if one.requires_grad]

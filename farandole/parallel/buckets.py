@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,8 @@ class Bucket:
 
     `weights` are None where the model and the optimizer share the parameters as they are: with `zero=0` and one type.
     `pieces` are what an optimizer updates on this rank: for each parameter its master, or the part of it in
-    this rank's shard, or None where that has no part of it.
+    this rank's shard, or None where that has no part of it.  Those that are to be `offloaded` are flat, and in the
+    memory of the host.
     """
 
     def __init__(
@@ -28,23 +29,30 @@ class Bucket:
         own: int,
         weights: Weights | GatheredWeights | None,
         gradients: Gradients,
+        *,
+        offloaded: bool = False,
     ) -> None:
         self.parameters = list(parameters)
         self.weights = weights
         self.gradients = gradients
+        self._offsets: dict[int, int] = {}  # of a piece, by its identity, in this rank's shard
         self.pieces: list[nn.Parameter | None] = [None] * len(self.parameters)
         self.starts = [0] * len(self.parameters)  # of a piece in its flattened parameter
         self._shares: list[Tensor | None] = [None] * len(self.parameters)  # of the gradient, for each piece
         self._awaited: set[int] = set()
         for piece in layout.pieces(own):
             parameter = self.parameters[piece.index]
-            shape = parameter.shape if piece.length == parameter.numel() else (piece.length,)
+            whole = piece.length == parameter.numel() and not offloaded
+            shape = parameter.shape if whole else (piece.length,)
             part = slice(piece.offset, piece.offset + piece.length)
             self._shares[piece.index] = gradients.reduced[part].view(shape)
             self.starts[piece.index] = piece.start
             if weights is not None:
                 assert weights.master is not None  # these are trained
-                self.pieces[piece.index] = nn.Parameter(weights.master[part].view(shape))
+                master = weights.master[part].view(shape)
+                own_piece = nn.Parameter(master.cpu() if offloaded else master)
+                self.pieces[piece.index] = own_piece
+                self._offsets[id(own_piece)] = piece.offset
         if weights is None:
             self.pieces = list(self.parameters)
         self.begin_pass()
@@ -53,7 +61,7 @@ class Bucket:
     def taken(self) -> bool:
         """Whether somebody has taken away all gradients that were handed out, to begin a new step."""
         return all(
-            piece is None or share is None or piece.grad is not share
+            piece is None or share is None or piece.grad is None or _is_another(piece.grad, share)
             for piece, share in zip(self.pieces, self._shares, strict=True)
         )
 
@@ -62,6 +70,24 @@ class Bucket:
         for parameter in (*self.parameters, *self.pieces):
             if parameter is not None:
                 parameter.grad = None
+
+    def handed_out(self) -> Iterator[Tensor]:
+        """The gradients of pieces that have one."""
+        for piece, share in zip(self.pieces, self._shares, strict=True):
+            if piece is not None and share is not None and piece.grad is not None:
+                yield share
+
+    def bring_gradients(self) -> None:
+        """Copy gradients to where pieces are, if that is another device than theirs."""
+        for piece, share in zip(self.pieces, self._shares, strict=True):
+            if piece is not None and share is not None and piece.grad is not None:
+                piece.grad = share.to(piece.device)
+
+    def take_weights(self, pieces: Iterable[nn.Parameter]) -> None:
+        """Have the model compute with what offloaded `pieces` hold now."""
+        assert self.weights is not None
+        for piece in pieces:
+            self.weights.take(self._offsets[id(piece)], piece.detach())
 
     def begin_pass(self) -> None:
         """Expect a gradient of every parameter."""
@@ -83,8 +109,14 @@ class Bucket:
             self.parameters, self.pieces, self._shares, used, strict=True
         ):
             parameter.grad = None
-            if piece is not None:
-                piece.grad = share if anybody else None
+            if piece is not None and share is not None:
+                here = share.device == piece.device
+                handed = share if here else piece.new_zeros(1).expand(piece.shape)  # a mark, without memory
+                piece.grad = handed if anybody else None
+
+
+def _is_another(gradient: Tensor, share: Tensor) -> bool:
+    return gradient is not share and gradient.device == share.device
 
 
 def fill(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:

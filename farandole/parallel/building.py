@@ -35,8 +35,8 @@ class Built:
 class Builder:
     """Makes the parameters of `model` what stage `zero` wants them to be.
 
-    With `zero` or a `dtype` the parameters become views of flat buffers, frozen ones too.  `settle` completes the
-    reduction of a bucket whose memory another one wants (`Lender`).
+    With `zero`, a `dtype` or pieces that are to be offloaded the parameters become views of flat buffers, frozen ones
+    too.  `settle` completes the reduction of a bucket whose memory another one wants (`Lender`).
     """
 
     def __init__(
@@ -47,7 +47,11 @@ class Builder:
         zero: int,
         dtype: torch.dtype | None,
         settle: Callable[[int], bool],
+        *,
+        offloads: bool = False,
     ) -> None:
+        self._moves = zero > 0 or dtype is not None or offloads
+        self._offloads = offloads
         self._comm, self._bucket_bytes = comm, bucket_bytes
         self._compression, self._zero, self._dtype = compression, zero, dtype
         self._settle = settle
@@ -64,13 +68,12 @@ class Builder:
         )
         if gathers:
             return self._build_gathered(model)
-        if self._zero or self._dtype is not None:
+        if self._moves:
             for members in fill(filter(_is_frozen, parameters), self._bucket_bytes):
                 self._whole_weights(members, trained=False)
         trained = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
         filled = fill(trained, self._bucket_bytes)
-        moved = self._zero > 0 or self._dtype is not None
-        weights = [self._whole_weights(members, trained=True) if moved else None for members in filled]
+        weights = [self._whole_weights(members, trained=True) if self._moves else None for members in filled]
         return Built(self._buckets(filled, weights))
 
     def _build_gathered(self, model: nn.Module) -> Built:
@@ -122,7 +125,7 @@ class Builder:
         buckets = []
         for members, layout, weight, dtype, loan in zip(filled, layouts, weights, types, loans, strict=True):
             gradients = Gradients(members, layout, self._comm, dtype, self._zero, self._compression, loan)
-            buckets.append(Bucket(members, layout, self._own, weight, gradients))
+            buckets.append(Bucket(members, layout, self._own, weight, gradients, offloaded=self._offloads))
         return buckets
 
     def _layout(self, members: Sequence[nn.Parameter]) -> FlatLayout:

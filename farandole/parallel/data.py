@@ -38,6 +38,7 @@ from farandole.comm.compression import Compression
 from farandole.parallel.buckets import Bucket, total_norm
 from farandole.parallel.building import Builder
 from farandole.parallel.casting import cast_floating
+from farandole.parallel.offloading import OffloadedUpdate, home_at
 from farandole.parallel.starting import start_equal
 
 BUCKET_BYTES = 4 << 20
@@ -53,7 +54,8 @@ class DataParallel:
     With `zero` >= 1 an optimizer updates pieces of the parameters: `optimizer` gives it those.  The gradients are then
     those of the pieces, and the parameters' own `.grad` is None.  Ranks that share memory have one copy of the
     weights between them.  With `dtype` (bf16, fp16) the model computes with weights of that type, while the
-    optimizer updates masters of the type that they had, with gradients of that type.
+    optimizer updates masters of the type that they had, with gradients of that type.  With `offload` ("host",
+    "disk:FOLDER") masters and states of the optimizer are kept there, and pass through memory in its step.
 
     A `compression` (`Int8()`, ...) is for what crosses hosts, with `zero=0`; gradients are then no longer those of
     one process, but with error feedback what a step misses comes in later ones.  Raises TypeError or ValueError
@@ -71,6 +73,7 @@ class DataParallel:
         *,
         zero: int = 0,
         dtype: torch.dtype | None = None,
+        offload: str = "none",
     ) -> None:
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"zero={zero}: the stages are 0, 1, 2 and 3")
@@ -85,8 +88,13 @@ class DataParallel:
         self.waited_s = 0.0
         self._comm = comm
         self._dtype = dtype
+        self._offload = offload
+        self.offloaded: list[OffloadedUpdate] = []
         start_equal(model, comm)
-        built = Builder(comm, bucket_bytes, compression, zero, dtype, self._settle).build(model)
+        offloads = offload != "none"
+        built = Builder(comm, bucket_bytes, compression, zero, dtype, self._settle, offloads=offloads).build(
+            model
+        )
         self.buckets, self._gathering, self._gathered = built.buckets, built.gathering, built.gathered
         parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         device = parameters[0].device if parameters else None
@@ -125,7 +133,10 @@ class DataParallel:
         The optimizer has to treat every element by itself, as SGD, Adam, AdamW and their like do, and must not have
         made a step.  Its `step` then begins with all ranks' gradients and ends with all ranks' new weights.
 
-        Raises ValueError for an optimizer that has a state, or parameters of another model.
+        With offload this is where its masters and states move: all ranks call it together.
+
+        Raises ValueError for an optimizer that has a state, or parameters of another model, and `OffloadError` where
+        there is no room for them.
         """
         if optimizer.state:
             raise ValueError("the optimizer has made steps: give it here before the first one")
@@ -137,8 +148,13 @@ class DataParallel:
                     "the optimizer has parameters that are not the model's: make it from model.parameters()"
                 )
             group["params"] = [piece_of[id(p)] for p in group["params"] if id(p) in piece_of]
-        optimizer.register_step_pre_hook(lambda *_: self._before_update())
-        optimizer.register_step_post_hook(lambda *_: self.publish())
+        if self._offload == "none":
+            optimizer.register_step_pre_hook(lambda *_: self._before_update())
+            optimizer.register_step_post_hook(lambda *_: self.publish())
+        else:
+            home = home_at(self._offload, self._comm, pinned=self._used.is_cuda)
+            update = OffloadedUpdate(optimizer, self.buckets, home, self._before_update, self.publish)
+            self.offloaded.append(update)
         return optimizer
 
     def publish(self) -> None:
@@ -199,7 +215,7 @@ class DataParallel:
 
     def gradients(self) -> list[Tensor]:
         """What this rank has of the averaged gradients."""
-        return [piece.grad for _, piece, _ in self.pieces() if piece.grad is not None]
+        return [share for bucket in self.buckets for share in bucket.handed_out()]
 
     def gradient_norm(self) -> float:
         """The global norm: over all parameters, of the averaged gradients.  The same on all ranks."""
@@ -261,6 +277,8 @@ class DataParallel:
             hook.remove()
         if self._gathering is not None:
             self._gathering.close()
+        for update in self.offloaded:
+            update.close()
         self.zero_grad()
 
     # ---- a backward pass ----

@@ -57,6 +57,7 @@ class GatheredWeights:
         with torch.no_grad():
             master = copy_of_own(parameters, layout, own)
             self._own = master if dtype == first.dtype else master.to(dtype)
+            self.masters_apart = trained and dtype != first.dtype
             self.master = master if trained else None
             nothing = torch.full((), torch.nan, dtype=dtype, device=first.device)
         self._placeholders = [nothing.expand(parameter.shape) for parameter in parameters]
@@ -94,10 +95,14 @@ class GatheredWeights:
         whole = self._whole
         return whole is not None and whole.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
+    def take(self, offset: int, values: Tensor) -> None:
+        """Compute with new `values` of this rank's shard, from its element `offset` on."""
+        self._own[offset : offset + values.numel()].copy_(values)
+
     def publish(self) -> None:
         """Take over what the optimizer has made of this rank's shard; what was gathered before is out of date."""
         self.forget()
-        if self.master is not None and self.master is not self._own:
+        if self.master is not None and self.masters_apart:
             self._own.copy_(self.master)
 
     def _set(self, tensors: Sequence[Tensor]) -> None:

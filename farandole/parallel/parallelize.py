@@ -12,24 +12,38 @@ for inputs, targets in batches:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
+from farandole.memory.recompute import apply_recompute
 from farandole.parallel.data import DataParallel
 from farandole.plan import Plan, PlanError
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def parallelize(model: nn.Module, plan: Plan | None = None, comm: Communicator | None = None) -> DataParallel:
+def parallelize(
+    model: nn.Module,
+    plan: Plan | None = None,
+    comm: Communicator | None = None,
+    *,
+    example: Any = None,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> DataParallel:
     """Have all ranks of `comm` (by default all there are) train `model` together, as `plan` says.
 
     Called by all ranks; they get the parameters of rank 0.  The model's own parameters become those that the plan
     computes with: the model is used through what is returned, which is called as the model is.
 
-    Raises `PlanError` where the plan does not fit the ranks, and RuntimeError where there are none.
+    `example`, an input of a rank's micro-batch, and `loss`, what is made of the output, are for `recompute="attention"`
+    and "auto", which measure with them (`memory.recompute.apply_recompute`).
+
+    Raises `PlanError` where the plan does not fit the ranks or the model, and RuntimeError where there are none.
     """
     plan = plan or Plan()
     if comm is None:
@@ -45,4 +59,18 @@ def parallelize(model: nn.Module, plan: Plan | None = None, comm: Communicator |
             f"precision='fp32', and {odd} is {dict(model.named_parameters())[odd].dtype}: make the model in fp32, "
             f"of which lower precisions keep masters"
         )
-    return DataParallel(model, comm, zero=plan.zero, dtype=None if plan.precision == "fp32" else wanted)
+    _recompute(model, plan, example, loss)
+    return DataParallel(
+        model, comm, zero=plan.zero, dtype=None if plan.precision == "fp32" else wanted, offload=plan.offload
+    )
+
+
+def _recompute(model: nn.Module, plan: Plan, example: Any, loss: Callable[[Any], Tensor] | None) -> None:
+    """Recompute what the plan says; measured as the model that it is going to be."""
+    kind = None if plan.precision == "fp32" else TYPES[plan.precision]
+    try:
+        apply_recompute(
+            model, plan.recompute, example=example, loss=loss, budget_bytes=plan.activation_bytes, dtype=kind
+        )
+    except ValueError as error:
+        raise PlanError(str(error)) from error

@@ -2,7 +2,7 @@
 
 The model computes with parameters that are views of one flat buffer.  The optimizer updates a *master*: the
 shard of this rank in the precision of the optimizer.  Where both have the same type, the master is a part of
-the buffer itself.
+the buffer itself.  A master that is kept elsewhere (`offloading`) is None here.
 
 Ranks that share memory need one buffer in all, as they only read it: each of them updates its shard in place, and
 there is nothing to gather.  Two barriers keep readers and writers apart (`DataParallel`): nobody updates before
@@ -39,6 +39,7 @@ class Weights:
         trained: bool,
     ) -> None:
         first = parameters[0]
+        self.masters_apart = trained and dtype != first.dtype
         self._comm = comm
         self._sharded = sharded
         common = comm.common(layout.length, dtype=dtype, device=first.device) if sharded else None
@@ -50,7 +51,7 @@ class Weights:
         self.master: Tensor | None = None
         with torch.no_grad():
             if trained:
-                self.master = self._own if dtype == first.dtype else copy_of_own(parameters, layout, own)
+                self.master = copy_of_own(parameters, layout, own) if self.masters_apart else self._own
             if not self.common or comm.rank == 0:
                 self._buffer.zero_()
             for parameter, view in zip(parameters, layout.views(self._buffer), strict=True):
@@ -60,9 +61,13 @@ class Weights:
         if self.common:
             comm.barrier()
 
+    def take(self, offset: int, values: Tensor) -> None:
+        """Have the model compute with new `values` of this rank's shard, from its element `offset` on."""
+        self._own[offset : offset + values.numel()].copy_(values)
+
     def publish(self) -> None:
         """Give the model what the optimizer has made of this rank's shard."""
-        if self.master is not None and self.master is not self._own:
+        if self.master is not None and self.masters_apart:
             self._own.copy_(self.master)
         if self._sharded and not self.common and self._comm.size > 1:
             self._comm.all_gather(self._buffer, self._own)

@@ -18,7 +18,7 @@ import os
 import farandole
 with farandole.init() as runtime:
     if runtime.rank == 1:
-        eaten = [b"x" * (1 << 24) for _ in range(64)]  # a GiB
+        eaten = [b"x" * (1 << 24) for _ in range(128)]  # two GiB
     runtime.comm.barrier()
 """
 
@@ -33,8 +33,8 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def memory_group() -> Iterator[Path]:
-    """A control group of 700 MiB in which nothing runs yet."""
+def memory_group(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A control group of 700 MiB, or as many as asked for, in which nothing runs yet."""
     first_version = MOUNT / "memory"
     group = (first_version if first_version.is_dir() else MOUNT) / f"farandole-test-{uuid.uuid4().hex[:8]}"
     try:
@@ -45,7 +45,7 @@ def memory_group() -> Iterator[Path]:
         limit = group / ("memory.limit_in_bytes" if first_version.is_dir() else "memory.max")
         if not limit.exists():
             pytest.skip("the control groups here do not limit memory")
-        limit.write_text(str(700 * MIB))
+        limit.write_text(str(getattr(request, "param", 700) * MIB))
         yield group
     finally:
         group.rmdir()
@@ -55,6 +55,7 @@ def inside(group: Path, *command: str) -> list[str]:
     return ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command]
 
 
+@pytest.mark.parametrize("memory_group", [1300], indirect=True)  # so that the one that eats is the largest
 def test_a_rank_that_the_kernel_killed_for_memory(tmp_path, memory_group):
     status, _, err = run(inside(memory_group, *ours("-n", "2", write(tmp_path, EAT))))
     assert status == 128 + 9
