@@ -32,6 +32,10 @@ REDUCE_OPS: dict[str, dist.ReduceOp.RedOpType] = {
 }
 """Torch's reductions, by the names that are used here."""
 
+# from torch 2.13 on, which warns of the names before
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Communicator:
     """The collectives among the ranks of one process group.
@@ -103,11 +107,11 @@ class Communicator:
         self, output: Tensor, input: Tensor, op: ReduceName = "sum", *, async_op: bool = False
     ) -> dist.Work | None:
         """Reduce `input` (`size` equal parts along dimension 0) and keep this rank's part in `output`."""
-        return dist.reduce_scatter_tensor(output, input, REDUCE_OPS[op], group=self.group, async_op=async_op)
+        return _reduce_scatter(output, input, REDUCE_OPS[op], group=self.group, async_op=async_op)
 
     def all_gather(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> dist.Work | None:
         """Concatenate every rank's `input` into `output` (`size` times as large), in rank order."""
-        return dist.all_gather_into_tensor(output, input, group=self.group, async_op=async_op)
+        return _all_gather(output, input, group=self.group, async_op=async_op)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> dist.Work | None:
         """Copy the `tensor` of rank `root` of this group to all its ranks."""

@@ -121,9 +121,19 @@ class OffloadedOptimizer:
             if not self.home.prefetch(index):
                 return
 
-    def saved(self) -> Iterator[tuple[int, list[PieceState]]]:
-        """Each unit and the state of its pieces, to be copied: tensors are valid until the next unit."""
-        for index, record in self.home.visit(range(len(self.units))):
+    def kept(self, unit: int) -> list[dict[str, Any]]:
+        """For each piece of `unit` its states by name: the type of what is one number per element, else the value."""
+        return [
+            {
+                key: places.state[key].dtype if value is _IN_RECORD else value
+                for key, value in self._kept.get(piece, {}).items()
+            }
+            for piece, places in zip(self.units[unit], self._places[unit], strict=True)
+        ]
+
+    def saved(self, first: int = 0) -> Iterator[tuple[int, list[PieceState]]]:
+        """Each unit from `first` on and the state of its pieces, to be copied: valid until the next unit."""
+        for index, record in self.home.visit(range(first, len(self.units))):
             yield index, [self._piece(index, at, record) for at in range(len(self.units[index]))]
 
     def load(self, unit: int, pieces: Sequence[PieceState]) -> None:

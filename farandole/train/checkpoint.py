@@ -38,7 +38,8 @@ from farandole.train.checkpoint_folder import (
 from farandole.train.disk import reason
 from farandole.train.engine import Engine
 from farandole.train.folders import new_folder
-from farandole.train.saved_piece import PieceLoadPlanner, PieceSavePlanner, SavedPiece
+from farandole.train.offloaded_state import load_offloaded
+from farandole.train.saved_piece import Piece, PieceLoadPlanner, PieceSavePlanner, SavedPiece
 from farandole.train.state import State, restore, room_for, state_of
 
 _ABANDON_S = 3.0
@@ -109,13 +110,16 @@ class CheckpointWriter:
         state = {name: self._copy(name, value) for name, value in state_of(engine, self._comm.rank).items()}
         weights = self._whole_weights(engine, state)
         if self._comm.rank == 0 or engine.replica.zero:  # what ranks hold alike is written by one of them
-            parts = (value.values if isinstance(value, SavedPiece) else value for value in state.values())
-            self._bytes = sum(tensor.nbytes for tensor in (*parts, *weights.values()))
+            self._bytes = sum(part.nbytes for part in (*state.values(), *weights.values()))
         facts = _facts(engine, self._comm.size, elapsed_s)
         self._thread = threading.Thread(
             target=self._write, args=(state, weights, facts), name="farandole-checkpoint", daemon=True
         )
         self._thread.start()
+        if (
+            engine.replica.offloaded
+        ):  # what is kept elsewhere is read by the thread, and changed by the next step
+            self.wait()
 
     def wait(self) -> None:
         """Return when the last checkpoint is on the disk.  Raises `CheckpointError` on all ranks."""
@@ -160,11 +164,11 @@ class CheckpointWriter:
     def _partial(self) -> Path:
         return self.newest.with_name(self.newest.name + ".tmp")
 
-    def _copy(self, name: str, value: Tensor | SavedPiece) -> Tensor | SavedPiece:
-        """A copy in memory that is kept and used again for the next checkpoint."""
+    def _copy(self, name: str, value: Tensor | Piece) -> Tensor | Piece:
+        """A copy in memory that is kept and used again for the next checkpoint; of what is in memory."""
         if isinstance(value, SavedPiece):
-            return replace(value, values=self._copy_of(name, value.values))
-        return self._copy_of(name, value)
+            return replace(value, held=self._copy_of(name, value.held))
+        return value if isinstance(value, Piece) else self._copy_of(name, value)
 
     def _copy_of(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self._copies or self._copies[name].shape != tensor.shape:
@@ -230,6 +234,7 @@ def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
         reader = FileSystemReader(folder / STATE)
         wanted = room_for(engine, comm.rank, reader.read_metadata().state_dict_metadata)
         dcp.load(wanted, storage_reader=reader, planner=PieceLoadPlanner(), process_group=comm.group)
+        load_offloaded(engine, folder / STATE)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise CheckpointError(f"checkpoint {folder} is damaged: {_root(error)}") from error
     restore(engine, comm.rank, wanted)

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from farandole.data.tokenizer import SMALLEST_VOCABULARY
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from farandole.models.gpt import GPTConfig
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Recompute = Literal["none", "block", "selective", "attention", "auto"]
 Compressions = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"]
 
 Count = Annotated[int, Field(ge=1)]
@@ -82,6 +83,30 @@ class ParallelSection(_Section):
 
     zero: Annotated[int, Field(ge=0, le=3)]
     compression: Compressions
+    recompute: Recompute = "none"
+    activation_bytes: CountOrNone = 0
+    offload: str = "none"
+
+    @field_validator("offload")
+    @classmethod
+    def _known_place(cls, offload: str) -> str:
+        kind, _, folder = offload.partition(":")
+        if offload not in ("none", "host") and not (kind == "disk" and folder):
+            raise ValueError(f"{offload!r} is no place; try none, host, or disk:FOLDER as in disk:/tmp")
+        return offload
+
+    @model_validator(mode="after")
+    def _auto_needs_a_budget(self) -> ParallelSection:
+        if self.recompute == "auto" and not self.activation_bytes:
+            raise ValueError(
+                "recompute='auto' recomputes until activations fit: say into how many bytes with "
+                "parallel.activation_bytes, or choose recompute=selective or block"
+            )
+        if self.recompute != "auto" and self.activation_bytes:
+            raise ValueError(
+                f"activation_bytes={self.activation_bytes} is for recompute=auto, and recompute={self.recompute!r}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _compression_needs_all_gradients(self) -> ParallelSection:

@@ -16,10 +16,11 @@ from farandole.comm.communicator import Communicator
 from farandole.comm.compression import compression_named
 from farandole.data.sampler import Sampler
 from farandole.data.text import Text
+from farandole.memory.recompute import Recomputed, apply_recompute
 from farandole.models.gpt import build_gpt
 from farandole.models.loss import next_token_loss
 from farandole.parallel.data import DataParallel
-from farandole.train.config import TrainConfig
+from farandole.train.config import ConfigError, TrainConfig
 from farandole.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from farandole.train.precision import LossScaler, autocast
 
@@ -57,8 +58,15 @@ class Engine:
         torch.manual_seed(config.seed)
         self.model = build_gpt(config.model.gpt()).to(device)
         torch.manual_seed(config.seed + 1 + comm.rank)  # dropout differs between ranks
-        compression = compression_named(config.parallel.compression)
-        self.replica = DataParallel(self.model, comm, compression=compression, zero=config.parallel.zero)
+        parallel = config.parallel
+        self.recomputed = self._recompute()
+        self.replica = DataParallel(
+            self.model,
+            comm,
+            compression=compression_named(parallel.compression),
+            zero=parallel.zero,
+            offload=parallel.offload,
+        )
         self.optimizer = self.replica.optimizer(build_optimizer(self.model, config.optimizer))
         self.scaler = LossScaler(precision)
         self.sampler = Sampler(text.train.samples, config.seed)
@@ -109,6 +117,24 @@ class Engine:
         sums = torch.tensor([total, len(mine)], dtype=torch.float64)
         self._comm.all_reduce(sums)
         return float(sums[0] / sums[1])
+
+    def _recompute(self) -> Recomputed:
+        """Have the model recompute what the configuration says."""
+        asked, budget = self.config.parallel.recompute, self.config.parallel.activation_bytes
+        if asked not in ("attention", "auto"):
+            return apply_recompute(self.model, asked)
+        tokens = torch.zeros(self._size, self.config.model.context, dtype=torch.int64, device=self.device)
+        try:
+            with autocast(self.precision, self.device):
+                return apply_recompute(
+                    self.model,
+                    asked,
+                    example=tokens,
+                    loss=lambda logits: next_token_loss(logits, tokens),
+                    budget_bytes=budget or None,
+                )
+        except ValueError as error:
+            raise ConfigError(f"parallel.recompute={asked}: {error}") from error
 
     def _backward(self) -> float:
         """Gradients of this rank's share of the batch; returns its mean loss."""

@@ -17,6 +17,7 @@ from farandole.launch.runtime import Runtime
 from farandole.train.config import TrainConfig
 from farandole.train.disk import reason
 from farandole.train.engine import Engine, StepResult
+from farandole.train.memory_notes import memory_notes
 from farandole.train.metrics import MetricsWriter
 from farandole.train.precision import Choice
 from farandole.train.progress import Progress, ProgressLine, minutes
@@ -139,5 +140,7 @@ class Observer:
             f"tokens on {self._ranks}"
         )
         self._line.note(f"precision {self._choice.name} ({self._choice.reason})")
+        for note in memory_notes(self._engine, self._runtime.local_size):
+            self._line.note(note)
         if self._resumed:
             self._line.note(f"going on after step {self._resumed}")

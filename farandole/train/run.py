@@ -42,6 +42,7 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
             run, text.folder / TOKENIZER, config.checkpoint.keep, runtime.comm, resumed_step
         )
         with Observer(config, run, engine, choice, runtime, earlier_s) as observer:
+            runtime.comm.barrier()  # rank 0 has introduced the run: nobody is seen waiting for that
             try:
                 _loop(engine, writer, observer, stop)
             except BaseException:

@@ -7,6 +7,7 @@ a checkpoint of any number of ranks and any stage of ZeRO is one of every other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,31 +23,92 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 
-@dataclass(frozen=True)
-class SavedPiece:
-    """Elements `start` and following of a tensor of `count` elements: `values`, flat.
+class Piece:
+    """Elements `start` and following of a flat tensor of `count` elements.
 
     torch knows it by its two methods (`torch.distributed._checkpointable`) and the planners below.
     """
 
-    values: Tensor
     start: int
     count: int
+
+    @property
+    def values(self) -> Tensor:
+        """The elements, flat."""
+        raise NotImplementedError
+
+    @property
+    def length(self) -> int:
+        """How many elements."""
+        return self.values.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the elements."""
+        return self.values.nbytes
 
     def size(self) -> torch.Size:
         """The shape of the whole."""
         return torch.Size([self.count])
 
+    def properties(self) -> TensorProperties:
+        """What torch notes of the elements besides their place."""
+        return TensorProperties.create_from_tensor(self.values)
+
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         chunk = self._chunk()
-        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.values), self.size())
+        data = TensorWriteData(chunk, self.properties(), self.size())
         return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [self._chunk()]
 
     def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size([self.start]), self.values.size())
+        return ChunkStorageMetadata(torch.Size([self.start]), torch.Size([self.length]))
+
+
+@dataclass(frozen=True)
+class SavedPiece(Piece):
+    """A piece that is in memory."""
+
+    held: Tensor
+    start: int
+    count: int
+
+    @property
+    def values(self) -> Tensor:
+        """The elements, flat."""
+        return self.held
+
+
+@dataclass(frozen=True)
+class StoredPiece(Piece):
+    """A piece of `numel` elements of type `dtype` that `load` brings when it is written."""
+
+    load: Callable[[], Tensor]
+    dtype: torch.dtype
+    numel: int
+    start: int
+    count: int
+
+    @property
+    def values(self) -> Tensor:
+        """The elements, flat; valid until those of another piece are asked for."""
+        return self.load()
+
+    @property
+    def length(self) -> int:
+        """How many elements."""
+        return self.numel
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the elements."""
+        return self.numel * self.dtype.itemsize
+
+    def properties(self) -> TensorProperties:
+        """What torch notes of the elements besides their place."""
+        return TensorProperties(dtype=self.dtype)
 
 
 class PieceSavePlanner(DefaultSavePlanner):
@@ -58,7 +120,7 @@ class PieceSavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What is to be written under `index`."""
         found = self.state_dict[index.fqn]
-        return found.values if isinstance(found, SavedPiece) else super().lookup_object(index)
+        return found.values if isinstance(found, Piece) else super().lookup_object(index)
 
 
 class PieceLoadPlanner(DefaultLoadPlanner):
@@ -77,4 +139,4 @@ class PieceLoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Where to put what was saved under `index`."""
         found = self.state_dict[index.fqn]
-        return found.values if isinstance(found, SavedPiece) else super().lookup_tensor(index)
+        return found.values if isinstance(found, Piece) else super().lookup_tensor(index)

@@ -5,33 +5,37 @@
     random.rankN            the generator of a rank, random.cuda.rankN that of its accelerator
     compression.rankN.KEY   what compression remembers on a rank
 
-What several ranks hold alike has the same name on each, and is written once.
+What several ranks hold alike has the same name on each, and is written once.  States that are kept elsewhere
+(`parallel.offload`) pass through memory one bucket at a time, when they are saved and when they are loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES
 
 from farandole.train.engine import Engine
-from farandole.train.saved_piece import SavedPiece
+from farandole.train.offloaded_state import offloaded_state
+from farandole.train.saved_piece import Piece, SavedPiece
+from farandole.train.state_names import empty_as, pieces, states_by_name
 
-State = dict[str, Tensor | SavedPiece]
+State = dict[str, Tensor | Piece]
 
 
 def state_of(engine: Engine, rank: int) -> State:
     """The state of `engine` as it is; its tensors are the engine's own."""
     state: State = {}
-    for name, parameter, piece, start in _pieces(engine):
+    for name, parameter, piece, start in pieces(engine):
         state[f"model.{name}"] = SavedPiece(piece.detach().view(-1), start, parameter.numel())
         for key, value in engine.optimizer.state.get(piece, {}).items():
             whole = value.dim() == 0
             state[f"optimizer.{name}/{key}"] = (
                 value if whole else SavedPiece(value.view(-1), start, parameter.numel())
             )
+    state |= offloaded_state(engine)
     state[f"random.rank{rank}"] = torch.get_rng_state()
     if engine.device.type == "cuda":
         state[f"random.cuda.rank{rank}"] = torch.cuda.get_rng_state(engine.device)
@@ -45,22 +49,18 @@ def room_for(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -> S
 
     What the checkpoint has no part of for this rank, as the generator of one that it did not have, is left out.
     """
-    names: dict[str, list[str]] = {}
-    for entry in saved:
-        if entry.startswith("optimizer."):
-            name, _, key = entry.removeprefix("optimizer.").rpartition("/")
-            names.setdefault(name, []).append(key)
+    names = {} if engine.replica.offloaded else states_by_name(saved)
     room: State = {}
-    for name, parameter, piece, start in _pieces(engine):
+    for name, parameter, piece, start in pieces(engine):
         room[f"model.{name}"] = SavedPiece(piece.detach().view(-1), start, parameter.numel())
         for key in names.get(name, ()):
             entry = f"optimizer.{name}/{key}"
-            values = _empty(saved[entry], piece.numel())
+            values = empty_as(saved[entry], piece.numel())
             room[entry] = values if values.dim() == 0 else SavedPiece(values, start, parameter.numel())
     own = (f"random.rank{rank}", f"random.cuda.rank{rank}")
     for entry, description in saved.items():
         if entry in own or entry.startswith(f"compression.rank{rank}."):
-            room[entry] = _empty(description, None)
+            room[entry] = empty_as(description, None)
     if engine.device.type != "cuda":
         room.pop(own[1], None)
     return room
@@ -68,11 +68,11 @@ def room_for(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -> S
 
 def restore(engine: Engine, rank: int, loaded: State) -> None:
     """Have `engine` go on from what was loaded into the room that `room_for` made."""
-    for name, _, piece, _ in _pieces(engine):
+    for name, _, piece, _ in pieces(engine):
         prefix = f"optimizer.{name}/"
         for entry, found in loaded.items():
             if entry.startswith(prefix):
-                value = found.values.view_as(piece) if isinstance(found, SavedPiece) else found
+                value = found.values.view_as(piece) if isinstance(found, Piece) else found
                 engine.optimizer.state[piece][entry.removeprefix(prefix)] = value.to(piece.device)
     engine.replica.publish()
     remembered = f"compression.rank{rank}."
@@ -89,18 +89,3 @@ def restore(engine: Engine, rank: int, loaded: State) -> None:
     generator = loaded.get(f"random.cuda.rank{rank}")
     if isinstance(generator, Tensor):
         torch.cuda.set_rng_state(generator, engine.device)
-
-
-def _pieces(engine: Engine) -> Iterator[tuple[str, nn.Parameter, nn.Parameter, int]]:
-    """(name, parameter, piece, start) of what this rank updates."""
-    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-    for parameter, piece, start in engine.replica.pieces():
-        yield names[id(parameter)], parameter, piece, start
-
-
-def _empty(description: STORAGE_TYPES, length: int | None) -> Tensor:
-    """Room for a tensor as described, or, unless it is a number, for `length` elements of it."""
-    if not isinstance(description, TensorStorageMetadata):
-        raise TypeError(f"expected a tensor, found {type(description).__name__}")
-    shape = description.size if length is None or not description.size else (length,)
-    return torch.empty(shape, dtype=description.properties.dtype)

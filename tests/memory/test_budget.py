@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import offload
 from farandole.memory.budget import Bandwidth, Budget, measure_bandwidth
@@ -50,3 +51,9 @@ def test_the_benchmark_measures_itself(tmp_path: Path) -> None:
     assert result["share_of_plain"] > 0.1  # far below what is seen: others may use the machine
     assert "AdamW, state on the disk" in offload.table(result)
     assert "of the plain bandwidth" in offload.remarks(result)
+
+
+def test_measuring_draws_none_of_the_random_numbers_of_others(tmp_path):
+    before = torch.get_rng_state()
+    measure_bandwidth(tmp_path, 16 << 20)
+    assert torch.equal(torch.get_rng_state(), before)

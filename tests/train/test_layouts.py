@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from farandole.train.engine import Engine
 from farandole.train.text import open_text
 
 CPU = torch.device("cpu")
+Way = tuple[int, str]
+"""A stage of ZeRO, and where the optimizer's states are kept."""
 STEPS = 3
 
 
@@ -34,8 +37,9 @@ def _world() -> Communicator:
     return Communicator(dist.group.WORLD)
 
 
-def _make(words: list[str], zero: int) -> tuple[Text, Engine]:
-    config = load_config("tiny", [*words, f"parallel.zero={zero}"])
+def _make(words: list[str], way: Way) -> tuple[Text, Engine]:
+    zero, offload = way
+    config = load_config("tiny", [*words, f"parallel.zero={zero}", f"parallel.offload={offload}"])
     text = open_text(config)
     return text, Engine(config, text, "fp32", _world(), CPU)
 
@@ -49,22 +53,29 @@ def _contents(engine: Engine) -> dict[str, Tensor]:
         for key in ("exp_avg", "exp_avg_sq"):
             whole[f"{name}/{key}"] = torch.zeros(parameter.numel())
         whole[f"{name}/step"] = torch.zeros(())
-    for parameter, piece, start in engine.replica.pieces():
-        name, part = names[id(parameter)], slice(start, start + piece.numel())
+    places = {piece: (names[id(parameter)], start) for parameter, piece, start in engine.replica.pieces()}
+    for piece, state in _states(engine):
+        name, start = places[piece]
         for key in ("exp_avg", "exp_avg_sq"):
-            whole[f"{name}/{key}"][part] = engine.optimizer.state[piece][key].flatten()
-        whole[f"{name}/step"] = engine.optimizer.state[piece]["step"].clone()
+            whole[f"{name}/{key}"][start : start + piece.numel()] = state[key].flatten()
+        whole[f"{name}/step"] = state["step"].clone()
     for name, value in whole.items():
         if "/" in name and engine.replica.zero:
             _world().all_reduce(value, "max" if name.endswith("/step") else "sum")
     return whole
 
 
+def _states(engine: Engine) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    yield from engine.optimizer.state.items()
+    for update in engine.replica.offloaded:
+        yield from ((piece, kept.state) for piece, kept in update.saved())
+
+
 def _save(
-    rank: int, size: int, words: list[str], run: Path, zero: int
+    rank: int, size: int, words: list[str], run: Path, way: Way
 ) -> tuple[dict[str, Tensor], list[float]]:
     """What was saved after some steps, and the losses that follow."""
-    text, engine = _make(words, zero)
+    text, engine = _make(words, way)
     for _ in range(STEPS):
         engine.step()
     writer = CheckpointWriter(run, text.folder / "tokenizer.json", keep=2, comm=_world())
@@ -75,10 +86,10 @@ def _save(
 
 
 def _load(
-    rank: int, size: int, words: list[str], run: Path, zero: int
+    rank: int, size: int, words: list[str], run: Path, way: Way
 ) -> tuple[dict[str, Tensor], list[float]]:
-    _, engine = _make([*words, "seed=5"], zero)
-    engine.sampler = _make(words, zero)[1].sampler
+    _, engine = _make([*words, "seed=5"], way)
+    engine.sampler = _make(words, way)[1].sampler
     load(engine, run / "checkpoints" / f"step-{STEPS:06d}", _world())
     contents = _contents(engine)
     return contents, [engine.step().loss for _ in range(2)]
@@ -86,20 +97,27 @@ def _load(
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, 3), [(1, 0), (4, 1), (2, 2)]), ((1, 0), [(4, 3), (2, 1)]), ((4, 1), [(2, 0), (2, 3)])],
+    [
+        ((2, 3, ""), [(1, 0, ""), (4, 1, ""), (2, 2, "")]),
+        ((1, 0, ""), [(4, 3, ""), (2, 1, "")]),
+        ((4, 1, ""), [(2, 0, ""), (2, 3, "")]),
+        ((2, 3, "disk"), [(1, 0, ""), (4, 1, "disk")]),
+        ((4, 1, ""), [(1, 0, "disk")]),
+    ],
 )
 def test_from_any_layout_to_any_other(
     ranks: Any,
     words: list[str],
     tmp_path: Path,
-    before: tuple[int, int],
-    after: list[tuple[int, int]],
+    before: tuple[int, int, str],
+    after: list[tuple[int, int, str]],
 ) -> None:
-    size, zero = before
-    results = ranks(size).run(_save, words, tmp_path / "run", zero)
+    places = {"": "none", "disk": f"disk:{tmp_path}"}
+    size, zero, place = before
+    results = ranks(size).run(_save, words, tmp_path / "run", (zero, places[place]))
     expected, losses = results[0]
-    for size, zero in after:
-        for contents, following in ranks(size).run(_load, words, tmp_path / "run", zero):
+    for size, zero, place in after:
+        for contents, following in ranks(size).run(_load, words, tmp_path / "run", (zero, places[place])):
             assert contents.keys() == expected.keys()
             for name, value in contents.items():
                 assert torch.equal(value, expected[name]), f"{name} at {size} ranks, zero={zero}"
