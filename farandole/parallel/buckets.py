@@ -18,8 +18,7 @@ class Bucket:
 
     `weights` are None where the model and the optimizer share the parameters as they are: with `zero=0` and one type.
     `pieces` are what an optimizer updates on this rank: for each parameter its master, or the part of it in
-    this rank's shard, or None where that has no part of it.  Those that are to be `offloaded` are flat, and in the
-    memory of the host.
+    this rank's shard, or None where that has no part of it.  Those that are to be `offloaded` are flat.
     """
 
     def __init__(
@@ -49,8 +48,7 @@ class Bucket:
             self.starts[piece.index] = piece.start
             if weights is not None:
                 assert weights.master is not None  # these are trained
-                master = weights.master[part].view(shape)
-                own_piece = nn.Parameter(master.cpu() if offloaded else master)
+                own_piece = nn.Parameter(weights.master[part].view(shape))
                 self.pieces[piece.index] = own_piece
                 self._offsets[id(own_piece)] = piece.offset
         if weights is None:

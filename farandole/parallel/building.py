@@ -24,12 +24,13 @@ from farandole.parallel.weights import Weights
 class Built:
     """What a model was made into: its trained parameters in buckets, those first whose gradients come first.
 
-    `gathering` is there where weights are sharded among ranks that do not share memory.
+    `weights` are those of all parameters that lie in flat buffers, frozen ones too.  `gathering` is there where they are
+    sharded among ranks that do not share memory.
     """
 
     buckets: list[Bucket] = field(default_factory=list)
+    weights: list[Weights | GatheredWeights] = field(default_factory=list)
     gathering: Gathering | None = None
-    gathered: list[GatheredWeights] = field(default_factory=list)
 
 
 class Builder:
@@ -52,6 +53,7 @@ class Builder:
     ) -> None:
         self._moves = zero > 0 or dtype is not None or offloads
         self._offloads = offloads
+        self._masters_on = torch.device("cpu") if offloads else None
         self._comm, self._bucket_bytes = comm, bucket_bytes
         self._compression, self._zero, self._dtype = compression, zero, dtype
         self._settle = settle
@@ -68,13 +70,15 @@ class Builder:
         )
         if gathers:
             return self._build_gathered(model)
+        frozen: list[Weights] = []
         if self._moves:
-            for members in fill(filter(_is_frozen, parameters), self._bucket_bytes):
-                self._whole_weights(members, trained=False)
+            filled = fill(filter(_is_frozen, parameters), self._bucket_bytes)
+            frozen = [self._whole_weights(members, trained=False) for members in filled]
         trained = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
         filled = fill(trained, self._bucket_bytes)
         weights = [self._whole_weights(members, trained=True) if self._moves else None for members in filled]
-        return Built(self._buckets(filled, weights))
+        moved = [weight for weight in weights if weight is not None]
+        return Built(self._buckets(filled, weights), [*frozen, *moved])
 
     def _build_gathered(self, model: nn.Module) -> Built:
         """Weights are gathered block by block, so that no bucket has parameters of two."""
@@ -106,8 +110,8 @@ class Builder:
             needs.append((model, [rest]))
         return Built(
             self._buckets(filled, weights),
-            Gathering(groups, needs),
             [weight for group in groups for weight in group],
+            Gathering(groups, needs),
         )
 
     def _buckets(
@@ -134,11 +138,28 @@ class Builder:
     def _whole_weights(self, members: Sequence[nn.Parameter], *, trained: bool) -> Weights:
         kind = self._dtype or members[0].dtype
         layout = self._layout(members)
-        return Weights(members, layout, self._own, self._comm, kind, sharded=self._zero > 0, trained=trained)
+        return Weights(
+            members,
+            layout,
+            self._own,
+            self._comm,
+            kind,
+            sharded=self._zero > 0,
+            trained=trained,
+            masters_on=self._masters_on,
+        )
 
     def _gathered_weights(self, members: Sequence[nn.Parameter], *, trained: bool) -> GatheredWeights:
         kind = self._dtype or members[0].dtype
-        return GatheredWeights(members, self._layout(members), self._own, self._comm, kind, trained=trained)
+        return GatheredWeights(
+            members,
+            self._layout(members),
+            self._own,
+            self._comm,
+            kind,
+            trained=trained,
+            masters_on=self._masters_on,
+        )
 
     def _loans(
         self,

@@ -38,6 +38,8 @@ from farandole.comm.compression import Compression
 from farandole.parallel.buckets import Bucket, total_norm
 from farandole.parallel.building import Builder
 from farandole.parallel.casting import cast_floating
+from farandole.parallel.deferred import Initialise, fill_model, is_deferred, stand_in
+from farandole.parallel.gathering import GatheredWeights
 from farandole.parallel.offloading import OffloadedUpdate, home_at
 from farandole.parallel.starting import start_equal
 
@@ -61,6 +63,8 @@ class DataParallel:
     one process, but with error feedback what a step misses comes in later ones.  Raises TypeError or ValueError
     where they cannot be compressed.
 
+    A model on the meta device is made where ranks keep its parts, block by block, by `initialise` (`deferred`).
+
     `waited_s` adds up the seconds in which this rank had nothing to do but wait for others.
     """
 
@@ -74,6 +78,7 @@ class DataParallel:
         zero: int = 0,
         dtype: torch.dtype | None = None,
         offload: str = "none",
+        initialise: Initialise | None = None,
     ) -> None:
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"zero={zero}: the stages are 0, 1, 2 and 3")
@@ -90,12 +95,22 @@ class DataParallel:
         self._dtype = dtype
         self._offload = offload
         self.offloaded: list[OffloadedUpdate] = []
-        start_equal(model, comm)
+        if is_deferred(model) != (initialise is not None):
+            raise ValueError(
+                "initialise= fills the blocks of a model that is on the meta device: both are needed, or neither"
+            )
+        types: dict[int, torch.dtype] = {}
+        if initialise is None:
+            start_equal(model, comm)
+        else:
+            types = stand_in(model, torch.get_default_device())
         offloads = offload != "none"
         built = Builder(comm, bucket_bytes, compression, zero, dtype, self._settle, offloads=offloads).build(
             model
         )
-        self.buckets, self._gathering, self._gathered = built.buckets, built.gathering, built.gathered
+        self.buckets, self._weights, self._gathering = built.buckets, built.weights, built.gathering
+        if initialise is not None:
+            fill_model(model, built.weights, comm, initialise, types)
         parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         device = parameters[0].device if parameters else None
         # which parameters anybody had a gradient for, in the order of the buckets
@@ -177,11 +192,12 @@ class DataParallel:
     def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every parameter with its whole value, some at a time: all ranks go through them together."""
         gathered: set[int] = set()
-        for weights in self._gathered:
-            weights.use()
-            yield from ((parameter, parameter.detach()) for parameter in weights.parameters)
-            weights.forget()
-            gathered.update(id(parameter) for parameter in weights.parameters)
+        for weights in self._weights:
+            if isinstance(weights, GatheredWeights):
+                weights.use()
+                yield from ((parameter, parameter.detach()) for parameter in weights.parameters)
+                weights.forget()
+                gathered.update(id(parameter) for parameter in weights.parameters)
         for parameter in self.model.parameters():
             if id(parameter) not in gathered:
                 yield parameter, parameter.detach()

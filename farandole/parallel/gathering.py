@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.flat import FlatLayout
-from farandole.parallel.weights import copy_of_own
+from farandole.parallel.weights import copy_of_own, fill_own
 
 CAPACITY = 3
 """Groups of weights that are whole at a time: of the block that computes, the one before and the one to come."""
@@ -50,14 +50,15 @@ class GatheredWeights:
         dtype: torch.dtype,
         *,
         trained: bool,
+        masters_on: torch.device | None = None,
     ) -> None:
         self.parameters = list(parameters)
-        self._layout, self._comm = layout, comm
+        self._layout, self._comm, self._shard = layout, comm, own
         first = parameters[0]
+        self.masters_apart = trained and (dtype != first.dtype or masters_on not in (None, first.device))
         with torch.no_grad():
-            master = copy_of_own(parameters, layout, own)
-            self._own = master if dtype == first.dtype else master.to(dtype)
-            self.masters_apart = trained and dtype != first.dtype
+            master = copy_of_own(parameters, layout, own, masters_on if trained else None)
+            self._own = master.to(first.device, dtype)
             self.master = master if trained else None
             nothing = torch.full((), torch.nan, dtype=dtype, device=first.device)
         self._placeholders = [nothing.expand(parameter.shape) for parameter in parameters]
@@ -94,6 +95,12 @@ class GatheredWeights:
         """Whether `tensor` lies in the gathered memory."""
         whole = self._whole
         return whole is not None and whole.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+    def fill(self, index: int, values: Tensor) -> None:
+        """Begin with other `values` of parameter `index`, shaped as it is; all ranks call it, with the same ones."""
+        fill_own(self._own, self._layout, self._shard, index, values)
+        if self.masters_apart and self.master is not None:
+            fill_own(self.master, self._layout, self._shard, index, values)
 
     def take(self, offset: int, values: Tensor) -> None:
         """Compute with new `values` of this rank's shard, from its element `offset` on."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from farandole.comm.communicator import Communicator
 from farandole.memory.recompute import apply_recompute
 from farandole.parallel.data import DataParallel
+from farandole.parallel.deferred import Initialise
 from farandole.plan import Plan, PlanError
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,6 +35,7 @@ def parallelize(
     *,
     example: Any = None,
     loss: Callable[[Any], Tensor] | None = None,
+    initialise: Initialise | None = None,
 ) -> DataParallel:
     """Have all ranks of `comm` (by default all there are) train `model` together, as `plan` says.
 
@@ -42,6 +44,9 @@ def parallelize(
 
     `example`, an input of a rank's micro-batch, and `loss`, what is made of the output, are for `recompute="attention"`
     and "auto", which measure with them (`memory.recompute.apply_recompute`).
+
+    A `model` on the meta device needs `initialise(name, block)`, which fills one block at a time (`parallel.deferred`): no
+    process has more of it in memory than its own part and a block.
 
     Raises `PlanError` where the plan does not fit the ranks or the model, and RuntimeError where there are none.
     """
@@ -61,7 +66,12 @@ def parallelize(
         )
     _recompute(model, plan, example, loss)
     return DataParallel(
-        model, comm, zero=plan.zero, dtype=None if plan.precision == "fp32" else wanted, offload=plan.offload
+        model,
+        comm,
+        zero=plan.zero,
+        dtype=None if plan.precision == "fp32" else wanted,
+        offload=plan.offload,
+        initialise=initialise,
     )
 
 

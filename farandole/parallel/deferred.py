@@ -1,0 +1,117 @@
+"""Models that no process could hold whole: made on the meta device, initialised block by block.
+
+    with torch.device("meta"):
+        model = build(config)                                   # shapes only
+    engine = farandole.parallelize(model, plan, initialise=fill_block)
+
+A parameter first gets a stand-in that has its shape and takes no memory.  When ranks have made room for what each of them
+keeps, rank 0 makes the values of one block after the other, and all ranks take their parts of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from farandole.comm.communicator import Communicator
+from farandole.memory.blocks import blocks_of
+from farandole.parallel.gathering import GatheredWeights
+from farandole.parallel.weights import Weights
+
+Initialise = Callable[[str, nn.Module], None]
+"""Fills a block in place: the name of the block, and the block with its parameters and buffers in memory, undefined.
+
+It is called on rank 0 for every block of `memory.blocks.blocks_of`, in order; and then, for what belongs to no block, for
+each module that has such parameters or buffers.  What is shared with an earlier block is there, and ignored.
+"""
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Whether parameters of `model` are on the meta device."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def stand_in(model: nn.Module, device: torch.device) -> dict[int, torch.dtype]:
+    """Give `model` parameters on `device` that take no memory, and buffers that do; tied ones stay so.
+
+    Returns the types of all parameters by their identity.
+    """
+    twins: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in twins:
+                    nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=device)
+                    twins[id(parameter)] = nn.Parameter(
+                        nothing.expand(parameter.shape), requires_grad=parameter.requires_grad
+                    )
+                module._parameters[name] = twins[id(parameter)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                twins.setdefault(id(buffer), torch.zeros_like(buffer, device=device))
+                module._buffers[name] = twins[id(buffer)]
+    return {id(parameter): parameter.dtype for parameter in model.parameters()}
+
+
+def fill_model(
+    model: nn.Module,
+    weights: Sequence[Weights | GatheredWeights],
+    comm: Communicator,
+    initialise: Initialise,
+    types: Mapping[int, torch.dtype],
+) -> None:
+    """Give the parameters and buffers of `model` the values that `initialise` makes on rank 0.
+
+    `weights` are the places of the parameters that lie in flat buffers; the others are made here.  `types` are those
+    that parameters had, by their identity.  Called by all ranks.
+    """
+    places = {id(p): (weight, index) for weight in weights for index, p in enumerate(weight.parameters)}
+    filled: set[int] = set()
+    for name, part, recurse in _parts(model):
+        members = list(part.parameters(recurse=recurse))
+        fresh = [parameter for parameter in members if id(parameter) not in filled]
+        if not fresh and not any(True for _ in part.buffers(recurse=recurse)):
+            continue
+        with _in_memory(members, types), torch.no_grad():
+            if comm.rank == 0:
+                initialise(name, part)
+            values = [parameter.data for parameter in fresh]
+            buffers = [buffer for buffer in part.buffers(recurse=recurse) if id(buffer) not in filled]
+            for tensor in (*values, *buffers):
+                comm.broadcast(tensor, root=0)
+        filled.update(id(tensor) for tensor in (*fresh, *buffers))
+        with torch.no_grad():
+            for parameter, value in zip(fresh, values, strict=True):
+                if id(parameter) in places:
+                    weight, index = places[id(parameter)]
+                    weight.fill(index, value)
+                else:
+                    parameter.data = value
+    comm.barrier()  # what ranks have in common is there for all
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """(name, module, whether with the modules in it): blocks, then what lies beside them."""
+    blocks = blocks_of(model)
+    inside = {module for _, block in blocks for module in block.modules()}
+    for name, block in blocks:
+        yield name, block, True
+    for name, module in model.named_modules():
+        if module not in inside:
+            yield name, module, False
+
+
+@contextmanager
+def _in_memory(parameters: Sequence[nn.Parameter], types: Mapping[int, torch.dtype]) -> Iterator[None]:
+    """Within it, `parameters` have memory of their own, in the types that they had."""
+    places = [parameter.data for parameter in parameters]
+    for parameter, place in zip(parameters, places, strict=True):
+        parameter.data = torch.empty(place.shape, dtype=types[id(parameter)], device=place.device)
+    try:
+        yield
+    finally:
+        for parameter, place in zip(parameters, places, strict=True):
+            parameter.data = place
