@@ -38,6 +38,8 @@ from farandole.comm.compression import Compression
 from farandole.parallel.buckets import Bucket, total_norm
 from farandole.parallel.building import Builder
 from farandole.parallel.casting import cast_floating
+from farandole.parallel.loss_scaling import LossScaler
+from farandole.parallel.nonfinite import GradientWatch, NonFinite, OutputWatch
 from farandole.parallel.starting import start_equal
 
 BUCKET_BYTES = 4 << 20
@@ -60,6 +62,9 @@ class DataParallel:
     where they cannot be compressed.
 
     `waited_s` adds up the seconds in which this rank had nothing to do but wait for others.
+
+    With `watch` every rank looks at its own gradients before they are averaged, so that `locate_nonfinite` can tell
+    whose were not finite; it costs one pass over a bucket that has just been filled.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class DataParallel:
         *,
         zero: int = 0,
         dtype: torch.dtype | None = None,
+        watch: bool = False,
     ) -> None:
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"zero={zero}: the stages are 0, 1, 2 and 3")
@@ -83,11 +89,13 @@ class DataParallel:
         self.model = model
         self.zero = zero
         self.waited_s = 0.0
+        self.scaler = LossScaler(enabled=False)  # for loops that train in any precision
         self._comm = comm
         self._dtype = dtype
         start_equal(model, comm)
         built = Builder(comm, bucket_bytes, compression, zero, dtype, self._settle).build(model)
         self.buckets, self._gathering, self._gathered = built.buckets, built.gathering, built.gathered
+        self._watch = GradientWatch(model, self.buckets) if watch else None
         parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         device = parameters[0].device if parameters else None
         # which parameters anybody had a gradient for, in the order of the buckets
@@ -110,7 +118,16 @@ class DataParallel:
             inputs, named = cast_floating((inputs, named), self._dtype)
         return self.model(*inputs, **named)
 
+    def backward(self, loss: Tensor) -> None:
+        """`loss.backward()`, for loops that train in any precision."""
+        loss.backward()
+
     # ---- the optimizer ----
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer's last step was skipped: only where the loss is scaled (`ScaledDataParallel`)."""
+        return False
 
     def pieces(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
         """(parameter, piece, start): what this rank updates, and where it begins in the flattened parameter."""
@@ -138,7 +155,7 @@ class DataParallel:
                 )
             group["params"] = [piece_of[id(p)] for p in group["params"] if id(p) in piece_of]
         optimizer.register_step_pre_hook(lambda *_: self._before_update())
-        optimizer.register_step_post_hook(lambda *_: self.publish())
+        optimizer.register_step_post_hook(lambda *_: self._after_update())
         return optimizer
 
     def publish(self) -> None:
@@ -175,6 +192,9 @@ class DataParallel:
         if self._shares_weights:  # nobody may read weights any more
             self._comm.barrier()
 
+    def _after_update(self) -> None:
+        self.publish()
+
     # ---- gradients ----
 
     @contextmanager
@@ -209,6 +229,15 @@ class DataParallel:
         square = torch.tensor(norm, dtype=torch.float64) ** 2
         self._comm.all_reduce(square)
         return float(square.sqrt())
+
+    def locate_nonfinite(self, outputs: OutputWatch | None = None) -> NonFinite:
+        """Where gradients whose norm is not finite come from.  All ranks call it, before the update.
+
+        Raises RuntimeError without `watch`.
+        """
+        if self._watch is None:
+            raise RuntimeError("gradients are not watched: make DataParallel with watch=True")
+        return self._watch.locate(self._comm, outputs)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient by `factor`."""
@@ -285,6 +314,8 @@ class DataParallel:
         self._reduced = False
         self._next = 0
         self._used.zero_()
+        if self._watch is not None:
+            self._watch.clear()
         for bucket in self.buckets:
             bucket.gradients.clear()
             bucket.begin_pass()
@@ -321,6 +352,8 @@ class DataParallel:
         for number in range(self._next, end):
             gradients = self.buckets[number].gradients
             self._used_by_bucket[number].bitwise_or_(torch.tensor(gradients.received, dtype=torch.uint8))
+            if self._watch is not None:
+                self._watch.look(number)
             gradients.launch()
         self._next = max(self._next, end)
 

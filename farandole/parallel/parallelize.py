@@ -4,7 +4,7 @@ runtime = farandole.init()
 engine = farandole.parallelize(model, Plan(zero=2, precision="bf16"))
 optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
 for inputs, targets in batches:
-    loss_of(engine(inputs), targets).backward()
+    engine.backward(loss_of(engine(inputs), targets))
     engine.clip(1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -18,16 +18,22 @@ from torch import nn
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.data import DataParallel
+from farandole.parallel.scaled import ScaledDataParallel
 from farandole.plan import Plan, PlanError
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def parallelize(model: nn.Module, plan: Plan | None = None, comm: Communicator | None = None) -> DataParallel:
+def parallelize(
+    model: nn.Module, plan: Plan | None = None, comm: Communicator | None = None, *, diagnose: bool = False
+) -> DataParallel:
     """Have all ranks of `comm` (by default all there are) train `model` together, as `plan` says.
 
     Called by all ranks; they get the parameters of rank 0.  The model's own parameters become those that the plan
     computes with: the model is used through what is returned, which is called as the model is.
+
+    With `precision="fp16"` the loss is scaled (`ScaledDataParallel`); then `diagnose` has every step's outputs looked
+    at, so that the first overflow already names the block where the forward pass went wrong.
 
     Raises `PlanError` where the plan does not fit the ranks, and RuntimeError where there are none.
     """
@@ -45,4 +51,10 @@ def parallelize(model: nn.Module, plan: Plan | None = None, comm: Communicator |
             f"precision='fp32', and {odd} is {dict(model.named_parameters())[odd].dtype}: make the model in fp32, "
             f"of which lower precisions keep masters"
         )
+    if diagnose and plan.precision != "fp16":
+        raise PlanError(
+            f"diagnose=True with precision={plan.precision!r}: it explains the steps that precision='fp16' skips"
+        )
+    if plan.precision == "fp16":
+        return ScaledDataParallel(model, comm, zero=plan.zero, dtype=wanted, diagnose=diagnose)
     return DataParallel(model, comm, zero=plan.zero, dtype=None if plan.precision == "fp32" else wanted)

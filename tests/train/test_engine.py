@@ -70,6 +70,8 @@ def _overflow(rank: int, size: int, words: list[str]) -> None:
     factor = engine.scaler.scale
     result = engine.step()
     assert result.skipped
+    first = next(iter(dict(engine.model.named_parameters())))
+    assert str(result.overflow).startswith(f"OVERFLOW step 1: rank 0, {first} grad ")
     assert engine.scaler.scale == factor / 2
     assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
     engine.scaler.scale = 128.0
@@ -92,6 +94,7 @@ def _diverge(rank: int, size: int, words: list[str]) -> str:
 def test_divergence_is_said_by_all_ranks(ranks: Any, words: list[str]) -> None:
     for message in ranks(2).run(_diverge, words):
         assert "step 1: the gradient is nan" in message
+        assert "at a loss of nan, rank 1, 0.tokens.weight grad nan (and " in message
         assert "lower optimizer.learning_rate=0.002" in message
 
 
