@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Rounding = Literal["nearest", "stochastic"]
 
 
 class PlanError(ValueError):
@@ -26,11 +27,14 @@ class Plan:
         optimizer, 2 gradients too, 3 weights too.
     precision: the type of the weights that the model computes with.  The optimizer keeps masters in the type that
         the model was made in, and gradients are averaged in that type.
+    rounding: how what the optimizer computes becomes bf16 weights.  With "stochastic" there are no masters, which saves
+        4 bytes per parameter (`parallel.rounding`).
     """
 
     data: int | None = None
     zero: int = 0
     precision: Precision = "fp32"
+    rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
         if self.data is not None and self.data < 1:
@@ -39,6 +43,13 @@ class Plan:
             raise PlanError(f"zero={self.zero}: the stages are 0, 1, 2 and 3")
         if self.precision not in get_args(Precision):
             raise PlanError(f"precision={self.precision!r}: one of {', '.join(get_args(Precision))}")
+        if self.rounding not in get_args(Rounding):
+            raise PlanError(f"rounding={self.rounding!r}: one of {', '.join(get_args(Rounding))}")
+        if self.rounding == "stochastic" and self.precision != "bf16":
+            raise PlanError(
+                f"rounding='stochastic' with precision={self.precision!r}: it is for bf16; nearest plan: "
+                f"precision='bf16'"
+            )
 
     def check(self, ranks: int) -> None:
         """Raise `PlanError` unless the plan is one for `ranks` ranks."""

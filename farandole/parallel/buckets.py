@@ -36,10 +36,12 @@ class Bucket:
         self.starts = [0] * len(self.parameters)  # of a piece in its flattened parameter
         self._shares: list[Tensor | None] = [None] * len(self.parameters)  # of the gradient, for each piece
         self._awaited: set[int] = set()
+        self._parts: dict[int, slice] = {}  # where a piece lies in the shard
         for piece in layout.pieces(own):
             parameter = self.parameters[piece.index]
             shape = parameter.shape if piece.length == parameter.numel() else (piece.length,)
             part = slice(piece.offset, piece.offset + piece.length)
+            self._parts[piece.index] = part
             self._shares[piece.index] = gradients.reduced[part].view(shape)
             self.starts[piece.index] = piece.start
             if weights is not None:
@@ -62,6 +64,16 @@ class Bucket:
         for parameter in (*self.parameters, *self.pieces):
             if parameter is not None:
                 parameter.grad = None
+
+    def lay_pieces(self, shard: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Have the pieces lie in `shard` from now on; returns them with the data that they had."""
+        before = []
+        for index, part in self._parts.items():
+            piece = self.pieces[index]
+            assert piece is not None
+            before.append((piece, piece.data))
+            piece.data = shard[part].view(piece.shape)
+        return before
 
     def begin_pass(self) -> None:
         """Expect a gradient of every parameter."""

@@ -35,7 +35,8 @@ class Built:
 class Builder:
     """Makes the parameters of `model` what stage `zero` wants them to be.
 
-    With `zero` or a `dtype` the parameters become views of flat buffers, frozen ones too.  `settle` completes the
+    With `zero` or a `dtype` the parameters become views of flat buffers, frozen ones too; with `rounded` trained ones
+    have no masters between updates.  `settle` completes the
     reduction of a bucket whose memory another one wants (`Lender`).
     """
 
@@ -47,10 +48,12 @@ class Builder:
         zero: int,
         dtype: torch.dtype | None,
         settle: Callable[[int], bool],
+        rounded: bool = False,
     ) -> None:
         self._comm, self._bucket_bytes = comm, bucket_bytes
         self._compression, self._zero, self._dtype = compression, zero, dtype
         self._settle = settle
+        self._rounded = rounded
         self._shards = comm.size if zero else 1
         self._own = comm.rank if zero else 0
 
@@ -131,11 +134,23 @@ class Builder:
     def _whole_weights(self, members: Sequence[nn.Parameter], *, trained: bool) -> Weights:
         kind = self._dtype or members[0].dtype
         layout = self._layout(members)
-        return Weights(members, layout, self._own, self._comm, kind, sharded=self._zero > 0, trained=trained)
+        return Weights(
+            members,
+            layout,
+            self._own,
+            self._comm,
+            kind,
+            sharded=self._zero > 0,
+            trained=trained,
+            rounded=self._rounded,
+        )
 
     def _gathered_weights(self, members: Sequence[nn.Parameter], *, trained: bool) -> GatheredWeights:
         kind = self._dtype or members[0].dtype
-        return GatheredWeights(members, self._layout(members), self._own, self._comm, kind, trained=trained)
+        layout = self._layout(members)
+        return GatheredWeights(
+            members, layout, self._own, self._comm, kind, trained=trained, rounded=self._rounded
+        )
 
     def _loans(
         self,

@@ -40,6 +40,7 @@ from farandole.parallel.building import Builder
 from farandole.parallel.casting import cast_floating
 from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.nonfinite import GradientWatch, NonFinite, OutputWatch
+from farandole.parallel.rounding import StochasticRounding
 from farandole.parallel.starting import start_equal
 
 BUCKET_BYTES = 4 << 20
@@ -55,7 +56,8 @@ class DataParallel:
     With `zero` >= 1 an optimizer updates pieces of the parameters: `optimizer` gives it those.  The gradients are then
     those of the pieces, and the parameters' own `.grad` is None.  Ranks that share memory have one copy of the
     weights between them.  With `dtype` (bf16, fp16) the model computes with weights of that type, while the
-    optimizer updates masters of the type that they had, with gradients of that type.
+    optimizer updates masters of the type that they had, with gradients of that type.  With bf16 and a `rounding` there
+    are no masters but in the update, and `pieces` read as NaN between updates.
 
     A `compression` (`Int8()`, ...) is for what crosses hosts, with `zero=0`; gradients are then no longer those of
     one process, but with error feedback what a step misses comes in later ones.  Raises TypeError or ValueError
@@ -77,6 +79,7 @@ class DataParallel:
         zero: int = 0,
         dtype: torch.dtype | None = None,
         watch: bool = False,
+        rounding: StochasticRounding | None = None,
     ) -> None:
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"zero={zero}: the stages are 0, 1, 2 and 3")
@@ -86,14 +89,18 @@ class DataParallel:
             )
         if compression is not None and zero:
             raise ValueError(f"compression and zero={zero}: gradients are compressed with zero=0 only")
+        if rounding is not None and dtype is not torch.bfloat16:
+            raise ValueError(f"stochastic rounding with dtype={dtype}: it is for torch.bfloat16")
         self.model = model
         self.zero = zero
+        self.rounding = rounding
         self.waited_s = 0.0
         self.scaler = LossScaler(enabled=False)  # for loops that train in any precision
         self._comm = comm
         self._dtype = dtype
         start_equal(model, comm)
-        built = Builder(comm, bucket_bytes, compression, zero, dtype, self._settle).build(model)
+        rounded = rounding is not None
+        built = Builder(comm, bucket_bytes, compression, zero, dtype, self._settle, rounded).build(model)
         self.buckets, self._gathering, self._gathered = built.buckets, built.gathering, built.gathered
         self._watch = GradientWatch(model, self.buckets) if watch else None
         parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
@@ -154,6 +161,8 @@ class DataParallel:
                     "the optimizer has parameters that are not the model's: make it from model.parameters()"
                 )
             group["params"] = [piece_of[id(p)] for p in group["params"] if id(p) in piece_of]
+        if self.rounding is not None:
+            self.rounding.drive(optimizer, self.buckets, self._comm.rank if self.zero else 0)
         optimizer.register_step_pre_hook(lambda *_: self._before_update())
         optimizer.register_step_post_hook(lambda *_: self._after_update())
         return optimizer

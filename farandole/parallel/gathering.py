@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.flat import FlatLayout
-from farandole.parallel.weights import copy_of_own
+from farandole.parallel.weights import copy_of_own, no_master
 
 CAPACITY = 3
 """Groups of weights that are whole at a time: of the block that computes, the one before and the one to come."""
@@ -50,13 +50,17 @@ class GatheredWeights:
         dtype: torch.dtype,
         *,
         trained: bool,
+        rounded: bool = False,
     ) -> None:
         self.parameters = list(parameters)
         self._layout, self._comm = layout, comm
         first = parameters[0]
         with torch.no_grad():
             master = copy_of_own(parameters, layout, own)
-            self._own = master if dtype == first.dtype else master.to(dtype)
+            self.own = master if dtype == first.dtype else master.to(dtype)
+            self._rounded = rounded
+            if rounded:
+                master = no_master(layout, first.device)
             self.master = master if trained else None
             nothing = torch.full((), torch.nan, dtype=dtype, device=first.device)
         self._placeholders = [nothing.expand(parameter.shape) for parameter in parameters]
@@ -67,8 +71,8 @@ class GatheredWeights:
     def start(self) -> None:
         """Begin to gather them, if they are not whole."""
         if self._whole is None:
-            self._whole = self._own.new_empty(self._layout.length)
-            self._work = self._comm.all_gather(self._whole, self._own, async_op=True)
+            self._whole = self.own.new_empty(self._layout.length)
+            self._work = self._comm.all_gather(self._whole, self.own, async_op=True)
 
     def use(self) -> Tensor:
         """The whole buffer; the parameters are views of it from now on."""
@@ -97,8 +101,8 @@ class GatheredWeights:
     def publish(self) -> None:
         """Take over what the optimizer has made of this rank's shard; what was gathered before is out of date."""
         self.forget()
-        if self.master is not None and self.master is not self._own:
-            self._own.copy_(self.master)
+        if self.master is not None and self.master is not self.own and not self._rounded:
+            self.own.copy_(self.master)
 
     def _set(self, tensors: Sequence[Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):

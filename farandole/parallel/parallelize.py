@@ -18,6 +18,7 @@ from torch import nn
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.data import DataParallel
+from farandole.parallel.rounding import StochasticRounding
 from farandole.parallel.scaled import ScaledDataParallel
 from farandole.plan import Plan, PlanError
 
@@ -32,7 +33,7 @@ def parallelize(
     Called by all ranks; they get the parameters of rank 0.  The model's own parameters become those that the plan
     computes with: the model is used through what is returned, which is called as the model is.
 
-    With `precision="fp16"` the loss is scaled (`ScaledDataParallel`); then `diagnose` has every step's outputs looked
+    With `rounding="stochastic"`, what is rounded up depends on torch's seed on rank 0.  With `precision="fp16"` the loss is scaled (`ScaledDataParallel`); then `diagnose` has every step's outputs looked
     at, so that the first overflow already names the block where the forward pass went wrong.
 
     Raises `PlanError` where the plan does not fit the ranks, and RuntimeError where there are none.
@@ -57,4 +58,14 @@ def parallelize(
         )
     if plan.precision == "fp16":
         return ScaledDataParallel(model, comm, zero=plan.zero, dtype=wanted, diagnose=diagnose)
-    return DataParallel(model, comm, zero=plan.zero, dtype=None if plan.precision == "fp32" else wanted)
+    dtype = None if plan.precision == "fp32" else wanted
+    rounding = StochasticRounding(_common_seed(comm)) if plan.rounding == "stochastic" else None
+    return DataParallel(model, comm, zero=plan.zero, dtype=dtype, rounding=rounding)
+
+
+def _common_seed(comm: Communicator) -> int:
+    """The seed of torch on rank 0."""
+    seed = torch.tensor(torch.initial_seed() % 2**63)
+    if comm.size > 1:
+        comm.broadcast(seed)
+    return int(seed)

@@ -24,7 +24,8 @@ class Weights:
     """The weights of some parameters of one type, in a flat buffer of type `dtype`.
 
     The buffer is cut into `layout`'s shards; this rank owns shard `own` of them.  With `sharded`, ranks that
-    share memory have one buffer for all; else, and elsewhere, each has its own.
+    share memory have one buffer for all; else, and elsewhere, each has its own.  With `rounded` there is no master
+    but for the time of an update (`rounding`): it reads as NaN, and takes no memory.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Weights:
         *,
         sharded: bool,
         trained: bool,
+        rounded: bool = False,
     ) -> None:
         first = parameters[0]
         self._comm = comm
@@ -46,11 +48,14 @@ class Weights:
         self._buffer = (
             torch.empty(layout.length, dtype=dtype, device=first.device) if common is None else common
         )
-        self._own = layout.shard(self._buffer, own)
+        self.own = layout.shard(self._buffer, own)
         self.master: Tensor | None = None
+        self._rounded = rounded
         with torch.no_grad():
-            if trained:
-                self.master = self._own if dtype == first.dtype else copy_of_own(parameters, layout, own)
+            if trained and rounded:
+                self.master = no_master(layout, first.device)
+            elif trained:
+                self.master = self.own if dtype == first.dtype else copy_of_own(parameters, layout, own)
             if not self.common or comm.rank == 0:
                 self._buffer.zero_()
             for parameter, view in zip(parameters, layout.views(self._buffer), strict=True):
@@ -62,10 +67,15 @@ class Weights:
 
     def publish(self) -> None:
         """Give the model what the optimizer has made of this rank's shard."""
-        if self.master is not None and self.master is not self._own:
-            self._own.copy_(self.master)
+        if self.master is not None and self.master is not self.own and not self._rounded:
+            self.own.copy_(self.master)
         if self._sharded and not self.common and self._comm.size > 1:
-            self._comm.all_gather(self._buffer, self._own)
+            self._comm.all_gather(self._buffer, self.own)
+
+
+def no_master(layout: FlatLayout, device: torch.device) -> Tensor:
+    """What stands for the master of a shard while there is none: fp32, as long, without memory."""
+    return torch.full((1,), torch.nan, device=device).expand(layout.shard_length)
 
 
 def copy_of_own(parameters: Sequence[nn.Parameter], layout: FlatLayout, own: int) -> Tensor:
