@@ -85,7 +85,8 @@ class GradientWatch:
 
     def look(self, number: int) -> None:
         """Look at bucket `number`, whose gradients are complete and are about to be averaged."""
-        whole, views = self._buckets[number].gradients.own()
+        whole, received = self._buckets[number].gradients.own()
+        views = {index: view for index, view in received.items() if view.numel()}
         if not views:
             return
         if whole.device.type != "cpu":  # waiting for the answer would hold up the backward pass
