@@ -18,7 +18,7 @@ class Bucket:
 
     `weights` are None where the model and the optimizer share the parameters as they are: with `zero=0` and one type.
     `pieces` are what an optimizer updates on this rank: for each parameter its master, or the part of it in
-    this rank's shard, or None where that has no part of it.
+    this rank's shard, number `shard`, or None where that has no part of it.
     """
 
     def __init__(
@@ -30,6 +30,7 @@ class Bucket:
         gradients: Gradients,
     ) -> None:
         self.parameters = list(parameters)
+        self.shard = own
         self.weights = weights
         self.gradients = gradients
         self.pieces: list[nn.Parameter | None] = [None] * len(self.parameters)

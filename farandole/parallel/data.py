@@ -162,7 +162,7 @@ class DataParallel:
                 )
             group["params"] = [piece_of[id(p)] for p in group["params"] if id(p) in piece_of]
         if self.rounding is not None:
-            self.rounding.drive(optimizer, self.buckets, self._comm.rank if self.zero else 0)
+            self.rounding.drive(optimizer, self.buckets)
         optimizer.register_step_pre_hook(lambda *_: self._before_update())
         optimizer.register_step_post_hook(lambda *_: self._after_update())
         return optimizer

@@ -65,8 +65,8 @@ class StochasticRounding:
         self.seed = seed
         self.steps = 0
 
-    def drive(self, optimizer: Optimizer, buckets: Sequence[Bucket], shard: int) -> None:
-        """Have `optimizer.step()` update the buckets one by one; `shard` is the number of this rank's part of them.
+    def drive(self, optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
+        """Have `optimizer.step()` update the buckets one by one.
 
         Its hooks are called once for all buckets.
         """
@@ -75,13 +75,13 @@ class StochasticRounding:
         plain: Callable[[Optimizer], Any] = getattr(cls.step, "__wrapped__", cls.step)
 
         def step(self_: Optimizer) -> None:
-            self._step(self_, plain, buckets, shard)
+            self._step(self_, plain, buckets)
 
         # a bound method, as torch's schedulers want it
         optimizer.step = MethodType(Optimizer.profile_hook_step(step), optimizer)  # type: ignore[method-assign]
 
     def _step(
-        self, optimizer: Optimizer, plain: Callable[[Optimizer], Any], buckets: Sequence[Bucket], shard: int
+        self, optimizer: Optimizer, plain: Callable[[Optimizer], Any], buckets: Sequence[Bucket]
     ) -> None:
         whole = optimizer.param_groups
         group_of = {id(piece): number for number, group in enumerate(whole) for piece in group["params"]}
@@ -96,7 +96,7 @@ class StochasticRounding:
                     continue
                 groups = {at: {**whole[at], "params": params} for at, params in sorted(members.items())}
                 optimizer.param_groups = list(groups.values())
-                with self._masters(bucket, number, shard):
+                with self._masters(bucket, number):
                     plain(optimizer)
                 changed |= groups
         finally:
@@ -106,7 +106,7 @@ class StochasticRounding:
         self.steps += 1
 
     @contextmanager
-    def _masters(self, bucket: Bucket, number: int, shard: int) -> Iterator[None]:
+    def _masters(self, bucket: Bucket, number: int) -> Iterator[None]:
         """The bucket's pieces are fp32 within, and rounded at its end."""
         assert bucket.weights is not None  # there is a type that the weights were cast to
         own = bucket.weights.own
@@ -114,7 +114,7 @@ class StochasticRounding:
         outside = bucket.lay_pieces(master)
         try:
             yield
-            round_stochastically(own, master, self._generator(number, shard, own.device))
+            round_stochastically(own, master, self._generator(number, bucket.shard, own.device))
         finally:
             for piece, data in outside:
                 piece.data = data
