@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "block", "selective", "attention", "auto"]
+Rounding = Literal["nearest", "stochastic"]
 
 
 class PlanError(ValueError):
@@ -31,6 +32,8 @@ class Plan:
     activation_bytes: for `recompute="auto"`, how many bytes of activations may be kept.
     offload: where the masters and states of the optimizer are kept, which only its step needs: "none" for beside the
         model, "host" for the memory of the host (of use to models on an accelerator), or "disk:FOLDER".
+    rounding: how what the optimizer computes becomes bf16 weights.  With "stochastic" there are no masters, which saves
+        4 bytes per parameter (`parallel.rounding`).
     """
 
     data: int | None = None
@@ -39,6 +42,7 @@ class Plan:
     recompute: Recompute = "none"
     activation_bytes: int | None = None
     offload: str = "none"
+    rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
         if self.data is not None and self.data < 1:
@@ -46,7 +50,18 @@ class Plan:
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero={self.zero}: the stages are 0, 1, 2 and 3")
         _one_of("precision", self.precision, get_args(Precision))
+        _one_of("rounding", self.rounding, get_args(Rounding))
         _one_of("recompute", self.recompute, get_args(Recompute))
+        if self.rounding == "stochastic" and self.precision != "bf16":
+            raise PlanError(
+                f"rounding='stochastic' with precision={self.precision!r}: it is for bf16; nearest plan: "
+                f"precision='bf16'"
+            )
+        if self.rounding == "stochastic" and self.offload != "none":
+            raise PlanError(
+                f"rounding='stochastic' with offload={self.offload!r}: what it updates stays in memory, and has no masters; "
+                f"nearest plan: rounding='nearest'"
+            )
         if (self.recompute == "auto") != (self.activation_bytes is not None):
             raise PlanError(
                 f"recompute={self.recompute!r} with activation_bytes={self.activation_bytes}: 'auto' needs the "

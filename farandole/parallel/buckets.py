@@ -18,7 +18,7 @@ class Bucket:
 
     `weights` are None where the model and the optimizer share the parameters as they are: with `zero=0` and one type.
     `pieces` are what an optimizer updates on this rank: for each parameter its master, or the part of it in
-    this rank's shard, or None where that has no part of it.  Those that are to be `offloaded` are flat.
+    this rank's shard, number `shard`, or None where that has no part of it.  Those that are to be `offloaded` are flat.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class Bucket:
         offloaded: bool = False,
     ) -> None:
         self.parameters = list(parameters)
+        self.shard = own
         self.weights = weights
         self.gradients = gradients
         self._offsets: dict[int, int] = {}  # of a piece, by its identity, in this rank's shard
@@ -39,11 +40,13 @@ class Bucket:
         self.starts = [0] * len(self.parameters)  # of a piece in its flattened parameter
         self._shares: list[Tensor | None] = [None] * len(self.parameters)  # of the gradient, for each piece
         self._awaited: set[int] = set()
+        self._parts: dict[int, slice] = {}  # where a piece lies in the shard
         for piece in layout.pieces(own):
             parameter = self.parameters[piece.index]
             whole = piece.length == parameter.numel() and not offloaded
             shape = parameter.shape if whole else (piece.length,)
             part = slice(piece.offset, piece.offset + piece.length)
+            self._parts[piece.index] = part
             self._shares[piece.index] = gradients.reduced[part].view(shape)
             self.starts[piece.index] = piece.start
             if weights is not None:
@@ -86,6 +89,16 @@ class Bucket:
         assert self.weights is not None
         for piece in pieces:
             self.weights.take(self._offsets[id(piece)], piece.detach())
+
+    def lay_pieces(self, shard: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Have the pieces lie in `shard` from now on; returns them with the data that they had."""
+        before = []
+        for index, part in self._parts.items():
+            piece = self.pieces[index]
+            assert piece is not None
+            before.append((piece, piece.data))
+            piece.data = shard[part].view(piece.shape)
+        return before
 
     def begin_pass(self) -> None:
         """Expect a gradient of every parameter."""

@@ -17,7 +17,7 @@ from farandole.parallel.flat import FlatLayout
 from farandole.parallel.gathering import GatheredWeights, Gathering
 from farandole.parallel.gradients import Gradients
 from farandole.parallel.lender import Lender, Loan
-from farandole.parallel.weights import Weights
+from farandole.parallel.weights import Masters, Weights
 
 
 @dataclass
@@ -37,7 +37,8 @@ class Builder:
     """Makes the parameters of `model` what stage `zero` wants them to be.
 
     With `zero`, a `dtype` or pieces that are to be offloaded the parameters become views of flat buffers, frozen ones
-    too.  `settle` completes the reduction of a bucket whose memory another one wants (`Lender`).
+    too.  `masters` says where those of trained ones are.  `settle` completes the reduction of a bucket whose memory
+    another one wants (`Lender`).
     """
 
     def __init__(
@@ -49,11 +50,10 @@ class Builder:
         dtype: torch.dtype | None,
         settle: Callable[[int], bool],
         *,
-        offloads: bool = False,
+        masters: Masters = "beside",
     ) -> None:
-        self._moves = zero > 0 or dtype is not None or offloads
-        self._offloads = offloads
-        self._masters_on = torch.device("cpu") if offloads else None
+        self._moves = zero > 0 or dtype is not None or masters == "offloaded"
+        self._masters: Masters = masters
         self._comm, self._bucket_bytes = comm, bucket_bytes
         self._compression, self._zero, self._dtype = compression, zero, dtype
         self._settle = settle
@@ -129,7 +129,9 @@ class Builder:
         buckets = []
         for members, layout, weight, dtype, loan in zip(filled, layouts, weights, types, loans, strict=True):
             gradients = Gradients(members, layout, self._comm, dtype, self._zero, self._compression, loan)
-            buckets.append(Bucket(members, layout, self._own, weight, gradients, offloaded=self._offloads))
+            buckets.append(
+                Bucket(members, layout, self._own, weight, gradients, offloaded=self._masters == "offloaded")
+            )
         return buckets
 
     def _layout(self, members: Sequence[nn.Parameter]) -> FlatLayout:
@@ -146,7 +148,7 @@ class Builder:
             kind,
             sharded=self._zero > 0,
             trained=trained,
-            masters_on=self._masters_on,
+            masters=self._masters,
         )
 
     def _gathered_weights(self, members: Sequence[nn.Parameter], *, trained: bool) -> GatheredWeights:
@@ -158,7 +160,7 @@ class Builder:
             self._comm,
             kind,
             trained=trained,
-            masters_on=self._masters_on,
+            masters=self._masters,
         )
 
     def _loans(

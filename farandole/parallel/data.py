@@ -40,8 +40,12 @@ from farandole.parallel.building import Builder
 from farandole.parallel.casting import cast_floating
 from farandole.parallel.deferred import Initialise, fill_model, is_deferred, stand_in
 from farandole.parallel.gathering import GatheredWeights
+from farandole.parallel.loss_scaling import LossScaler
+from farandole.parallel.nonfinite import GradientWatch, NonFinite, OutputWatch
 from farandole.parallel.offloading import OffloadedUpdate, home_at
+from farandole.parallel.rounding import StochasticRounding
 from farandole.parallel.starting import start_equal
+from farandole.parallel.weights import Masters
 
 BUCKET_BYTES = 4 << 20
 
@@ -57,7 +61,8 @@ class DataParallel:
     those of the pieces, and the parameters' own `.grad` is None.  Ranks that share memory have one copy of the
     weights between them.  With `dtype` (bf16, fp16) the model computes with weights of that type, while the
     optimizer updates masters of the type that they had, with gradients of that type.  With `offload` ("host",
-    "disk:FOLDER") masters and states of the optimizer are kept there, and pass through memory in its step.
+    "disk:FOLDER") masters and states of the optimizer are kept there, and pass through memory in its step.  With bf16
+    and a `rounding` there are no masters but in the update, and `pieces` read as NaN between updates.
 
     A `compression` (`Int8()`, ...) is for what crosses hosts, with `zero=0`; gradients are then no longer those of
     one process, but with error feedback what a step misses comes in later ones.  Raises TypeError or ValueError
@@ -66,6 +71,9 @@ class DataParallel:
     A model on the meta device is made where ranks keep its parts, block by block, by `initialise` (`deferred`).
 
     `waited_s` adds up the seconds in which this rank had nothing to do but wait for others.
+
+    With `watch` every rank looks at its own gradients before they are averaged, so that `locate_nonfinite` can tell
+    whose were not finite; it costs one pass over a bucket that has just been filled.
     """
 
     def __init__(
@@ -79,6 +87,8 @@ class DataParallel:
         dtype: torch.dtype | None = None,
         offload: str = "none",
         initialise: Initialise | None = None,
+        watch: bool = False,
+        rounding: StochasticRounding | None = None,
     ) -> None:
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"zero={zero}: the stages are 0, 1, 2 and 3")
@@ -88,9 +98,15 @@ class DataParallel:
             )
         if compression is not None and zero:
             raise ValueError(f"compression and zero={zero}: gradients are compressed with zero=0 only")
+        if rounding is not None and offload != "none":
+            raise ValueError("stochastic rounding and offload: there are no masters to keep elsewhere")
+        if rounding is not None and dtype is not torch.bfloat16:
+            raise ValueError(f"stochastic rounding with dtype={dtype}: it is for torch.bfloat16")
         self.model = model
         self.zero = zero
+        self.rounding = rounding
         self.waited_s = 0.0
+        self.scaler = LossScaler(enabled=False)  # for loops that train in any precision
         self._comm = comm
         self._dtype = dtype
         self._offload = offload
@@ -104,13 +120,14 @@ class DataParallel:
             start_equal(model, comm)
         else:
             types = stand_in(model, torch.get_default_device())
-        offloads = offload != "none"
-        built = Builder(comm, bucket_bytes, compression, zero, dtype, self._settle, offloads=offloads).build(
+        masters: Masters = "none" if rounding is not None else "beside" if offload == "none" else "offloaded"
+        built = Builder(comm, bucket_bytes, compression, zero, dtype, self._settle, masters=masters).build(
             model
         )
         self.buckets, self._weights, self._gathering = built.buckets, built.weights, built.gathering
         if initialise is not None:
             fill_model(model, built.weights, comm, initialise, types)
+        self._watch = GradientWatch(model, self.buckets) if watch else None
         parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         device = parameters[0].device if parameters else None
         # which parameters anybody had a gradient for, in the order of the buckets
@@ -133,7 +150,16 @@ class DataParallel:
             inputs, named = cast_floating((inputs, named), self._dtype)
         return self.model(*inputs, **named)
 
+    def backward(self, loss: Tensor) -> None:
+        """`loss.backward()`, for loops that train in any precision."""
+        loss.backward()
+
     # ---- the optimizer ----
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer's last step was skipped: only where the loss is scaled (`ScaledDataParallel`)."""
+        return False
 
     def pieces(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
         """(parameter, piece, start): what this rank updates, and where it begins in the flattened parameter."""
@@ -164,11 +190,13 @@ class DataParallel:
                 )
             group["params"] = [piece_of[id(p)] for p in group["params"] if id(p) in piece_of]
         if self._offload == "none":
+            if self.rounding is not None:
+                self.rounding.drive(optimizer, self.buckets)
             optimizer.register_step_pre_hook(lambda *_: self._before_update())
-            optimizer.register_step_post_hook(lambda *_: self.publish())
+            optimizer.register_step_post_hook(lambda *_: self._after_update())
         else:
             home = home_at(self._offload, self._comm, pinned=self._used.is_cuda)
-            update = OffloadedUpdate(optimizer, self.buckets, home, self._before_update, self.publish)
+            update = OffloadedUpdate(optimizer, self.buckets, home, self._before_update, self._after_update)
             self.offloaded.append(update)
         return optimizer
 
@@ -207,6 +235,9 @@ class DataParallel:
         if self._shares_weights:  # nobody may read weights any more
             self._comm.barrier()
 
+    def _after_update(self) -> None:
+        self.publish()
+
     # ---- gradients ----
 
     @contextmanager
@@ -241,6 +272,15 @@ class DataParallel:
         square = torch.tensor(norm, dtype=torch.float64) ** 2
         self._comm.all_reduce(square)
         return float(square.sqrt())
+
+    def locate_nonfinite(self, outputs: OutputWatch | None = None) -> NonFinite:
+        """Where gradients whose norm is not finite come from.  All ranks call it, before the update.
+
+        Raises RuntimeError without `watch`.
+        """
+        if self._watch is None:
+            raise RuntimeError("gradients are not watched: make DataParallel with watch=True")
+        return self._watch.locate(self._comm, outputs)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient by `factor`."""
@@ -319,6 +359,8 @@ class DataParallel:
         self._reduced = False
         self._next = 0
         self._used.zero_()
+        if self._watch is not None:
+            self._watch.clear()
         for bucket in self.buckets:
             bucket.gradients.clear()
             bucket.begin_pass()
@@ -355,6 +397,8 @@ class DataParallel:
         for number in range(self._next, end):
             gradients = self.buckets[number].gradients
             self._used_by_bucket[number].bitwise_or_(torch.tensor(gradients.received, dtype=torch.uint8))
+            if self._watch is not None:
+                self._watch.look(number)
             gradients.launch()
         self._next = max(self._next, end)
 

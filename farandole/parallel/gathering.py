@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.flat import FlatLayout
-from farandole.parallel.weights import copy_of_own, fill_own
+from farandole.parallel.weights import Masters, are_apart, copy_of_own, fill_own, first_master
 
 CAPACITY = 3
 """Groups of weights that are whole at a time: of the block that computes, the one before and the one to come."""
@@ -50,16 +50,16 @@ class GatheredWeights:
         dtype: torch.dtype,
         *,
         trained: bool,
-        masters_on: torch.device | None = None,
+        masters: Masters = "beside",
     ) -> None:
         self.parameters = list(parameters)
         self._layout, self._comm, self._shard = layout, comm, own
         first = parameters[0]
-        self.masters_apart = trained and (dtype != first.dtype or masters_on not in (None, first.device))
+        self.masters_apart = trained and are_apart(masters, first, dtype)
         with torch.no_grad():
-            master = copy_of_own(parameters, layout, own, masters_on if trained else None)
-            self._own = master.to(first.device, dtype)
-            self.master = master if trained else None
+            shard = copy_of_own(parameters, layout, own)
+            self.own = shard if dtype == first.dtype else shard.to(dtype)
+            self.master = first_master(masters, shard, self.own) if trained else None
             nothing = torch.full((), torch.nan, dtype=dtype, device=first.device)
         self._placeholders = [nothing.expand(parameter.shape) for parameter in parameters]
         self._whole: Tensor | None = None
@@ -69,8 +69,8 @@ class GatheredWeights:
     def start(self) -> None:
         """Begin to gather them, if they are not whole."""
         if self._whole is None:
-            self._whole = self._own.new_empty(self._layout.length)
-            self._work = self._comm.all_gather(self._whole, self._own, async_op=True)
+            self._whole = self.own.new_empty(self._layout.length)
+            self._work = self._comm.all_gather(self._whole, self.own, async_op=True)
 
     def use(self) -> Tensor:
         """The whole buffer; the parameters are views of it from now on."""
@@ -98,19 +98,19 @@ class GatheredWeights:
 
     def fill(self, index: int, values: Tensor) -> None:
         """Begin with other `values` of parameter `index`, shaped as it is; all ranks call it, with the same ones."""
-        fill_own(self._own, self._layout, self._shard, index, values)
+        fill_own(self.own, self._layout, self._shard, index, values)
         if self.masters_apart and self.master is not None:
             fill_own(self.master, self._layout, self._shard, index, values)
 
     def take(self, offset: int, values: Tensor) -> None:
         """Compute with new `values` of this rank's shard, from its element `offset` on."""
-        self._own[offset : offset + values.numel()].copy_(values)
+        self.own[offset : offset + values.numel()].copy_(values)
 
     def publish(self) -> None:
         """Take over what the optimizer has made of this rank's shard; what was gathered before is out of date."""
         self.forget()
         if self.master is not None and self.masters_apart:
-            self._own.copy_(self.master)
+            self.own.copy_(self.master)
 
     def _set(self, tensors: Sequence[Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):

@@ -84,6 +84,14 @@ class Gradients:
             parameter.grad = view if self._keeps else None
         self.received[index] = True
 
+    def own(self) -> tuple[Tensor, dict[int, Tensor]]:
+        """The buffer with what this rank has summed up, and in it the gradients it got, by parameter.
+
+        Elsewhere in the buffer there may be anything, until `launch`.
+        """
+        whole = self._have_whole()
+        return whole, {index: view for index, view in enumerate(self._views) if self.received[index]}
+
     def launch(self) -> None:
         """Start to average over all ranks; nothing may be touched until `finish`."""
         whole = self._have_whole()

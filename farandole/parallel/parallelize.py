@@ -4,7 +4,7 @@ runtime = farandole.init()
 engine = farandole.parallelize(model, Plan(zero=2, precision="bf16"))
 optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
 for inputs, targets in batches:
-    loss_of(engine(inputs), targets).backward()
+    engine.backward(loss_of(engine(inputs), targets))
     engine.clip(1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -23,6 +23,8 @@ from farandole.comm.communicator import Communicator
 from farandole.memory.recompute import apply_recompute
 from farandole.parallel.data import DataParallel
 from farandole.parallel.deferred import Initialise
+from farandole.parallel.rounding import StochasticRounding
+from farandole.parallel.scaled import ScaledDataParallel
 from farandole.plan import Plan, PlanError
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,6 +38,7 @@ def parallelize(
     example: Any = None,
     loss: Callable[[Any], Tensor] | None = None,
     initialise: Initialise | None = None,
+    diagnose: bool = False,
 ) -> DataParallel:
     """Have all ranks of `comm` (by default all there are) train `model` together, as `plan` says.
 
@@ -47,6 +50,10 @@ def parallelize(
 
     A `model` on the meta device needs `initialise(name, block)`, which fills one block at a time (`parallel.deferred`): no
     process has more of it in memory than its own part and a block.
+
+    With `rounding="stochastic"`, what is rounded up depends on torch's seed on rank 0.  With `precision="fp16"` the loss
+    is scaled (`ScaledDataParallel`); then `diagnose` has every step's outputs looked at, so that the first overflow
+    already names the block where the forward pass went wrong.
 
     Raises `PlanError` where the plan does not fit the ranks or the model, and RuntimeError where there are none.
     """
@@ -64,12 +71,29 @@ def parallelize(
             f"precision='fp32', and {odd} is {dict(model.named_parameters())[odd].dtype}: make the model in fp32, "
             f"of which lower precisions keep masters"
         )
+    if diagnose and plan.precision != "fp16":
+        raise PlanError(
+            f"diagnose=True with precision={plan.precision!r}: it explains the steps that precision='fp16' skips"
+        )
     _recompute(model, plan, example, loss)
+    dtype = None if plan.precision == "fp32" else wanted
+    if plan.precision == "fp16":
+        return ScaledDataParallel(
+            model,
+            comm,
+            zero=plan.zero,
+            dtype=dtype,
+            offload=plan.offload,
+            initialise=initialise,
+            diagnose=diagnose,
+        )
+    rounding = StochasticRounding(_common_seed(comm)) if plan.rounding == "stochastic" else None
     return DataParallel(
         model,
         comm,
         zero=plan.zero,
-        dtype=None if plan.precision == "fp32" else wanted,
+        dtype=dtype,
+        rounding=rounding,
         offload=plan.offload,
         initialise=initialise,
     )
@@ -84,3 +108,11 @@ def _recompute(model: nn.Module, plan: Plan, example: Any, loss: Callable[[Any],
         )
     except ValueError as error:
         raise PlanError(str(error)) from error
+
+
+def _common_seed(comm: Communicator) -> int:
+    """The seed of torch on rank 0."""
+    seed = torch.tensor(torch.initial_seed() % 2**63)
+    if comm.size > 1:
+        comm.broadcast(seed)
+    return int(seed)

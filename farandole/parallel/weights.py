@@ -12,6 +12,7 @@ all have ended their backward passes, and nobody reads before all have updated.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +20,16 @@ from torch import Tensor, nn
 from farandole.comm.communicator import Communicator
 from farandole.parallel.flat import FlatLayout
 
+Masters = Literal["beside", "offloaded", "none"]
+"""Where masters are: beside the weights that the model computes with, in the memory of the host on the way to where they
+are offloaded to, or nowhere but in an update (`rounding`)."""
+
 
 class Weights:
     """The weights of some parameters of one type, in a flat buffer of type `dtype`.
 
     The buffer is cut into `layout`'s shards; this rank owns shard `own` of them.  With `sharded`, ranks that
-    share memory have one buffer for all; else, and elsewhere, each has its own.  Masters are `masters_on` a device,
-    by default that of the model.
+    share memory have one buffer for all; else, and elsewhere, each has its own.
     """
 
     def __init__(
@@ -38,11 +42,11 @@ class Weights:
         *,
         sharded: bool,
         trained: bool,
-        masters_on: torch.device | None = None,
+        masters: Masters = "beside",
     ) -> None:
         first = parameters[0]
         self.parameters = list(parameters)
-        self.masters_apart = trained and (dtype != first.dtype or masters_on not in (None, first.device))
+        self.masters_apart = trained and are_apart(masters, first, dtype)
         self._layout = layout
         self._comm = comm
         self._sharded = sharded
@@ -52,12 +56,15 @@ class Weights:
             torch.empty(layout.length, dtype=dtype, device=first.device) if common is None else common
         )
         self._shard = own
-        self._own = layout.shard(self._buffer, own)
+        self.own = layout.shard(self._buffer, own)
         self.master: Tensor | None = None
         with torch.no_grad():
             if trained:
+                apart = self.masters_apart or masters == "none"
                 self.master = (
-                    copy_of_own(parameters, layout, own, masters_on) if self.masters_apart else self._own
+                    first_master(masters, copy_of_own(parameters, layout, own), self.own)
+                    if apart
+                    else self.own
                 )
             if not self.common or comm.rank == 0:
                 self._buffer.zero_()
@@ -77,22 +84,35 @@ class Weights:
 
     def take(self, offset: int, values: Tensor) -> None:
         """Have the model compute with new `values` of this rank's shard, from its element `offset` on."""
-        self._own[offset : offset + values.numel()].copy_(values)
+        self.own[offset : offset + values.numel()].copy_(values)
 
     def publish(self) -> None:
         """Give the model what the optimizer has made of this rank's shard."""
         if self.master is not None and self.masters_apart:
-            self._own.copy_(self.master)
+            self.own.copy_(self.master)
         if self._sharded and not self.common and self._comm.size > 1:
-            self._comm.all_gather(self._buffer, self._own)
+            self._comm.all_gather(self._buffer, self.own)
 
 
-def copy_of_own(
-    parameters: Sequence[nn.Parameter], layout: FlatLayout, own: int, device: torch.device | None = None
-) -> Tensor:
-    """Shard `own` of parameters that are not in a buffer yet, in their type, on a `device` or theirs."""
+def are_apart(masters: Masters, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+    """Whether masters like `parameter`, computed with as `dtype`, are tensors of their own."""
+    elsewhere = masters == "offloaded" and parameter.device.type != "cpu"
+    return masters != "none" and (dtype != parameter.dtype or elsewhere)
+
+
+def first_master(masters: Masters, shard: Tensor, own: Tensor) -> Tensor:
+    """The master of a rank's `shard`, with which the model computes as `own`."""
+    if masters == "none":  # it reads as NaN, and takes no memory
+        return torch.full((1,), torch.nan, device=shard.device).expand(shard.shape)
+    if masters == "offloaded":
+        return shard.cpu()
+    return own if own.dtype == shard.dtype else shard
+
+
+def copy_of_own(parameters: Sequence[nn.Parameter], layout: FlatLayout, own: int) -> Tensor:
+    """Shard `own` of parameters that are not in a buffer yet, in their type."""
     first = parameters[0]
-    shard = torch.zeros(layout.shard_length, dtype=first.dtype, device=device or first.device)
+    shard = torch.zeros(layout.shard_length, dtype=first.dtype, device=first.device)
     for piece in layout.pieces(own):
         source = parameters[piece.index].detach().reshape(-1)
         shard[piece.offset : piece.offset + piece.length] = source[piece.start : piece.start + piece.length]

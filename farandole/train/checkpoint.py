@@ -241,6 +241,7 @@ def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
     engine.step_number = facts.step
     engine.sampler.consumed = facts.consumed
     engine.scaler.scale, engine.scaler.good_steps = facts.loss_scale, facts.good_steps
+    engine.scaler.steps = facts.step
     return facts
 
 

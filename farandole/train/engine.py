@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +21,11 @@ from farandole.memory.recompute import Recomputed, apply_recompute
 from farandole.models.gpt import build_gpt
 from farandole.models.loss import next_token_loss
 from farandole.parallel.data import DataParallel
+from farandole.parallel.loss_scaling import LossScaler
+from farandole.parallel.scaled import Overflow, ScaledDataParallel
 from farandole.train.config import ConfigError, TrainConfig
 from farandole.train.optimizer import build_optimizer, learning_rate, set_learning_rate
-from farandole.train.precision import LossScaler, autocast
+from farandole.train.precision import autocast
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class StepResult:
 
     `loss` is the mean over the whole batch in nats per token; `gradient_norm` is from before clipping;
     `waited_s` is the mean over ranks of the seconds spent waiting for others; `stop` says whether any rank
-    was asked to stop; `skipped` whether fp16 gradients overflowed and nothing was learned.
+    was asked to stop; `overflow` tells where fp16 gradients overflowed, if they did and nothing was learned.
     """
 
     loss: float
@@ -39,7 +42,12 @@ class StepResult:
     learning_rate: float
     waited_s: float
     stop: bool
-    skipped: bool
+    overflow: Overflow | None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether fp16 gradients overflowed, so that nothing was learned."""
+        return self.overflow is not None
 
 
 class Engine:
@@ -58,18 +66,25 @@ class Engine:
         torch.manual_seed(config.seed)
         self.model = build_gpt(config.model.gpt()).to(device)
         torch.manual_seed(config.seed + 1 + comm.rank)  # dropout differs between ranks
-        parallel = config.parallel
         self.recomputed = self._recompute()
-        self.replica = DataParallel(
-            self.model,
-            comm,
-            compression=compression_named(parallel.compression),
-            zero=parallel.zero,
-            offload=parallel.offload,
+        parallel = config.parallel
+        options: dict[str, Any] = {
+            "compression": compression_named(parallel.compression),
+            "zero": parallel.zero,
+            "offload": parallel.offload,
+        }
+        self.replica = (
+            ScaledDataParallel(self.model, comm, report=False, **options)
+            if precision == "fp16"
+            else DataParallel(self.model, comm, watch=True, **options)
         )
         self.optimizer = self.replica.optimizer(build_optimizer(self.model, config.optimizer))
-        self.scaler = LossScaler(precision)
         self.sampler = Sampler(text.train.samples, config.seed)
+
+    @property
+    def scaler(self) -> LossScaler:
+        """The scale of the loss; 1 unless the precision is fp16."""
+        return self.replica.scaler
 
     def step(self, stop: bool = False) -> StepResult:
         """Train on the next batch; `stop` tells all ranks that this one was asked to stop.
@@ -82,24 +97,20 @@ class Engine:
         self.replica.zero_grad()
         loss = self._backward()
         self.replica.synchronize()
-        norm = self.replica.gradient_norm() / self.scaler.scale
+        norm = self.replica.gradient_norm()
         mean_loss, waited, stops = self._share(loss, self.replica.waited_s, float(stop))
         self.replica.waited_s = 0.0
 
-        finite = math.isfinite(norm)
-        if finite:
-            self._learn(norm)
-        elif not self.scaler.enabled:
+        if not math.isfinite(norm) and not self.scaler.enabled:
             raise FloatingPointError(
-                f"step {self.step_number + 1}: the gradient is {norm} at a loss of {mean_loss:g}: the training "
-                f"has diverged; lower optimizer.learning_rate={self.config.optimizer.learning_rate:g}"
+                f"step {self.step_number + 1}: the gradient is {norm} at a loss of {mean_loss:g}, "
+                f"{self.replica.locate_nonfinite()}: the training has diverged; lower "
+                f"optimizer.learning_rate={self.config.optimizer.learning_rate:g}"
             )
-        scale = self.scaler.scale
-        self.scaler.update(finite)
-        if self.scaler.scale != scale:
-            self.replica.rescale(self.scaler.scale / scale)
+        self._learn(norm)
         self.step_number += 1
-        return StepResult(mean_loss, norm, rate, waited, stops > 0, not finite)
+        overflow = self.replica.overflow if isinstance(self.replica, ScaledDataParallel) else None
+        return StepResult(mean_loss, norm, rate, waited, stops > 0, overflow)
 
     def evaluate(self) -> float:
         """The loss on the validation samples of the configuration, the same ones each time."""
@@ -145,7 +156,7 @@ class Engine:
             last = index == self._count - 1
             with nullcontext() if last else self.replica.no_sync():
                 loss = self._loss(part) / self._count if self._count > 1 else self._loss(part)
-                self.scaler.multiply(loss).backward()
+                self.replica.backward(loss)
             total += loss.item()
         return total
 
@@ -163,8 +174,8 @@ class Engine:
         return total_loss / self._comm.size, total_waited / self._comm.size, stops
 
     def _learn(self, norm: float) -> None:
-        """Unscale, clip to the true norm and step, touching the gradients at most once."""
-        factor = min(1.0, self.config.optimizer.clip / (norm + 1e-6)) / self.scaler.scale
-        if factor != 1.0:
+        """Clip and step; where fp16 gradients overflowed, the optimizer's step changes nothing."""
+        factor = min(1.0, self.config.optimizer.clip / (norm + 1e-6))
+        if factor < 1.0:
             self.replica.scale_gradients(factor)
         self.optimizer.step()

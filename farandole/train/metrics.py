@@ -5,12 +5,16 @@ Each line of `metrics.jsonl` is an object with `step` and what was measured at i
     {"step": 20, "loss": 5.1, "learning_rate": 0.002, "gradient_norm": 0.9, "tokens_per_s": 19000.0,
      "waiting_share": 0.01, "elapsed_s": 9.1}
     {"step": 100, "validation_loss": 4.2}
+
+In fp16 there is `loss_scale` too, and where a step was skipped `overflow`, a text that says why.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from farandole.comm.remark import say_once
 from farandole.train.board import Board
@@ -48,11 +52,11 @@ class MetricsWriter:
             except OSError as error:
                 self._do_without_board(error)
 
-    def write(self, step: int, record: Record) -> None:
-        """Write what was measured at `step`."""
+    def write(self, step: int, record: Record, remarks: Mapping[str, str] | None = None) -> None:
+        """Write what was measured at `step`, and `remarks` in words, which TensorBoard does not get."""
         try:
             with self._path.open("a") as lines:
-                lines.write(json.dumps({"step": step} | record) + "\n")
+                lines.write(json.dumps({"step": step, **record, **(remarks or {})}) + "\n")
         except OSError as error:
             raise self._refusal(error) from error
         if self._board is not None:
@@ -72,7 +76,7 @@ class MetricsWriter:
         )
 
 
-def read_metrics(path: Path) -> list[Record]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a `metrics.jsonl`, in order; a last line that a killed run left half is dropped."""
     if not path.exists():
         return []

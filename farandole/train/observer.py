@@ -89,13 +89,14 @@ class Observer:
                 "tokens_per_s": speed,
                 "waiting_share": waiting,
                 "elapsed_s": self.elapsed_s,
-            },
+            }
+            | ({"loss_scale": self._engine.scaler.scale} if self._engine.scaler.enabled else {}),
+            {"overflow": str(result.overflow)} if result.skipped else None,
         )
-        if result.skipped:
-            self._line.note(
-                f"step {step}: fp16 gradients overflowed, step skipped; loss scale now "
-                f"{self._engine.scaler.scale:g}"
-            )
+        if result.skipped and self._engine.scaler.worth_saying:
+            self._line.note(str(result.overflow))
+            if self._engine.scaler.advice:
+                self._line.note(self._engine.scaler.advice)
         if self._line.renews or step % self._config.log.every == 0 or step == self._config.steps:
             left_s = (self._config.steps - step) * total / len(self._recent)
             self._line.show(Progress(step, self._config.steps, result.loss, speed, left_s, waiting))

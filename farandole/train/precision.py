@@ -2,7 +2,8 @@
 
 Weights, gradients and optimizer are fp32 throughout; `torch.autocast` gives matrix products their operands
 in the lower type (Micikevicius et al., 2018, "Mixed Precision Training").  Which type is faster differs
-between machines by more than any list of processors would tell, so `auto` measures.
+between machines by more than any list of processors would tell, so `auto` measures.  Scaling of the loss is the
+business of `parallel.scaled`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from farandole.comm.communicator import Communicator
 from farandole.models.gpt import GPTConfig
@@ -67,40 +67,3 @@ def _speed(dtype: torch.dtype, model: GPTConfig, tokens: int, device: torch.devi
 def autocast(precision: str, device: torch.device) -> torch.autocast:
     """The context in which to compute the model and its loss."""
     return torch.autocast(device.type, TYPES[precision], enabled=precision != "fp32")
-
-
-class LossScaler:
-    """Keeps fp16 gradients in range: they are computed of a loss multiplied by `scale`.
-
-    The scale halves when a gradient overflows, and that step is skipped; it doubles after `patience` steps
-    that did not.  Whether a gradient overflowed is read from the norm after reduction, which every rank has
-    alike, so ranks agree without asking one another.  For other types the scale stays 1.
-    """
-
-    SMALLEST = 2.0**-14
-
-    def __init__(self, precision: str, scale: float = 2.0**16, patience: int = 1000) -> None:
-        self.enabled = precision == "fp16"
-        self.scale = scale if self.enabled else 1.0
-        self.good_steps = 0
-        self._patience = patience
-
-    def multiply(self, loss: Tensor) -> Tensor:
-        """The loss to call `backward()` on."""
-        return loss * self.scale if self.enabled else loss
-
-    def update(self, finite: bool) -> None:
-        """Adapt to the gradients of this step.  Raises `FloatingPointError` when no scale can help."""
-        if not self.enabled:
-            return
-        if finite:
-            self.good_steps += 1
-            if self.good_steps >= self._patience:
-                self.scale, self.good_steps = self.scale * 2, 0
-            return
-        self.scale, self.good_steps = self.scale / 2, 0
-        if self.scale < self.SMALLEST:
-            raise FloatingPointError(
-                "fp16 gradients overflow at every loss scale: the training has diverged; "
-                "lower optimizer.learning_rate or use precision=bf16 or fp32"
-            )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import farandole
 from farandole.memory.calls import surrounding
@@ -142,6 +142,44 @@ def test_recomputation_to_a_budget(ranks: Any, precision: str, backend: str) -> 
     (blocks, norm), (_, other) = ranks(2, backend).run(_auto, precision)
     assert blocks > 0
     assert norm == other > 0
+
+
+def _overflow(rank: int, size: int, folder: str, zero: int) -> None:
+    """A step in which rank 1 overflows changes nothing of what is on the disk, nor of the model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3))
+    engine = farandole.parallelize(model, Plan(zero=zero, precision="fp16", offload=f"disk:{folder}"))
+    optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), 0.01))
+    inputs = torch.randn(4, 6)
+    seen = []
+    for step in range(3):
+        bad = next(p for p in model.parameters() if p.requires_grad).register_hook(
+            lambda g: torch.full_like(g, torch.inf) if rank == 1 and step == 1 else g  # noqa: B023
+        )
+        engine.backward(engine(inputs).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        bad.remove()
+        _world().barrier()
+        assert engine.skipped == (step == 1)
+        kept = [
+            (piece.weights.clone(), {k: v.clone() for k, v in piece.state.items()})
+            for _, piece in engine.offloaded[0].saved()
+        ]
+        seen.append(([p.detach().clone() for p in model.parameters()], kept))
+        _world().barrier()
+    (weights, kept), (same, as_kept), (others, _) = seen
+    assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+    for (master, state), (master_after, state_after) in zip(kept, as_kept, strict=True):
+        assert torch.equal(master, master_after)
+        assert all(torch.equal(state[name], state_after[name]) for name in state)
+    engine.close()
+
+
+def test_an_overflow_changes_nothing(ranks: Any, tmp_path: Path) -> None:
+    for zero in (0, 2):
+        ranks(2).run(_overflow, str(tmp_path), zero)
 
 
 def _refused(rank: int, size: int, folder: str) -> None:

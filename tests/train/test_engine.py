@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
 import resource
 import shutil
 import sys
@@ -15,10 +18,14 @@ import torch.distributed as dist
 
 from farandole.comm.communicator import Communicator
 from farandole.data.text import Text
+from farandole.launch.runtime import init
 from farandole.train.checkpoint import CheckpointWriter, load
 from farandole.train.checkpoint_folder import CheckpointError, checkpoints
 from farandole.train.config import TrainConfig, load_config
 from farandole.train.engine import Engine
+from farandole.train.metrics import read_metrics
+from farandole.train.observer import Observer
+from farandole.train.precision import Choice
 from farandole.train.text import open_text
 
 CPU = torch.device("cpu")
@@ -70,6 +77,8 @@ def _overflow(rank: int, size: int, words: list[str]) -> None:
     factor = engine.scaler.scale
     result = engine.step()
     assert result.skipped
+    first = next(iter(dict(engine.model.named_parameters())))
+    assert str(result.overflow).startswith(f"OVERFLOW step 1: rank 0, {first} grad ")
     assert engine.scaler.scale == factor / 2
     assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
     engine.scaler.scale = 128.0
@@ -78,6 +87,34 @@ def _overflow(rank: int, size: int, words: list[str]) -> None:
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, words: list[str]) -> None:
     ranks(2).run(_overflow, words)
+
+
+def _seen(rank: int, size: int, words: list[str], run: Path) -> str:
+    """What a person sees of a step that overflows, and of the one after it."""
+    config, _, engine = _make([*words, "log.every=1000"], "fp16")
+    runtime = init()  # the pool's own group
+    run.mkdir(exist_ok=True)
+    engine.step_number = engine.scaler.steps = 6
+    engine.scaler.scale = 2.0**50
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as said,
+        Observer(config, run, engine, Choice("fp16", "as asked"), runtime, 0.0) as observer,
+    ):
+        for _ in range(2):
+            observer.stepped(engine.step(), 0.1)
+    return said.getvalue()
+
+
+def test_an_overflow_is_seen(ranks: Any, words: list[str], tmp_path: Path) -> None:
+    said, _ = ranks(2).run(_seen, words, tmp_path / "run")
+    first, second = [line for line in said.splitlines() if line.startswith("OVERFLOW")]
+    scales = f"scale {2**50} -> {2**49}, step skipped"
+    assert re.fullmatch(rf"OVERFLOW step 7: rank 0, 0\.tokens\.weight grad (inf|nan) \(.*\); {scales}", first)
+    assert second.startswith("OVERFLOW step 8: ")
+    assert second.endswith("step skipped; the outputs of all blocks were finite")
+    seven, eight = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert (seven["overflow"], seven["loss_scale"]) == (first, 2.0**49)
+    assert eight["overflow"] == second
 
 
 def _diverge(rank: int, size: int, words: list[str]) -> str:
@@ -92,6 +129,7 @@ def _diverge(rank: int, size: int, words: list[str]) -> str:
 def test_divergence_is_said_by_all_ranks(ranks: Any, words: list[str]) -> None:
     for message in ranks(2).run(_diverge, words):
         assert "step 1: the gradient is nan" in message
+        assert "at a loss of nan, rank 1, 0.tokens.weight grad nan (and " in message
         assert "lower optimizer.learning_rate=0.002" in message
 
 

@@ -1,4 +1,4 @@
-"""Loss scaling, the learning rate, and the choice of a precision."""
+"""The learning rate and the choice of a precision."""
 
 from __future__ import annotations
 
@@ -14,38 +14,10 @@ from farandole.models.gpt import GPTConfig
 from farandole.train import precision
 from farandole.train.config import load_config
 from farandole.train.optimizer import build_optimizer, learning_rate
-from farandole.train.precision import LossScaler, choose_precision
+from farandole.train.precision import choose_precision
 
 CPU = torch.device("cpu")
 MODEL = GPTConfig(vocabulary=300, context=8, layers=1, heads=1, width=16)
-
-
-def test_the_scale_halves_at_an_overflow_and_doubles_after_patience() -> None:
-    scaler = LossScaler("fp16", scale=1024.0, patience=3)
-    assert scaler.multiply(torch.tensor(2.0)).item() == 2048.0
-    scaler.update(finite=False)
-    assert scaler.scale == 512.0
-    for _ in range(3):
-        scaler.update(finite=True)
-    assert scaler.scale == 1024.0
-    scaler.update(finite=True)
-    scaler.update(finite=False)
-    assert (scaler.scale, scaler.good_steps) == (512.0, 0)
-
-
-def test_overflow_at_every_scale_ends_the_run() -> None:
-    scaler = LossScaler("fp16", scale=2 * LossScaler.SMALLEST)
-    scaler.update(finite=False)
-    with pytest.raises(FloatingPointError, match="lower optimizer.learning_rate"):
-        scaler.update(finite=False)
-
-
-@pytest.mark.parametrize("name", ["fp32", "bf16"])
-def test_other_types_are_not_scaled(name: str) -> None:
-    scaler = LossScaler(name)
-    scaler.update(finite=True)
-    assert scaler.scale == 1.0
-    assert scaler.multiply(torch.tensor(2.0)).item() == 2.0
 
 
 def _choose(rank: int, size: int, asked: str, fp32: list[float], bf16: list[float]) -> tuple[str, str]:

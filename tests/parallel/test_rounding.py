@@ -1,0 +1,221 @@
+"""Stochastic rounding is unbiased and repeatable, and bf16 weights without masters learn as fp32 ones do."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import farandole
+from farandole import Plan, PlanError
+from farandole.parallel.data import DataParallel
+from farandole.parallel.rounding import StochasticRounding, round_stochastically
+from tests.parallel.test_data import _world
+from tests.parallel.test_zero import STAGES, Listed
+
+BF16 = torch.bfloat16
+
+
+def _rounded(values: Tensor, seed: int = 0) -> Tensor:
+    target = torch.empty(len(values), dtype=BF16)
+    round_stochastically(target, values.clone(), torch.Generator().manual_seed(seed))
+    return target.float()
+
+
+@pytest.mark.parametrize("value", [1.0 + 1 / 512, 1.0001, -3.14159, 1e-30, -6.5e-39, 3.0e38])
+def test_the_mean_of_many_roundings_is_the_value(value: float) -> None:
+    count = 40_000
+    values = torch.full((count,), value)
+    exact = float(values[0].double())
+    rounded = _rounded(values).double()
+    neighbours = rounded.unique()
+    assert len(neighbours) == 2
+    low, high = neighbours.tolist()
+    assert low < exact < high
+    share = (exact - low) / (high - low)
+    deviation = (high - low) * (share * (1 - share) / count) ** 0.5
+    assert abs(float(rounded.mean()) - exact) < 4 * deviation
+
+
+def test_numbers_of_bf16_stay() -> None:
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(BF16).float()
+    values = every[every.isfinite()]
+    for seed in range(3):
+        assert torch.equal(_rounded(values, seed).view(torch.int32), values.view(torch.int32))
+
+
+def test_infinities_and_nans_stay() -> None:
+    values = torch.tensor([1.0001, float("inf"), -float("inf"), float("nan"), 2.0])
+    odd = torch.cat([values, torch.tensor([-1, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)])
+    for seed in range(5):
+        rounded = _rounded(odd, seed)
+        assert torch.equal(rounded.isnan(), odd.isnan())
+        assert rounded[1:3].tolist() == [float("inf"), -float("inf")]
+        assert rounded[4] == 2.0
+
+
+def test_a_seed_says_it_all() -> None:
+    values = torch.randn(1001)
+    assert torch.equal(_rounded(values, 3), _rounded(values, 3))
+    assert not torch.equal(_rounded(values, 3), _rounded(values, 4))
+
+
+def _gradient(rank: int, step: int, shape: torch.Size) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + rank)).to(BF16)
+
+
+def _neighbours(rank: int, size: int, zero: int) -> None:
+    """After every step each weight is one of the two numbers around what torch makes of it in fp32."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(9, 13), nn.Linear(13, 5))
+    model[0].bias.requires_grad_(False)
+    engine = DataParallel(model, _world(), 200, zero=zero, dtype=BF16, rounding=StochasticRounding(7))
+    optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), 0.01))
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    reference = copy.deepcopy(model).float()
+    plain = torch.optim.AdamW(reference.parameters(), 0.01)
+    plain_schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+    for step in range(3):
+        loss = engine(torch.zeros(1, 9)).float().sum() * 0
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                loss = loss + (parameter * _gradient(rank, step, parameter.shape)).float().sum()
+        engine.backward(loss)
+        for theirs, ours in zip(reference.parameters(), model.parameters(), strict=True):
+            theirs.data.copy_(ours.detach())
+            if theirs.requires_grad:
+                gradients = [_gradient(r, step, theirs.shape).float() for r in range(size)]
+                theirs.grad = torch.stack(gradients).mean(0)
+        _world().barrier()
+        for either in (optimizer, plain):
+            either.step()
+        schedule.step()
+        plain_schedule.step()
+        for theirs, ours in zip(reference.parameters(), model.parameters(), strict=True):
+            # the step of bf16 at a value of exponent e is 2**(e - 8), where frexp gives e
+            unit = torch.ldexp(torch.ones(()), torch.frexp(theirs.detach()).exponent - 8)
+            assert ((ours.float() - theirs).abs() <= unit * 1.001 + 1e-30).all()
+        optimizer.zero_grad()
+        _world().barrier()
+    assert len(calls) == 3
+    assert engine.rounding is not None and engine.rounding.steps == 3
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    assert all(value.dtype == torch.float32 for value in states)
+    assert all(int(state["step"]) == 3 for state in optimizer.state.values())
+    assert sum(piece.untyped_storage().nbytes() for _, piece, _ in engine.pieces()) < 100
+    engine.close()
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_the_update_is_that_of_fp32(ranks: Any, zero: int) -> None:
+    ranks(2).run(_neighbours, zero)
+
+
+def _train(rank: int, size: int, zero: int, seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed if rank == 0 else 1000 + rank)  # rank 0's counts
+    engine_seed = torch.initial_seed()
+    model = Listed()
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    engine = farandole.parallelize(model, Plan(zero=zero, precision="bf16", rounding="stochastic"))
+    assert engine.rounding is not None and (engine.rounding.seed == engine_seed) == (rank == 0)
+    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.01, momentum=0.9))
+    for step in range(4):
+        tokens = torch.arange(4 * rank + step, 4 * rank + step + 12).remainder(11).view(2, 6)
+        engine.backward(engine(tokens).float().square().mean())
+        engine.clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    _world().barrier()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    weights = {names[id(p)]: value.detach().clone() for p, value in engine.whole_parameters()}
+    engine.close()
+    return weights
+
+
+@pytest.mark.parametrize(("zero", "backend"), [(0, "farandole"), (2, "farandole"), (1, "gloo"), (3, "gloo")])
+def test_all_ranks_have_the_same_weights(ranks: Any, zero: int, backend: str) -> None:
+    first, second = ranks(2, backend).run(_train, zero, 1)
+    again, _ = ranks(2, backend).run(_train, zero, 1)
+    other, _ = ranks(2, backend).run(_train, zero, 2)
+    assert all(
+        torch.equal(first[name], second[name]) and torch.equal(first[name], again[name]) for name in first
+    )
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def _small_updates(rank: int, size: int) -> tuple[float, float]:
+    """The mean of weights after 400 updates of 1/4000 each, from 1 down to 0.9: rounded at random, and to the nearest."""
+    model = nn.Linear(100, 20, bias=False)
+    nn.init.ones_(model.weight)
+    nearest = copy.deepcopy(model).to(BF16)
+    engine = farandole.parallelize(model, Plan(precision="bf16", rounding="stochastic"))
+    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 1 / 4000))
+    plain = torch.optim.SGD(nearest.parameters(), 1 / 4000)
+    for _ in range(400):
+        for one, either in ((engine.model, optimizer), (nearest, plain)):
+            one(torch.ones(1, 100, dtype=BF16)).sum().backward()
+            either.step()
+            either.zero_grad()
+    engine.close()
+    return float(model.weight.float().mean()), float(nearest.weight.float().mean())
+
+
+def test_small_updates_add_up(ranks: Any) -> None:
+    for ours, theirs in ranks(1).run(_small_updates):
+        assert ours == pytest.approx(0.9, abs=0.003)
+        assert theirs == 1.0
+
+
+def _resumed(rank: int, size: int) -> None:
+    """With the weights, the optimizer's state and the count of steps, training goes on with the same bits."""
+
+    def step(engine: DataParallel, optimizer: torch.optim.Optimizer) -> None:
+        engine(torch.ones(1, 6)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def new(model: nn.Module) -> tuple[DataParallel, torch.optim.Optimizer]:
+        engine = DataParallel(model, _world(), dtype=BF16, rounding=StochasticRounding(5))
+        return engine, engine.optimizer(torch.optim.Adam(model.parameters(), 0.01))
+
+    model = nn.Linear(6, 6)
+    engine, optimizer = new(model)
+    for _ in range(3):
+        step(engine, optimizer)
+    other = nn.Linear(6, 6)
+    other.load_state_dict(model.state_dict())
+    again, again_optimizer = new(other)
+    again_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again.rounding.steps = 3
+    step(engine, optimizer)
+    step(again, again_optimizer)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_going_on(ranks: Any) -> None:
+    ranks(1).run(_resumed)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rounding": "up"}, "rounding='up': one of nearest, stochastic"),
+        (
+            {"rounding": "stochastic", "precision": "fp16"},
+            "with precision='fp16': it is for bf16; nearest plan: precision='bf16'",
+        ),
+        ({"rounding": "stochastic"}, "with precision='fp32'"),
+    ],
+)
+def test_a_plan_that_cannot_be(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        Plan(**options)
