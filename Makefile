@@ -15,7 +15,7 @@ NATIVE := $(wildcard farandole/native/*.c farandole/native/*.h farandole/native/
 INSTALLED := pyproject.toml setup.py constraints.txt $(NATIVE)
 INSTALL   := $(BIN)/pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test clean
+.PHONY: demo test types tests clean
 
 demo: $(VENV)/core.stamp
 	$(BIN)/farandole train
@@ -23,12 +23,17 @@ demo: $(VENV)/core.stamp
 	@echo "The command is $(BIN)/farandole; after '. $(BIN)/activate' it is farandole. To let the model write:"
 	@echo "    $(BIN)/farandole generate runs --prompt 'def'"
 
-# Two tests at a time: most of them wait, for processes to start or for deadlines.
 test: $(VENV)/test.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	@$(MAKE) --no-print-directory --jobs 2 types tests
+
+types:
 	$(BIN)/mypy farandole
-	$(BIN)/pytest --numprocesses 2 --dist worksteal
+
+# Three tests at a time: most of them wait, for processes to start or for deadlines.
+tests:
+	$(BIN)/pytest --numprocesses 3 --dist worksteal
 
 $(VENV)/core.stamp: $(INSTALLED) | $(BIN)/pip
 	@echo "Installing Farandole with torch and ten more packages into $(VENV): a minute or two, most of it the download"

@@ -26,6 +26,8 @@ class Plan:
     data: over how many ranks samples are divided; None for all there are.
     zero: what these ranks divide instead of each having all of it (Rajbhandari et al., 2020): 1 the states of the
         optimizer, 2 gradients too, 3 weights too.
+    hybrid: whether the ranks of each host divide it among themselves, so that hosts have a copy each and exchange
+        gradients only.
     precision: the type of the weights that the model computes with.  The optimizer keeps masters in the type that
         the model was made in, and gradients are averaged in that type.
     recompute: which activations the backward pass computes again instead of keeping them (`memory.recompute`).
@@ -38,6 +40,7 @@ class Plan:
 
     data: int | None = None
     zero: int = 0
+    hybrid: bool = False
     precision: Precision = "fp32"
     recompute: Recompute = "none"
     activation_bytes: int | None = None
@@ -49,6 +52,8 @@ class Plan:
             raise PlanError(f"data={self.data}: an axis has 1 rank or more")
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero={self.zero}: the stages are 0, 1, 2 and 3")
+        if self.hybrid and not self.zero:
+            raise PlanError("hybrid=True with zero=0: nothing is divided; nearest plan: zero=1")
         _one_of("precision", self.precision, get_args(Precision))
         _one_of("rounding", self.rounding, get_args(Rounding))
         _one_of("recompute", self.recompute, get_args(Recompute))

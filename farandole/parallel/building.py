@@ -37,7 +37,8 @@ class Builder:
     """Makes the parameters of `model` what stage `zero` wants them to be.
 
     With `zero`, a `dtype` or pieces that are to be offloaded the parameters become views of flat buffers, frozen ones
-    too.  `masters` says where those of trained ones are.  `settle` completes the reduction of a bucket whose memory
+    too.  Ranks of `comm` divide them; `replicas` have the same shard as this one.  `masters` says where those of trained
+    ones are.  `settle` completes the reduction of a bucket whose memory
     another one wants (`Lender`).
     """
 
@@ -51,7 +52,9 @@ class Builder:
         settle: Callable[[int], bool],
         *,
         masters: Masters = "beside",
+        replicas: Communicator | None = None,
     ) -> None:
+        self._replicas = replicas
         self._moves = zero > 0 or dtype is not None or masters == "offloaded"
         self._masters: Masters = masters
         self._comm, self._bucket_bytes = comm, bucket_bytes
@@ -128,7 +131,9 @@ class Builder:
             loans = self._loans(filled, layouts, types)
         buckets = []
         for members, layout, weight, dtype, loan in zip(filled, layouts, weights, types, loans, strict=True):
-            gradients = Gradients(members, layout, self._comm, dtype, self._zero, self._compression, loan)
+            gradients = Gradients(
+                members, layout, self._comm, dtype, self._zero, self._compression, loan, self._replicas
+            )
             buckets.append(
                 Bucket(members, layout, self._own, weight, gradients, offloaded=self._masters == "offloaded")
             )

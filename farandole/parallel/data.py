@@ -40,6 +40,7 @@ from farandole.parallel.building import Builder
 from farandole.parallel.casting import cast_floating
 from farandole.parallel.deferred import Initialise, fill_model, is_deferred, stand_in
 from farandole.parallel.gathering import GatheredWeights
+from farandole.parallel.hybrid import divide
 from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.nonfinite import GradientWatch, NonFinite, OutputWatch
 from farandole.parallel.offloading import OffloadedUpdate, home_at
@@ -59,7 +60,9 @@ class DataParallel:
 
     With `zero` >= 1 an optimizer updates pieces of the parameters: `optimizer` gives it those.  The gradients are then
     those of the pieces, and the parameters' own `.grad` is None.  Ranks that share memory have one copy of the
-    weights between them.  With `dtype` (bf16, fp16) the model computes with weights of that type, while the
+    weights between them.  With `hybrid` the ranks of each host divide what is divided, and hosts have a copy each.
+
+    With `dtype` (bf16, fp16) the model computes with weights of that type, while the
     optimizer updates masters of the type that they had, with gradients of that type.  With `offload` ("host",
     "disk:FOLDER") masters and states of the optimizer are kept there, and pass through memory in its step.  With bf16
     and a `rounding` there are no masters but in the update, and `pieces` read as NaN between updates.
@@ -84,6 +87,7 @@ class DataParallel:
         compression: Compression | None = None,
         *,
         zero: int = 0,
+        hybrid: bool = False,
         dtype: torch.dtype | None = None,
         offload: str = "none",
         initialise: Initialise | None = None,
@@ -121,9 +125,18 @@ class DataParallel:
         else:
             types = stand_in(model, torch.get_default_device())
         masters: Masters = "none" if rounding is not None else "beside" if offload == "none" else "offloaded"
-        built = Builder(comm, bucket_bytes, compression, zero, dtype, self._settle, masters=masters).build(
-            model
-        )
+        division = divide(comm, hybrid=hybrid)
+        self._shards, self._crosses = division.shards, division.replicas is not None
+        built = Builder(
+            division.shards,
+            bucket_bytes,
+            compression,
+            zero,
+            dtype,
+            self._settle,
+            masters=masters,
+            replicas=division.replicas,
+        ).build(model)
         self.buckets, self._weights, self._gathering = built.buckets, built.weights, built.gathering
         if initialise is not None:
             fill_model(model, built.weights, comm, initialise, types)
@@ -209,7 +222,7 @@ class DataParallel:
                 if bucket.weights is not None:
                     bucket.weights.publish()
         if self._shares_weights:
-            self._comm.barrier()
+            self._shards.barrier()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -233,7 +246,7 @@ class DataParallel:
     def _before_update(self) -> None:
         self.synchronize()
         if self._shares_weights:  # nobody may read weights any more
-            self._comm.barrier()
+            self._shards.barrier()
 
     def _after_update(self) -> None:
         self.publish()
@@ -267,10 +280,10 @@ class DataParallel:
     def gradient_norm(self) -> float:
         """The global norm: over all parameters, of the averaged gradients.  The same on all ranks."""
         norm = total_norm(self.gradients())
-        if self.zero == 0 or self._comm.size == 1:
+        if self.zero == 0 or self._shards.size == 1:
             return norm
         square = torch.tensor(norm, dtype=torch.float64) ** 2
-        self._comm.all_reduce(square)
+        self._shards.all_reduce(square)
         return float(square.sqrt())
 
     def locate_nonfinite(self, outputs: OutputWatch | None = None) -> NonFinite:
@@ -400,12 +413,17 @@ class DataParallel:
             if self._watch is not None:
                 self._watch.look(number)
             gradients.launch()
+            if self._crosses:
+                for before in self.buckets[:number]:
+                    before.gradients.advance()
         self._next = max(self._next, end)
 
     def _end_pass(self, *, last: bool) -> None:
         """Reduce what this backward pass has left; after the `last` one of a step, hand out the gradients."""
         self._launch_until(len(self.buckets))
         started = time.perf_counter()
+        for bucket in self.buckets:
+            bucket.gradients.advance()
         for bucket in self.buckets:
             bucket.gradients.finish()
             bucket.begin_pass()

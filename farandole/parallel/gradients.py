@@ -6,6 +6,8 @@
     1     the average of its shard, in its part of the buffer          reduce-scatter
     2, 3  the average of its shard, in memory of its own; the buffer   reduce-scatter, of each backward pass
           is borrowed for the time of a backward pass
+
+Where hosts have a copy each (`hybrid`), what a rank has left is then averaged over those that have the same shard.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class Gradients:
     """Takes the gradients of `parameters` in a backward pass and averages them over all ranks.
 
     They are summed up and reduced in `dtype`.  With a `loan` a whole buffer is borrowed for each pass.  With a
-    `compression` they are compressed between hosts.
+    `compression` they are compressed between hosts.  `replicas` are the ranks with the same shard as this one.
     """
 
     def __init__(
@@ -39,7 +41,10 @@ class Gradients:
         zero: int,
         compression: Compression | None = None,
         loan: Loan | None = None,
+        replicas: Communicator | None = None,
     ) -> None:
+        self._replicas = replicas
+        self._crossed = False  # or on the way between replicas
         self._parameters, self._layout, self._comm = parameters, layout, comm
         self._zero = zero
         self._loan = loan
@@ -108,10 +113,20 @@ class Gradients:
             self._work = self._comm.reduce_scatter(self._target, whole, "avg", async_op=True)
         else:
             self._work = self._comm.all_reduce(whole, "avg", compression=self.compressor, async_op=True)
-        self.launched = True
+        self.launched, self._crossed = True, False
+
+    def advance(self) -> None:
+        """Go on to average over replicas, if that is what comes next."""
+        if self._replicas is None or not self.launched or self._crossed:
+            return
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._replicas.all_reduce(self._target, "avg", async_op=True)
+        self._crossed = True
 
     def finish(self) -> None:
         """Wait for the reduction.  What was borrowed goes back, ready for a next backward pass."""
+        self.advance()
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -102,9 +102,8 @@ def test_the_lab_learns_digits(launcher, options):
     assert len(out.splitlines()) == 2 and accuracy > 0.85, out
 
 
-@pytest.mark.parametrize("launcher", ["farandole launch", "torchrun", "mpirun"])
-def test_the_synthetic_benchmark_says_the_familiar_lines(launcher):
-    command = [mpirun(), "-n", "2", sys.executable, *SHIM] if launcher == "mpirun" else commands(2)[launcher]
+def test_the_synthetic_benchmark_says_the_familiar_lines():
+    command = [mpirun(), "-n", "2", sys.executable, *SHIM]
     sizes = ["--model", "tiny", "--image-size", "32", "--batch-size", "4"]
     turns = ["--num-warmup-batches", "1", "--num-batches-per-iter", "2", "--num-iters", "3"]
     status, out, err = run([*command, BENCHMARK, *sizes, *turns])
