@@ -1,0 +1,74 @@
+"""LoRA under every stage of ZeRO, with recomputation and offload: the same adapters, and a base that stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import farandole
+from farandole.models.gpt import build_gpt
+from farandole.plan import Plan
+from farandole.train.lora import LoRA, add_lora
+from tests.parallel.test_zero import GPT, _world
+
+
+def _train(rank: int, size: int, plans: list[Plan]) -> list[tuple[list[float], dict[str, Tensor]]]:
+    return [_train_one(rank, plan) for plan in plans]
+
+
+def _train_one(rank: int, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses, and the adapters at the end."""
+    torch.manual_seed(0)
+    model = build_gpt(GPT)
+    torch.manual_seed(1)
+    add_lora(model, LoRA(rank=4, alpha=8, targets=("*.qkv", "*.out")))
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    engine = farandole.parallelize(model, plan)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = engine.optimizer(torch.optim.AdamW(trained, 1e-2))
+    tokens = torch.randint(
+        0, GPT.vocabulary, (4, 2, GPT.context + 1), generator=torch.Generator().manual_seed(rank)
+    )
+    losses = []
+    for batch in tokens:
+        logits = engine(batch[:, :-1]).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        engine.backward(loss)
+        engine.clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    _world().barrier()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    adapters = {}
+    for parameter, value in engine.whole_parameters():
+        name = names[id(parameter)]
+        if name in frozen:
+            assert torch.equal(value, frozen[name].to(value.dtype)), f"{name} is frozen"
+        else:
+            adapters[name] = value.clone()
+    assert sum(piece.numel() for _, piece, _ in engine.pieces()) <= sum(p.numel() for p in trained)
+    engine.close()
+    return losses, adapters
+
+
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
+def test_the_same_adapters(ranks: Any, backend: str, tmp_path: Path) -> None:
+    plans = [
+        Plan(zero=zero, recompute=recompute, offload=offload)
+        for zero in (0, 1, 2, 3)
+        for recompute, offload in (("none", "none"), ("block", f"disk:{tmp_path}"))
+    ]
+    (expected, adapters), *others = ranks(2, backend).run(_train, plans)[0]
+    assert expected[-1] < expected[0]
+    for plan, (losses, found) in zip(plans[1:], others, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5), plan
+        for name, value in found.items():
+            torch.testing.assert_close(
+                value, adapters[name], rtol=1e-3, atol=1e-5, msg=lambda m, p=plan: f"{p}: {m}"
+            )
