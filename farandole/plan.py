@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "block", "selective", "attention", "auto"]
+Offloaded = Literal["optimizer", "gradients", "parameters"]
 Rounding = Literal["nearest", "stochastic"]
 
 
@@ -34,6 +35,7 @@ class Plan:
     activation_bytes: for `recompute="auto"`, how many bytes of activations may be kept.
     offload: where the masters and states of the optimizer are kept, which only its step needs: "none" for beside the
         model, "host" for the memory of the host (of use to models on an accelerator), or "disk:FOLDER".
+    offloaded: what is kept there besides: "gradients", with `zero` >= 2, or "parameters" too, with `zero=3`; on a disk.
     rounding: how what the optimizer computes becomes bf16 weights.  With "stochastic" there are no masters, which saves
         4 bytes per parameter (`parallel.rounding`).
     """
@@ -45,6 +47,7 @@ class Plan:
     recompute: Recompute = "none"
     activation_bytes: int | None = None
     offload: str = "none"
+    offloaded: Offloaded = "optimizer"
     rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
@@ -78,6 +81,20 @@ class Plan:
         kind, _, folder = self.offload.partition(":")
         if not (self.offload in ("none", "host") or (kind == "disk" and folder)):
             raise PlanError(f"offload={self.offload!r}: 'none', 'host' or 'disk:FOLDER'")
+        _one_of("offloaded", self.offloaded, get_args(Offloaded))
+        if self.offloaded == "optimizer":
+            return
+        if kind != "disk":
+            raise PlanError(
+                f"offloaded={self.offloaded!r} with offload={self.offload!r}: gradients and parameters go to a disk; "
+                f"nearest plan: offload='disk:FOLDER'"
+            )
+        least = 2 if self.offloaded == "gradients" else 3
+        if self.zero < least:
+            raise PlanError(
+                f"offloaded={self.offloaded!r} with zero={self.zero}: ranks have to divide what they offload; nearest "
+                f"plan: zero={least}"
+            )
 
     @property
     def offload_folder(self) -> str | None:

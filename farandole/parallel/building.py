@@ -12,6 +12,7 @@ from torch import nn
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
 from farandole.memory.blocks import blocks_of
+from farandole.memory.mapped import MappedRoom
 from farandole.parallel.buckets import Bucket, fill
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.gathering import GatheredWeights, Gathering
@@ -33,12 +34,20 @@ class Built:
     gathering: Gathering | None = None
 
 
+@dataclass(frozen=True)
+class Rooms:
+    """Where what takes most memory is made, if not there."""
+
+    gradients: MappedRoom | None = None
+    weights: MappedRoom | None = None
+
+
 class Builder:
     """Makes the parameters of `model` what stage `zero` wants them to be.
 
     With `zero`, a `dtype` or pieces that are to be offloaded the parameters become views of flat buffers, frozen ones
     too.  Ranks of `comm` divide them; `replicas` have the same shard as this one.  `masters` says where those of trained
-    ones are.  `settle` completes the reduction of a bucket whose memory
+    ones are, `rooms` where weights and gradients are made.  `settle` completes the reduction of a bucket whose memory
     another one wants (`Lender`).
     """
 
@@ -53,7 +62,9 @@ class Builder:
         *,
         masters: Masters = "beside",
         replicas: Communicator | None = None,
+        rooms: Rooms | None = None,
     ) -> None:
+        self._rooms = rooms or Rooms()
         self._replicas = replicas
         self._moves = zero > 0 or dtype is not None or masters == "offloaded"
         self._masters: Masters = masters
@@ -132,7 +143,15 @@ class Builder:
         buckets = []
         for members, layout, weight, dtype, loan in zip(filled, layouts, weights, types, loans, strict=True):
             gradients = Gradients(
-                members, layout, self._comm, dtype, self._zero, self._compression, loan, self._replicas
+                members,
+                layout,
+                self._comm,
+                dtype,
+                self._zero,
+                self._compression,
+                loan,
+                self._replicas,
+                self._rooms.gradients,
             )
             buckets.append(
                 Bucket(members, layout, self._own, weight, gradients, offloaded=self._masters == "offloaded")
@@ -154,6 +173,7 @@ class Builder:
             sharded=self._zero > 0,
             trained=trained,
             masters=self._masters,
+            room=self._rooms.weights,
         )
 
     def _gathered_weights(self, members: Sequence[nn.Parameter], *, trained: bool) -> GatheredWeights:
@@ -166,6 +186,7 @@ class Builder:
             kind,
             trained=trained,
             masters=self._masters,
+            room=self._rooms.weights,
         )
 
     def _loans(

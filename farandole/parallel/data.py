@@ -43,10 +43,11 @@ from farandole.parallel.gathering import GatheredWeights
 from farandole.parallel.hybrid import divide
 from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.nonfinite import GradientWatch, NonFinite, OutputWatch
-from farandole.parallel.offloading import OffloadedUpdate, home_at
+from farandole.parallel.offloading import OffloadedUpdate, home_at, rooms_at
 from farandole.parallel.rounding import StochasticRounding
 from farandole.parallel.starting import start_equal
 from farandole.parallel.weights import Masters
+from farandole.plan import Offloaded
 
 BUCKET_BYTES = 4 << 20
 
@@ -64,7 +65,8 @@ class DataParallel:
 
     With `dtype` (bf16, fp16) the model computes with weights of that type, while the
     optimizer updates masters of the type that they had, with gradients of that type.  With `offload` ("host",
-    "disk:FOLDER") masters and states of the optimizer are kept there, and pass through memory in its step.  With bf16
+    "disk:FOLDER") masters and states of the optimizer are kept there, and pass through memory in its step; on a disk
+    also gradients, with `zero` >= 2, or weights too, with `zero=3`, if `offloaded` says so.  With bf16
     and a `rounding` there are no masters but in the update, and `pieces` read as NaN between updates.
 
     A `compression` (`Int8()`, ...) is for what crosses hosts, with `zero=0`; gradients are then no longer those of
@@ -90,6 +92,7 @@ class DataParallel:
         hybrid: bool = False,
         dtype: torch.dtype | None = None,
         offload: str = "none",
+        offloaded: Offloaded = "optimizer",
         initialise: Initialise | None = None,
         watch: bool = False,
         rounding: StochasticRounding | None = None,
@@ -136,6 +139,9 @@ class DataParallel:
             self._settle,
             masters=masters,
             replicas=division.replicas,
+            rooms=rooms_at(
+                offload, offloaded, division.shards, accelerator=any(p.is_cuda for p in model.parameters())
+            ),
         ).build(model)
         self.buckets, self._weights, self._gathering = built.buckets, built.weights, built.gathering
         if initialise is not None:

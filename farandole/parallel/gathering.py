@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from farandole.comm.communicator import Communicator
+from farandole.memory.mapped import MappedRoom
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.weights import Masters, are_apart, copy_of_own, fill_own, first_master
 
@@ -34,7 +35,7 @@ CAPACITY = 3
 
 
 class GatheredWeights:
-    """The weights of some parameters of one type, of which this rank keeps shard `own`, as type `dtype`.
+    """The weights of some parameters of one type, of which this rank keeps shard `own`, as type `dtype`, in `room` if given.
 
     While they are not gathered the parameters have their shapes, read as NaN, and take no memory.
     """
@@ -51,6 +52,7 @@ class GatheredWeights:
         *,
         trained: bool,
         masters: Masters = "beside",
+        room: MappedRoom | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self._layout, self._comm, self._shard = layout, comm, own
@@ -59,6 +61,8 @@ class GatheredWeights:
         with torch.no_grad():
             shard = copy_of_own(parameters, layout, own)
             self.own = shard if dtype == first.dtype else shard.to(dtype)
+            if room is not None:
+                self.own = room.own(layout.shard_length, dtype).copy_(shard)
             self.master = first_master(masters, shard, self.own) if trained else None
             nothing = torch.full((), torch.nan, dtype=dtype, device=first.device)
         self._placeholders = [nothing.expand(parameter.shape) for parameter in parameters]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
 from farandole.comm.compression.call import check
+from farandole.memory.mapped import MappedRoom
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.lender import Loan
 
@@ -29,7 +30,8 @@ class Gradients:
     """Takes the gradients of `parameters` in a backward pass and averages them over all ranks.
 
     They are summed up and reduced in `dtype`.  With a `loan` a whole buffer is borrowed for each pass.  With a
-    `compression` they are compressed between hosts.  `replicas` are the ranks with the same shard as this one.
+    `compression` they are compressed between hosts.  `replicas` are the ranks with the same shard as this one.  What
+    is left after a pass is kept in `room`, or in memory.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Gradients:
         compression: Compression | None = None,
         loan: Loan | None = None,
         replicas: Communicator | None = None,
+        room: MappedRoom | None = None,
     ) -> None:
         self._replicas = replicas
         self._crossed = False  # or on the way between replicas
@@ -56,7 +59,10 @@ class Gradients:
             whole = self._hold(comm.empty(layout.length, dtype=dtype, device=device).zero_())
             self.reduced = layout.shard(whole, comm.rank) if zero else whole
         else:
-            self.reduced = torch.zeros(layout.shard_length, dtype=dtype, device=device)
+            length = layout.shard_length
+            self.reduced = (
+                torch.zeros(length, dtype=dtype, device=device) if room is None else room.own(length, dtype)
+            )
         self.compressor = None
         if compression is not None:
             check(comm.group, parameters[0])

@@ -20,8 +20,11 @@ from farandole.comm.gathering import host_identity
 from farandole.memory.errors import OffloadError
 from farandole.memory.file_system import require_space
 from farandole.memory.home import DiskHome, MemoryHome, StateHome
+from farandole.memory.mapped import MappedRoom
 from farandole.memory.offloaded_optimizer import OffloadedOptimizer, PieceState
 from farandole.parallel.buckets import Bucket
+from farandole.parallel.building import Rooms
+from farandole.plan import Offloaded
 
 Home = Callable[[Sequence[int]], StateHome]
 
@@ -42,6 +45,24 @@ def home_at(place: str, comm: Communicator, *, pinned: bool) -> Home:
         return DiskHome(folder, record_bytes, "masters and states of the optimizer")
 
     return on_disk
+
+
+def rooms_at(place: str, offloaded: Offloaded, comm: Communicator, *, accelerator: bool) -> Rooms:
+    """Where gradients and weights are made, as `Plan.offload` and `Plan.offloaded` say, by the ranks of `comm`."""
+    kind, _, folder = place.partition(":")
+    if offloaded == "optimizer":
+        return Rooms()
+    if kind != "disk":
+        raise OffloadError(
+            f"offloaded={offloaded!r} with offload={place!r}: it works with offload='disk:FOLDER'"
+        )
+    if accelerator:
+        raise OffloadError(
+            f"offloaded={offloaded!r} for a model on an accelerator: its gradients and weights stay there; "
+            f"offloaded='optimizer' works"
+        )
+    room = MappedRoom(folder, comm)
+    return Rooms(gradients=room, weights=room if offloaded == "parameters" else None)
 
 
 def _require_space(folder: str, needed: int, comm: Communicator) -> None:

@@ -85,6 +85,7 @@ def parallelize(
             hybrid=plan.hybrid,
             dtype=dtype,
             offload=plan.offload,
+            offloaded=plan.offloaded,
             initialise=initialise,
             diagnose=diagnose,
         )
@@ -97,6 +98,7 @@ def parallelize(
         dtype=dtype,
         rounding=rounding,
         offload=plan.offload,
+        offloaded=plan.offloaded,
         initialise=initialise,
     )
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
+from farandole.memory.mapped import MappedRoom
 from farandole.parallel.flat import FlatLayout
 
 Masters = Literal["beside", "offloaded", "none"]
@@ -29,7 +30,7 @@ class Weights:
     """The weights of some parameters of one type, in a flat buffer of type `dtype`.
 
     The buffer is cut into `layout`'s shards; this rank owns shard `own` of them.  With `sharded`, ranks that
-    share memory have one buffer for all; else, and elsewhere, each has its own.
+    share memory have one buffer for all; else, and elsewhere, each has its own.  It is made in `room`, or in memory.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Weights:
         sharded: bool,
         trained: bool,
         masters: Masters = "beside",
+        room: MappedRoom | None = None,
     ) -> None:
         first = parameters[0]
         self.parameters = list(parameters)
@@ -50,11 +52,9 @@ class Weights:
         self._layout = layout
         self._comm = comm
         self._sharded = sharded
-        common = comm.common(layout.length, dtype=dtype, device=first.device) if sharded else None
-        self.common = common is not None
-        self._buffer = (
-            torch.empty(layout.length, dtype=dtype, device=first.device) if common is None else common
-        )
+        common = sharded and comm.shares_memory(first.device)
+        self.common = common
+        self._buffer = _buffer(comm, layout.length, dtype, first.device, common=common, room=room)
         self._shard = own
         self.own = layout.shard(self._buffer, own)
         self.master: Tensor | None = None
@@ -94,6 +94,24 @@ class Weights:
             self._comm.all_gather(self._buffer, self.own)
 
 
+def _buffer(
+    comm: Communicator,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    common: bool,
+    room: MappedRoom | None,
+) -> Tensor:
+    if room is not None:
+        return room.common(length, dtype) if common else room.own(length, dtype)
+    if common:
+        shared = comm.common(length, dtype=dtype, device=device)
+        assert shared is not None
+        return shared
+    return torch.empty(length, dtype=dtype, device=device)
+
+
 def are_apart(masters: Masters, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
     """Whether masters like `parameter`, computed with as `dtype`, are tensors of their own."""
     elsewhere = masters == "offloaded" and parameter.device.type != "cpu"
@@ -104,7 +122,7 @@ def first_master(masters: Masters, shard: Tensor, own: Tensor) -> Tensor:
     """The master of a rank's `shard`, with which the model computes as `own`."""
     if masters == "none":  # it reads as NaN, and takes no memory
         return torch.full((1,), torch.nan, device=shard.device).expand(shard.shape)
-    if masters == "offloaded":
+    if masters == "offloaded" and shard.device.type != "cpu":
         return shard.cpu()
     return own if own.dtype == shard.dtype else shard
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,11 @@ def test_the_answer_is_that_of_one_process(
             ("host", "none"),
             (f"disk:{tmp_path}", "block"),
         )
+    ]
+    disk = f"disk:{tmp_path}"
+    plans += [
+        Plan(zero=2, precision=precision, offload=disk, offloaded="gradients"),
+        Plan(zero=3, precision=precision, offload=disk, offloaded="parameters", recompute="block"),
     ]
     dtype = None if precision == "fp32" else torch.bfloat16
     for accumulate, user in ((1, None), (2, 0)):
@@ -188,6 +194,12 @@ def _refused(rank: int, size: int, folder: str) -> None:
     with pytest.raises(OffloadError, match="missing"):
         engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     _world().barrier()
+    for place in ("missing", "only" if rank else ""):
+        plan = Plan(zero=3, offload=f"disk:{folder}/{place}", offloaded="parameters")
+        with pytest.raises(OffloadError, match="missing|only"):
+            farandole.parallelize(_model(0), plan)
+    _world().barrier()
+    assert not list(Path(folder).iterdir())
     engine = farandole.parallelize(_model(0), Plan(zero=2, offload=f"disk:{folder}/{'' if rank else 'only'}"))
     with pytest.raises(OffloadError, match="only"):
         engine.optimizer(torch.optim.SGD(engine.model.parameters(), 0.1))
@@ -198,7 +210,34 @@ def test_what_cannot_be_is_refused_on_all_ranks(ranks: Any, tmp_path: Path) -> N
     ranks(2).run(_refused, str(tmp_path))
     with pytest.raises(PlanError, match="'none', 'host' or 'disk:FOLDER'"):
         Plan(offload="nvme")
+    with pytest.raises(PlanError, match="nearest plan: zero=3"):
+        Plan(zero=2, offload="disk:.", offloaded="parameters")
+    with pytest.raises(PlanError, match="gradients and parameters go to a disk"):
+        Plan(zero=2, offload="host", offloaded="gradients")
     with pytest.raises(PlanError, match="nothing else takes them"):
         Plan(recompute="block", activation_bytes=1)
     with pytest.raises(PlanError, match="one of none, block"):
         Plan(recompute="all")  # type: ignore[arg-type]
+
+
+def _held(rank: int, size: int, folder: str) -> tuple[float, float]:
+    """How much of the weights and gradients of a step lies in files of this process."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    plan = Plan(zero=3, offload=f"disk:{folder}", offloaded="parameters")
+    engine = farandole.parallelize(model, plan)
+    engine.backward(engine(torch.ones(2, 512)).sum())
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    files = [line.split(maxsplit=5) for line in maps if folder in line]
+    held = sum(int(f[0].split("-")[1], 16) - int(f[0].split("-")[0], 16) for f in files)
+    _world().barrier()
+    engine.close()
+    return held / sum(p.nbytes for p in model.parameters()), len(list(Path(folder).iterdir()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_weights_and_gradients_lie_in_files(ranks: Any, tmp_path: Path) -> None:
+    for share, names in ranks(2).run(_held, str(tmp_path)):
+        assert share == pytest.approx(
+            1.5, rel=0.02
+        )  # all weights, as common memory, and half of the gradients
+        assert names == 0
