@@ -49,8 +49,12 @@ def device_of(model: nn.Module, device: torch.device | str | None = None) -> tor
 
 
 @contextmanager
-def faked(model: nn.Module, example: Any, device: torch.device) -> Iterator[Any]:
+def faked(
+    model: nn.Module, example: Any, device: torch.device, dtype: torch.dtype | None = None
+) -> Iterator[Any]:
     """Within it, `model` is made of fake tensors on `device`; yields `example` made of such.
+
+    With a `dtype` all that is floating is of that type.
 
     Its real parameters and buffers, gradients and the states of random generators are untouched.  Not for
     a model that another thread uses meanwhile.
@@ -61,9 +65,8 @@ def faked(model: nn.Module, example: Any, device: torch.device) -> Iterator[Any]
 
     def twin(tensor: Tensor) -> Tensor:
         if id(tensor) not in twins:
-            fake: Tensor = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
-            )
+            kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            fake: Tensor = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind, device=device)
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)
             elif tensor.requires_grad:
