@@ -12,18 +12,17 @@ The gradient of a parameter is taken away as soon as it is there: `parallel.grad
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from farandole.memory.estimate.flops import operations
+from farandole.memory.estimate.alive import Alive
+from farandole.memory.estimate.heap import Events
 from farandole.memory.fakes import as_call, device_of, faked
 
 
@@ -33,13 +32,14 @@ class Trace:
 
     `saved`: bytes kept for the backward pass.  `peak`: the most bytes alive at once, beside parameters, buffers and
     the example.  `flops`: operations of matrix products and attention, those of recomputations included.  `moved`:
-    bytes that all other operations read and write.
+    bytes that all other operations read and write.  `events`: what is taken and given back, in order (`heap`).
     """
 
     saved: int
     peak: int
     flops: int
     moved: int
+    events: Events = field(default=(), repr=False)
 
     @property
     def transient(self) -> int:
@@ -74,7 +74,7 @@ def trace(
         for parameter in model.parameters():
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(_take_away).remove)
-        alive = stack.enter_context(_Alive((*model.parameters(), *model.buffers(), *tree_leaves(fake))))
+        alive = stack.enter_context(Alive((*model.parameters(), *model.buffers(), *tree_leaves(fake))))
         args, kwargs = as_call(fake)
         with casting():
             output = model(*args, **kwargs)
@@ -85,7 +85,7 @@ def trace(
             # a constant: a loss may ask for the number that its gradient is
             value.backward(torch.tensor(0.5 if scaled else 1.0, dtype=value.dtype, device=where))
         del value
-    return Trace(saved, alive.peak, alive.flops, alive.moved)
+    return Trace(saved, alive.peak, alive.flops, alive.moved, tuple(alive.events))
 
 
 def _take_away(parameter: Tensor) -> None:
@@ -95,52 +95,3 @@ def _take_away(parameter: Tensor) -> None:
 def _sum(output: Any) -> Tensor:
     tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.is_floating_point()]
     return torch.stack([one.sum() for one in tensors]).sum()
-
-
-class _Alive(TorchDispatchMode):
-    """Counts what is alive, and what is done."""
-
-    def __init__(self, outside: Any) -> None:
-        super().__init__()
-        self.now = self.peak = self.flops = self.moved = 0
-        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._outside = {
-            tensor.untyped_storage()._cdata for tensor in outside if isinstance(tensor, Tensor)
-        }
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the operation and look at what it returns."""
-        kwargs = kwargs or {}
-        output = func(*args, **kwargs)
-        written = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
-        fresh = False
-        for tensor in written:
-            fresh |= self._add(tensor)
-        self.peak = max(self.peak, self.now)
-        flops = operations(func.overloadpacket, args, kwargs, output)
-        self.flops += flops
-        if not flops and (fresh or func._schema.is_mutable):  # else it is a view
-            read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-            self.moved += sum(one.numel() * one.element_size() for one in (*read, *written))
-        return output
-
-    def _add(self, tensor: Tensor) -> bool:
-        """Count the storage of `tensor` from now on; whether it is a new one."""
-        if tensor.layout is not torch.strided:
-            return False
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._outside:
-            return False
-        known = self._seen.get(key)
-        if known is not None and known() is not None:
-            return False
-        nbytes = storage.nbytes()
-        self.now += nbytes
-        self._seen[key] = weakref.ref(storage, lambda _: self._free(nbytes))
-        return True
-
-    def _free(self, nbytes: int) -> None:
-        self.now -= nbytes
