@@ -46,7 +46,9 @@ class DataAxis:
         self._low = None if weight_type is None else weight_type.itemsize
         self.gathers = plan.zero == 3 and ranks > 1 and not shared
         parameters = list(model.parameters())
-        self.whole = sum(parameter.nbytes for parameter in parameters)
+        self.sizes = [parameter.nbytes for parameter in parameters]
+        self.whole = sum(self.sizes)
+        self.trained_sizes = [parameter.nbytes for parameter in reversed(parameters) if parameter.requires_grad]
         groups = _groups(model) if self.gathers else [parameters]
         self.trained = self._buckets(groups, trained=True)
         self.frozen = self._buckets(groups, trained=False)
@@ -93,6 +95,29 @@ class DataAxis:
             nbytes = bucket.length * (self._low or bucket.itemsize)
             by_group[bucket.group] = by_group.get(bucket.group, 0) + nbytes
         return sum(sorted(by_group.values())[-CAPACITY:])
+
+    @property
+    def moves(self) -> bool:
+        """Whether parameters leave the memory that they were made in."""
+        return self.plan.zero > 0 or self._low is not None
+
+    def private(self) -> list[int]:
+        """Sizes of what this rank takes from its C library for weights and gradients, one for each tensor."""
+        found = [] if self.moves else list(self.sizes)
+        for bucket in (*self.trained, *self.frozen):
+            size = self._low or bucket.itemsize
+            if self.gathers:
+                found.append(bucket.shard * size)
+            elif self.moves and not (self.plan.zero and self.shared):
+                found.append(bucket.length * size)
+        for bucket in self.trained:
+            found += [bucket.shard * bucket.itemsize] * ((self._low is not None) + (self.plan.zero >= 2))
+        return found
+
+    def pieces(self) -> list[int]:
+        """Sizes of what the optimizer updates, about: of a parameter that is cut, its mean part."""
+        shards = self.ranks if self.plan.zero else 1
+        return [size // shards for size in self.trained_sizes]
 
     def records(self, count: int) -> int:
         """What offloaded states need in memory while they pass through."""

@@ -10,11 +10,15 @@ from torch import Tensor, nn
 
 from farandole.data.wording import size
 from farandole.memory.estimate.data_axis import DataAxis
+from farandole.memory.estimate.heap import excess
 from farandole.memory.estimate.machine import Machine
 from farandole.memory.estimate.seconds import seconds_of
 from farandole.memory.estimate.trace import Trace
 from farandole.memory.estimate.workload import Workload
 from farandole.plan import Plan, PlanError
+
+_PASSES = 2
+"""Micro-batches of a step after which a heap is as it will be."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ def estimate_workload(
         "communication": axis.lent() + axis.gathered(),
         "activations": traced.saved,
         "transient": traced.transient,
+        "allocator": _allocator(workload, plan, axis, traced) if machine.host else 0,
         "checkpoint": _copies(workload, plan, axis) if workload.checkpoints and machine.host else 0,
     }
     # each rank makes the whole model, and lets go of a bucket when it has been copied to where it belongs
@@ -121,6 +126,13 @@ def _copies(workload: Workload, plan: Plan, axis: DataAxis) -> int:
     """Of weights and states, on rank 0, of which a checkpoint is written (`train.checkpoint`)."""
     copied = axis.states(workload.states + 1)
     return copied if plan.zero == 0 else copied + axis.whole
+
+
+def _allocator(workload: Workload, plan: Plan, axis: DataAxis, traced: Trace) -> int:
+    """What the C library of the host adds, with its gaps between blocks."""
+    states = [] if plan.offload.startswith("disk:") else axis.pieces() * workload.states
+    before = axis.sizes if axis.moves else []
+    return excess(before, traced.events, states, axis.private(), min(_PASSES, workload.micro_batches))
 
 
 def _buffers(model: nn.Module) -> int:
