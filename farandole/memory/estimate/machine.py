@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from farandole.memory.budget import Bandwidth
 
-PROCESS_BYTES = 220 << 20
-LIBRARY_BYTES = 330 << 20
+PROCESS_BYTES = 225 << 20
+LIBRARY_BYTES = 110 << 20
 """Of a rank on a CPU host that has trained a step of a tiny model (torch 2.13, Linux): its own pages, and those of
 libraries, which all ranks of the host share.  `farandole plan` measures them."""
 
