@@ -7,7 +7,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from farandole.bench.plan_table import COLUMNS, column
+from farandole.bench.plan_table import COLUMNS, column, seconds
 from farandole.bench.planning import Planned
 from farandole.data.wording import counted, short, size
 from farandole.memory.estimate import Estimate
@@ -42,7 +42,7 @@ def draw(planned: Planned, path: str) -> None:
         axis.text(
             left[place] + 0.01 * most,
             place,
-            f"{size(one.peak)}, {one.seconds:.2g} s" + ("" if fits else ", does not fit"),
+            f"{size(one.peak)}, {seconds(one.seconds)} s" + ("" if fits else ", does not fit"),
             va="center",
             fontsize=8,
             color="black" if fits else "#a01010",

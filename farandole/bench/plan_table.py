@@ -34,6 +34,11 @@ def column(estimate: Estimate, name: str) -> int:
     return sum(estimate.parts[part] for part in COLUMNS[name])
 
 
+def seconds(number: float) -> str:
+    """Two digits, or all before the point."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
 def plans(planned: Planned) -> Table:
     """A line for each plan."""
     divisor, unit = _unit(max(one.peak for one in planned.estimates))
@@ -51,7 +56,7 @@ def plans(planned: Planned) -> Table:
         numbers = [*(column(one, name) for name in COLUMNS), one.peak]
         shown = [_number(number, divisor) for number in numbers]
         style = None if one.fits(memory) else "dim"
-        table.add_row(*words, *shown, f"{one.seconds:.2g}", one.verdict(memory), style=style)
+        table.add_row(*words, *shown, seconds(one.seconds), one.verdict(memory), style=style)
     return table
 
 
@@ -109,7 +114,7 @@ def checked(predicted: Estimate, seen: Sequence[dict[str, Any]]) -> tuple[Table,
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    return Table(title=title, title_justify="left", title_style="italic", box=None, pad_edge=False, header_style="bold")
 
 
 def _unit(most: float) -> tuple[int, str]:

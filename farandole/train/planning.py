@@ -10,7 +10,7 @@ from farandole.models.gpt import build_gpt
 from farandole.models.loss import PIECE_BYTES, next_token_loss
 from farandole.train.config import TrainConfig
 
-_PIECES = 64
+_PIECES = 32
 """In how many pieces the loss of a micro-batch is traced: fewer than it has, which takes less time."""
 
 

@@ -11,7 +11,7 @@ gaps apart.  This is a model of that, best fit with neighbouring gaps merged.  W
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from functools import cache
 
 MAPPED_FROM = 32 << 20
 """Bytes from which a block is mapped by itself and given back when it is freed (`mallopt(3)`, `M_MMAP_THRESHOLD`)."""
@@ -20,8 +20,8 @@ KERNELS = 28 << 20
 """Bytes beyond the model: what kernels take while they run, and small objects between blocks.  Of ten trainings of 3 to 27 M
 parameters on 2 ranks (torch 2.13, glibc 2.36) it left out 4 to 49 MB."""
 
-_STEPS = 8
-"""After so many steps a heap hardly grows any more."""
+_PASSES = 8
+"""After so many forward and backward passes a heap hardly grows any more."""
 
 _SMALL, _KEPT = 1040, 7
 _HEADER, _ALIGNMENT, _LEAST = 16, 64, 32
@@ -114,7 +114,10 @@ def replay(heap: Heap, events: Events) -> None:
             heap.give_back(blocks.pop(number))
 
 
-def excess(before: Iterable[int], events: Events, states: Iterable[int], kept: Iterable[int], passes: int) -> int:
+@cache
+def excess(
+    before: tuple[int, ...], events: Events, states: tuple[int, ...], kept: tuple[int, ...], passes: int
+) -> int:
     """How many bytes more than its tensors a training has from the C library at its peak.
 
     before: sizes of the parameters that are made, and given back when the model has been divided; kept: what stays.
@@ -123,20 +126,18 @@ def excess(before: Iterable[int], events: Events, states: Iterable[int], kept: I
     """
     heap = Heap()
     first = [heap.take(nbytes) for nbytes in before]
-    staying, made = list(kept), list(states)
-    for nbytes in staying:
+    for nbytes in kept:
         heap.take(nbytes)
     for block in first:
         heap.give_back(block)
     heap.peak = 0  # what comes is more, or else the start counts
-    for step in range(_STEPS):
-        for _ in range(passes):
-            replay(heap, events)
-        if step == 0:
-            for nbytes in made:
-                heap.take(nbytes)
+    for number in range(_PASSES):
+        replay(heap, events)
         heap.use_small()
-    return heap.peak - sum(staying) - sum(made) - _most(events) + KERNELS
+        if number == min(passes, _PASSES - 1) - 1:
+            for nbytes in states:
+                heap.take(nbytes)
+    return heap.peak - sum(kept) - sum(states) - _most(events) + KERNELS
 
 
 def _most(events: Events) -> int:

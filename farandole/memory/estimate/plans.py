@@ -17,9 +17,6 @@ from farandole.memory.estimate.trace import Trace
 from farandole.memory.estimate.workload import Workload
 from farandole.plan import Plan, PlanError
 
-_PASSES = 2
-"""Micro-batches of a step after which a heap is as it will be."""
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -132,7 +129,9 @@ def _allocator(workload: Workload, plan: Plan, axis: DataAxis, traced: Trace) ->
     """What the C library of the host adds, with its gaps between blocks."""
     states = [] if plan.offload.startswith("disk:") else axis.pieces() * workload.states
     before = axis.sizes if axis.moves else []
-    return excess(before, traced.events, states, axis.private(), min(_PASSES, workload.micro_batches))
+    return excess(
+        tuple(before), traced.events, tuple(states), tuple(axis.private()), workload.micro_batches
+    )
 
 
 def _buffers(model: nn.Module) -> int:

@@ -49,7 +49,7 @@ class Workload:
                 self.model,
                 plan.recompute,
                 example=self.example if needs_example else None,
-                loss=self.loss if needs_example else None,
+                loss=self.loss if plan.recompute == "auto" else None,
                 budget_bytes=plan.activation_bytes,
             )
             return trace(
