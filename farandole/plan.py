@@ -51,7 +51,9 @@ class Plan:
         if self.recompute not in get_args(Recompute):
             raise PlanError(f"recompute={self.recompute!r}: one of {', '.join(get_args(Recompute))}")
         if (self.recompute == "auto") != (self.activation_bytes is not None):
-            raise PlanError("recompute='auto' and activation_bytes= go together: neither means anything alone")
+            raise PlanError(
+                "recompute='auto' and activation_bytes= go together: neither means anything alone"
+            )
         if self.offload not in ("none", "host") and not self.offload.startswith("disk:"):
             raise PlanError(f"offload={self.offload!r}: none, host or disk:FOLDER")
         if self.offload == "disk:":

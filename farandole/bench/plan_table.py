@@ -114,7 +114,9 @@ def checked(predicted: Estimate, seen: Sequence[dict[str, Any]]) -> tuple[Table,
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="italic", box=None, pad_edge=False, header_style="bold")
+    return Table(
+        title=title, title_justify="left", title_style="italic", box=None, pad_edge=False, header_style="bold"
+    )
 
 
 def _unit(most: float) -> tuple[int, str]:

@@ -139,9 +139,7 @@ def dump(planned: Planned) -> str:
         }
         for one in planned.estimates
     ]
-    return json.dumps(
-        {"ranks": planned.ranks, "machine": asdict(planned.machine), "plans": plans}, indent=1
-    )
+    return json.dumps({"ranks": planned.ranks, "machine": asdict(planned.machine), "plans": plans}, indent=1)
 
 
 def parse_number(option: str, text: str, base: int) -> float:
@@ -184,7 +182,8 @@ def _machine(setup: PlanSetup) -> Machine:
         bandwidth=setup.bandwidth or found.bandwidth,
         process=found.process,
         libraries=0 if accelerated else found.libraries,
-        shared=not accelerated and setup.hosts == 1,
+        hosts=setup.hosts,
+        shared=not accelerated,
         overlap=accelerated,
         host=not accelerated,
     )

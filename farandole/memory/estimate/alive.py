@@ -26,9 +26,7 @@ class Alive(TorchDispatchMode):
         self.now = self.peak = self.flops = self.moved = 0
         self.events: list[tuple[int, int]] = []
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._outside = {
-            tensor.untyped_storage()._cdata for tensor in outside if isinstance(tensor, Tensor)
-        }
+        self._outside = {tensor.untyped_storage()._cdata for tensor in outside if isinstance(tensor, Tensor)}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from farandole.memory.blocks import blocks_of
+from farandole.memory.estimate.machine import Machine
 from farandole.parallel.buckets import fill
 from farandole.parallel.data import BUCKET_BYTES
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.gathering import CAPACITY
 from farandole.parallel.lender import DEPTH
-from farandole.plan import Plan
+from farandole.plan import Plan, PlanError
 
 BUFFERS = 3
 """Records of offloaded states that are in memory at a time (`memory.home.DiskHome`)."""
@@ -34,21 +35,29 @@ class Bucket:
 
 
 class DataAxis:
-    """The parameters of `model` on each of `ranks` ranks.
+    """The parameters of `model` on each of `ranks` ranks of `machine`.
 
-    `weight_type` is what the plan makes weights of, None as they are; `shared` says whether ranks share memory.
+    `weight_type` is what the plan makes weights of, None as they are.  States are divided among `divided` ranks,
+    `copies` times; `shared` says whether those share memory.
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, ranks: int, weight_type: torch.dtype | None, shared: bool
+        self, model: nn.Module, plan: Plan, ranks: int, weight_type: torch.dtype | None, machine: Machine
     ) -> None:
-        self.plan, self.ranks, self.shared = plan, ranks, shared
+        if ranks % machine.hosts:
+            raise PlanError(f"{ranks} ranks on {machine.hosts} hosts: a host has equally many as every other")
+        self.plan = plan
+        self.copies = machine.hosts if plan.hybrid else 1
+        self.divided = ranks // self.copies
+        self.shared = machine.shared and self.copies == machine.hosts
         self._low = None if weight_type is None else weight_type.itemsize
-        self.gathers = plan.zero == 3 and ranks > 1 and not shared
+        self.gathers = plan.zero == 3 and self.divided > 1 and not self.shared
         parameters = list(model.parameters())
         self.sizes = [parameter.nbytes for parameter in parameters]
         self.whole = sum(self.sizes)
-        self.trained_sizes = [parameter.nbytes for parameter in reversed(parameters) if parameter.requires_grad]
+        self.trained_sizes = [
+            parameter.nbytes for parameter in reversed(parameters) if parameter.requires_grad
+        ]
         groups = _groups(model) if self.gathers else [parameters]
         self.trained = self._buckets(groups, trained=True)
         self.frozen = self._buckets(groups, trained=False)
@@ -61,7 +70,7 @@ class DataAxis:
             if self.gathers:
                 found += bucket.shard * size
             elif self.plan.zero and self.shared:
-                found += bucket.length * size // self.ranks  # one copy for all
+                found += bucket.length * size // self.divided  # one copy for all
             else:
                 found += bucket.length * size
         return found
@@ -116,7 +125,7 @@ class DataAxis:
 
     def pieces(self) -> list[int]:
         """Sizes of what the optimizer updates, about: of a parameter that is cut, its mean part."""
-        shards = self.ranks if self.plan.zero else 1
+        shards = self.divided if self.plan.zero else 1
         return [size // shards for size in self.trained_sizes]
 
     def records(self, count: int) -> int:
@@ -134,7 +143,7 @@ class DataAxis:
         return self.trained[-1].length * self.trained[-1].itemsize if self.trained else 0
 
     def _buckets(self, groups: Sequence[Sequence[nn.Parameter]], *, trained: bool) -> list[Bucket]:
-        shards = self.ranks if self.plan.zero else 1
+        shards = self.divided if self.plan.zero else 1
         found = []
         for group, members in enumerate(groups):
             wanted = [p for p in members if p.requires_grad == trained]

@@ -19,9 +19,9 @@ _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 def operations(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Of one call of `kind`, an `OpOverloadPacket`; 0 for what is neither a product nor attention."""
     if kind in FUSED_ATTENTION:
-        return _attention(*args[:3], score_products=1, value_products=1)
+        return _attention(args[0], args[1], args[2], score_products=1, value_products=1)
     if kind is _CPU_BACKWARD:
-        return _attention(*args[1:4], score_products=3, value_products=2)
+        return _attention(args[1], args[2], args[3], score_products=3, value_products=2)
     if kind in flop_registry:
         return int(flop_registry[kind](*args, **kwargs, out_val=output))
     return 0

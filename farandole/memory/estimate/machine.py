@@ -24,7 +24,8 @@ class Machine:
     disk: the bandwidth of the disk for all ranks together; None if nothing is kept there.
     process, libraries: bytes of a process that has not been given a model: its own, and pages of files that all
         ranks of a host share.
-    shared: whether the ranks share memory, and with it one copy of what they have in common.
+    hosts: on how many hosts the ranks are, equally many on each.
+    shared: whether the ranks of a host share memory, and with it one copy of what they have in common.
     overlap: whether communication goes on beside computation: not where the same cores do both.
     host: whether `memory` is that of the host, where checkpoints are copied and states are offloaded to.
     """
@@ -36,6 +37,7 @@ class Machine:
     disk: Bandwidth | None = None
     process: int = PROCESS_BYTES
     libraries: int = LIBRARY_BYTES
+    hosts: int = 1
     shared: bool = True
     overlap: bool = False
     host: bool = True

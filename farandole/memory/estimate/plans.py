@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from farandole.data.wording import size
 from farandole.memory.estimate.data_axis import DataAxis
@@ -74,11 +74,13 @@ def estimate_workload(
     """The same of a workload; `traced` is its trace under this plan, if that is known already."""
     plan.check(ranks)
     if plan.offload.startswith("disk:") and machine.disk is None:
-        raise PlanError(f"offload={plan.offload!r} and a machine without a disk: give Machine(disk=Bandwidth(...))")
+        raise PlanError(
+            f"offload={plan.offload!r} and a machine without a disk: give Machine(disk=Bandwidth(...))"
+        )
     traced = traced or workload.trace(plan)
-    axis = DataAxis(workload.model, plan, ranks, workload.weight_type(plan), machine.shared)
+    axis = DataAxis(workload.model, plan, ranks, workload.weight_type(plan), machine)
     parts = {
-        "process": machine.process + machine.libraries // ranks,
+        "process": machine.process + machine.libraries * machine.hosts // ranks,
         "parameters": axis.weights() + _buffers(workload.model),
         "gradients": axis.gradients(),
         "optimizer": _optimizer(workload, plan, axis, machine),
@@ -129,9 +131,7 @@ def _allocator(workload: Workload, plan: Plan, axis: DataAxis, traced: Trace) ->
     """What the C library of the host adds, with its gaps between blocks."""
     states = [] if plan.offload.startswith("disk:") else axis.pieces() * workload.states
     before = axis.sizes if axis.moves else []
-    return excess(
-        tuple(before), traced.events, tuple(states), tuple(axis.private()), workload.micro_batches
-    )
+    return excess(tuple(before), traced.events, tuple(states), tuple(axis.private()), workload.micro_batches)
 
 
 def _buffers(model: nn.Module) -> int:

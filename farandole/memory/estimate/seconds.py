@@ -20,7 +20,9 @@ _BACKWARD = 2 / 3
 """The part of the computation in which gradients become ready: each product has two in the backward pass."""
 
 
-def seconds_of(workload: Workload, plan: Plan, axis: DataAxis, traced: Trace, machine: Machine) -> dict[str, float]:
+def seconds_of(
+    workload: Workload, plan: Plan, axis: DataAxis, traced: Trace, machine: Machine
+) -> dict[str, float]:
     """Seconds of a step by what they are spent on."""
     speed = machine.flops[plan.precision]
     compute = workload.micro_batches * (traced.flops / speed + traced.moved / machine.stream)
@@ -31,7 +33,8 @@ def seconds_of(workload: Workload, plan: Plan, axis: DataAxis, traced: Trace, ma
     # the norm reads gradients, clipping reads and writes them; each state and weight is read and written
     found["update"] = owned * (1 + 2 + 1 + 2 * (workload.states + 1)) / machine.stream
     if plan.offload.startswith("disk:"):
-        moved = axis.ranks * (axis.states(workload.states) + axis.masters())
+        on_host = axis.divided * axis.copies // machine.hosts
+        moved = on_host * (axis.states(workload.states) + axis.masters())
         assert machine.disk is not None  # `estimate` has seen to it
         found["disk"] = moved / machine.disk.read + moved / machine.disk.write
     return found
@@ -39,8 +42,8 @@ def seconds_of(workload: Workload, plan: Plan, axis: DataAxis, traced: Trace, ma
 
 def _reduction(workload: Workload, plan: Plan, axis: DataAxis, machine: Machine, behind: float) -> float:
     """Of the gradients; `behind` are the seconds in which it may go on unnoticed."""
-    among = (axis.ranks - 1) / axis.ranks
-    factor = among * (2 if plan.zero == 0 else 1)
+    factor = _among(axis.divided) * (2 if plan.zero == 0 else 1)
+    factor += 2 * _among(axis.copies) / axis.divided  # each rank's shard, with those that have the same
     passes = workload.micro_batches if plan.zero >= 2 else 1
     whole = passes * factor * axis.reduced() / machine.bandwidth
     if not machine.overlap:
@@ -51,8 +54,13 @@ def _reduction(workload: Workload, plan: Plan, axis: DataAxis, machine: Machine,
 
 def _gathering(workload: Workload, plan: Plan, axis: DataAxis, machine: Machine) -> float:
     """Of the weights, where ranks do not have one copy in common."""
-    if plan.zero == 0 or axis.ranks == 1 or axis.shared:
+    if plan.zero == 0 or axis.divided == 1 or axis.shared:
         return 0.0
-    whole = axis.weights() * (axis.ranks if axis.gathers else 1)
+    whole = axis.weights() * (axis.divided if axis.gathers else 1)
     times = 2 * workload.micro_batches if axis.gathers else 1
-    return times * (axis.ranks - 1) / axis.ranks * whole / machine.bandwidth
+    return times * _among(axis.divided) * whole / machine.bandwidth
+
+
+def _among(ranks: int) -> float:
+    """The part of a tensor that a rank sends in one half of a ring all-reduce."""
+    return (ranks - 1) / ranks
