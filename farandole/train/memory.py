@@ -1,7 +1,7 @@
 """Whether a model fits into memory, said before a rank starts.
 
-What is counted is what a run has from its first step to its last, in fp32 whatever the precision: it is known
-to the byte.  Activations come on top.
+What is counted first is what a run has from its first step to its last, in fp32 whatever the precision: it is known
+to the byte.  On a CPU host the activations of a step are estimated then (`memory.estimate`), if it could be close.
 """
 
 from __future__ import annotations
@@ -13,13 +13,20 @@ from pathlib import Path
 import torch
 
 from farandole.data.wording import counted, short, size
+from farandole.memory.estimate import Estimate, Machine, estimate_workload
+from farandole.memory.estimate.formulas import activation_bytes
 from farandole.models.gpt import GPTConfig
+from farandole.plan import Plan
 from farandole.train.config import ConfigError, TrainConfig
+from farandole.train.planning import workload_of
 
 _STAGES = (0, 1, 2, 3)
 
 _FOR_ACTIVATIONS = 0.2
 """The share of memory that a suggested size leaves to them."""
+
+_SURE = 0.9
+"""A step is refused if this much of what was predicted for it does not fit: predictions are within 10 %."""
 
 
 def trained_bytes(zero: int, ranks: int, *, common: bool) -> float:
@@ -52,7 +59,53 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
             stage: trained_bytes(stage, ranks, common=True) + copied_bytes(stage, ranks) for stage in _STAGES
         }
         parts = "weights, gradients and AdamW's averages, and copies of them for checkpoints"
-    _check(config, each, ranks, available_bytes(), "this host has", parts)
+    have = available_bytes()
+    _check(config, each, ranks, have, "this host has", parts)
+    if not torch.cuda.is_available():
+        check_step(config, ranks, have)
+
+
+def check_step(config: TrainConfig, ranks: int, have: int) -> None:
+    """Raise `ConfigError` where steps of `ranks` ranks on a CPU host need more than the `have` bytes there are."""
+    if config.batch % ranks or ranks * _at_most(config, ranks) <= have:  # the former is refused elsewhere
+        return
+    found = _estimated(config, ranks)
+    if _SURE * ranks * found.peak <= have:
+        return
+    count, samples = config.micro_batches(ranks)
+    share = count * samples
+    smaller = [size for size in range(samples - 1, 0, -1) if share % size == 0]
+    near = next((size for size in smaller if _fits(config, size, ranks, have)), None)
+    advice = "fewer ranks or a smaller model.context need less"
+    if near is not None:
+        advice = f"nearest that fits: micro_batch={near}"
+    raise ConfigError(
+        f"a step in which a rank computes {counted(samples, 'sample')} at a time needs {size(ranks * found.peak)} on "
+        f"{counted(ranks, 'rank')} ({size(ranks * found.parts['activations'])} of activations), and this host has "
+        f"{size(have)}; {advice}, and farandole plan shows what else would do"
+    )
+
+
+def _fits(config: TrainConfig, micro_batch: int, ranks: int, have: int) -> bool:
+    smaller = config.model_copy(update={"micro_batch": micro_batch})
+    return ranks * _estimated(smaller, ranks).peak <= have
+
+
+def _estimated(config: TrainConfig, ranks: int) -> Estimate:
+    """What a rank needs, with fp32 products where the precision is not known yet."""
+    precision = "fp32" if config.precision == "auto" else config.precision
+    plan = Plan(zero=config.parallel.zero, precision=precision)
+    return estimate_workload(workload_of(config, ranks), plan, ranks, Machine(memory=available_bytes()))
+
+
+def _at_most(config: TrainConfig, ranks: int) -> float:
+    """Bytes that a rank does not exceed, without a closer look."""
+    _, samples = config.micro_batches(ranks)
+    model = config.model
+    kept = activation_bytes(model.context, samples, model.width, model.layers, model.heads, 4)
+    logits = 4.0 * samples * model.context * model.vocabulary
+    whole = trained_bytes(0, 1, common=False) + copied_bytes(0, 1)
+    return (1 << 30) + 2 * (kept + 3 * logits) + 1.5 * whole * model.gpt().parameters
 
 
 def available_bytes() -> int:
