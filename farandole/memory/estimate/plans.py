@@ -110,8 +110,8 @@ def plan_candidates(
 
 
 def _about(seconds: float) -> float:
-    """Seconds to two digits: closer than a prediction is."""
-    return float(f"{seconds:.1e}")
+    """Seconds to three digits: closer than a prediction is."""
+    return float(f"{seconds:.2e}")
 
 
 def _optimizer(workload: Workload, plan: Plan, axis: DataAxis, machine: Machine) -> int:
