@@ -64,7 +64,7 @@ def draw(planned: Planned, path: str) -> None:
     axis.set_xlabel("GiB of the rank that needs most")
     parameters = short(planned.config.model.gpt().parameters)
     axis.set_title(
-        f"{planned.config.name} ({parameters} parameters) on {counted(planned.ranks, "rank")}: plans that fit first, the fastest on top",
+        f"{planned.config.name} ({parameters} parameters) on {counted(planned.ranks, 'rank')}: plans that fit first, the fastest on top",
         fontsize=10,
         loc="left",
         pad=16,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
 
 from farandole.bench.planning import Planned
@@ -39,11 +40,11 @@ def seconds(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def plans(planned: Planned) -> Table:
+def plans(planned: Planned) -> Group:
     """A line for each plan."""
     divisor, unit = _unit(max(one.peak for one in planned.estimates))
     memory = planned.machine.memory
-    table = _table(f"{unit} of the rank that needs most, of {size(memory)}")
+    title, table = f"{unit} of the rank that needs most, of {size(memory)}", _table()
     precisions = len({one.plan.precision for one in planned.estimates}) > 1
     for name in ("zero", "recompute", "offload", *(["precision"] if precisions else [])):
         table.add_column(name)
@@ -57,10 +58,10 @@ def plans(planned: Planned) -> Table:
         shown = [_number(number, divisor) for number in numbers]
         style = None if one.fits(memory) else "dim"
         table.add_row(*words, *shown, seconds(one.seconds), one.verdict(memory), style=style)
-    return table
+    return Group(title, table)
 
 
-def formulas(planned: Planned) -> Table:
+def formulas(planned: Planned) -> Group:
     """What the closed formulas say of the same, with weights of the plan's precision."""
     model, first = planned.config.model, planned.estimates[0]
     low = 4 if first.plan.precision == "fp32" else 2
@@ -70,17 +71,17 @@ def formulas(planned: Planned) -> Table:
         model.context, samples, model.width, model.layers, model.heads, low, fused_attention=fused
     )
     divisor, unit = _unit(first.peak)
-    table = _table(f"closed formulas, {low}-byte weights and an fp32 master, {unit}")
+    title, table = f"closed formulas, {low}-byte weights and an fp32 master, {unit}", _table()
     for name in ("zero", "weights", "gradients", "optimizer", "activations"):
         table.add_column(name, justify="left" if name == "zero" else "right")
     for zero in sorted({one.plan.zero for one in planned.estimates}):
         states = state_bytes(model.gpt().parameters, zero, planned.ranks, low)
         row = [states["parameters"], states["gradients"], states["optimizer"], activations]
         table.add_row(str(zero), *(_number(number, divisor) for number in row))
-    return table
+    return Group(title, table)
 
 
-def checked(predicted: Estimate, seen: Sequence[dict[str, Any]]) -> tuple[Table, bool]:
+def checked(predicted: Estimate, seen: Sequence[dict[str, Any]]) -> tuple[Group, bool]:
     """Predicted beside measured on every rank, and whether all peaks are within the tolerance."""
     ranks = len(seen)
     parts = predicted.parts
@@ -101,7 +102,7 @@ def checked(predicted: Estimate, seen: Sequence[dict[str, Any]]) -> tuple[Table,
     )
     rows["peak"] = (predicted.peak, peaks)
     divisor, unit = _unit(max(predicted.peak, others))
-    table = _table(f"predicted and measured, {unit}")
+    title, table = f"predicted and measured, {unit}", _table()
     table.add_column("part")
     for name in ("predicted", *(f"rank {rank}" for rank in range(ranks))):
         table.add_column(name, justify="right")
@@ -110,13 +111,11 @@ def checked(predicted: Estimate, seen: Sequence[dict[str, Any]]) -> tuple[Table,
     table.add_row("seconds", f"{predicted.seconds:.2f}", *(f"{one['seconds']:.2f}" for one in seen))
     errors = [predicted.peak / peak - 1 for peak in peaks]
     table.add_row("peak, difference", "", *(f"{100 * error:+.1f} %" for error in errors))
-    return table, all(abs(error) <= TOLERANCE for error in errors)
+    return Group(title, table), all(abs(error) <= TOLERANCE for error in errors)
 
 
-def _table(title: str) -> Table:
-    return Table(
-        title=title, title_justify="left", title_style="italic", box=None, pad_edge=False, header_style="bold"
-    )
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, header_style="bold")
 
 
 def _unit(most: float) -> tuple[int, str]:

@@ -30,6 +30,12 @@ from farandole.train.start import read_request
 _CHECKED_PASSES = 2
 """Micro-batches of a step that `--check` does: more add time and no memory."""
 
+_FLOPS_PER_BYTE = 200
+"""Of accelerators that are not here: an A100 does 156 (312 TFLOP/s, 2 TB/s), an H100 295 (by their data sheets)."""
+
+_CONTEXT_BYTES = 600 << 20
+"""What a process takes of an accelerator before it has a tensor there, about; it depends on kernels that are loaded."""
+
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?(?:/s)?", re.IGNORECASE)
 
 
@@ -37,8 +43,9 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?(?:/s)?", re.IGNORECAS
 class PlanSetup:
     """What is asked: the run, the machine, and which plans.
 
-    `memory` bytes for each rank, `flops` and `bandwidth` of each; None for what this machine has.  Of `zero`, `recompute`,
-    `offload` and `precision` every combination is a plan; empty ones mean all that make sense.
+    `memory` bytes for each rank, `flops` and `bandwidth` of each; None for what this machine has.  With `accelerators` it is
+    such that are meant, and all three are given.  Of `zero`, `recompute`, `offload` and `precision` every combination is a plan;
+    empty ones mean all that make sense.
     """
 
     words: tuple[str, ...]
@@ -51,6 +58,7 @@ class PlanSetup:
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     precision: tuple[str, ...] = ()
+    accelerators: bool = False
     anew: bool = False
 
 
@@ -166,6 +174,8 @@ def _estimates(
 
 def _machine(setup: PlanSetup) -> Machine:
     """This machine, but for what is given."""
+    if setup.accelerators:
+        return _accelerated(setup)
     found = speeds(setup.ranks, anew=setup.anew)
     accelerated = torch.cuda.is_available()
     if setup.memory is not None:
@@ -189,10 +199,32 @@ def _machine(setup: PlanSetup) -> Machine:
     )
 
 
+def _accelerated(setup: PlanSetup) -> Machine:
+    """Accelerators that are not here."""
+    if setup.memory is None or setup.flops is None or setup.bandwidth is None:
+        raise BenchError(
+            "--accelerators: they are not here to be measured; give --memory, --flops and --bandwidth"
+        )
+    return Machine(
+        memory=setup.memory,
+        flops=dict.fromkeys(get_args(Precision), setup.flops),
+        stream=setup.flops / _FLOPS_PER_BYTE,
+        bandwidth=setup.bandwidth,
+        process=_CONTEXT_BYTES,
+        libraries=0,
+        hosts=setup.hosts,
+        shared=False,
+        overlap=True,
+        host=False,
+    )
+
+
 def _precision(config: TrainConfig, machine: Machine) -> str:
     """What was asked, or what `farandole train` would choose."""
     if config.precision != "auto":
         return config.precision
+    if not machine.host:
+        return "bf16"
     return "bf16" if machine.flops["bf16"] >= WORTH_IT * machine.flops["fp32"] else "fp32"
 
 

@@ -55,6 +55,12 @@ def plan(
         str | None,
         typer.Option(metavar="N", help="Bytes/s between ranks: 12G.", show_default="measured"),
     ] = None,
+    accelerators: Annotated[
+        bool,
+        typer.Option(
+            "--accelerators", help="Plan for such, which are not here, with the three options above."
+        ),
+    ] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine anew.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Run the first plan on real ranks, and compare.")
@@ -77,7 +83,7 @@ def plan(
       farandole plan                                    the main job, on 2 ranks of this machine
       farandole plan gpt2-small -n 8 --memory 16GiB --picture plans.png
       farandole plan my.toml micro_batch=8 --zero 2 --precision fp32 --precision bf16
-      farandole plan gpt2-small -n 64 --hosts 8 --bandwidth 12G --flops 300T --memory 80GiB
+      farandole plan gpt2-small -n 64 --hosts 8 --accelerators --memory 80GiB --flops 300T --bandwidth 12G
       farandole plan tiny parallel.zero=1 --check       run it, and compare
     """
     # Imports here and not above: `--help` need not wait for torch.
@@ -100,6 +106,7 @@ def plan(
             recompute=tuple(recompute or ()),
             offload=tuple(offload or ()),
             precision=tuple(precision or ()),
+            accelerators=accelerators,
             anew=measure,
         )
         status = _answer(setup, json, picture, steps if check else None)

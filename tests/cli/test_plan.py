@@ -45,6 +45,7 @@ def test_help_teaches() -> None:
         (("tinny",), "tinny is neither a preset nor a file; did you mean tiny?"),
         (("tiny", "batch=7"), "batch=7 cannot be shared equally by 2 ranks"),
         (("tiny", "--hosts", "2"), "--bandwidth of the link between hosts is given"),
+        (("tiny", "--accelerators"), "give --memory, --flops and --bandwidth"),
         (("tiny", "--picure", "x.png"), "there is no option --picure; nearest: --picture"),
     ],
 )
@@ -70,6 +71,13 @@ def test_what_does_not_fit_says_how_much_more_it_needs() -> None:
     result = _plan("tiny", "--memory", "100MiB", "--zero", "0", "--recompute", "none", "--offload", "none")
     assert result.exit_code == 1
     assert "does not fit (needs" in result.output
+
+
+def test_accelerators_need_not_be_here() -> None:
+    given = ("--memory", "80GiB", "--flops", "300T", "--bandwidth", "12G", "--offload", "host")
+    result = _plan("tiny", "-n", "4", "--accelerators", *given, "--zero", "3", "--recompute", "block")
+    assert result.exit_code == 0, result.output
+    assert "fits with offload" in result.output
 
 
 def test_overrides_choose_plans() -> None:
