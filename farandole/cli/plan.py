@@ -126,7 +126,7 @@ def _answer(setup: PlanSetup, json: str | None, picture: str | None, steps: int 
     planned = plan(setup)
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 160  # a pipe or a file has no edge to wrap at
+        console.width = 200  # a pipe or a file has no edge to wrap at
     console.print(plan_table.plans(planned))
     console.print()
     console.print(plan_table.formulas(planned))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -94,13 +94,17 @@ def test_a_disk_is_offered_where_nothing_else_fits(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_predicted_is_measured() -> None:
-    """On real ranks; the parts are printed to the byte's megabyte."""
-    words = ("tiny", "parallel.zero=1", "precision=fp32", "--recompute", "block", "--check", "--steps", "2")
-    result = _plan(*words)
-    assert result.exit_code == 0, result.output
-    rows: dict[str, Any] = {line.split("  ")[0]: line.split()[-3:] for line in result.output.splitlines()}
-    assert len(set(rows["parameters"])) == 1
-    assert "peak, difference" in rows
+    """On real ranks.  What a process has without a model depends on the machine, and is left out of the comparison."""
+    words = ("tiny", "model.width=256", "parallel.zero=1", "precision=fp32", "--recompute", "block")
+    result = _plan(*words, "--check", "--steps", "2")
+    assert result.exit_code in (0, 1), result.output
+    lines = [re.split(r" {2,}", line.strip()) for line in result.output.splitlines()]
+    rows = {words[0]: [float(word.replace(",", "")) for word in words[1:4]] for words in lines[-9:-1]}
+    for part in ("parameters", "gradients", "optimizer", "activations, backward"):
+        predicted, *measured = rows[part]
+        assert measured == pytest.approx([predicted] * 2, abs=1), part
+    predicted, *measured = (peak - own for peak, own in zip(rows["peak"], rows["process"], strict=True))
+    assert measured == pytest.approx([predicted] * 2, abs=30)
 
 
 def test_checking_what_cannot_be_checked_is_refused(tmp_path: Path) -> None:

@@ -244,6 +244,7 @@ def test_plans_that_fit_come_first_and_the_fastest_of_them() -> None:
     assert [one.fits(tight.memory) for one in ordered] == [True, True, False, False]
     assert ordered[0].verdict(tight.memory) == "fits"
     assert ordered[-1].verdict(tight.memory).startswith("does not fit (needs ")
+    assert ordered[2].peak <= ordered[3].peak
 
 
 def test_states_on_a_disk_spare_memory_and_cost_time() -> None:
@@ -261,6 +262,13 @@ def test_states_in_the_hosts_memory_are_not_on_the_accelerator() -> None:
     assert estimate_workload(_workload(), Plan(offload="host"), 2, machine).parts["optimizer"] == 0
     on_host = estimate_workload(_workload(), Plan(offload="host"), 2, MACHINE)
     assert on_host.parts["optimizer"] == 8 * GPT.parameters
+
+
+def test_a_budget_of_activations_is_kept() -> None:
+    everything = estimate_workload(_workload(), Plan(), 2, MACHINE).parts["activations"]
+    budget = everything * 3 // 4
+    some = estimate_workload(_workload(), Plan(recompute="auto", activation_bytes=budget), 2, MACHINE)
+    assert 0.3 * everything < some.parts["activations"] <= 1.01 * budget
 
 
 def test_hybrid_divides_within_a_host() -> None:

@@ -131,8 +131,8 @@ class DataAxis:
     def records(self, count: int) -> int:
         """What offloaded states need in memory while they pass through."""
         masters = 0 if self._low is None else 1
-        sizes = sorted((count + masters) * bucket.shard * bucket.itemsize for bucket in self.trained)
-        return sum(sizes[-1:]) * min(BUFFERS, len(sizes))
+        sizes = [(count + masters) * bucket.shard * bucket.itemsize for bucket in self.trained]
+        return min(sum(sizes), BUFFERS * max(sizes, default=0))
 
     def reduced(self) -> int:
         """Bytes of the gradients that are reduced for one backward pass."""

@@ -98,7 +98,10 @@ def estimate_workload(
 def plan_candidates(
     workload: Workload, ranks: int, machine: Machine, plans: Iterable[Plan]
 ) -> list[Estimate]:
-    """The estimates of `plans`: those that fit first, the fastest first; of equally fast ones the smallest first."""
+    """The estimates of `plans`: those that fit, the fastest first; then the others, those that lack least first.
+
+    Of equally fast ones the smallest comes first.
+    """
     traces: dict[tuple[str, str, int | None], Trace] = {}
     found = []
     for plan in plans:
@@ -106,7 +109,12 @@ def plan_candidates(
         if key not in traces:
             traces[key] = workload.trace(plan)
         found.append(estimate_workload(workload, plan, ranks, machine, traces[key]))
-    return sorted(found, key=lambda e: (not e.fits(machine.memory), _about(e.seconds), e.peak))
+    fitting = [one for one in found if one.fits(machine.memory)]
+    others = [one for one in found if not one.fits(machine.memory)]
+    return [
+        *sorted(fitting, key=lambda one: (_about(one.seconds), one.peak)),
+        *sorted(others, key=lambda one: (one.peak, one.seconds)),
+    ]
 
 
 def _about(seconds: float) -> float:
