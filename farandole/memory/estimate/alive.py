@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from farandole.memory.estimate.flops import operations
+from farandole.memory.flops import operations
 
 
 class Alive(TorchDispatchMode):
