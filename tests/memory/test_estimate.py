@@ -264,6 +264,11 @@ def test_states_in_the_hosts_memory_are_not_on_the_accelerator() -> None:
     assert on_host.parts["optimizer"] == 8 * GPT.parameters
 
 
+def test_a_speed_that_is_not_given_is_asked_for() -> None:
+    with pytest.raises(PlanError, match="precision='bf16' and Machine.flops=. has speeds of fp32 only"):
+        estimate_workload(_workload(), Plan(precision="bf16"), 2, replace(MACHINE, flops={"fp32": 1e9}))
+
+
 def test_a_budget_of_activations_is_kept() -> None:
     everything = estimate_workload(_workload(), Plan(), 2, MACHINE).parts["activations"]
     budget = everything * 3 // 4

@@ -77,6 +77,11 @@ def estimate_workload(
         raise PlanError(
             f"offload={plan.offload!r} and a machine without a disk: give Machine(disk=Bandwidth(...))"
         )
+    if plan.precision not in machine.flops:
+        known = ", ".join(machine.flops)
+        raise PlanError(
+            f"precision={plan.precision!r} and Machine(flops=) has speeds of {known} only: give its own"
+        )
     traced = traced or workload.trace(plan)
     axis = DataAxis(workload.model, plan, ranks, workload.weight_type(plan), machine)
     parts = {
