@@ -15,6 +15,7 @@ from farandole.cli.generate import generate
 from farandole.cli.info import info
 from farandole.cli.launch import LaunchCommand, launch
 from farandole.cli.mistakes import Command
+from farandole.cli.plan import plan
 from farandole.cli.train import TrainCommand, train
 from farandole.cli.tune import tune
 
@@ -22,6 +23,7 @@ HELP = """Parallel computing on PyTorch, on a laptop's cores or on a cluster.
 
 \b
   farandole train                           train a language model on 2 ranks
+  farandole plan gpt2-small -n 8            does it fit, and how fast is it?
   farandole generate runs --prompt "def"    let it write
   farandole launch --ranks 4 script.py      run your own program on 4 ranks
   farandole bench training                  images per second of a ResNet
@@ -42,6 +44,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=TrainCommand)(train)
+app.command(cls=Command)(plan)
 app.command(cls=Command)(generate)
 # Options end where the program begins: what follows belongs to the program.
 app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})(launch)

@@ -27,6 +27,10 @@ class StateHome(Protocol):
     def access(self) -> str:
         """Where the records are and how they are reached, for people."""
 
+    @property
+    def memory_bytes(self) -> int:
+        """What of them is in memory."""
+
     def prefetch(self, record: int) -> bool:
         """Start to bring `record` near."""
 
@@ -63,6 +67,11 @@ class MemoryHome:
     def access(self) -> str:
         """Where the records are, for people."""
         return f"{'pinned ' if self._pinned else ''}memory, {size(sum(self.record_bytes))}"
+
+    @property
+    def memory_bytes(self) -> int:
+        """All of them."""
+        return sum(self.record_bytes)
 
     def prefetch(self, record: int) -> bool:
         """True: every record is here."""

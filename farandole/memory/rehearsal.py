@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from farandole.memory.fakes import as_call, device_of, faked
+from farandole.memory.flops import operations
 from farandole.memory.recomputation import outermost
-from farandole.memory.selective import FUSED_ATTENTION
 
 
 def rehearse(model: nn.Module, example: Any, dtype: torch.dtype | None = None) -> Counter[str]:
@@ -47,14 +46,5 @@ class _RepeatedFlops(TorchDispatchMode):
         output = func(*args, **kwargs)
         name = outermost()
         if name is not None:
-            self.flops[name] += _flops(func.overloadpacket, args, kwargs, output)
+            self.flops[name] += operations(func.overloadpacket, args, kwargs, output)
         return output
-
-
-def _flops(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-    if kind in FUSED_ATTENTION:
-        query, key, value = args[:3]  # (..., positions, width): scores, then sums of values
-        return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-    if kind in flop_registry:
-        return int(flop_registry[kind](*args, **kwargs, out_val=output))
-    return 0

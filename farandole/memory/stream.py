@@ -52,10 +52,16 @@ class Stream:
         self.file = file
         self.record_bytes = file.record_bytes
         self.waited_s = 0.0
-        self._slots = [_Slot(file.buffer()) for _ in range(buffers)]
+        useful = min(buffers, max(2, len(file.record_bytes)))
+        self._slots = [_Slot(file.buffer()) for _ in range(useful)]
         self._writing: dict[int, Transfer] = {}
         self._clock = 0
         self._closed = False
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the buffers take."""
+        return sum(slot.buffer.nbytes for slot in self._slots)
 
     def prefetch(self, record: int) -> bool:
         """Start to read `record`; false if all buffers are in use or read ahead already."""

@@ -19,9 +19,11 @@ PIECE_BYTES = 1 << 20
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, divisor: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, divisor: int, piece_bytes: int = PIECE_BYTES
+    ) -> Tensor:
         rows, vocabulary = logits.shape
-        together = max(1, PIECE_BYTES // (4 * vocabulary))
+        together = max(1, piece_bytes // (4 * vocabulary))
         gradient = torch.empty_like(logits)
         total = torch.zeros((), dtype=torch.float32, device=logits.device)
         for start in range(0, rows, together):
@@ -39,23 +41,24 @@ class _CrossEntropy(torch.autograd.Function):
         return total / divisor
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
         (outer,) = grad_outputs
         if outer.device.type == "cpu":
             factor = outer.item()  # a number: it is not rounded to the type of the gradient
-            return gradient if factor == 1.0 else gradient * factor, None, None  # `loss.backward()`: no pass
-        return gradient.float().mul(outer).to(gradient.dtype), None, None
+            return gradient if factor == 1.0 else gradient * factor, None, None, None  # 1: no pass
+        return gradient.float().mul(outer).to(gradient.dtype), None, None, None
 
 
-def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+def next_token_loss(logits: Tensor, targets: Tensor, piece_bytes: int = PIECE_BYTES) -> Tensor:
     """The mean negative log-likelihood of `targets`, in nats per token, as an fp32 scalar.
 
-    `logits` is (..., vocabulary) in any floating type; `targets` is (...) of int64.
+    `logits` is (..., vocabulary) in any floating type; `targets` is (...) of int64.  Rows are taken together until
+    they fill `piece_bytes` in fp32.
     """
     flat_logits, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     if torch.is_grad_enabled() and flat_logits.requires_grad:
-        loss: Tensor = _CrossEntropy.apply(flat_logits, flat_targets, len(flat_targets))
+        loss: Tensor = _CrossEntropy.apply(flat_logits, flat_targets, len(flat_targets), piece_bytes)
         return loss
     return torch.nn.functional.cross_entropy(flat_logits.float(), flat_targets)
 
@@ -82,5 +85,5 @@ def masked_token_loss(
     places = (flat >= 0).nonzero().squeeze(1)
     logits, wanted = head(states.reshape(-1, states.shape[-1]).index_select(0, places)), flat[places]
     if torch.is_grad_enabled() and logits.requires_grad:
-        return _CrossEntropy.apply(logits, wanted, 1), len(places)
+        return _CrossEntropy.apply(logits, wanted, 1, PIECE_BYTES), len(places)
     return torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="sum"), len(places)

@@ -1,7 +1,7 @@
 """Whether a model fits into memory, said before a rank starts.
 
-What is counted is what a run has from its first step to its last, in fp32 whatever the precision: it is known
-to the byte.  Activations come on top.
+What is counted first is what a run has from its first step to its last, in fp32 whatever the precision: it is known
+to the byte.  On a CPU host the activations of a step are estimated then (`memory.estimate`), if it could be close.
 """
 
 from __future__ import annotations
@@ -13,46 +13,120 @@ from pathlib import Path
 import torch
 
 from farandole.data.wording import counted, short, size
+from farandole.memory.budget import Bandwidth
+from farandole.memory.estimate import Estimate, Machine, estimate_workload
+from farandole.memory.estimate.formulas import activation_bytes
 from farandole.models.gpt import GPTConfig
+from farandole.plan import Plan
 from farandole.train.config import ConfigError, TrainConfig
+from farandole.train.planning import workload_of
 
 _STAGES = (0, 1, 2, 3)
 
 _FOR_ACTIVATIONS = 0.2
 """The share of memory that a suggested size leaves to them."""
 
+_SURE = 0.9
+"""A step is refused if this much of what was predicted for it does not fit: predictions are within 10 %."""
 
-def trained_bytes(zero: int, ranks: int, *, common: bool) -> float:
+
+def trained_bytes(zero: int, ranks: int, *, common: bool, elsewhere: bool = False) -> float:
     """For each parameter what `ranks` ranks need together: itself, its gradient and AdamW's two averages.
 
-    `common`: whether they share memory, and with it one copy of what they divide.
+    `common`: whether they share memory, and with it one copy of what they divide; `elsewhere`: whether averages are
+    kept on a disk.
     """
     weights = 4.0 * (1 if zero == 3 or (zero and common) else ranks)
     gradients = 4.0 * (1 if zero >= 2 else ranks)
-    averages = 8.0 * (1 if zero >= 1 else ranks)
+    averages = 0.0 if elsewhere else 8.0 * (1 if zero >= 1 else ranks)
     return weights + gradients + averages
 
 
-def copied_bytes(zero: int, ranks: int) -> float:
-    """For each parameter the copies, in the memory of the host, of which a checkpoint is written."""
-    return 12.0 * ranks if zero == 0 else 12.0 + 4.0  # rank 0 copies the whole weights too
+def copied_bytes(zero: int, ranks: int, *, elsewhere: bool = False) -> float:
+    """For each parameter the copies, in the memory of the host, of which a checkpoint is written.
+
+    Averages that are kept `elsewhere` are not copied.
+    """
+    held = 4.0 if elsewhere else 12.0
+    return held * ranks if zero == 0 else held + 4.0  # rank 0 copies the whole weights too
 
 
 def check_memory(config: TrainConfig, ranks: int) -> None:
     """Raise `ConfigError` where the `ranks` of this host cannot hold their models."""
+    elsewhere = config.parallel.offload.startswith("disk:")
     if torch.cuda.is_available():
         on_one = -(-ranks // torch.cuda.device_count())
         have = torch.cuda.get_device_properties(0).total_memory
-        share = {stage: trained_bytes(stage, ranks, common=False) * on_one / ranks for stage in _STAGES}
+        offloaded = config.parallel.offload != "none"
+        share = {
+            stage: trained_bytes(stage, ranks, common=False, elsewhere=offloaded) * on_one / ranks
+            for stage in _STAGES
+        }
         _check(config, share, on_one, have, "each accelerator has", "weights, gradients and AdamW's averages")
-        each = {stage: copied_bytes(stage, ranks) for stage in _STAGES}
+        each = {stage: copied_bytes(stage, ranks, elsewhere=elsewhere) for stage in _STAGES}
         parts = "copies for checkpoints"
     else:
         each = {
-            stage: trained_bytes(stage, ranks, common=True) + copied_bytes(stage, ranks) for stage in _STAGES
+            stage: trained_bytes(stage, ranks, common=True, elsewhere=elsewhere)
+            + copied_bytes(stage, ranks, elsewhere=elsewhere)
+            for stage in _STAGES
         }
         parts = "weights, gradients and AdamW's averages, and copies of them for checkpoints"
-    _check(config, each, ranks, available_bytes(), "this host has", parts)
+    have = available_bytes()
+    _check(config, each, ranks, have, "this host has", parts)
+    if not torch.cuda.is_available():
+        check_step(config, ranks, have)
+
+
+def check_step(config: TrainConfig, ranks: int, have: int) -> None:
+    """Raise `ConfigError` where steps of `ranks` ranks on a CPU host need more than the `have` bytes there are."""
+    if config.batch % ranks or ranks * _at_most(config, ranks) <= have:  # the former is refused elsewhere
+        return
+    found = _estimated(config, ranks)
+    if _SURE * ranks * found.peak <= have:
+        return
+    count, samples = config.micro_batches(ranks)
+    share = count * samples
+    smaller = [size for size in range(samples - 1, 0, -1) if share % size == 0]
+    near = next((size for size in smaller if _fits(config, size, ranks, have)), None)
+    advice = "fewer ranks or a smaller model.context need less"
+    if near is not None:
+        advice = f"nearest that fits: micro_batch={near}"
+    raise ConfigError(
+        f"a step in which a rank computes {counted(samples, 'sample')} at a time needs {size(ranks * found.peak)} on "
+        f"{counted(ranks, 'rank')} ({size(ranks * found.parts['activations'])} of activations), and this host has "
+        f"{size(have)}; {advice}, and farandole plan shows what else would do"
+    )
+
+
+def _fits(config: TrainConfig, micro_batch: int, ranks: int, have: int) -> bool:
+    smaller = config.model_copy(update={"micro_batch": micro_batch})
+    return ranks * _estimated(smaller, ranks).peak <= have
+
+
+def _estimated(config: TrainConfig, ranks: int) -> Estimate:
+    """What a rank needs, with fp32 products where the precision is not known yet."""
+    precision = "fp32" if config.precision == "auto" else config.precision
+    parallel = config.parallel
+    plan = Plan(
+        zero=parallel.zero,
+        precision=precision,
+        recompute=parallel.recompute,
+        activation_bytes=parallel.activation_bytes or None,
+        offload=parallel.offload,
+    )
+    machine = Machine(memory=available_bytes(), disk=Bandwidth(1e9, 1e9, "any"))  # its speed is not looked at
+    return estimate_workload(workload_of(config, ranks), plan, ranks, machine)
+
+
+def _at_most(config: TrainConfig, ranks: int) -> float:
+    """Bytes that a rank does not exceed, without a closer look."""
+    _, samples = config.micro_batches(ranks)
+    model = config.model
+    kept = activation_bytes(model.context, samples, model.width, model.layers, model.heads, 4)
+    logits = 4.0 * samples * model.context * model.vocabulary
+    whole = trained_bytes(0, 1, common=False) + copied_bytes(0, 1)
+    return (1 << 30) + 2 * (kept + 3 * logits) + 1.5 * whole * model.gpt().parameters
 
 
 def available_bytes() -> int:
@@ -87,14 +161,25 @@ def _check(
         return
     room = (1 - _FOR_ACTIVATIONS) * have
     fitting = [stage for stage in (1, 2, 3) if stage > zero and each[stage] * model.parameters <= room]
-    divided = (
-        f"parallel.zero={fitting[0]} fits; " if fitting and config.parallel.compression == "none" else ""
-    )
+    divided = _divided(config, ranks, fitting, room)
     raise ConfigError(
         f"model.width={model.width} with model.layers={model.layers} makes {short(model.parameters)} parameters, "
         f"which need {size(need)} on {counted(ranks, 'rank')} ({parts}: {each[zero]:.3g} bytes per parameter), "
         f"and {whose} {size(have)}; {divided}{_advice(model, each[zero], have)}"
     )
+
+
+def _divided(config: TrainConfig, ranks: int, fitting: list[int], room: float) -> str:
+    """What fits of plans that divide more, or keep AdamW's averages on a disk."""
+    if config.parallel.compression != "none":
+        return ""
+    if fitting:
+        return f"parallel.zero={fitting[0]} fits; "
+    common = not torch.cuda.is_available()
+    least = trained_bytes(3, ranks, common=common, elsewhere=True) + copied_bytes(3, ranks, elsewhere=True)
+    if config.parallel.offload == "none" and least * config.model.gpt().parameters <= room:
+        return "parallel.zero=3 parallel.offload=disk:FOLDER fits; "
+    return ""
 
 
 def _advice(model: GPTConfig, each: float, have: int) -> str:

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from farandole.train.config import ConfigError, load_config
-from farandole.train.memory import _group_limit, available_bytes, check_memory, copied_bytes, trained_bytes
+from farandole.train.memory import (
+    _group_limit,
+    available_bytes,
+    check_memory,
+    check_step,
+    copied_bytes,
+    trained_bytes,
+)
 
 EACH = 16 + 12
 
@@ -62,3 +69,14 @@ def test_a_control_group_may_leave_less(tmp_path: Path) -> None:
     assert _group_limit(tmp_path) == 900_000
     (tmp_path / "memory.max").write_text("max\n")
     assert _group_limit(tmp_path) is None
+
+
+def test_a_step_that_does_not_fit_names_a_smaller_one() -> None:
+    config = load_config("default", ["batch=64", "precision=fp32", "model.layers=1", "model.context=512"])
+    with pytest.raises(ConfigError, match=r"32 samples at a time needs .* on 2 ranks") as error:
+        check_step(config, 2, 2 << 30)
+    found = re.search(r"nearest that fits: micro_batch=(\d+), and farandole plan", str(error.value))
+    assert found and 32 % int(found[1]) == 0
+    check_step(config.model_copy(update={"micro_batch": int(found[1])}), 2, 2 << 30)
+    with pytest.raises(ConfigError, match="fewer ranks or a smaller model.context need less"):
+        check_step(config, 2, 1 << 28)

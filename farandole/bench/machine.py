@@ -1,0 +1,160 @@
+"""What this machine offers to ranks that work at once, measured once and kept in the user's cache folder.
+
+    python -m farandole.bench.machine FILE      # one rank of the measurement; rank 0 writes FILE
+
+It takes seconds.  The slowest rank counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import farandole
+from farandole.bench.plan_check import warm_up
+from farandole.bench.resident import data_bytes, library_bytes
+from farandole.bench.setup import BenchError
+from farandole.data.cache import default_cache
+from farandole.launch.cores import usable_cores
+from farandole.launch.local import launch
+from farandole.launch.runtime import Runtime
+from farandole.train.allocator import keep_freed_memory
+
+_ROWS, _WIDTH = 1024, 512
+_ELEMENTS = 4 << 20
+_TURNS = 4
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Of one rank while all work, as `Machine` has them: bytes, bytes per second, and FLOP/s by precision."""
+
+    flops: dict[str, float]
+    stream: float
+    bandwidth: float
+    process: int
+    libraries: int
+
+
+def speeds(ranks: int, *, anew: bool = False) -> Speeds:
+    """Those of `ranks` ranks on this machine, or of as many as it has cores; from the cache unless `anew`.
+
+    Raises `BenchError` where ranks cannot be started.
+    """
+    together = min(ranks, usable_cores())
+    kept = _cache_file(together)
+    if not anew and kept.is_file():
+        return Speeds(**json.loads(kept.read_text()))
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "speeds.json")
+        if launch("farandole.bench.machine", [str(answer)], ranks=together, module=True):
+            raise BenchError("the machine could not be measured; give --flops and --bandwidth")
+        found = Speeds(**json.loads(answer.read_text()))
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(asdict(found)))
+    return found
+
+
+def _cache_file(ranks: int) -> Path:
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    about = [_FORMAT, platform.node(), platform.machine(), usable_cores(), ranks, torch.__version__, devices]
+    key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+    return default_cache() / "machines" / f"{key}.json"
+
+
+def measure(runtime: Runtime) -> Speeds:
+    """What this rank finds."""
+    keep_freed_memory()
+    warm_up("fp32", runtime)
+    process = data_bytes() if runtime.device.type == "cpu" else _device_bytes(runtime.device)
+    libraries = library_bytes()
+    flops = {name: _flops(dtype, runtime) for name, dtype in _TYPES.items()}
+    return Speeds(flops, _stream(runtime), _bandwidth(runtime), process, libraries)
+
+
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _flops(dtype: torch.dtype, runtime: Runtime) -> float:
+    """Of the products of a feed-forward layer, forward and backward."""
+    x = torch.randn(_ROWS, _WIDTH, device=runtime.device).to(dtype)
+    weight = torch.randn(4 * _WIDTH, _WIDTH, device=runtime.device).to(dtype)
+
+    def products() -> None:
+        y = x @ weight.T
+        _ = y @ weight
+        _ = y.T @ x
+
+    return 3 * 2 * x.numel() * weight.shape[0] / _seconds(products, runtime)
+
+
+def _stream(runtime: Runtime) -> float:
+    """Bytes per second that activations and normalisations read and write."""
+    x = torch.randn(_ELEMENTS // _WIDTH, _WIDTH, device=runtime.device)
+
+    def others() -> None:
+        _ = F.layer_norm(x, (_WIDTH,))
+        _ = F.gelu(x)
+        _ = x + x
+
+    return 7 * x.nbytes / _seconds(others, runtime)
+
+
+def _bandwidth(runtime: Runtime) -> float:
+    """Bus bandwidth of an all-reduce of one bucket of gradients and more."""
+    ranks = runtime.size
+    if ranks == 1:
+        return 1e12  # nothing is sent
+    gradients = runtime.comm.empty(_ELEMENTS, device=runtime.device).zero_()
+    seconds = _seconds(lambda: runtime.comm.all_reduce(gradients, "avg"), runtime)
+    return 2 * (ranks - 1) / ranks * gradients.nbytes / seconds
+
+
+def _seconds(call: Callable[[], object], runtime: Runtime) -> float:
+    """The median of a few, while all ranks do the same."""
+    found = []
+    for _ in range(_TURNS + 1):
+        runtime.comm.barrier()
+        began = time.perf_counter()
+        call()
+        if runtime.device.type == "cuda":
+            torch.cuda.synchronize(runtime.device)
+        found.append(time.perf_counter() - began)
+    return sorted(found[1:])[_TURNS // 2]
+
+
+def _device_bytes(device: torch.device) -> int:
+    """What a process takes of its accelerator before it has a tensor there."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
+
+
+def main(answer: str) -> None:
+    """Measure as one of the ranks that were launched for it."""
+    with farandole.init() as runtime:
+        own = measure(runtime)
+        slow = torch.tensor([*own.flops.values(), own.stream, own.bandwidth], dtype=torch.float64)
+        large = torch.tensor([own.process, own.libraries])
+        runtime.comm.all_reduce(slow, "min")
+        runtime.comm.all_reduce(large, "max")
+        *flops, stream, bandwidth = slow.tolist()
+        process, libraries = large.tolist()
+        if runtime.rank == 0:
+            found = Speeds(dict(zip(own.flops, flops, strict=True)), stream, bandwidth, process, libraries)
+            Path(answer).write_text(json.dumps(asdict(found)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,146 @@
+"""One rank of `farandole plan --check`: trains a few steps of `farandole train`'s engine on made-up text, and looks.
+
+    python -m farandole.bench.plan_check ORDER
+
+ORDER is JSON; rank 0 writes what all ranks saw, a list of `Seen`, to the file that it names.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from torch import Tensor
+
+import farandole
+from farandole.bench.resident import data_bytes, library_bytes, peak_bytes, start_peak
+from farandole.data.text import Text, Windows
+from farandole.launch.runtime import Runtime
+from farandole.memory.estimate.alive import Alive
+from farandole.train.allocator import keep_freed_memory
+from farandole.train.config import TrainConfig, load_config, parse_config
+from farandole.train.engine import Engine
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank saw, in bytes: `process` before there was a model, `parts` of tensors, `tensors` the most that were
+    alive in a step beside those, `start` the peak until the first step, `peak` that of the steps, all without libraries.
+    """
+
+    process: int
+    libraries: int
+    parts: dict[str, int]
+    tensors: int
+    start: int
+    peak: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to train, and where to write what was seen."""
+
+    config: TrainConfig
+    precision: str
+    steps: int
+    answer: Path
+
+    def dump(self) -> str:
+        """As JSON."""
+        return json.dumps({**vars(self), "config": self.config.model_dump(), "answer": str(self.answer)})
+
+    @staticmethod
+    def load(text: str) -> Order:
+        """From JSON."""
+        values = json.loads(text)
+        return Order(**{**values, "config": parse_config(values["config"]), "answer": Path(values["answer"])})
+
+
+def made_up_text(vocabulary: int, context: int, samples: int) -> Text:
+    """Random tokens as training text, in which nothing is to be learned."""
+    tokens = np.random.default_rng(0).integers(vocabulary, size=samples * context + 1, dtype=np.uint32)
+    windows = Windows(tokens, context)
+    return Text(Path(), Tokenizer(BPE()), windows, windows)
+
+
+def make_engine(config: TrainConfig, precision: str, runtime: Runtime) -> Engine:
+    """An engine for made-up text."""
+    text = made_up_text(config.model.vocabulary, config.model.context, 2 * config.batch)
+    return Engine(config, text, precision, runtime.comm, runtime.device)
+
+
+def warm_up(precision: str, runtime: Runtime) -> None:
+    """Have torch load now what it loads at the first step of any model."""
+    engine = make_engine(load_config("tiny", [f"batch={runtime.size}"]), precision, runtime)
+    engine.step()
+    gc.collect()
+
+
+def measure(order: Order, runtime: Runtime) -> Seen:
+    """What this rank sees."""
+    keep_freed_memory()
+    warm_up(order.precision, runtime)
+    process = data_bytes()
+    start_peak()
+    engine = make_engine(order.config, order.precision, runtime)
+    started_with = peak_bytes()
+    engine.step()  # the optimizer makes its states
+    began = time.perf_counter()
+    for _ in range(order.steps - 1):
+        engine.step()
+    seconds = (time.perf_counter() - began) / max(1, order.steps - 1)
+    peak, parts = peak_bytes(), _parts(engine, runtime)
+    return Seen(process, library_bytes(), parts, _tensors(engine), started_with, peak, seconds)
+
+
+def _parts(engine: Engine, runtime: Runtime) -> dict[str, int]:
+    """Bytes of tensors between two steps; a rank's share of what all have in common."""
+    buckets = engine.replica.buckets
+    common = any(bucket.weights is not None and bucket.weights.common for bucket in buckets)
+    weights = _storages(engine.model.parameters())
+    states = [value for state in engine.optimizer.state.values() for value in state.values()]
+    return {
+        "parameters": weights // runtime.size if common else weights,
+        "gradients": _storages(bucket.gradients.reduced for bucket in buckets),
+        "optimizer": _storages(value for value in states if isinstance(value, Tensor))
+        + sum(update.state.home.memory_bytes for update in engine.replica.offloaded),
+    }
+
+
+def _storages(tensors: Any) -> int:
+    """Bytes of the memory that `tensors` lie in, each piece once."""
+    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(found.values())
+
+
+def _tensors(engine: Engine) -> int:
+    """The most bytes of tensors that a step has beside those that live longer."""
+    gc.collect()
+    longer = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    with Alive([*longer, *engine.model.parameters()]) as alive:
+        engine.step()
+    return alive.peak
+
+
+def main(text: str) -> None:
+    """Carry out an order as one of the ranks that were launched for it."""
+    order = Order.load(text)
+    with farandole.init() as runtime:
+        found: list[Any] = [None] * runtime.size
+        dist.all_gather_object(found, asdict(measure(order, runtime)))
+        if runtime.rank == 0:
+            order.answer.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

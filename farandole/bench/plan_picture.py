@@ -1,0 +1,87 @@
+"""The picture of `farandole plan`: a bar for each plan, of the parts that its memory goes into."""
+
+from __future__ import annotations
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from farandole.bench.plan_table import COLUMNS, column, seconds
+from farandole.bench.planning import Planned
+from farandole.data.wording import counted, short, size
+from farandole.memory.estimate import Estimate
+
+COLOURS = {
+    "weights": "#0b6e4f",
+    "gradients": "#35b07f",
+    "optimizer": "#9fd8bf",
+    "buffers": "#3d5a80",
+    "activations": "#c8553d",
+    "backward": "#f0a28e",
+    "checkpoint": "#8a9bbd",
+    "process": "#b9b9b9",
+}
+_GIB = 1 << 30
+
+
+def draw(planned: Planned, path: str) -> None:
+    """Draw the plans, the best on top, to a file of the kind of its suffix."""
+    estimates, memory = planned.estimates, planned.machine.memory
+    figure, axis = plt.subplots(figsize=(9.5, 1.6 + 0.32 * len(estimates)), layout="constrained")
+    places = range(len(estimates))
+    left = [0.0] * len(estimates)
+    for name in COLUMNS:
+        widths = [column(one, name) / _GIB for one in estimates]
+        if any(widths):
+            axis.barh(places, widths, left=left, color=COLOURS[name], label=name, height=0.72)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    most = max(*left, memory / _GIB if memory < 4 * _GIB * max(left) else 0.0)
+    for place, one in zip(places, estimates, strict=True):
+        fits = one.fits(memory)
+        axis.text(
+            left[place] + 0.01 * most,
+            place,
+            f"{size(one.peak)}, {seconds(one.seconds)} s" + ("" if fits else ", does not fit"),
+            va="center",
+            fontsize=8,
+            color="black" if fits else "#a01010",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85},
+        )
+    axis.axvline(memory / _GIB, color="#a01010", linewidth=1.4)
+    axis.text(
+        memory / _GIB,
+        -0.75,
+        f"{size(memory)} ",
+        color="#a01010",
+        fontsize=8,
+        ha="right" if memory / _GIB > 0.5 * most else "left",
+        va="bottom",
+    )
+    axis.set_yticks(places, [_name(one, planned) for one in estimates], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.2 * most)
+    axis.set_xlabel("GiB of the rank that needs most")
+    parameters = short(planned.config.model.gpt().parameters)
+    axis.set_title(
+        f"{planned.config.name} ({parameters} parameters) on {counted(planned.ranks, 'rank')}: plans that fit first, the fastest on top",
+        fontsize=10,
+        loc="left",
+        pad=16,
+    )
+    axis.grid(axis="x", alpha=0.25)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=len(COLUMNS), fontsize=8, frameon=False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _name(one: Estimate, planned: Planned) -> str:
+    plan = one.plan
+    words = [f"zero {plan.zero}"]
+    words += [] if plan.recompute == "none" else [f"recompute {plan.recompute}"]
+    words += [] if plan.offload == "none" else [f"offload {plan.offload.partition(':')[0]}"]
+    if len({other.plan.precision for other in planned.estimates}) > 1:
+        words.append(plan.precision)
+    return ", ".join(words)

@@ -1,0 +1,116 @@
+"""`farandole plan`: what it says before anything runs, and that it is true."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from farandole.bench import planning
+from farandole.bench.machine import Speeds
+from farandole.cli.main import app
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that need not be measured."""
+    flops = {"fp32": 5e10, "bf16": 1e11, "fp16": 5e10}
+    found = Speeds(flops, 3e9, 5e9, process=225 * MIB, libraries=110 * MIB)
+    monkeypatch.setattr(planning, "speeds", lambda ranks, anew: found)
+
+
+def _plan(*words: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *words], prog_name="farandole")
+
+
+def test_help_teaches() -> None:
+    result = _plan("--help")
+    assert result.exit_code == 0
+    assert "farandole plan gpt2-small -n 8 --memory 16GiB --picture plans.png" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--recompute", "blok"), "--recompute blok is not known; nearest: block"),
+        (("--precision", "fp8"), "--precision fp8 is not known; one of fp32, bf16, fp16"),
+        (("--zero", "4"), "--zero 4 is not known; one of 0, 1, 2, 3"),
+        (("--offload", "disc:/x"), "offload='disc:/x': 'none', 'host' or 'disk:FOLDER'"),
+        (("--memory", "lots"), "--memory 'lots' is not a number above 0, as in 512M, 16GiB or 1.5G"),
+        (("tinny",), "tinny is neither a preset nor a file; did you mean tiny?"),
+        (("tiny", "batch=7"), "batch=7 cannot be shared equally by 2 ranks"),
+        (("tiny", "--hosts", "2"), "--bandwidth of the link between hosts is given"),
+        (("tiny", "--accelerators"), "give --memory, --flops and --bandwidth"),
+        (("tiny", "--picure", "x.png"), "there is no option --picure; nearest: --picture"),
+    ],
+)
+def test_mistakes_are_answered(words: tuple[str, ...], message: str) -> None:
+    result = _plan(*words)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_every_plan_has_a_verdict_and_a_bar(tmp_path: Path) -> None:
+    picture, file = tmp_path / "plans.png", tmp_path / "plans.json"
+    result = _plan("tiny", "--memory", "1GiB", "--json", str(file), "--picture", str(picture))
+    assert result.exit_code == 0, result.output
+    found = json.loads(file.read_text())
+    assert len(found["plans"]) == 16 and found["machine"]["memory"] == 1 << 30
+    for one in found["plans"]:
+        assert one["verdict"] == "fits" and one["peak"] == max(one["start"], sum(one["parts"].values()))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "closed formulas, 2-byte weights" in result.output  # the configuration says auto: bf16 is faster
+
+
+def test_what_does_not_fit_says_how_much_more_it_needs() -> None:
+    result = _plan("tiny", "--memory", "100MiB", "--zero", "0", "--recompute", "none", "--offload", "none")
+    assert result.exit_code == 1
+    assert "does not fit (needs" in result.output
+
+
+def test_accelerators_need_not_be_here() -> None:
+    given = ("--memory", "80GiB", "--flops", "300T", "--bandwidth", "12G", "--offload", "host")
+    result = _plan("tiny", "-n", "4", "--accelerators", *given, "--zero", "3", "--recompute", "block")
+    assert result.exit_code == 0, result.output
+    assert "fits with offload" in result.output
+
+
+def test_overrides_choose_plans() -> None:
+    words = ("parallel.zero=1", "parallel.recompute=block", "parallel.offload=none")
+    result = _plan("tiny", *words, "--precision", "fp32", "--precision", "bf16")
+    lines = [line for line in result.output.splitlines() if line.startswith("1     block")]
+    assert result.exit_code == 0 and len(lines) == 2
+
+
+def test_a_disk_is_offered_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = _plan("tiny", "--memory", "100MiB", "--zero", "0", "--recompute", "none")
+    assert "disk:." in result.output
+
+
+@pytest.mark.parametrize(
+    "plan", [("1", "--recompute", "block"), ("2", "--recompute", "none", "--offload", "disk:{folder}")]
+)
+def test_what_is_predicted_is_measured(plan: tuple[str, ...], tmp_path: Path) -> None:
+    """On real ranks.  What a process has without a model depends on the machine, and is left out of the comparison."""
+    words = (
+        "tiny",
+        "model.width=256",
+        "precision=fp32",
+        "--zero",
+        *(w.format(folder=tmp_path) for w in plan),
+    )
+    result = _plan(*words, "--check", "--steps", "2")
+    assert result.exit_code in (0, 1), result.output
+    lines = [re.split(r" {2,}", line.strip()) for line in result.output.splitlines()]
+    rows = {words[0]: [float(word.replace(",", "")) for word in words[1:4]] for words in lines[-9:-1]}
+    for part in ("parameters", "gradients", "optimizer", "activations, backward"):
+        predicted, *measured = rows[part]
+        assert measured == pytest.approx([predicted] * 2, abs=1), part
+    predicted, *measured = (peak - own for peak, own in zip(rows["peak"], rows["process"], strict=True))
+    assert measured == pytest.approx([predicted] * 2, abs=30)

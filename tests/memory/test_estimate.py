@@ -1,0 +1,312 @@
+"""Predicted bytes are those that ranks really have, and predicted plans come in the right order."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.flop_counter import FlopCounterMode
+
+from farandole.comm.communicator import Communicator
+from farandole.memory.budget import Bandwidth
+from farandole.memory.estimate import (
+    Estimate,
+    Machine,
+    Workload,
+    estimate,
+    estimate_workload,
+    plan_candidates,
+    trace,
+)
+from farandole.memory.estimate.data_axis import DataAxis
+from farandole.memory.estimate.formulas import activation_bytes, state_bytes
+from farandole.memory.estimate.heap import Heap, excess
+from farandole.memory.measure import saved_bytes
+from farandole.memory.recompute import apply_recompute
+from farandole.models.gpt import GPTConfig, build_gpt
+from farandole.models.loss import next_token_loss
+from farandole.parallel.parallelize import TYPES, parallelize
+from farandole.plan import Plan, PlanError
+from tests.memory.models import CASES, small_gpt, small_resnet
+
+GPT = GPTConfig(vocabulary=64, context=16, layers=2, heads=2, width=32)
+MACHINE = Machine(memory=1 << 34, flops={"fp32": 1e9, "bf16": 1e9, "fp16": 1e9}, stream=1e9, bandwidth=1e9)
+
+
+def _loss(logits: Tensor) -> Tensor:
+    return next_token_loss(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device))
+
+
+def _workload(**more: Any) -> Workload:
+    with torch.device("meta"):
+        return Workload(
+            model=build_gpt(GPT), example=torch.empty(2, 16, dtype=torch.int64), loss=_loss, **more
+        )
+
+
+# ---- formulas ----
+
+
+@pytest.mark.parametrize(("z", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_the_formula_gives_the_numbers_of_the_zero_paper(z: int, gigabytes: float) -> None:
+    """Rajbhandari et al., 2020, figure 1: 7.5 G parameters on 64 devices."""
+    assert sum(state_bytes(7.5e9, z, 64).values()) / 1e9 == pytest.approx(gigabytes, abs=0.05)
+
+
+def test_the_activations_of_korthikanti() -> None:
+    """s b h (34 + 5 a s / h) for a layer in 16 bits (their equation 1)."""
+    s, b, h, a = 2048, 4, 6144, 64
+    assert activation_bytes(s, b, h, 1, a) == pytest.approx(s * b * h * (34 + 5 * a * s / h))
+    assert activation_bytes(s, b, h, 1, a, fused_attention=True) == s * b * h * 34
+
+
+# ---- a pass on fake tensors ----
+
+
+@pytest.mark.parametrize("mode", ["none", "block", "selective"])
+@pytest.mark.parametrize("case", ["gpt", "resnet"])
+def test_the_peak_is_what_torch_tracks_of_a_real_pass(case: str, mode: Any) -> None:
+    model, example = CASES[case]()
+    apply_recompute(model, mode, example=example)
+    traced = trace(model, example)
+    for parameter in model.parameters():  # as the engines do
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    tracker = MemTracker()
+    tracker.track_external(model, example)
+    with tracker:
+        model(example).sum().backward()
+    ((_, peaks),) = tracker.get_tracker_snapshot("peak").items()
+    living = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), example))
+    assert traced.peak == pytest.approx(peaks["Total"] - living, rel=0.02)
+
+
+@pytest.mark.parametrize("mode", ["none", "block", "selective"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_what_is_saved_is_what_is_measured(case: str, mode: Any) -> None:
+    model, example = CASES[case]()
+    apply_recompute(model, mode, example=example)
+    measured = saved_bytes(model, example).total
+    copies = sum(buffer.nbytes for buffer in model.buffers()) if mode != "none" else 0  # for a recomputation
+    assert measured <= trace(model, example).saved <= 1.01 * measured + copies + 600
+
+
+def test_operations_are_counted_as_torch_counts_them() -> None:
+    model, example = small_resnet()
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(example).sum().backward()
+    assert trace(model, example).flops == counter.get_total_flops()
+
+
+def test_recomputation_repeats_the_operations_of_the_forward_pass() -> None:
+    model, example = small_gpt()
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model(example)
+    once = trace(model, example).flops
+    apply_recompute(model, "block")
+    more = trace(model, example).flops - once
+    assert 0.5 * counter.get_total_flops() < more <= 1.1 * counter.get_total_flops()
+
+
+def test_a_tied_weight_waits_for_the_other_half_of_its_gradient() -> None:
+    class Tied(nn.Module):
+        def __init__(self, tied: bool) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)
+            if tied:
+                self.last.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x))
+
+    x = torch.randn(1, 256)
+    assert trace(Tied(True), x).peak - trace(Tied(False), x).peak > 0.9 * 256 * 256 * 4
+
+
+def test_an_estimate_leaves_the_model_as_it_was() -> None:
+    model, example = small_gpt()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    estimate(model, Plan(zero=1, recompute="block", precision="bf16"), 2, example=example, machine=MACHINE)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None and not parameter.is_meta for parameter in model.parameters())
+
+
+# ---- what ranks have ----
+
+
+def _storages(tensors: Any) -> int:
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _bytes_on_a_rank(rank: int, size: int, plan: Plan) -> dict[str, int]:
+    torch.manual_seed(0)
+    model = build_gpt(GPT)
+    assert dist.group.WORLD is not None
+    comm = Communicator(dist.group.WORLD)
+    engine = parallelize(model, plan, comm)
+    optimizer = engine.optimizer(torch.optim.AdamW(model.parameters()))
+    _loss(engine(torch.zeros(2, 16, dtype=torch.int64))).backward()
+    optimizer.step()
+    states = [v for s in optimizer.state.values() for v in s.values() if v.dim()]
+    masters = [b.weights.master for b in engine.buckets if b.weights and plan.precision != "fp32"]
+    common = any(bucket.weights and bucket.weights.common for bucket in engine.buckets)
+    own = [w.own for w in engine._weights] if engine._gathering else list(model.parameters())
+    whole = _storages(own)
+    loans = [bucket.gradients._loan for bucket in engine.buckets]
+    found = {
+        "weights": whole // size if common else whole,
+        "gradients": _storages(bucket.gradients.reduced for bucket in engine.buckets),
+        "optimizer": _storages([*states, *masters]),
+        "lent": loans[0].lender.nbytes if loans[0] is not None else 0,
+    }
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_parts_are_those_of_real_ranks(ranks: Any, zero: int, precision: Any, backend: str) -> None:
+    plan = Plan(zero=zero, precision=precision)
+    seen = ranks(2, backend).run(_bytes_on_a_rank, plan)
+    machine = replace(MACHINE, shared=backend == "farandole")
+    low = None if precision == "fp32" else TYPES[precision]
+    with torch.device("meta"):
+        axis = DataAxis(build_gpt(GPT), plan, 2, low, machine)
+    assert axis.gradients() == seen[0]["gradients"]
+    assert axis.lent() == pytest.approx(seen[0]["lent"], abs=8192)  # shared memory comes in pages
+    assert axis.weights() == pytest.approx(seen[0]["weights"], rel=0.01, abs=4096)
+    # pieces end where parameters do, and shards with a gap
+    assert axis.states(2) + axis.masters() == pytest.approx(seen[0]["optimizer"], rel=0.02)
+
+
+# ---- the C library ----
+
+
+def test_a_heap_gives_no_byte_twice() -> None:
+    chance = random.Random(0)
+    heap = Heap()
+    held: list[tuple[int, int]] = []
+    for _ in range(2000):
+        if held and chance.random() < 0.5:
+            heap.give_back(held.pop(chance.randrange(len(held))))
+        else:
+            held.append(heap.take(int(math.exp(chance.uniform(4, 16)))))
+        heap.use_small()
+    places = sorted(block for block in held if block[0] >= 0)
+    assert all(a[0] + a[1] <= b[0] for a, b in zip(places, places[1:], strict=False))
+    assert places[-1][0] + places[-1][1] <= heap.end <= heap.peak
+
+
+def test_a_block_alone_does_not_fit_into_the_gap_that_it_left() -> None:
+    """Aligned blocks of glibc: what is freed between two that stay is too small by the alignment."""
+    heap = Heap()
+    _, middle, _ = heap.take(1 << 20), heap.take(1 << 20), heap.take(1 << 20)
+    end = heap.end
+    heap.give_back(middle)
+    heap.take(1 << 20)
+    assert heap.end > end
+    large = heap.take(64 << 20)  # mapped by itself
+    assert large[0] < 0 and heap.end < 8 << 20
+
+
+def test_blocks_that_come_and_go_need_more_than_their_bytes() -> None:
+    """A process that does so was seen to grow to 44 MB with blocks of 16.8 MB at a time (glibc 2.36)."""
+    events: list[tuple[int, int]] = [(0, 4 << 20), (1, 12 << 20), (0, 0), (1, 0)]
+    for number in range(2, 10):
+        events += [(100 + number, 2 << 20), (number, 2 << 20), (100 + number, 0)]
+    events += [(number, 0) for number in range(2, 10)]
+    assert excess((), tuple(events), (), (), 1) / 1e6 == pytest.approx(44 - 16.8, rel=0.3)
+
+
+# ---- plans ----
+
+
+def test_plans_that_fit_come_first_and_the_fastest_of_them() -> None:
+    machine = replace(MACHINE, process=0, libraries=0, host=False, shared=False)
+    plans = [Plan(zero=z, recompute=r) for z in (0, 2) for r in ("none", "block")]  # type: ignore[arg-type]
+    workload = _workload()
+    every = plan_candidates(workload, 2, machine, plans)
+    assert every[0].plan.recompute == "none" and every[0].seconds == min(one.seconds for one in every)
+    need = sorted(one.peak for one in every)
+    tight = replace(machine, memory=need[1])
+    ordered = plan_candidates(workload, 2, tight, plans)
+    assert [one.fits(tight.memory) for one in ordered] == [True, True, False, False]
+    assert ordered[0].verdict(tight.memory) == "fits"
+    assert ordered[-1].verdict(tight.memory).startswith("does not fit (needs ")
+    assert ordered[2].peak <= ordered[3].peak
+
+
+def test_states_on_a_disk_spare_memory_and_cost_time() -> None:
+    machine = replace(MACHINE, disk=Bandwidth(1e9, 5e8, "made up"))
+    here = estimate_workload(_workload(), Plan(zero=1), 2, machine)
+    there = estimate_workload(_workload(), Plan(zero=1, offload="disk:."), 2, machine)
+    assert there.seconds > here.seconds and there.times["disk"] > 0
+    assert there.verdict(1 << 40) == "fits with offload"
+    with pytest.raises(PlanError, match="a machine without a disk: give Machine"):
+        estimate_workload(_workload(), Plan(offload="disk:."), 2, MACHINE)
+
+
+def test_states_in_the_hosts_memory_are_not_on_the_accelerator() -> None:
+    machine = replace(MACHINE, host=False, shared=False)
+    assert estimate_workload(_workload(), Plan(offload="host"), 2, machine).parts["optimizer"] == 0
+    on_host = estimate_workload(_workload(), Plan(offload="host"), 2, MACHINE)
+    assert on_host.parts["optimizer"] == 8 * GPT.parameters
+
+
+def test_a_speed_that_is_not_given_is_asked_for() -> None:
+    with pytest.raises(PlanError, match="precision='bf16' and Machine.flops=. has speeds of fp32 only"):
+        estimate_workload(_workload(), Plan(precision="bf16"), 2, replace(MACHINE, flops={"fp32": 1e9}))
+
+
+def test_a_budget_of_activations_is_kept() -> None:
+    everything = estimate_workload(_workload(), Plan(), 2, MACHINE).parts["activations"]
+    budget = everything * 3 // 4
+    some = estimate_workload(_workload(), Plan(recompute="auto", activation_bytes=budget), 2, MACHINE)
+    assert 0.3 * everything < some.parts["activations"] <= 1.01 * budget
+
+
+def test_hybrid_divides_within_a_host() -> None:
+    machine = replace(MACHINE, hosts=2)
+    hybrid = estimate_workload(_workload(), Plan(zero=1, hybrid=True), 4, machine)
+    alone = estimate_workload(_workload(), Plan(zero=1), 2, MACHINE)
+    assert hybrid.parts["optimizer"] == alone.parts["optimizer"]
+    assert hybrid.parts["parameters"] == alone.parts["parameters"]
+    assert hybrid.times["communication"] > alone.times["communication"]
+    with pytest.raises(PlanError, match="3 ranks on 2 hosts"):
+        estimate_workload(_workload(), Plan(), 3, machine)
+
+
+def test_communication_behind_the_backward_pass_is_not_waited_for() -> None:
+    slow = replace(MACHINE, bandwidth=1e6)
+    with torch.device("meta"):
+        model, example = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))), torch.empty(64, 1024)
+    beside, after = (
+        estimate(model, Plan(), 4, example=example, machine=replace(slow, overlap=overlap)).times
+        for overlap in (True, False)
+    )
+    everything = 2 * 3 / 4 * 4 * sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    assert after["communication"] == pytest.approx(everything, rel=0.01)
+    hidden = after["communication"] - beside["communication"]
+    assert hidden == pytest.approx(2 / 3 * after["compute"], rel=0.01)
+
+
+def test_more_micro_batches_take_more_time_and_no_more_activations() -> None:
+    one, four = (estimate_workload(_workload(micro_batches=n), Plan(), 2, MACHINE) for n in (1, 4))
+    assert four.times["compute"] == pytest.approx(4 * one.times["compute"], rel=0.05)
+    assert four.parts["activations"] == one.parts["activations"]
+
+
+def test_the_start_counts_where_it_needs_more_than_a_step() -> None:
+    found = Estimate(Plan(), {"process": 5, "parameters": 1}, start=9, times={"compute": 1.0})
+    assert found.peak == 9 and not found.fits(8)
