@@ -4,10 +4,7 @@ One engine for all stages of ZeRO (Rajbhandari et al., 2020, "ZeRO: Memory Optim
 Parameter Models").  What a rank keeps after a backward pass is the only difference: all gradients, and an optimizer
 for all parameters (`zero=0`), or its shard of them.  Where what lives is told by `weights` and `gradients`.
 
-Gradients lie in flat buckets, filled in the order in which the backward pass produces them, from the last block to
-the first.  A bucket is reduced as soon as it is full, while the backward pass goes on (Li et al., 2020, "PyTorch
-Distributed: Experiences on Accelerating Data Parallel Training").  Buckets are reduced in the same order on every
-rank, whatever order their gradients arrive in.
+Gradients are reduced while the backward pass goes on (`reduction`).
 
     replica = DataParallel(model, comm, zero=2)
     optimizer = replica.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
@@ -24,18 +21,16 @@ single process with all samples (times the number of backward passes, as always 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
-from farandole.parallel.buckets import Bucket, total_norm
+from farandole.parallel.buckets import total_norm
 from farandole.parallel.building import Builder
 from farandole.parallel.casting import cast_floating
 from farandole.parallel.deferred import Initialise, fill_model, is_deferred, stand_in
@@ -44,6 +39,7 @@ from farandole.parallel.hybrid import divide
 from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.nonfinite import GradientWatch, NonFinite, OutputWatch
 from farandole.parallel.offloading import OffloadedUpdate, home_at, rooms_at
+from farandole.parallel.reduction import Reduction
 from farandole.parallel.rounding import StochasticRounding
 from farandole.parallel.starting import start_equal
 from farandole.parallel.weights import Masters
@@ -52,7 +48,7 @@ from farandole.plan import Offloaded
 BUCKET_BYTES = 4 << 20
 
 
-class DataParallel:
+class DataParallel(Reduction):
     """Keeps the gradients of `model` equal on all ranks of `comm`.
 
     At construction the parameters and buffers of rank 0 are copied to all ranks.  Frozen parameters get no
@@ -74,8 +70,6 @@ class DataParallel:
     where they cannot be compressed.
 
     A model on the meta device is made where ranks keep its parts, block by block, by `initialise` (`deferred`).
-
-    `waited_s` adds up the seconds in which this rank had nothing to do but wait for others.
 
     With `watch` every rank looks at its own gradients before they are averaged, so that `locate_nonfinite` can tell
     whose were not finite; it costs one pass over a bucket that has just been filled.
@@ -109,12 +103,10 @@ class DataParallel:
             raise ValueError("stochastic rounding and offload: there are no masters to keep elsewhere")
         if rounding is not None and dtype is not torch.bfloat16:
             raise ValueError(f"stochastic rounding with dtype={dtype}: it is for torch.bfloat16")
+        super().__init__(comm, zero)
         self.model = model
-        self.zero = zero
         self.rounding = rounding
-        self.waited_s = 0.0
         self.scaler = LossScaler(enabled=False)  # for loops that train in any precision
-        self._comm = comm
         self._dtype = dtype
         self._offload = offload
         self.offloaded: list[OffloadedUpdate] = []
@@ -129,7 +121,7 @@ class DataParallel:
             types = stand_in(model, torch.get_default_device())
         masters: Masters = "none" if rounding is not None else "beside" if offload == "none" else "offloaded"
         division = divide(comm, hybrid=hybrid)
-        self._shards, self._crosses = division.shards, division.replicas is not None
+        self._shards = division.shards
         built = Builder(
             division.shards,
             bucket_bytes,
@@ -143,25 +135,16 @@ class DataParallel:
                 offload, offloaded, division.shards, accelerator=any(p.is_cuda for p in model.parameters())
             ),
         ).build(model)
-        self.buckets, self._weights, self._gathering = built.buckets, built.weights, built.gathering
+        self.buckets, self._weights = built.buckets, built.weights
         if initialise is not None:
             fill_model(model, built.weights, comm, initialise, types)
-        self._watch = GradientWatch(model, self.buckets) if watch else None
-        parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
-        device = parameters[0].device if parameters else None
-        # which parameters anybody had a gradient for, in the order of the buckets
-        self._used = torch.zeros(len(parameters), dtype=torch.uint8, device=device)
-        self._used_by_bucket = self._used.split([len(bucket.parameters) for bucket in self.buckets])
         self._shares_weights = any(bucket.weights and bucket.weights.common for bucket in self.buckets)
-        self._accumulating = False
-        self._in_pass = False
-        self._reduced = False  # the gradients are the averages of a step that has had its last pass
-        self._next = 0
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
-            for bucket in self.buckets
-            for index, parameter in enumerate(bucket.parameters)
-        ]
+        self._follow(
+            built.buckets,
+            GradientWatch(model, built.buckets) if watch else None,
+            built.gathering,
+            crosses=division.replicas is not None,
+        )
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """What the model makes of the inputs, cast to its type where they are floating."""
@@ -259,26 +242,6 @@ class DataParallel:
 
     # ---- gradients ----
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within it, backward passes accumulate gradients; with `zero` < 2 they communicate nothing.
-
-        With `zero` >= 2 there is no memory to keep whole gradients in, so that every pass is reduced.
-        """
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
-
-    def synchronize(self) -> None:
-        """Reduce what is left and wait until every gradient is the average over ranks.
-
-        A backward pass outside of `no_sync` ends with it; it is for ranks that had none.
-        """
-        if not self._reduced:
-            self._end_pass(last=True)
-
     def gradients(self) -> list[Tensor]:
         """What this rank has of the averaged gradients."""
         return [share for bucket in self.buckets for share in bucket.handed_out()]
@@ -348,105 +311,9 @@ class DataParallel:
 
     def close(self) -> None:
         """Let go of the model: remove the hooks and the gradients."""
-        for hook in self._hooks:
-            hook.remove()
+        self._unfollow()
         if self._gathering is not None:
             self._gathering.close()
         for update in self.offloaded:
             update.close()
         self.zero_grad()
-
-    # ---- a backward pass ----
-
-    def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-        def received(_: Tensor) -> None:
-            if not self._in_pass:
-                self._begin_pass()
-            bucket.gradients.receive(index)
-            if self._reduces and bucket.complete(index):
-                self._launch_full()
-
-        return received
-
-    @property
-    def _reduces(self) -> bool:
-        """Whether the backward pass under way is reduced."""
-        return self.zero >= 2 or not self._accumulating
-
-    def _begin_step(self) -> None:
-        """Forget what earlier passes gave."""
-        self._reduced = False
-        self._next = 0
-        self._used.zero_()
-        if self._watch is not None:
-            self._watch.clear()
-        for bucket in self.buckets:
-            bucket.gradients.clear()
-            bucket.begin_pass()
-
-    def _begin_pass(self) -> None:
-        if self._reduced:
-            if all(bucket.taken for bucket in self.buckets):
-                self._begin_step()
-            elif self.zero < 2:
-                raise RuntimeError(
-                    "a backward pass came after the gradients were reduced, and nobody has taken them: run every "
-                    "backward pass of a step but the last under no_sync(), and zero_grad() between steps"
-                )
-        self._in_pass = True
-        # private, but what DDP and FSDP use: there is no other word of autograd at the end of a pass
-        Variable._execution_engine.queue_callback(self._passed)
-
-    def _passed(self) -> None:
-        """Autograd has ended a backward pass."""
-        if self._gathering is not None:
-            self._gathering.forget()
-        if self._reduces:
-            self._end_pass(last=not self._accumulating)
-        self._in_pass = False
-
-    def _launch_full(self) -> None:
-        """Start the reduction of full buckets, none before those that come before it."""
-        end = self._next
-        while end < len(self.buckets) and self.buckets[end].full:
-            end += 1
-        self._launch_until(end)
-
-    def _launch_until(self, end: int) -> None:
-        for number in range(self._next, end):
-            gradients = self.buckets[number].gradients
-            self._used_by_bucket[number].bitwise_or_(torch.tensor(gradients.received, dtype=torch.uint8))
-            if self._watch is not None:
-                self._watch.look(number)
-            gradients.launch()
-            if self._crosses:
-                for before in self.buckets[:number]:
-                    before.gradients.advance()
-        self._next = max(self._next, end)
-
-    def _end_pass(self, *, last: bool) -> None:
-        """Reduce what this backward pass has left; after the `last` one of a step, hand out the gradients."""
-        self._launch_until(len(self.buckets))
-        started = time.perf_counter()
-        for bucket in self.buckets:
-            bucket.gradients.advance()
-        for bucket in self.buckets:
-            bucket.gradients.finish()
-            bucket.begin_pass()
-        self._next = 0
-        if last:
-            if self._comm.size > 1:
-                self._comm.all_reduce(self._used, "max")
-            for bucket, used in zip(self.buckets, self._used_by_bucket, strict=True):
-                bucket.hand_out(used.tolist())
-            self._reduced = True
-        if self._comm.size > 1:
-            self.waited_s += time.perf_counter() - started
-
-    def _settle(self, number: int) -> bool:
-        """End the reduction of bucket `number`, if it was started; whether it was."""
-        gradients = self.buckets[number].gradients
-        launched = gradients.launched
-        if launched:
-            gradients.finish()
-        return launched

@@ -1,0 +1,178 @@
+"""Gradients in buckets, reduced over the ranks while a backward pass goes on.
+
+Gradients lie in flat buckets, filled in the order in which the backward pass produces them, from the last block to
+the first.  A bucket is reduced as soon as it is full, while the backward pass goes on (Li et al., 2020, "PyTorch
+Distributed: Experiences on Accelerating Data Parallel Training").  Buckets are reduced in the same order on every
+rank, whatever order their gradients arrive in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from farandole.comm.communicator import Communicator
+from farandole.parallel.buckets import Bucket
+from farandole.parallel.gathering import Gathering
+from farandole.parallel.nonfinite import GradientWatch
+
+
+class Reduction:
+    """Follows backward passes, and reduces the buckets that they fill as stage `zero` has it.
+
+    `waited_s` adds up the seconds in which this rank had nothing to do but wait for others.
+    """
+
+    def __init__(self, comm: Communicator, zero: int) -> None:
+        self.zero = zero
+        self.waited_s = 0.0
+        self.buckets: list[Bucket] = []
+        self._comm = comm
+        self._accumulating = False
+        self._in_pass = False
+        self._reduced = False  # the gradients are the averages of a step that has had its last pass
+        self._next = 0
+
+    def _follow(
+        self,
+        buckets: Sequence[Bucket],
+        watch: GradientWatch | None,
+        gathering: Gathering | None,
+        *,
+        crosses: bool,
+    ) -> None:
+        """Begin, with these buckets; `crosses` says whether a shard is averaged over replicas in the end."""
+        self.buckets = list(buckets)
+        self._watch, self._gathering, self._crosses = watch, gathering, crosses
+        parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
+        device = parameters[0].device if parameters else None
+        # which parameters anybody had a gradient for, in the order of the buckets
+        self._used = torch.zeros(len(parameters), dtype=torch.uint8, device=device)
+        self._used_by_bucket = self._used.split([len(bucket.parameters) for bucket in buckets])
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
+            for bucket in buckets
+            for index, parameter in enumerate(bucket.parameters)
+        ]
+
+    def _unfollow(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward passes accumulate gradients; with `zero` < 2 they communicate nothing.
+
+        With `zero` >= 2 there is no memory to keep whole gradients in, so that every pass is reduced.
+        """
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def synchronize(self) -> None:
+        """Reduce what is left and wait until every gradient is the average over ranks.
+
+        A backward pass outside of `no_sync` ends with it; it is for ranks that had none.
+        """
+        if not self._reduced:
+            self._end_pass(last=True)
+
+    def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+        def received(_: Tensor) -> None:
+            if not self._in_pass:
+                self._begin_pass()
+            bucket.gradients.receive(index)
+            if self._reduces and bucket.complete(index):
+                self._launch_full()
+
+        return received
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether the backward pass under way is reduced."""
+        return self.zero >= 2 or not self._accumulating
+
+    def _begin_step(self) -> None:
+        """Forget what earlier passes gave."""
+        self._reduced = False
+        self._next = 0
+        self._used.zero_()
+        if self._watch is not None:
+            self._watch.clear()
+        for bucket in self.buckets:
+            bucket.gradients.clear()
+            bucket.begin_pass()
+
+    def _begin_pass(self) -> None:
+        if self._reduced:
+            if all(bucket.taken for bucket in self.buckets):
+                self._begin_step()
+            elif self.zero < 2:
+                raise RuntimeError(
+                    "a backward pass came after the gradients were reduced, and nobody has taken them: run every "
+                    "backward pass of a step but the last under no_sync(), and zero_grad() between steps"
+                )
+        self._in_pass = True
+        # private, but what DDP and FSDP use: there is no other word of autograd at the end of a pass
+        Variable._execution_engine.queue_callback(self._passed)
+
+    def _passed(self) -> None:
+        """Autograd has ended a backward pass."""
+        if self._gathering is not None:
+            self._gathering.forget()
+        if self._reduces:
+            self._end_pass(last=not self._accumulating)
+        self._in_pass = False
+
+    def _launch_full(self) -> None:
+        """Start the reduction of full buckets, none before those that come before it."""
+        end = self._next
+        while end < len(self.buckets) and self.buckets[end].full:
+            end += 1
+        self._launch_until(end)
+
+    def _launch_until(self, end: int) -> None:
+        for number in range(self._next, end):
+            gradients = self.buckets[number].gradients
+            self._used_by_bucket[number].bitwise_or_(torch.tensor(gradients.received, dtype=torch.uint8))
+            if self._watch is not None:
+                self._watch.look(number)
+            gradients.launch()
+            if self._crosses:
+                for before in self.buckets[:number]:
+                    before.gradients.advance()
+        self._next = max(self._next, end)
+
+    def _end_pass(self, *, last: bool) -> None:
+        """Reduce what this backward pass has left; after the `last` one of a step, hand out the gradients."""
+        self._launch_until(len(self.buckets))
+        started = time.perf_counter()
+        for bucket in self.buckets:
+            bucket.gradients.advance()
+        for bucket in self.buckets:
+            bucket.gradients.finish()
+            bucket.begin_pass()
+        self._next = 0
+        if last:
+            if self._comm.size > 1:
+                self._comm.all_reduce(self._used, "max")
+            for bucket, used in zip(self.buckets, self._used_by_bucket, strict=True):
+                bucket.hand_out(used.tolist())
+            self._reduced = True
+        if self._comm.size > 1:
+            self.waited_s += time.perf_counter() - started
+
+    def _settle(self, number: int) -> bool:
+        """End the reduction of bucket `number`, if it was started; whether it was."""
+        gradients = self.buckets[number].gradients
+        launched = gradients.launched
+        if launched:
+            gradients.finish()
+        return launched
