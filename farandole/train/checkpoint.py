@@ -246,6 +246,7 @@ def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
 
 
 def _facts(engine: Engine, ranks: int, elapsed_s: float) -> Facts:
+    parallel = engine.config.parallel
     return Facts(
         step=engine.step_number,
         consumed=engine.sampler.consumed,
@@ -255,4 +256,5 @@ def _facts(engine: Engine, ranks: int, elapsed_s: float) -> Facts:
         good_steps=engine.scaler.good_steps,
         elapsed_s=elapsed_s,
         config=engine.config.model_dump(),
+        topology={"data": ranks, "zero": parallel.zero, "offload": parallel.offload},
     )

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `step-000123` in `checkpoints/` of its run:
 
-    train.json           step, samples consumed, ranks, precision, loss scale, configuration: plain JSON
+    train.json           step, samples consumed, ranks, precision, loss scale, configuration, topology: plain JSON
     state/               torch distributed checkpoint: weights, optimizer, random generators of all ranks
     model.safetensors    the weights alone
     tokenizer.json
@@ -14,7 +14,7 @@ somebody copied or deleted a part.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Facts:
     good_steps: int
     elapsed_s: float
     config: dict[str, Any]
+    topology: dict[str, Any] = field(default_factory=dict)
+    """The plan under which it was written, as `data` and `zero`: for people, as any other plan can go on from it."""
 
 
 def read_facts(folder: Path) -> Facts:

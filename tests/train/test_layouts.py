@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,8 @@ def test_from_any_layout_to_any_other(
     size, zero, place = before
     results = ranks(size).run(_save, words, tmp_path / "run", (zero, places[place]))
     expected, losses = results[0]
+    said = json.loads((tmp_path / "run" / "checkpoints" / f"step-{STEPS:06d}" / "train.json").read_text())
+    assert said["topology"] == {"data": size, "zero": zero, "offload": places[place]}
     for size, zero, place in after:
         for contents, following in ranks(size).run(_load, words, tmp_path / "run", (zero, places[place])):
             assert contents.keys() == expected.keys()
