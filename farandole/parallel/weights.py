@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
+from farandole.memory.purpose import taking
 from farandole.parallel.flat import FlatLayout
 
 Masters = Literal["beside", "offloaded", "none"]
@@ -50,22 +51,25 @@ class Weights:
         self._layout = layout
         self._comm = comm
         self._sharded = sharded
-        common = comm.common(layout.length, dtype=dtype, device=first.device) if sharded else None
+        with taking("weights", parameters, ranks=comm.size):
+            common = comm.common(layout.length, dtype=dtype, device=first.device) if sharded else None
         self.common = common is not None
-        self._buffer = (
-            torch.empty(layout.length, dtype=dtype, device=first.device) if common is None else common
-        )
+        with taking("weights", parameters):
+            self._buffer = (
+                torch.empty(layout.length, dtype=dtype, device=first.device) if common is None else common
+            )
         self._shard = own
         self.own = layout.shard(self._buffer, own)
         self.master: Tensor | None = None
         with torch.no_grad():
             if trained:
                 apart = self.masters_apart or masters == "none"
-                self.master = (
-                    first_master(masters, copy_of_own(parameters, layout, own), self.own)
-                    if apart
-                    else self.own
-                )
+                with taking("masters and states", parameters):
+                    self.master = (
+                        first_master(masters, copy_of_own(parameters, layout, own), self.own)
+                        if apart
+                        else self.own
+                    )
             if not self.common or comm.rank == 0:
                 self._buffer.zero_()
             for parameter, view in zip(parameters, layout.views(self._buffer), strict=True):
