@@ -17,6 +17,7 @@ from farandole.plan import Plan
 
 _WIDE = 4  # bytes of an fp32 number
 _STATES = 2 * _WIDE  # of AdamW: two averages
+_FOR_ACTIVATIONS = 0.1
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Trained:
 def state_bytes(plan: Plan, trained: Trained) -> dict[Kind, int]:
     """What a rank needs under `plan` with AdamW, in bytes by kind; activations come on top.
 
+    It is that of ranks on a CPU, where what is offloaded to the host stays in the same memory.
     With stages 2 and 3 there are two buffers for gradients on their way, and what is kept on a disk passes through three,
     each for a bucket; the largest bucket is known but for `BUCKET_BYTES`, so that this is a little too much.
     """
@@ -43,19 +45,30 @@ def state_bytes(plan: Plan, trained: Trained) -> dict[Kind, int]:
     masters = _WIDE if narrow and plan.rounding != "stochastic" else 0
     sharded = plan.zero == 3 or (plan.zero > 0 and trained.common)
     bucket = min(parameters, trained.largest + BUCKET_BYTES // _WIDE)
-    own = bucket // (ranks if plan.zero else 1)
-    updated = (masters + _STATES) * parameters // (ranks if plan.zero else 1)
+    passing = plan.offload_folder is not None
+    gradients = parameters // ranks + 2 * bucket if plan.zero >= 2 else parameters
+    updated = (3 * bucket if passing else parameters) // (ranks if plan.zero else 1)
     return {
         "weights": (2 if narrow else _WIDE) * parameters // (ranks if sharded else 1),
-        "gradients": _WIDE * parameters // ranks + 2 * _WIDE * bucket
-        if plan.zero >= 2
-        else _WIDE * parameters,
-        "masters and states": updated if plan.offload == "none" else 3 * (masters + _STATES) * own,
+        "gradients": _WIDE * gradients,
+        "masters and states": (masters + _STATES) * updated,
     }
 
 
+def most_bytes(plan: Plan, trained: Trained) -> int:
+    """The most that a rank needs at a time, without activations.
+
+    Masters are made in memory, also where they are offloaded from then on.  With stages 2 and 3 gradients get that memory
+    after them; with the others they have theirs already.
+    """
+    kept = sum(state_bytes(plan, trained).values())
+    if plan.offload_folder is None or plan.precision == "fp32" or plan.zero >= 2:
+        return kept
+    return kept + _WIDE * trained.parameters // (trained.ranks if plan.zero else 1)
+
+
 def fitting_plans(limit: int, trained: Trained, folder: str) -> Iterator[tuple[Plan, int]]:
-    """Plans under which `state_bytes` are at most `limit`, with what they need, the simplest first.
+    """Plans whose `most_bytes` leave a tenth of `limit` to activations, with these bytes, the simplest first.
 
     `folder` is what stands in them for a folder on a disk.
     """
@@ -63,8 +76,8 @@ def fitting_plans(limit: int, trained: Trained, folder: str) -> Iterator[tuple[P
         for precision in ("fp32", "bf16"):
             for zero in (0, 1, 3) if trained.common else (0, 1, 2, 3):  # in common memory 2 is the same as 3
                 plan = replace(Plan(zero=zero, offload=offload), precision=precision, recompute="block")
-                need = sum(state_bytes(plan, trained).values())
-                if need <= limit:
+                need = most_bytes(plan, trained)
+                if need <= (1 - _FOR_ACTIVATIONS) * limit:
                     yield plan, need
 
 
@@ -73,7 +86,7 @@ def what_fits(limit: int, trained: Trained, folder: str) -> str:
     found = list(fitting_plans(limit, trained, folder))
     if not found:
         fewest = Plan(zero=3, precision="bf16", offload=f"disk:{folder}")
-        least = sum(state_bytes(fewest, trained).values())
+        least = most_bytes(fewest, trained)
         return f"no plan fits: {counted(trained.ranks, 'rank')} need {size(least)} each at least; more ranks need less"
     lines = [
         f"  --zero {plan.zero} --precision {plan.precision} --recompute {plan.recompute} --offload {plan.offload}: "
