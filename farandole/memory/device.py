@@ -17,7 +17,7 @@ A CUDA device enforces the limit itself, with all that.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, get_args
@@ -80,14 +80,23 @@ class DeviceMemory:
             raise ValueError(f"a device has at least one byte of memory, not {limit_bytes}")
         self.limit, self.device = limit_bytes, device
         self.step: int | None = None
-        self.in_use: Counter[Kind] = Counter()
         self.peak = 0
+        self._in_use: Counter[Kind] = Counter()
         self._model: nn.Module | None = None
         self._place = ""
         self._updating = False
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Purpose]] = {}
-        self._mode = _Seeing(self._see)
+        self._freed: deque[int] = deque()  # keys of what is to be taken off; any thread may free something
+        self._mode = _Seeing(self._see, self._refused)
         self._hooks: list[Any] = []
+
+    @property
+    def in_use(self) -> Counter[Kind]:
+        """Bytes in use, by kind."""
+        while self._freed:
+            _, nbytes, purpose = self._known.pop(self._freed.popleft())
+            self._in_use[purpose.kind] -= nbytes // purpose.ranks
+        return self._in_use
 
     @property
     def total(self) -> int:
@@ -129,34 +138,32 @@ class DeviceMemory:
         self._hooks = []
         if self.device.type == "cuda" and self.limit is not None:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
-            if isinstance(error, torch.OutOfMemoryError):
-                raise self._error(None, self._purpose(), self.limit) from error
 
     def _see(self, tensor: Tensor) -> None:
         """Count the memory of `tensor`, if it is new or has another size than before."""
         storage = tensor.untyped_storage()
         if storage.device.type != self.device.type:
             return
-        key, nbytes = storage._cdata, storage.nbytes()
+        in_use, key, nbytes = self.in_use, storage._cdata, storage.nbytes()
         known = self._known.get(key)
         if known is not None and known[1] == nbytes:
             return
         purpose = self._purpose() if known is None else known[2]
         more = nbytes // purpose.ranks - (0 if known is None else known[1] // purpose.ranks)
-        enforced = self.limit is not None and self.device.type != "cuda"
-        if enforced and self.limit is not None and self.total + more > self.limit:
-            raise self._error(more, purpose, self.limit)
-        reference = weakref.ref(storage, self._freed(key)) if known is None else known[0]
+        limit = None if self.device.type == "cuda" else self.limit
+        if limit is not None and in_use.total() + more > limit:
+            raise self._error(more, purpose, limit)
+        reference = weakref.ref(storage, self._note_freed(key)) if known is None else known[0]
         self._known[key] = (reference, nbytes, purpose)
-        self.in_use[purpose.kind] += more
-        self.peak = max(self.peak, self.total)
+        in_use[purpose.kind] += more
+        self.peak = max(self.peak, in_use.total())
 
-    def _freed(self, key: int) -> Callable[[Any], None]:
-        def freed(_: Any) -> None:
-            _, nbytes, purpose = self._known.pop(key)
-            self.in_use[purpose.kind] -= nbytes // purpose.ranks
+    def _refused(self) -> OutOfDeviceMemory | None:
+        """What to say where a CUDA device has refused memory, if the limit was ours."""
+        return None if self.limit is None else self._error(None, self._purpose(), self.limit)
 
-        return freed
+    def _note_freed(self, key: int) -> Callable[[Any], None]:
+        return lambda _: self._freed.append(key)
 
     def _purpose(self) -> Purpose:
         purpose = current_purpose()
@@ -200,18 +207,29 @@ class DeviceMemory:
 
 
 class _Seeing(TorchDispatchMode):
-    """Shows `see` every tensor that an operation takes, before it runs, and makes."""
+    """Shows `see` every tensor that an operation takes, before it runs, and makes.
 
-    def __init__(self, see: Callable[[Tensor], None]) -> None:
+    Where an operation fails for lack of memory, what `refused` returns is raised.
+    """
+
+    def __init__(
+        self, see: Callable[[Tensor], None], refused: Callable[[], OutOfDeviceMemory | None]
+    ) -> None:
         super().__init__()
-        self._see = see
+        self._see, self._refused = see, refused
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         self._show((args, kwargs))
-        result = function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            refusal = self._refused()
+            if refusal is None:
+                raise
+            raise refusal from error
         self._show(result)
         return result
 

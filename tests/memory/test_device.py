@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -94,6 +95,25 @@ def test_the_limit_names_the_block_and_the_step() -> None:
     assert str(error) == str(caught.value)
     assert error.requested == 40_000  # the gradient of the last weight
     assert error.in_use["weights"] == weights
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_device_keeps_the_limit_itself() -> None:
+    device = torch.device("cuda", 0)
+    with DeviceMemory(64 << 20, device) as memory:
+        kept = torch.empty(32 << 20, dtype=torch.uint8, device=device)
+        assert memory.total == kept.nbytes
+        with pytest.raises(OutOfDeviceMemory, match="more wanted for gradients"), taking("gradients"):
+            torch.empty(64 << 20, dtype=torch.uint8, device=device)
+    torch.empty(64 << 20, dtype=torch.uint8, device=device)
+
+
+def test_tensors_that_other_threads_free_are_taken_off() -> None:
+    with DeviceMemory(None, CPU) as memory, ThreadPoolExecutor(4) as threads:
+        for _ in range(50):
+            held = [[torch.empty(10)] for _ in range(20)]
+            list(threads.map(list.clear, held))
+        assert memory.total == 0
 
 
 def test_the_limit_names_the_parameter() -> None:
