@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ class Bucket:
         self._offsets: dict[int, int] = {}  # of a piece, by its identity, in this rank's shard
         self.pieces: list[nn.Parameter | None] = [None] * len(self.parameters)
         self.starts = [0] * len(self.parameters)  # of a piece in its flattened parameter
-        self._shares: list[Tensor | None] = [None] * len(self.parameters)  # of the gradient, for each piece
+        self._shapes: dict[int, Sequence[int]] = {}  # of each piece's share of the gradient
         self._awaited: set[int] = set()
         self._parts: dict[int, slice] = {}  # where a piece lies in the shard
         for piece in layout.pieces(own):
@@ -47,7 +48,7 @@ class Bucket:
             shape = parameter.shape if whole else (piece.length,)
             part = slice(piece.offset, piece.offset + piece.length)
             self._parts[piece.index] = part
-            self._shares[piece.index] = gradients.reduced[part].view(shape)
+            self._shapes[piece.index] = shape
             self.starts[piece.index] = piece.start
             if weights is not None:
                 assert weights.master is not None  # these are trained
@@ -57,6 +58,14 @@ class Bucket:
         if weights is None:
             self.pieces = list(self.parameters)
         self.begin_pass()
+
+    @cached_property
+    def _shares(self) -> list[Tensor | None]:
+        """Of the gradient, for each piece."""
+        shares: list[Tensor | None] = [None] * len(self.parameters)
+        for index, part in self._parts.items():
+            shares[index] = self.gradients.reduced[part].view(self._shapes[index])
+        return shares
 
     @property
     def taken(self) -> bool:

@@ -49,6 +49,13 @@ class FlatLayout:
             for start, count, shape in zip(self.starts, self.counts, self.shapes, strict=True)
         ]
 
+    def zero_gaps(self, buffer: Tensor) -> None:
+        """Put zeros where a buffer holds no tensor.  The tensors' memory is not touched."""
+        ends = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
+        for end, start in zip([0, *ends], [*self.starts, self.length], strict=True):
+            if end < start:
+                buffer[end:start].zero_()
+
     def shard(self, buffer: Tensor, number: int) -> Tensor:
         """Shard `number` of a buffer."""
         return buffer[number * self.shard_length : (number + 1) * self.shard_length]

@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from farandole.comm.communicator import Communicator
 from farandole.memory.mapped import MappedRoom
+from farandole.memory.purpose import taking
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.weights import Masters, are_apart, copy_of_own, fill_own, first_master
 
@@ -59,8 +60,10 @@ class GatheredWeights:
         first = parameters[0]
         self.masters_apart = trained and are_apart(masters, first, dtype)
         with torch.no_grad():
-            shard = copy_of_own(parameters, layout, own)
-            self.own = shard if dtype == first.dtype else shard.to(dtype)
+            with taking("masters and states" if self.masters_apart else "weights", parameters):
+                shard = copy_of_own(parameters, layout, own)
+            with taking("weights", parameters):
+                self.own = shard if dtype == first.dtype else shard.to(dtype)
             if room is not None:
                 self.own = room.own(layout.shard_length, dtype).copy_(shard)
             self.master = first_master(masters, shard, self.own) if trained else None
@@ -73,7 +76,8 @@ class GatheredWeights:
     def start(self) -> None:
         """Begin to gather them, if they are not whole."""
         if self._whole is None:
-            self._whole = self.own.new_empty(self._layout.length)
+            with taking("weights", self.parameters):
+                self._whole = self.own.new_empty(self._layout.length)
             self._work = self._comm.all_gather(self._whole, self.own, async_op=True)
 
     def use(self) -> Tensor:

@@ -13,6 +13,7 @@ Where hosts have a copy each (`hybrid`), what a rank has left is then averaged o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
 from farandole.comm.compression.call import check
 from farandole.memory.mapped import MappedRoom
+from farandole.memory.purpose import taking
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.lender import Loan
 
@@ -46,23 +48,18 @@ class Gradients:
         replicas: Communicator | None = None,
         room: MappedRoom | None = None,
     ) -> None:
+        self._mapped = None if room is None or loan is None else room.own(layout.shard_length, dtype)
         self._replicas = replicas
         self._crossed = False  # or on the way between replicas
         self._parameters, self._layout, self._comm = parameters, layout, comm
-        self._zero = zero
+        self._zero, self._dtype = zero, dtype
         self._loan = loan
         self._whole: Tensor | None = None
         self._views: list[Tensor] = []
-        device = parameters[0].device
-        self.reduced: Tensor
         if loan is None:
-            whole = self._hold(comm.empty(layout.length, dtype=dtype, device=device).zero_())
-            self.reduced = layout.shard(whole, comm.rank) if zero else whole
-        else:
-            length = layout.shard_length
-            self.reduced = (
-                torch.zeros(length, dtype=dtype, device=device) if room is None else room.own(length, dtype)
-            )
+            with taking("gradients", parameters):
+                whole = comm.empty(layout.length, dtype=dtype, device=parameters[0].device)
+                layout.zero_gaps(self._hold(whole))
         self.compressor = None
         if compression is not None:
             check(comm.group, parameters[0])
@@ -71,10 +68,26 @@ class Gradients:
         # whether autograd may go on adding to the buffer itself
         self._keeps = loan is None and dtype == parameters[0].dtype
         self._held = False  # `reduced` holds a part of this step's average
-        self._target = self.reduced
+        self._target: Tensor | None = None
         self._work: dist.Work | None = None
         self.launched = False
         self.received = [False] * len(parameters)
+
+    @cached_property
+    def reduced(self) -> Tensor:
+        """What the reduction leaves to this rank, of undefined content before the first one.
+
+        Where it is memory of its own, it is taken when it is first asked for: before that, masters on their way to
+        where they are kept have the room.
+        """
+        if self._loan is None:
+            whole = self._have_whole()
+            return self._layout.shard(whole, self._comm.rank) if self._zero else whole
+        if self._mapped is not None:
+            return self._mapped
+        with taking("gradients", self._parameters):
+            device = self._parameters[0].device
+            return torch.empty(self._layout.shard_length, dtype=self._dtype, device=device)
 
     def clear(self) -> None:
         """Forget the gradients: the next ones are the first of a new step."""
@@ -127,6 +140,7 @@ class Gradients:
             return
         if self._work is not None:
             self._work.wait()
+        assert self._target is not None  # it was launched
         self._work = self._replicas.all_reduce(self._target, "avg", async_op=True)
         self._crossed = True
 
@@ -138,11 +152,11 @@ class Gradients:
             self._work = None
         if self._loan is None or self._whole is None:
             return
-        if self._target is not self.reduced:
+        if self._target is not None and self._target is not self.reduced:
             self.reduced.add_(self._target)
         self._held, self.launched = True, False
         self.received = [False] * len(self._parameters)
-        self._whole, self._views, self._target = None, [], self.reduced
+        self._whole, self._views, self._target = None, [], None
         self._loan.give_back()
 
     def _have_whole(self) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from farandole.comm.communicator import Communicator
+from farandole.memory.purpose import taking
 
 DEPTH = 2
 """One bucket is filled while the one before it is reduced."""
@@ -50,10 +51,11 @@ class Lender:
     ) -> None:
         self._lengths = list(lengths)
         self._settle = settle
-        self._slots = [
-            comm.empty(max(lengths[slot::DEPTH]), dtype=dtype, device=device)
-            for slot in range(min(DEPTH, len(lengths)))
-        ]
+        with taking("gradients"):
+            self._slots = [
+                comm.empty(max(lengths[slot::DEPTH]), dtype=dtype, device=device)
+                for slot in range(min(DEPTH, len(lengths)))
+            ]
         self._holders: list[int | None] = [None] * len(self._slots)
 
     def loans(self) -> list[Loan]:
@@ -70,7 +72,8 @@ class Lender:
         slot, length = number % len(self._slots), self._lengths[number]
         holder = self._holders[slot]
         if holder is not None and not self._settle(holder):
-            return torch.empty(length, dtype=self._slots[slot].dtype, device=self._slots[slot].device)
+            with taking("gradients"):
+                return torch.empty(length, dtype=self._slots[slot].dtype, device=self._slots[slot].device)
         self._holders[slot] = number
         return self._slots[slot][:length]
 

@@ -22,6 +22,7 @@ from farandole.memory.file_system import require_space
 from farandole.memory.home import DiskHome, MemoryHome, StateHome
 from farandole.memory.mapped import MappedRoom
 from farandole.memory.offloaded_optimizer import OffloadedOptimizer, PieceState
+from farandole.memory.purpose import taking
 from farandole.parallel.buckets import Bucket
 from farandole.parallel.building import Rooms
 from farandole.plan import Offloaded
@@ -111,7 +112,8 @@ class OffloadedUpdate:
         apart = any(weight.masters_apart for weight in weights)
         self._elsewhere = any(bucket.parameters[0].is_cuda for bucket in self._buckets)
         replaced = optimizer.step
-        self.state = OffloadedOptimizer(optimizer, units, home, weights=apart or self._elsewhere)
+        with taking("masters and states"):
+            self.state = OffloadedOptimizer(optimizer, units, home, weights=apart or self._elsewhere)
         for weight in weights:
             if self.state.weights:
                 weight.master = None
@@ -124,10 +126,11 @@ class OffloadedUpdate:
     def step(self) -> None:
         """All of it: gradients averaged, pieces updated, weights published."""
         self._before()
-        self.state.step(
-            before=self._bring_gradients if self._elsewhere else None,
-            after=self._take_weights if self.state.weights else None,
-        )
+        with taking("masters and states"):
+            self.state.step(
+                before=self._bring_gradients if self._elsewhere else None,
+                after=self._take_weights if self.state.weights else None,
+            )
         self._after()
 
     def prefetch(self) -> None:

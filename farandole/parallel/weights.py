@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
 from farandole.memory.mapped import MappedRoom
+from farandole.memory.purpose import taking
 from farandole.parallel.flat import FlatLayout
 
 Masters = Literal["beside", "offloaded", "none"]
@@ -52,20 +53,21 @@ class Weights:
         self._layout = layout
         self._comm = comm
         self._sharded = sharded
-        common = sharded and comm.shares_memory(first.device)
-        self.common = common
-        self._buffer = _buffer(comm, layout.length, dtype, first.device, common=common, room=room)
+        self.common = sharded and comm.shares_memory(first.device)
+        with taking("weights", parameters, ranks=comm.size if self.common else 1):
+            self._buffer = _buffer(comm, layout.length, dtype, first.device, common=self.common, room=room)
         self._shard = own
         self.own = layout.shard(self._buffer, own)
         self.master: Tensor | None = None
         with torch.no_grad():
             if trained:
                 apart = self.masters_apart or masters == "none"
-                self.master = (
-                    first_master(masters, copy_of_own(parameters, layout, own), self.own)
-                    if apart
-                    else self.own
-                )
+                with taking("masters and states", parameters):
+                    self.master = (
+                        first_master(masters, copy_of_own(parameters, layout, own), self.own)
+                        if apart
+                        else self.own
+                    )
             if not self.common or comm.rank == 0:
                 self._buffer.zero_()
             for parameter, view in zip(parameters, layout.views(self._buffer), strict=True):
