@@ -67,11 +67,16 @@ def test_stopped_killed_and_continued_bit_for_bit(folder: Path, reference: Path)
     assert f"to go on: farandole train --resume {run.relative_to(folder)}" in command.output
     assert (run / "checkpoints" / f"step-{stopped_at:06d}").is_dir(), "it did not save first"
 
-    command = Command(folder, "train", "out=broken", "--resume")  # the newest run there
+    (folder / "scratch").mkdir()
+    elsewhere = ("parallel.offload=disk:scratch", "parallel.recompute=block")  # as long as it lives
+    command = Command(folder, "train", "out=broken", "--resume", *elsewhere)  # the newest run there
     command.wait_until(lambda: len(losses(run)) >= min(stopped_at + 15, STEPS - 10))
     os.kill(command.ranks()[1], signal.SIGKILL)
     assert command.end() != 0
     assert command.output.count("was killed by SIGKILL") == 1, command.output
+    assert "recomputing block in 4 modules" in command.output
+    assert "AdamW's averages on the disk: each step reads" in command.output
+    assert not list((folder / "scratch").iterdir())
     assert "to go on: farandole train --resume" in command.output
 
     command = Command(folder, "train", "--resume", str(run))
@@ -90,24 +95,6 @@ def test_the_model_writes(folder: Path, reference: Path) -> None:
     assert said == f"from {(reference / 'checkpoints' / f'step-{STEPS:06d}').relative_to(folder)}"
     assert text.startswith("class ")
     assert len(text) > 20
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-def test_killed_in_a_step_whose_states_are_on_the_disk(folder: Path, reference: Path) -> None:
-    (folder / "scratch").mkdir()
-    command = _train(folder, "offloaded", "parallel.offload=disk:scratch", "parallel.recompute=block")
-    command.wait_until(lambda: (folder / "offloaded").exists())
-    run = only_run(folder / "offloaded")
-    command.wait_until(lambda: len(losses(run)) >= 25)
-    os.kill(command.ranks()[1], signal.SIGKILL)
-    assert command.end() == 128 + signal.SIGKILL, command.output
-    assert "recomputing block in 4 modules" in command.output
-    assert "AdamW's averages on the disk: each step reads" in command.output
-
-    command = Command(folder, "train", "--resume", str(run))
-    assert command.end() == 0, command.output
-    assert losses(run) == losses(reference)
-    assert not list((folder / "scratch").iterdir())
 
 
 def test_going_on_from_an_older_checkpoint_keeps_what_it_learns(folder: Path, reference: Path) -> None:
