@@ -36,7 +36,6 @@ class Bucket:
         self.shard = own
         self.weights = weights
         self.gradients = gradients
-        self._offsets: dict[int, int] = {}  # of a piece, by its identity, in this rank's shard
         self.pieces: list[nn.Parameter | None] = [None] * len(self.parameters)
         self.starts = [0] * len(self.parameters)  # of a piece in its flattened parameter
         self._shapes: dict[int, Sequence[int]] = {}  # of each piece's share of the gradient
@@ -52,9 +51,7 @@ class Bucket:
             self.starts[piece.index] = piece.start
             if weights is not None:
                 assert weights.master is not None  # these are trained
-                own_piece = nn.Parameter(weights.master[part].view(shape))
-                self.pieces[piece.index] = own_piece
-                self._offsets[id(own_piece)] = piece.offset
+                self.pieces[piece.index] = nn.Parameter(weights.master[part].view(shape))
         if weights is None:
             self.pieces = list(self.parameters)
         self.begin_pass()
@@ -96,8 +93,11 @@ class Bucket:
     def take_weights(self, pieces: Iterable[nn.Parameter]) -> None:
         """Have the model compute with what offloaded `pieces` hold now."""
         assert self.weights is not None
-        for piece in pieces:
-            self.weights.take(self._offsets[id(piece)], piece.detach())
+        wanted = {id(piece) for piece in pieces}
+        for index, part in self._parts.items():
+            piece = self.pieces[index]
+            if piece is not None and id(piece) in wanted:
+                self.weights.take(part.start, piece.detach())
 
     def lay_pieces(self, shard: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """Have the pieces lie in `shard` from now on; returns them with the data that they had."""

@@ -133,10 +133,6 @@ class OffloadedUpdate:
             )
         self._after()
 
-    def prefetch(self) -> None:
-        """Start to bring near what the next step begins with."""
-        self.state.prefetch()
-
     def saved(self) -> Iterator[tuple[nn.Parameter, PieceState]]:
         """Each piece with its weights and states, to be copied before the next one is asked for."""
         for unit, states in self.state.saved():

@@ -85,31 +85,35 @@ def test_a_module_and_wrong_usage(tmp_path):
         assert status == 1 and err.startswith("usage: ")
 
 
+BOTH = """
+import runpy, sys
+for script in sys.argv[1].split("|"):
+    sys.argv = script.split()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.mark.parametrize(
     ("launcher", "options"),
     [
-        ("farandole launch", ["--use-adasum"]),
-        ("torchrun", ["--gradient-predivide-factor", "2"]),
-        ("mpirun", ["--fp16-allreduce"]),
+        ("farandole launch", "--use-adasum"),
+        ("torchrun", "--gradient-predivide-factor 2"),
+        ("mpirun", "--fp16-allreduce"),
     ],
 )
-def test_the_lab_learns_digits(launcher, options):
+def test_the_labs(tmp_path, launcher, options):
+    """Digits are learned, and the synthetic benchmark says the familiar lines, one after the other in one job."""
     pytest.importorskip("sklearn", reason="labs/horovod_digits.py needs scikit-learn: pip install '.[labs]'")
     command = [mpirun(), "-n", "2", sys.executable, *SHIM] if launcher == "mpirun" else commands(2)[launcher]
-    status, out, err = run([*command, LAB, "--epochs", "2", *options])
+    sizes = "--model tiny --image-size 32 --batch-size 4"
+    turns = "--num-warmup-batches 1 --num-batches-per-iter 2 --num-iters 3"
+    labs = f"{LAB} --epochs 2 {options}|{BENCHMARK} {sizes} {turns}"
+    status, out, err = run([*command, write(tmp_path, BOTH), labs])
     assert status == 0, err
-    accuracy = float(re.findall(r"test accuracy (\S+),", out)[-1])
-    assert len(out.splitlines()) == 2 and accuracy > 0.85, out
-
-
-def test_the_synthetic_benchmark_says_the_familiar_lines():
-    command = [mpirun(), "-n", "2", sys.executable, *SHIM]
-    sizes = ["--model", "tiny", "--image-size", "32", "--batch-size", "4"]
-    turns = ["--num-warmup-batches", "1", "--num-batches-per-iter", "2", "--num-iters", "3"]
-    status, out, err = run([*command, BENCHMARK, *sizes, *turns])
-    assert status == 0, err
-    said = [line.split(":")[0] for line in out.splitlines()]
-    assert said == [
+    digits, benchmark = out.splitlines()[:2], out.splitlines()[2:]
+    accuracy = float(re.findall(r"test accuracy (\S+),", digits[-1])[-1])
+    assert accuracy > 0.85, out
+    assert [line.split(":")[0] for line in benchmark] == [
         "Model",
         "Batch size",
         "Number of ranks",
