@@ -1,7 +1,6 @@
 """Ranks that are already running: the processes that tests borrow.
 
-Importing torch costs seconds, so that the processes are started once per session and each test only sends
-them a function.  A test asks for a world of n ranks on a backend; the first n processes leave the world
+The processes are started once per session, and each test only sends them a function.  A test asks for a world of n ranks on a backend; the first n processes leave the world
 they were in, if it was another, and join it.  A test that fails or hangs costs the processes: the next
 one gets new ones.
 """
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing as mp
 import os
 import pickle
 import signal
@@ -22,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ import torch.distributed as dist
 from farandole.comm import register
 from farandole.launch.child import die_with
 from farandole.launch.meeting import LOOPBACK, host_store
+from tests.forking import CONTEXT
 
 LARGEST = 8
 START_S = 120.0
@@ -64,7 +64,7 @@ class Pool:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="farandole-pool-")
         self._store: dist.TCPStore | None = None
-        self._members: list[tuple[mp.Process, Connection]] = []
+        self._members: list[tuple[ForkServerProcess, Connection]] = []
         self._world = (0, "", 0)
 
     def run(
@@ -102,12 +102,11 @@ class Pool:
         if any(not process.is_alive() for process, _ in self._members):
             self.close()
         self._store = self._store or host_store()
-        context = mp.get_context("spawn")
         new = []
         for rank in range(len(self._members), size):
-            ours, theirs = context.Pipe()
-            arguments = (rank, theirs, os.getpid(), self._store.port, self._stack_file(rank))
-            process = context.Process(target=_serve, args=arguments, name=f"pool-{rank}")
+            ours, theirs = CONTEXT.Pipe()
+            arguments = (rank, theirs, self._store.port, self._stack_file(rank))
+            process = CONTEXT.Process(target=_serve, args=arguments, name=f"pool-{rank}")
             process.start()
             theirs.close()
             self._members.append((process, ours))
@@ -187,9 +186,9 @@ def _is_secondary(failure: Failure) -> bool:
     return "farandole.comm.errors" in failure.trace or "gloo/transport" in failure.trace
 
 
-def _serve(rank: int, pipe: Connection, parent_pid: int, port: int, stack_file: str) -> None:
+def _serve(rank: int, pipe: Connection, port: int, stack_file: str) -> None:
     """The life of a process of the pool."""
-    die_with(parent_pid)
+    die_with(os.getppid())  # the fork server, which ends with the session
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test session's
     torch.set_num_threads(1)
     store = dist.TCPStore(LOOPBACK, port, is_master=False)

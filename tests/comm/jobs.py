@@ -9,7 +9,6 @@ with Job(2, function, args) as job:      # function(rank, size, tell, *args)
 from __future__ import annotations
 
 import contextlib
-import multiprocessing as mp
 import os
 import re
 import signal
@@ -26,20 +25,10 @@ import torch.distributed as dist
 from benchmarks.namespaces import Host
 from farandole.launch.meeting import LOOPBACK, host_store
 from tests.comm.hosts import on_hosts
+from tests.forking import CONTEXT
 
 SOON_S = 2.0
 _PORT = 29_400  # in a network namespace nobody else has it
-_context = mp.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed",
-        "torch.nn.parallel",
-        "torch._dynamo",
-        "farandole.comm.backend",
-        "tests.comm.jobs",
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -93,10 +82,10 @@ class Job:
         self._store = None if namespaces else host_store()
         self.ranks: list[tuple[Any, Connection]] = []
         for rank in range(size):
-            ours, theirs = _context.Pipe()
+            ours, theirs = CONTEXT.Pipe()
             host = hosts[rank] if hosts else None
             place = Place(self._store.port if self._store else _PORT, host, hosts, tuple(namespaces))
-            process = _context.Process(
+            process = CONTEXT.Process(
                 target=_rank,
                 args=(rank, size, place, timeout_s, theirs, function, args),
                 daemon=True,

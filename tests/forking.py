@@ -1,0 +1,20 @@
+"""Processes forked where torch is already loaded: importing it costs seconds, and a test may need many processes."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+
+CONTEXT = mp.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed",
+        "torch.distributed.checkpoint",
+        "torch.nn.parallel",
+        "torch._dynamo",
+        "farandole.comm.backend",
+        "farandole.parallel.parallelize",
+        "tests.comm.jobs",
+        "tests.pool",
+    ]
+)
