@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,11 +33,18 @@ from farandole.data.text import prepare_text
 from farandole.data.tokenizer import MASK
 from farandole.data.wording import counted, size
 from farandole.memory.allocator import map_blocks_from
-from farandole.memory.budget import Budget, measure_bandwidth
+from farandole.memory.budget import Bandwidth, Budget, measure_bandwidth
 from farandole.memory.device import DeviceMemory, OutOfDeviceMemory, by_kind
-from farandole.memory.fitting import Trained, state_bytes, what_fits
+from farandole.memory.estimate import (
+    Estimate,
+    Machine,
+    Workload,
+    estimate_workload,
+    estimated_plans,
+    what_fits,
+)
 from farandole.models.bert import BERTConfig, bert_config, block_generator, build_bert, initialise
-from farandole.models.loss import masked_token_loss
+from farandole.models.loss import masked_token_loss, next_token_loss
 from farandole.plan import Plan
 
 SEED = 0
@@ -64,7 +72,8 @@ def main() -> None:
         try:
             train(options, runtime)
         except OutOfDeviceMemory as error:
-            advice = what_fits(options.device_memory, trained_by(runtime, config_of(options)), "FOLDER")
+            plans = list(estimated_plans(workload_of(options), runtime.size, device_of(options, runtime)))
+            advice = what_fits(plans, runtime.size, options.device_memory)
             raise SystemExit(f"{error}\n{advice}") from None
 
 
@@ -153,12 +162,31 @@ def config_of(options: argparse.Namespace) -> BERTConfig:
     )
 
 
-def trained_by(runtime: farandole.Runtime, config: BERTConfig) -> Trained:
-    """What memory is predicted from."""
-    largest = max(config.vocabulary, config.feed_forward, 3 * config.width) * config.width
-    return Trained(
-        config.parameters, largest, runtime.size, common=runtime.comm.shares_memory(runtime.device)
+def workload_of(options: argparse.Namespace) -> Workload:
+    """What the planner is asked about: logits at every token, where masked ones only need them, so a little too much."""
+    with torch.device("meta"):
+        model = build_bert(config_of(options))
+    tokens = torch.zeros(options.batch, options.context, dtype=torch.int64)
+    return Workload(
+        model=model, example=tokens, loss=lambda logits: next_token_loss(logits, tokens), block_by_block=True
     )
+
+
+def device_of(options: argparse.Namespace, runtime: farandole.Runtime) -> Machine:
+    """A device on which tensors alone are counted, with a disk as large and fast as need be."""
+    return Machine(
+        memory=options.device_memory or sys.maxsize,
+        disk=Bandwidth(1e9, 1e9, "any"),
+        process=0,
+        libraries=0,
+        shared=runtime.comm.shares_memory(runtime.device),
+        host=False,
+    )
+
+
+def predicted(options: argparse.Namespace, plan: Plan, runtime: farandole.Runtime) -> Estimate:
+    """What the plan of the options needs of a rank."""
+    return estimate_workload(workload_of(options), plan, runtime.size, device_of(options, runtime))
 
 
 def masked_batches(options: argparse.Namespace) -> MaskedBatches:
@@ -177,13 +205,13 @@ class Log:
     """Lines for the screen and, if it is given, a file, which is made anew."""
 
     def __init__(self, path: Path | None, *, active: bool) -> None:
-        self._path, self._active = path, active
+        self._path, self.active = path, active
         if path is not None and active:
             path.write_text("")
 
     def __call__(self, line: str) -> None:
         """Write a line, on rank 0."""
-        if not self._active:
+        if not self.active:
             return
         print(line, flush=True)
         if self._path is not None:
@@ -196,7 +224,6 @@ def introduce(
 ) -> None:
     """What is going to be trained, how, and what it is predicted to keep."""
     limit = "no limit" if options.device_memory is None else size(options.device_memory)
-    need = state_bytes(plan, trained_by(runtime, config))
     log(
         f"BERT of {config.layers} layers, width {config.width}: {config.parameters:,} parameters; "
         f"{counted(runtime.size, 'rank')}, {limit} of device memory for each"
@@ -204,7 +231,10 @@ def introduce(
     log(
         f"plan: zero={plan.zero} precision={plan.precision} recompute={plan.recompute} offload={plan.offload}"
     )
-    log(f"predicted for each rank: {size(sum(need.values()))} ({by_kind(need)}), and activations")
+    if log.active:
+        need = predicted(options, plan, runtime)
+        parts = ", ".join(f"{name} {size(count)}" for name, count in need.parts.items() if count)
+        log(f"predicted for each rank: {size(need.peak)}; in a step {parts}")
 
 
 def offload_line(mine: Budget, ranks: int) -> str:

@@ -58,7 +58,9 @@ class DataAxis:
         self.trained_sizes = [
             parameter.nbytes for parameter in reversed(parameters) if parameter.requires_grad
         ]
-        groups = _groups(model) if self.gathers else [parameters]
+        blocks = _groups(model)
+        self._largest_block = max((sum(p.nbytes for p in block) for block in blocks), default=0)
+        groups = blocks if self.gathers else [parameters]
         self.trained = self._buckets(groups, trained=True)
         self.frozen = self._buckets(groups, trained=False)
 
@@ -76,6 +78,10 @@ class DataAxis:
             else:
                 found += bucket.length * size
         return found
+
+    def largest_block(self) -> int:
+        """As it is made, before the plan makes another type of it."""
+        return self._largest_block
 
     def masters(self) -> int:
         """What the optimizer updates, where that is not the weights themselves."""

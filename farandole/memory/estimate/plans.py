@@ -95,9 +95,9 @@ def estimate_workload(
         "allocator": _allocator(workload, plan, axis, traced) if machine.host else 0,
         "checkpoint": _copies(workload, plan, axis) if workload.checkpoints and machine.host else 0,
     }
-    # each rank makes the whole model, and lets go of a bucket when it has been copied to where it belongs
-    start = parts["process"] + max(parts["parameters"], axis.whole + _buffers(workload.model))
-    return Estimate(plan, parts, start, seconds_of(workload, plan, axis, traced, machine))
+    return Estimate(
+        plan, parts, _start(workload, plan, axis, parts), seconds_of(workload, plan, axis, traced, machine)
+    )
 
 
 def plan_candidates(
@@ -125,6 +125,19 @@ def plan_candidates(
 def _about(seconds: float) -> float:
     """Seconds to three digits: closer than a prediction is."""
     return float(f"{seconds:.2e}")
+
+
+def _start(workload: Workload, plan: Plan, axis: DataAxis, parts: dict[str, int]) -> int:
+    """Bytes while the model is being divided.
+
+    Each rank makes the whole model, and lets go of a bucket when it has been copied to where it belongs; or it has room for
+    all that it keeps, and a block of the model beside it.  Masters are made in memory, also where they go to a disk from then
+    on; gradients are there before them with stages 0 and 1, which keep them whole.
+    """
+    divided = parts["parameters"] + axis.masters() + (parts["gradients"] if plan.zero < 2 else 0)
+    if workload.block_by_block:
+        return parts["process"] + divided + axis.largest_block()
+    return parts["process"] + max(divided, axis.whole + _buffers(workload.model))
 
 
 def _optimizer(workload: Workload, plan: Plan, axis: DataAxis, machine: Machine) -> int:

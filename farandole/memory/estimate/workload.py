@@ -27,6 +27,7 @@ class Workload:
     autocast: whether a plan's precision is that of products (`torch.autocast`, as `farandole train` does), weights
         staying as they are; else it is that of the weights (`parallelize`).
     checkpoints: whether copies of weights and states are kept in the host's memory (`farandole train`).
+    block_by_block: whether no rank ever holds the whole model (`parallelize` of a model on the meta device).
     """
 
     model: nn.Module
@@ -36,6 +37,7 @@ class Workload:
     states: int = 2
     autocast: bool = False
     checkpoints: bool = False
+    block_by_block: bool = False
 
     def weight_type(self, plan: Plan) -> torch.dtype | None:
         """The type that `plan` makes weights of; None: as they are."""
