@@ -1,17 +1,30 @@
-"""What all tests share: ranks from the pool."""
+"""What all tests share: ranks from the pool, and a collector that leaves alone what was there before the first test."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.pool import Pool, Ranks
+if TYPE_CHECKING:
+    from tests.pool import Pool, Ranks
+
+gc.disable()  # while torch and the tests are imported there is no garbage
+
+
+def pytest_collection_finish() -> None:
+    """All modules are there."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """The processes of the session."""
+    from tests.pool import Pool
+
     pool = Pool()
     yield pool
     pool.close()
@@ -23,6 +36,7 @@ def ranks(pool: Pool) -> Callable[..., Ranks]:
 
     `ranks(n, "gloo")` asks for another backend than the package's own.
     """
+    from tests.pool import Ranks
 
     def borrow(size: int, backend: str | None = None) -> Ranks:
         return Ranks(pool, size, backend or "farandole")

@@ -16,5 +16,6 @@ CONTEXT.set_forkserver_preload(
         "farandole.parallel.parallelize",
         "tests.comm.jobs",
         "tests.pool",
+        "tests.frozen",
     ]
 )

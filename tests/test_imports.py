@@ -13,6 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "farandole"
 
 LEVELS = [
+    {"_startup"},
     {"native"},
     {"comm", "_autoload"},
     {"mesh", "layout", "plan"},

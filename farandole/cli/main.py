@@ -5,11 +5,10 @@ The subcommands import what they run when they run, so that `farandole --help` a
 
 from __future__ import annotations
 
-import sys
-
 import typer
 
 from farandole import __version__
+from farandole._startup import leave
 from farandole.cli.bench import app as bench
 from farandole.cli.generate import generate
 from farandole.cli.info import info
@@ -63,8 +62,12 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C ends it without a trace."""
+    """Run the command line, and end the process; Ctrl-C ends it without a trace."""
     try:
         app(prog_name="farandole")
     except KeyboardInterrupt:
-        sys.exit(130)
+        leave(130)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        leave(end.code or 0)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from farandole._startup import uncollected
 from farandole.cli.invocation import command
 from farandole.cli.mistakes import Command
 
@@ -119,7 +120,8 @@ def _train(words: list[str], ranks: int | None, resume: bool) -> int:
         return 0
     start = check(request, ranks)
     # From here on torch is needed, which takes seconds to load.
-    from farandole.train.memory import check_memory
+    with uncollected():
+        from farandole.train.memory import check_memory
 
     check_memory(start.config, start.ranks)
     _tokenize(start.config)

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
+from farandole._startup import leave, pause_collection
 from farandole.launch.cores import Share
 from farandole.launch.reports import ErrorReport, write_report
 
@@ -63,11 +64,16 @@ def run(orders: Orders, target: str, arguments: list[str]) -> None:
         # Lines of several ranks stay whole, and none is lost with a rank that is killed.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     sys.argv = [target, *arguments]
+    own = orders.module and target.startswith("farandole.")
     try:
+        if own:
+            pause_collection()
         if orders.module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             run_script(os.path.abspath(target))
+        if own:
+            leave(0)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except SystemExit as end:

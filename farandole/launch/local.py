@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from farandole._startup import uncollected
 from farandole.launch.cgroup import oom_kills
 from farandole.launch.child import Orders
 from farandole.launch.claims import claim
@@ -129,12 +130,12 @@ def _run_agent(
     command: Sequence[str], ranks: int, gathering: Gathering, verbose: bool, *, last_word: bool
 ) -> int:
     """Run the agent to the end of the job, and say how it ended."""
-    # torch costs seconds to import: only once nothing else can be wrong
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    with uncollected():  # torch costs a second to import: only once nothing else can be wrong
+        from torch.distributed.elastic.agent.server.api import WorkerSpec
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
-    from farandole.launch.agent import Agent, restored_signals
-    from farandole.launch.rendezvous import FixedRendezvous
+        from farandole.launch.agent import Agent, restored_signals
+        from farandole.launch.rendezvous import FixedRendezvous
 
     run_id = f"{OUR_RUNS}{uuid.uuid4().hex[:12]}"
     rendezvous = FixedRendezvous(run_id, gathering)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from io import TextIOWrapper
 
+from farandole._startup import leave
 from farandole.launch.gathering import Gathering
 from farandole.launch.interfaces import chosen, use
 from farandole.launch.local import run_here
@@ -72,7 +73,7 @@ def main() -> None:
         status = 2
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
-    sys.exit(status)
+    leave(status)
 
 
 def _carry_out(orders: NodeOrders) -> int:

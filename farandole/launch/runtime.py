@@ -13,6 +13,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from farandole._startup import resume_collection
 from farandole.comm import Communicator, register
 from farandole.launch.cores import affinity, usable_cores
 from farandole.launch.environments import find_placement
@@ -107,6 +108,7 @@ def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Runtime:
         timeout=timedelta(seconds=timeout_s),
     )
     wait_for_readers(store, placement)
+    resume_collection()
     return _runtime(placement.launcher, placement, device, owns_group=True)
 
 

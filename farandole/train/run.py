@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+from farandole._startup import resume_collection
 from farandole.launch.runtime import Runtime
 from farandole.train import checkpoint
 from farandole.train.allocator import keep_freed_memory
@@ -43,6 +44,7 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
         )
         with Observer(config, run, engine, choice, runtime, earlier_s) as observer:
             runtime.comm.barrier()  # rank 0 has introduced the run: nobody is seen waiting for that
+            resume_collection()
             try:
                 _loop(engine, writer, observer, stop)
             except BaseException:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import farandole
+from farandole._startup import pause_collection, resume_collection
 from farandole.launch.runtime import Runtime
 from farandole.train.config import ConfigError
 from farandole.train.memory import check_memory
@@ -60,10 +61,13 @@ def _agree(request: Request, runtime: Runtime) -> Order:
 
 def _carry_out(given: Order, runtime: Runtime) -> None:
     """Train; exits with a message where the user has something to mend, as a signal would after one."""
+    pause_collection()  # until the first step
     try:
         ended_by = train(given.config, given.run, given.checkpoint, runtime)
     except REFUSALS as refusal:
         raise SystemExit(str(refusal)) from refusal
+    finally:
+        resume_collection()
     if ended_by is not None:
         sys.exit(128 + ended_by)
 
