@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "block", "selective", "attention", "auto"]
 Offloaded = Literal["optimizer", "gradients", "parameters"]
 Rounding = Literal["nearest", "stochastic"]
@@ -30,7 +30,8 @@ class Plan:
     hybrid: whether the ranks of each host divide it among themselves, so that hosts have a copy each and exchange
         gradients only.
     precision: the type of the weights that the model computes with.  The optimizer keeps masters in the type that
-        the model was made in, and gradients are averaged in that type.
+        the model was made in, and gradients are averaged in that type.  With "fp8" weights are bf16, and linear layers
+        multiply 8-bit floats (`parallel.float8`).
     recompute: which activations the backward pass computes again instead of keeping them (`memory.recompute`).
     activation_bytes: for `recompute="auto"`, how many bytes of activations may be kept.
     offload: where the masters and states of the optimizer are kept, which only its step needs: "none" for beside the

@@ -20,12 +20,14 @@ from farandole.bench.setup import BenchError
 from farandole.launch.local import launch
 from farandole.memory.budget import measure_bandwidth
 from farandole.memory.estimate import Estimate, Machine, Workload, estimate_workload, plan_candidates
-from farandole.plan import Plan, Precision, Recompute
-from farandole.train.config import TrainConfig, load_config
+from farandole.plan import Plan, Recompute
+from farandole.train.config import Precision, TrainConfig, load_config
 from farandole.train.memory import available_bytes
 from farandole.train.planning import workload_of
 from farandole.train.precision import WORTH_IT
 from farandole.train.start import read_request
+
+_PRECISIONS = tuple(precision for precision in get_args(Precision) if precision != "auto")
 
 _CHECKED_PASSES = 2
 """Micro-batches of a step that `--check` does: more add time and no memory."""
@@ -90,7 +92,7 @@ def plan(setup: PlanSetup) -> Planned:
     _check("--zero", [str(stage) for stage in zero], [str(stage) for stage in range(4)])
     recomputations = [mode for mode in get_args(Recompute) if mode != "auto"]
     _check("--recompute", recompute, recomputations)
-    _check("--precision", setup.precision, get_args(Precision))
+    _check("--precision", setup.precision, _PRECISIONS)
     if setup.hosts > 1 and (setup.ranks % setup.hosts or setup.bandwidth is None):
         raise BenchError(
             f"--hosts {setup.hosts}: --ranks are a multiple of it, and --bandwidth of the link between hosts is given"
@@ -209,7 +211,7 @@ def _accelerated(setup: PlanSetup) -> Machine:
         )
     return Machine(
         memory=setup.memory,
-        flops=dict.fromkeys(get_args(Precision), setup.flops),
+        flops=dict.fromkeys(_PRECISIONS, setup.flops),
         stream=setup.flops / _FLOPS_PER_BYTE,
         bandwidth=setup.bandwidth,
         process=_CONTEXT_BYTES,

@@ -23,11 +23,12 @@ from farandole.comm.communicator import Communicator
 from farandole.memory.recompute import apply_recompute
 from farandole.parallel.data import DataParallel
 from farandole.parallel.deferred import Initialise
+from farandole.parallel.float8 import check_float8, use_float8
 from farandole.parallel.rounding import StochasticRounding
 from farandole.parallel.scaled import ScaledDataParallel
 from farandole.plan import Plan, PlanError
 
-TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def parallelize(
@@ -75,6 +76,9 @@ def parallelize(
         raise PlanError(
             f"diagnose=True with precision={plan.precision!r}: it explains the steps that precision='fp16' skips"
         )
+    if plan.precision == "fp8":
+        check_float8(_device_of(model))
+        use_float8(model)
     _recompute(model, plan, example, loss)
     dtype = None if plan.precision == "fp32" else wanted
     if plan.precision == "fp16":
@@ -101,6 +105,12 @@ def parallelize(
         offloaded=plan.offloaded,
         initialise=initialise,
     )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model computes; where a deferred one is going to be made."""
+    devices = [tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    return devices[0] if devices else torch.get_default_device()
 
 
 def _recompute(model: nn.Module, plan: Plan, example: Any, loss: Callable[[Any], Tensor] | None) -> None:

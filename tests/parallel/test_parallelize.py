@@ -18,7 +18,7 @@ from farandole.parallel.data import DataParallel
     [
         ({"zero": 4}, "zero=4: the stages are 0, 1, 2 and 3"),
         ({"data": 0}, "data=0: an axis has 1 rank or more"),
-        ({"precision": "fp8"}, "precision='fp8': one of fp32, bf16, fp16"),
+        ({"precision": "fp4"}, "precision='fp4': one of fp32, bf16, fp16, fp8"),
     ],
 )
 def test_a_plan_that_cannot_be(options: dict[str, Any], says: str) -> None:

@@ -13,7 +13,7 @@ from farandole.memory.estimate.trace import Trace, trace
 from farandole.memory.recompute import apply_recompute
 from farandole.plan import Plan
 
-TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
