@@ -34,6 +34,8 @@ class Plan:
         multiply 8-bit floats (`parallel.float8`).
     recompute: which activations the backward pass computes again instead of keeping them (`memory.recompute`).
     activation_bytes: for `recompute="auto"`, how many bytes of activations may be kept.
+    swap: where activations that are kept wait for the backward pass: "none" for where they are, "host" for the memory of
+        the host (models on an accelerator), "disk:FOLDER" for a disk (models on a CPU) (`memory.swap`).
     offload: where the masters and states of the optimizer are kept, which only its step needs: "none" for beside the
         model, "host" for the memory of the host (of use to models on an accelerator), or "disk:FOLDER".
     offloaded: what is kept there besides: "gradients", with `zero` >= 2, or "parameters" too, with `zero=3`; on a disk.
@@ -47,6 +49,7 @@ class Plan:
     precision: Precision = "fp32"
     recompute: Recompute = "none"
     activation_bytes: int | None = None
+    swap: str = "none"
     offload: str = "none"
     offloaded: Offloaded = "optimizer"
     rounding: Rounding = "nearest"
@@ -76,16 +79,17 @@ class Plan:
                 f"recompute={self.recompute!r} with activation_bytes={self.activation_bytes}: 'auto' needs the "
                 f"bytes of activations that may be kept, and nothing else takes them"
             )
-        self._check_offload()
+        self._check_places()
 
-    def _check_offload(self) -> None:
-        kind, _, folder = self.offload.partition(":")
-        if not (self.offload in ("none", "host") or (kind == "disk" and folder)):
-            raise PlanError(f"offload={self.offload!r}: 'none', 'host' or 'disk:FOLDER'")
+    def _check_places(self) -> None:
+        for name, place in (("offload", self.offload), ("swap", self.swap)):
+            kind, _, folder = place.partition(":")
+            if not (place in ("none", "host") or (kind == "disk" and folder)):
+                raise PlanError(f"{name}={place!r}: 'none', 'host' or 'disk:FOLDER'")
         _one_of("offloaded", self.offloaded, get_args(Offloaded))
         if self.offloaded == "optimizer":
             return
-        if kind != "disk":
+        if self.offload_folder is None:
             raise PlanError(
                 f"offloaded={self.offloaded!r} with offload={self.offload!r}: gradients and parameters go to a disk; "
                 f"nearest plan: offload='disk:FOLDER'"

@@ -139,7 +139,7 @@ def iterate(
     passed = time.perf_counter()
     engine.clip(1.0)
     optimizer.step()
-    optimizer.zero_grad()
+    engine.zero_grad()
     ended = time.perf_counter()
     mean = (totals[0] / totals[1]).item()
     return Iteration(mean, passed - started, ended - passed, memory.total, resident_note())
@@ -233,7 +233,7 @@ def introduce(
     )
     if log.active:
         need = predicted(options, plan, runtime)
-        parts = ", ".join(f"{name} {size(count)}" for name, count in need.parts.items() if count)
+        parts = ", ".join(f"{name} {size(count)}" for name, count in need.parts.items() if count > 0)
         log(f"predicted for each rank: {size(need.peak)}; in a step {parts}")
 
 

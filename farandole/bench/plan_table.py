@@ -16,7 +16,7 @@ from farandole.models.attention import LONGEST_EXPLICIT
 
 COLUMNS = {
     "weights": ("parameters",),
-    "gradients": ("gradients",),
+    "gradients": ("gradients", "taken over"),
     "optimizer": ("optimizer",),
     "buffers": ("communication",),
     "activations": ("activations",),
@@ -95,6 +95,11 @@ def checked(predicted: Estimate, seen: Sequence[dict[str, Any]]) -> tuple[Group,
     )
     rows["process"] = (parts["process"], [one["process"] + one["libraries"] / ranks for one in seen])
     peaks = [max(one["start"], one["peak"]) + one["libraries"] / ranks for one in seen]
+    if parts["taken over"]:
+        rows["not at once"] = (
+            parts["taken over"],
+            [-min(one["parts"]["gradients"], one["tensors"]) for one in seen],
+        )
     others = sum(measured[0] for _, measured in rows.values())
     rows["buffers, allocator"] = (
         parts["communication"] + parts["allocator"],

@@ -87,6 +87,11 @@ def plan(setup: PlanSetup) -> Planned:
         recompute = recompute or [config.parallel.recompute]
     if "parallel.offload" in named:
         offload = offload or [config.parallel.offload]
+    if config.parallel.swap != "none":
+        raise BenchError(
+            f"parallel.swap={config.parallel.swap}: what activations take that are swapped depends on how fast they are "
+            f"copied, which is not predicted; plan without it"
+        )
     if config.parallel.compression != "none":
         zero = zero or [0]
     _check("--zero", [str(stage) for stage in zero], [str(stage) for stage in range(4)])

@@ -39,7 +39,8 @@ class _Surrounded(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call: Callable[..., Any] = super().__call__
-        for around in self.__dict__[_AROUND]:  # the last one put there is the outermost
+        # the last one put there is the outermost; a slice of an nn.Sequential is of its class, and has none
+        for around in self.__dict__.get(_AROUND, ()):
             call = partial(_pass_through, around, self, call)
         return call(*args, **kwargs)
 

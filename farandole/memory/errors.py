@@ -9,3 +9,7 @@ class OffloadError(RuntimeError):
 
 class NoSpace(OffloadError):
     """A file system has less room than the state needs."""
+
+
+class SwapError(RuntimeError):
+    """Activations cannot be moved away or back; the message says where to and why."""

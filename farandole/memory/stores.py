@@ -16,15 +16,12 @@ from torch import Tensor
 
 from farandole.data.wording import size
 from farandole.memory.allocator import map_blocks_from, map_large_blocks_only
+from farandole.memory.errors import SwapError
 
 THREADS = 2
 """For each direction.  One alone copies to the page cache at a fraction of what memory can do."""
 
 _PAGE = 4096
-
-
-class SwapError(RuntimeError):
-    """Activations cannot be moved away or back; the message says where to and why."""
 
 
 class Copy(Protocol):

@@ -27,10 +27,11 @@ from torch.utils._pytree import tree_leaves
 
 from farandole.memory.blocks import blocks_of
 from farandole.memory.calls import release, surround, surrounding
+from farandole.memory.errors import SwapError
 from farandole.memory.fakes import device_of
 from farandole.memory.recomputation import recomputing
 from farandole.memory.selective import measuring
-from farandole.memory.stores import Copy, DiskStore, HostStore, Store, SwapError
+from farandole.memory.stores import Copy, DiskStore, HostStore, Store
 
 __all__ = ["Swap", "SwapError", "swap_activations"]
 
@@ -182,14 +183,15 @@ class Swap:
             oldest = min((saved.block for saved in self._in_order.values()), default=self._block)
             self._first_of_block = {b: n for b, n in self._first_of_block.items() if b >= oldest - 1}
             self.enter_block()
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(self.pack, self.unpack)
 
     def enter_block(self) -> None:
         """What is saved from now on is of another block."""
         self._block += 1
         self._first_of_block[self._block] = self._count
 
-    def _pack(self, tensor: Tensor) -> Tensor | _View:
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        """What autograd keeps in place of `tensor`, in a forward pass under `hooks`."""
         if not self._leaves(tensor):
             return tensor.detach()  # an output that is saved as it is would keep its own graph alive
         with self._lock:
@@ -249,7 +251,8 @@ class Swap:
             saved.changed = saved.original._version != saved.version
             saved.original = None
 
-    def _unpack(self, packed: Tensor | _View) -> Tensor:
+    def unpack(self, packed: Tensor | _View) -> Tensor:
+        """The tensor, when the backward pass asks for it."""
         if isinstance(packed, Tensor):
             return packed
         if self._closed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +38,7 @@ class Bucket:
         self.pieces: list[nn.Parameter | None] = [None] * len(self.parameters)
         self.starts = [0] * len(self.parameters)  # of a piece in its flattened parameter
         self._shapes: dict[int, Sequence[int]] = {}  # of each piece's share of the gradient
+        self._handed: list[Tensor | None] | None = None
         self._awaited: set[int] = set()
         self._parts: dict[int, slice] = {}  # where a piece lies in the shard
         for piece in layout.pieces(own):
@@ -56,13 +56,23 @@ class Bucket:
             self.pieces = list(self.parameters)
         self.begin_pass()
 
-    @cached_property
+    @property
     def _shares(self) -> list[Tensor | None]:
         """Of the gradient, for each piece."""
-        shares: list[Tensor | None] = [None] * len(self.parameters)
-        for index, part in self._parts.items():
-            shares[index] = self.gradients.reduced[part].view(self._shapes[index])
-        return shares
+        if self._handed is None:
+            reduced = self.gradients.reduced
+            self._handed = [
+                reduced[self._parts[index]].view(self._shapes[index]) if index in self._parts else None
+                for index in range(len(self.parameters))
+            ]
+        return self._handed
+
+    def clear(self) -> None:
+        """Begin a new step, without gradients."""
+        self.gradients.clear()
+        if not self.gradients.held:
+            self._handed = None
+        self.begin_pass()
 
     @property
     def taken(self) -> bool:
@@ -80,6 +90,8 @@ class Bucket:
 
     def handed_out(self) -> Iterator[Tensor]:
         """The gradients of pieces that have one."""
+        if not self.gradients.held:
+            return
         for piece, share in zip(self.pieces, self._shares, strict=True):
             if piece is not None and share is not None and piece.grad is not None:
                 yield share

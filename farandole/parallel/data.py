@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
+from farandole.memory.swap import Swap
 from farandole.parallel.buckets import total_norm
 from farandole.parallel.building import Builder
 from farandole.parallel.casting import cast_floating
@@ -110,6 +111,7 @@ class DataParallel(Reduction):
         self._dtype = dtype
         self._offload = offload
         self.offloaded: list[OffloadedUpdate] = []
+        self.swapped: Swap | None = None
         if is_deferred(model) != (initialise is not None):
             raise ValueError(
                 "initialise= fills the blocks of a model that is on the meta device: both are needed, or neither"
@@ -148,6 +150,8 @@ class DataParallel(Reduction):
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """What the model makes of the inputs, cast to its type where they are floating."""
+        if self._reduced and self._all_taken():
+            self._begin_step()  # activations get the memory of gradients
         if self._dtype is not None:
             inputs, named = cast_floating((inputs, named), self._dtype)
         return self.model(*inputs, **named)
@@ -267,7 +271,8 @@ class DataParallel(Reduction):
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient by `factor`."""
         for bucket in self.buckets:
-            bucket.gradients.reduced.mul_(factor)
+            if bucket.gradients.held:
+                bucket.gradients.reduced.mul_(factor)
 
     def clip(self, max_norm: float) -> float:
         """Shrink the gradients so that their global norm is at most `max_norm`; returns what it was."""
@@ -309,9 +314,17 @@ class DataParallel(Reduction):
             if bucket.gradients.compressor is not None:
                 bucket.gradients.compressor.scale_residuals(factor)
 
+    def swap(self, swap: Swap) -> None:
+        """Take over a swap of the model's activations: `close` ends it."""
+        self.swapped = swap
+        if self._gathering is not None:
+            self._gathering.keep_others(swap.pack, swap.unpack)
+
     def close(self) -> None:
         """Let go of the model: remove the hooks and the gradients."""
         self._unfollow()
+        if self.swapped is not None:
+            self.swapped.close()
         if self._gathering is not None:
             self._gathering.close()
         for update in self.offloaded:

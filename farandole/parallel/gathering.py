@@ -149,6 +149,8 @@ class Gathering:
         self._recent: list[int] = []  # groups that are whole or on their way, the latest last
         self._pinned = [0] * len(groups)  # how many modules under way need each
         self._contexts: list[saved_tensors_hooks] = []
+        self._keep: Callable[[Tensor], Any] = _as_it_is
+        self._fetch: Callable[[Any], Tensor] = _as_it_is
         self._last: tuple[int | None, int | None] = (None, None)  # the two groups that were needed last
         self._after: dict[
             tuple[int | None, int | None], int
@@ -227,15 +229,23 @@ class Gathering:
 
         return after_forward
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Note:
+    def keep_others(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        """Have what is no weight kept by these hooks: of nested ones autograd calls the innermost only, which are here."""
+        self._keep, self._fetch = pack, unpack
+
+    def _pack(self, tensor: Tensor) -> Any:
         for group in self._recent:
             for weights in self._groups[group]:
                 if weights.place_of(tensor):
                     return _Note(weights, group, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-        return tensor
+        return self._keep(tensor)
 
-    def _unpack(self, kept: Tensor | _Note) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
+    def _unpack(self, kept: Any) -> Tensor:
+        if not isinstance(kept, _Note):
+            return self._fetch(kept)
         self.need(kept.group)
         return kept.weights.use().as_strided(kept.shape, kept.stride, kept.offset)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

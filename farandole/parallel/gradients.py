@@ -13,7 +13,6 @@ Where hosts have a copy each (`hybrid`), what a rank has left is then averaged o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -68,18 +67,29 @@ class Gradients:
         # whether autograd may go on adding to the buffer itself
         self._keeps = loan is None and dtype == parameters[0].dtype
         self._held = False  # `reduced` holds a part of this step's average
+        self._reduced: Tensor | None = None
         self._target: Tensor | None = None
         self._work: dist.Work | None = None
         self.launched = False
         self.received = [False] * len(parameters)
 
-    @cached_property
+    @property
     def reduced(self) -> Tensor:
-        """What the reduction leaves to this rank, of undefined content before the first one.
+        """What the reduction leaves to this rank, of undefined content before the first one of a step.
 
-        Where it is memory of its own, it is taken when it is first asked for: before that, masters on their way to
-        where they are kept have the room.
+        Where it is memory of its own, it is taken when it is first asked for, and given back by `clear`: masters on their
+        way to where they are kept have the room, and then activations, most of which are gone when there are gradients.
         """
+        if self._reduced is None:
+            self._reduced = self._room_for_reduced()
+        return self._reduced
+
+    @property
+    def held(self) -> bool:
+        """Whether there is anything in `reduced`, or may be."""
+        return self._reduced is not None
+
+    def _room_for_reduced(self) -> Tensor:
         if self._loan is None:
             whole = self._have_whole()
             return self._layout.shard(whole, self._comm.rank) if self._zero else whole
@@ -92,6 +102,8 @@ class Gradients:
     def clear(self) -> None:
         """Forget the gradients: the next ones are the first of a new step."""
         self._held = self.launched = False
+        if self._loan is not None and self._mapped is None:
+            self._reduced = None
         self.received = [False] * len(self._parameters)
 
     def receive(self, index: int) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
 from farandole.memory.recompute import apply_recompute
+from farandole.memory.swap import Swap, swap_activations
 from farandole.parallel.data import DataParallel
 from farandole.parallel.deferred import Initialise
 from farandole.parallel.float8 import check_float8, use_float8
@@ -80,31 +81,29 @@ def parallelize(
         check_float8(_device_of(model))
         use_float8(model)
     _recompute(model, plan, example, loss)
-    dtype = None if plan.precision == "fp32" else wanted
+    options: dict[str, Any] = {
+        "zero": plan.zero,
+        "hybrid": plan.hybrid,
+        "dtype": None if plan.precision == "fp32" else wanted,
+        "offload": plan.offload,
+        "offloaded": plan.offloaded,
+        "initialise": initialise,
+    }
     if plan.precision == "fp16":
-        return ScaledDataParallel(
-            model,
-            comm,
-            zero=plan.zero,
-            hybrid=plan.hybrid,
-            dtype=dtype,
-            offload=plan.offload,
-            offloaded=plan.offloaded,
-            initialise=initialise,
-            diagnose=diagnose,
-        )
-    rounding = StochasticRounding(_common_seed(comm)) if plan.rounding == "stochastic" else None
-    return DataParallel(
-        model,
-        comm,
-        zero=plan.zero,
-        hybrid=plan.hybrid,
-        dtype=dtype,
-        rounding=rounding,
-        offload=plan.offload,
-        offloaded=plan.offloaded,
-        initialise=initialise,
-    )
+        engine: DataParallel = ScaledDataParallel(model, comm, diagnose=diagnose, **options)
+    else:
+        rounding = StochasticRounding(_common_seed(comm)) if plan.rounding == "stochastic" else None
+        engine = DataParallel(model, comm, rounding=rounding, **options)
+    if plan.swap != "none":
+        engine.swap(_swap(model, plan))
+    return engine
+
+
+def _swap(model: nn.Module, plan: Plan) -> Swap:
+    try:
+        return swap_activations(model, plan.swap)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
 
 
 def _device_of(model: nn.Module) -> torch.device:

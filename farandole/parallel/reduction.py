@@ -99,6 +99,10 @@ class Reduction:
         """Whether the backward pass under way is reduced."""
         return self.zero >= 2 or not self._accumulating
 
+    def _all_taken(self) -> bool:
+        """Whether the gradients of the last step are wanted no more."""
+        return all(bucket.taken for bucket in self.buckets)
+
     def _begin_step(self) -> None:
         """Forget what earlier passes gave."""
         self._reduced = False
@@ -107,12 +111,11 @@ class Reduction:
         if self._watch is not None:
             self._watch.clear()
         for bucket in self.buckets:
-            bucket.gradients.clear()
-            bucket.begin_pass()
+            bucket.clear()
 
     def _begin_pass(self) -> None:
         if self._reduced:
-            if all(bucket.taken for bucket in self.buckets):
+            if self._all_taken():
                 self._begin_step()
             elif self.zero < 2:
                 raise RuntimeError(

@@ -85,15 +85,16 @@ class ParallelSection(_Section):
     compression: Compressions
     recompute: Recompute = "none"
     activation_bytes: CountOrNone = 0
+    swap: str = "none"
     offload: str = "none"
 
-    @field_validator("offload")
+    @field_validator("offload", "swap")
     @classmethod
-    def _known_place(cls, offload: str) -> str:
-        kind, _, folder = offload.partition(":")
-        if offload not in ("none", "host") and not (kind == "disk" and folder):
-            raise ValueError(f"{offload!r} is no place; try none, host, or disk:FOLDER as in disk:/tmp")
-        return offload
+    def _known_place(cls, place: str) -> str:
+        kind, _, folder = place.partition(":")
+        if place not in ("none", "host") and not (kind == "disk" and folder):
+            raise ValueError(f"{place!r} is no place; try none, host, or disk:FOLDER as in disk:/tmp")
+        return place
 
     @model_validator(mode="after")
     def _auto_needs_a_budget(self) -> ParallelSection:
@@ -149,6 +150,7 @@ class LogSection(_Section):
 
     every: Count
     tensorboard: bool
+    diagnose: bool = False
 
 
 class SampleSection(_Section):
@@ -178,6 +180,15 @@ class TrainConfig(_Section):
     evaluate: EvaluateSection
     log: LogSection
     sample: SampleSection
+
+    @model_validator(mode="after")
+    def _diagnosis_is_of_overflows(self) -> TrainConfig:
+        if self.log.diagnose and self.precision != "fp16":
+            raise ValueError(
+                f"log.diagnose=true explains the steps that fp16 skips, and precision={self.precision!r}; "
+                f"try precision=fp16 or log.diagnose=false"
+            )
+        return self
 
     @property
     def tokens_per_step(self) -> int:

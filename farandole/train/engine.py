@@ -18,6 +18,7 @@ from farandole.comm.compression import compression_named
 from farandole.data.sampler import Sampler
 from farandole.data.text import Text
 from farandole.memory.recompute import Recomputed, apply_recompute
+from farandole.memory.swap import SwapError, swap_activations
 from farandole.models.gpt import build_gpt
 from farandole.models.loss import next_token_loss
 from farandole.parallel.data import DataParallel
@@ -74,10 +75,11 @@ class Engine:
             "offload": parallel.offload,
         }
         self.replica = (
-            ScaledDataParallel(self.model, comm, report=False, **options)
+            ScaledDataParallel(self.model, comm, report=False, diagnose=config.log.diagnose, **options)
             if precision == "fp16"
             else DataParallel(self.model, comm, watch=True, **options)
         )
+        self._swap(parallel.swap)
         self.optimizer = self.replica.optimizer(build_optimizer(self.model, config.optimizer))
         self.sampler = Sampler(text.train.samples, config.seed)
 
@@ -146,6 +148,15 @@ class Engine:
                 )
         except ValueError as error:
             raise ConfigError(f"parallel.recompute={asked}: {error}") from error
+
+    def _swap(self, place: str) -> None:
+        """Have activations wait where the configuration says."""
+        if place == "none":
+            return
+        try:
+            self.replica.swap(swap_activations(self.model, place))
+        except (ValueError, SwapError) as error:
+            raise ConfigError(f"parallel.swap={place}: {error}") from error
 
     def _backward(self) -> float:
         """Gradients of this rank's share of the batch; returns its mean loss."""

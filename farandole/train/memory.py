@@ -15,7 +15,7 @@ import torch
 from farandole.data.wording import counted, short, size
 from farandole.memory.budget import Bandwidth
 from farandole.memory.estimate import Estimate, Machine, estimate_workload
-from farandole.memory.estimate.formulas import activation_bytes
+from farandole.memory.estimate.formulas import activation_bytes, copied_bytes, trained_bytes
 from farandole.models.gpt import GPTConfig
 from farandole.plan import Plan
 from farandole.train.config import ConfigError, TrainConfig
@@ -28,27 +28,6 @@ _FOR_ACTIVATIONS = 0.2
 
 _SURE = 0.9
 """A step is refused if this much of what was predicted for it does not fit: predictions are within 10 %."""
-
-
-def trained_bytes(zero: int, ranks: int, *, common: bool, elsewhere: bool = False) -> float:
-    """For each parameter what `ranks` ranks need together: itself, its gradient and AdamW's two averages.
-
-    `common`: whether they share memory, and with it one copy of what they divide; `elsewhere`: whether averages are
-    kept on a disk.
-    """
-    weights = 4.0 * (1 if zero == 3 or (zero and common) else ranks)
-    gradients = 4.0 * (1 if zero >= 2 else ranks)
-    averages = 0.0 if elsewhere else 8.0 * (1 if zero >= 1 else ranks)
-    return weights + gradients + averages
-
-
-def copied_bytes(zero: int, ranks: int, *, elsewhere: bool = False) -> float:
-    """For each parameter the copies, in the memory of the host, of which a checkpoint is written.
-
-    Averages that are kept `elsewhere` are not copied.
-    """
-    held = 4.0 if elsewhere else 12.0
-    return held * ranks if zero == 0 else held + 4.0  # rank 0 copies the whole weights too
 
 
 def check_memory(config: TrainConfig, ranks: int) -> None:
@@ -74,7 +53,7 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
         parts = "weights, gradients and AdamW's averages, and copies of them for checkpoints"
     have = available_bytes()
     _check(config, each, ranks, have, "this host has", parts)
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and config.parallel.swap == "none":
         check_step(config, ranks, have)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from farandole.data.wording import counted, size
 from farandole.memory.budget import Budget, measure_bandwidth
 from farandole.memory.errors import OffloadError
+from farandole.memory.swap import THRESHOLD_BYTES
 from farandole.train.engine import Engine
 
 
@@ -19,6 +20,9 @@ def memory_notes(engine: Engine, ranks: int) -> Iterator[str]:
         if done.before is not None and done.after is not None:
             kept = f": {size(done.after)} of activations kept by each rank instead of {size(done.before)}"
         yield f"recomputing {parallel.recompute} in {counted(len(done.modules), 'module')}{kept}"
+    if parallel.swap != "none":
+        where = "the memory of the host" if parallel.swap == "host" else parallel.swap.removeprefix("disk:")
+        yield f"activations of {size(THRESHOLD_BYTES)} and more wait for the backward pass in {where}"
     kind, _, folder = parallel.offload.partition(":")
     for update in engine.replica.offloaded:
         mine = update.state.budget()

@@ -104,7 +104,7 @@ def test_what_is_predicted_is_measured(tmp_path: Path) -> None:
     result = _plan(*words, "--check", "--steps", "2")
     assert result.exit_code in (0, 1), result.output
     lines = [re.split(r" {2,}", line.strip()) for line in result.output.splitlines()]
-    rows = {words[0]: [float(word.replace(",", "")) for word in words[1:4]] for words in lines[-9:-1]}
+    rows = {words[0]: [float(word.replace(",", "")) for word in words[1:4]] for words in lines[-10:-1]}
     for part in ("parameters", "gradients", "optimizer", "activations, backward"):
         predicted, *measured = rows[part]
         assert measured == pytest.approx([predicted] * 2, abs=1), part

@@ -252,3 +252,11 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     swap.close()
     with pytest.raises(SwapError, match="before close"):
         late.backward()
+
+
+def test_a_slice_of_a_swapped_model_is_a_plain_one(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+    expected = model[:-1](x)
+    with swap_activations(model, f"disk:{tmp_path}"):
+        assert torch.equal(model[:-1](x), expected)

@@ -18,6 +18,7 @@ from farandole.memory.budget import Bandwidth
 from farandole.memory.device import DeviceMemory, OutOfDeviceMemory
 from farandole.memory.estimate import Estimate, Machine, estimated_plans, what_fits
 from farandole.models.bert import build_bert
+from farandole.models.loss import next_token_loss
 from farandole.plan import Plan
 
 LAB = Path(__file__).parents[2] / "labs" / "out_of_core_bert.py"
@@ -107,9 +108,11 @@ def _measured(rank: int, size: int, plan: Plan) -> tuple[dict[str, int], int, Es
             model = build_bert(config)
         engine = farandole.parallelize(model, plan, initialise=lab.fill_block)
         optimizer = engine.optimizer(torch.optim.AdamW(model.parameters()))
-        engine(torch.zeros(1, 8, dtype=torch.int64)).float().logsumexp(-1).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        tokens = torch.zeros(options.batch, options.context, dtype=torch.int64)
+        for _ in range(2):
+            next_token_loss(engine(tokens), tokens).backward()
+            optimizer.step()
+            engine.zero_grad()
         found = dict(memory.in_use)
         runtime.comm.barrier()
         engine.close()
@@ -124,28 +127,31 @@ def test_the_prediction_is_what_is_measured(ranks: Any, zero: int, precision: An
         for found, peak, expected in ranks(2).run(_measured, plan):
             parts = expected.parts
             assert found["weights"] == pytest.approx(parts["parameters"], rel=0.02), plan
-            gradients = parts["gradients"] + parts["communication"]
+            gradients = parts["communication"] + (parts["gradients"] if zero < 2 else 0)  # after the step
             assert found["gradients"] == pytest.approx(gradients, rel=0.02), plan
             if offload == "none":
                 assert found["masters and states"] == pytest.approx(parts["optimizer"], rel=0.02), plan
+                assert peak == pytest.approx(expected.peak, rel=0.02), plan
             else:  # they pass through buffers, which are there while they do
                 assert found["masters and states"] <= parts["optimizer"], plan
-            assert peak <= 1.05 * expected.peak, plan
+                assert peak <= expected.peak, plan
 
 
-def test_plans_for_the_large_one() -> None:
+def test_what_fits_is_said() -> None:
+    """For an eighth of the lab's layers, in an eighth of its memory."""
     lab = _lab()
-    machine = Machine(memory=12 << 30, disk=Bandwidth(1e9, 1e9, "any"), process=0, libraries=0, host=False)
-    plans = list(estimated_plans(lab.workload_of(lab.read_options([])), 2, machine))
-    parameters, largest = 2_451_340_090, 30522 * 1024
+    machine = Machine(memory=12 << 27, disk=Bandwidth(1e9, 1e9, "any"), process=0, libraries=0, host=False)
+    options = lab.read_options(["--layers", "24"])
+    plans = list(estimated_plans(lab.workload_of(options), 2, machine))
+    parameters, largest = lab.config_of(options).parameters, 30522 * 1024
     found = {(one.plan.zero, one.plan.precision, one.plan.offload): one for one in plans}
     wanted = found[3, "bf16", "disk:FOLDER"]
     # 2 and 4 bytes of weight and gradient in halves; for the embedding a buffer of 4 and three of 12 bytes
     states = sum(wanted.parts[name] for name in ("parameters", "gradients", "communication", "optimizer"))
-    assert states == pytest.approx(3 * parameters + (4 + 36 / 2) * largest, rel=0.005)
+    assert states == pytest.approx(3 * parameters + (4 + 36 / 2) * largest, rel=0.03)
     # masters are made beside whole gradients, and halves of both beside each other
     assert found[1, "bf16", "disk:FOLDER"].start > (1 + 4 + 2) * parameters
-    said = what_fits(plans, 2, 12 << 30)
+    said = what_fits(plans, 2, 2 << 30)
     assert "--zero 3 --precision bf16 --recompute block --offload disk:FOLDER" in said
     assert "--offload none" not in said
     assert "more ranks need less" in what_fits(plans, 2, 1 << 30)

@@ -53,6 +53,8 @@ def test_a_file_changes_its_preset_and_overrides_change_both(tmp_path: Path) -> 
         ("model=3", "unknown key model; did you mean"),
         ("steps=many", "steps='many': it should be a valid integer"),
         ("steps=0", "steps=0: it should be greater than or equal to 1"),
+        ("parallel.swap=tape", "parallel.swap: 'tape' is no place; try none, host, or disk:FOLDER"),
+        ("log.diagnose=true", "log.diagnose=true explains the steps that fp16 skips, and precision='auto'"),
         ("precision=int8", "precision='int8': it should be 'auto', 'fp32', 'bf16' or 'fp16'"),
         ("optimizer.clip=-1", "optimizer.clip=-1: it should be greater than 0"),
         ("optimizer.clip=nan", "optimizer.clip=nan: it should be"),

@@ -117,6 +117,12 @@ def test_an_overflow_is_seen(ranks: Any, words: list[str], tmp_path: Path) -> No
     assert eight["overflow"] == second
 
 
+def test_a_diagnosis_comes_with_the_first_overflow(ranks: Any, words: list[str], tmp_path: Path) -> None:
+    said, _ = ranks(2).run(_seen, [*words, "precision=fp16", "log.diagnose=true"], tmp_path / "run")
+    first = next(line for line in said.splitlines() if line.startswith("OVERFLOW step 7"))
+    assert first.endswith("step skipped; the outputs of all blocks were finite")
+
+
 def _diverge(rank: int, size: int, words: list[str]) -> str:
     _, _, engine = _make(words)
     if rank == 1:

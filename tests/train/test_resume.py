@@ -68,13 +68,14 @@ def test_stopped_killed_and_continued_bit_for_bit(folder: Path, reference: Path)
     assert (run / "checkpoints" / f"step-{stopped_at:06d}").is_dir(), "it did not save first"
 
     (folder / "scratch").mkdir()
-    elsewhere = ("parallel.offload=disk:scratch", "parallel.recompute=block")  # as long as it lives
+    elsewhere = ("parallel.offload=disk:scratch", "parallel.swap=disk:scratch", "parallel.recompute=block")
     command = Command(folder, "train", "out=broken", "--resume", *elsewhere)  # the newest run there
     command.wait_until(lambda: len(losses(run)) >= min(stopped_at + 15, STEPS - 10))
     os.kill(command.ranks()[1], signal.SIGKILL)
     assert command.end() != 0
     assert command.output.count("was killed by SIGKILL") == 1, command.output
     assert "recomputing block in 4 modules" in command.output
+    assert "activations of 1.0 MiB and more wait for the backward pass in scratch" in command.output
     assert "AdamW's averages on the disk: each step reads" in command.output
     assert not list((folder / "scratch").iterdir())
     assert "to go on: farandole train --resume" in command.output

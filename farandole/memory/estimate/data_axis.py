@@ -122,8 +122,8 @@ class DataAxis:
         """Whether parameters leave the memory that they were made in."""
         return self.plan.zero > 0 or self._low is not None or self.plan.offload != "none"
 
-    def private(self) -> list[int]:
-        """Sizes of what this rank takes from its C library for weights and gradients, one for each tensor."""
+    def private(self, *, gradients: bool) -> list[int]:
+        """Sizes of what this rank takes from its C library to keep it: for weights, and if asked for gradients."""
         found = [] if self.moves else list(self.sizes)
         for bucket in (*self.trained, *self.frozen):
             size = self._low or bucket.itemsize
@@ -134,7 +134,7 @@ class DataAxis:
             elif self.moves and not (self.plan.zero and self.shared):
                 found.append(bucket.length * size)
         masters = self._low is not None and self.plan.rounding == "nearest" and self.plan.offload == "none"
-        gradients = self.plan.zero >= 2 and self.plan.offloaded == "optimizer"
+        gradients = gradients and self.plan.zero >= 2 and self.plan.offloaded == "optimizer"
         for bucket in self.trained:
             found += [bucket.shard * bucket.itemsize] * (masters + gradients)
         return found

@@ -22,7 +22,7 @@ from farandole.plan import Plan, PlanError
 class Estimate:
     """What a plan needs on the rank that needs most.
 
-    `parts`: bytes at the worst moment of a step, by name; `start`: bytes while the model is being divided, before the
+    `parts`: bytes of a step, by name, of which the sum is that of its worst moment; `start`: bytes while the model is being divided, before the
     first step; `times`: seconds of a step by what they are spent on.
     """
 
@@ -77,6 +77,11 @@ def estimate_workload(
         raise PlanError(
             f"offload={plan.offload!r} and a machine without a disk: give Machine(disk=Bandwidth(...))"
         )
+    if plan.swap != "none":
+        raise PlanError(
+            f"swap={plan.swap!r}: what is swapped depends on how fast it is copied, which is not predicted; "
+            f"plan with swap='none', and run with it"
+        )
     if plan.precision not in machine.flops:
         known = ", ".join(machine.flops)
         raise PlanError(
@@ -92,11 +97,15 @@ def estimate_workload(
         "communication": axis.lent() + axis.gathered(),
         "activations": traced.saved,
         "transient": traced.transient,
+        "taken over": -_taken_over(workload, plan, axis, traced),
         "allocator": _allocator(workload, plan, axis, traced) if machine.host else 0,
         "checkpoint": _copies(workload, plan, axis) if workload.checkpoints and machine.host else 0,
     }
     return Estimate(
-        plan, parts, _start(workload, plan, axis, parts), seconds_of(workload, plan, axis, traced, machine)
+        plan,
+        parts,
+        _start(workload, plan, axis, parts["process"]),
+        seconds_of(workload, plan, axis, traced, machine),
     )
 
 
@@ -127,17 +136,29 @@ def _about(seconds: float) -> float:
     return float(f"{seconds:.2e}")
 
 
-def _start(workload: Workload, plan: Plan, axis: DataAxis, parts: dict[str, int]) -> int:
+def _start(workload: Workload, plan: Plan, axis: DataAxis, process: int) -> int:
     """Bytes while the model is being divided.
 
     Each rank makes the whole model, and lets go of a bucket when it has been copied to where it belongs; or it has room for
     all that it keeps, and a block of the model beside it.  Masters are made in memory, also where they go to a disk from then
     on; gradients are there before them with stages 0 and 1, which keep them whole.
     """
-    divided = parts["parameters"] + axis.masters() + (parts["gradients"] if plan.zero < 2 else 0)
+    buffers = _buffers(workload.model)
+    divided = axis.weights() + buffers + axis.masters() + (axis.gradients() if plan.zero < 2 else 0)
     if workload.block_by_block:
-        return parts["process"] + divided + axis.largest_block()
-    return parts["process"] + max(divided, axis.whole + _buffers(workload.model))
+        return process + divided + axis.largest_block()
+    return process + max(divided, axis.whole + buffers)
+
+
+def _taken_over(workload: Workload, plan: Plan, axis: DataAxis, traced: Trace) -> int:
+    """Bytes that are gradients' when they have been activations'.
+
+    Stages 2 and 3 have memory for their gradients from when they are reduced until the next step (`parallel.gradients`).
+    With one pass in a step there are none at the loss, where most activations are; and no activations at its end.
+    """
+    if plan.zero < 2 or workload.micro_batches > 1:
+        return 0
+    return min(axis.gradients(), traced.peak)
 
 
 def _optimizer(workload: Workload, plan: Plan, axis: DataAxis, machine: Machine) -> int:
@@ -157,7 +178,8 @@ def _allocator(workload: Workload, plan: Plan, axis: DataAxis, traced: Trace) ->
     """What the C library of the host adds, with its gaps between blocks."""
     states = [] if plan.offload.startswith("disk:") else axis.pieces() * workload.states
     before = axis.sizes if axis.moves else []
-    return excess(tuple(before), traced.events, tuple(states), tuple(axis.private()), workload.micro_batches)
+    kept = axis.private(gradients=workload.micro_batches > 1)
+    return excess(tuple(before), traced.events, tuple(states), tuple(kept), workload.micro_batches)
 
 
 def _buffers(model: nn.Module) -> int:
