@@ -14,6 +14,33 @@ from farandole.memory.purpose import taking
 DEPTH = 2
 """One bucket is filled while the one before it is reduced."""
 
+_WORTH_IT = 0.9
+"""A bucket waits for the one before it where that leaves at most this part of the memory."""
+
+
+def slots_for(lengths: Sequence[int]) -> list[int]:
+    """The number of the slot that each bucket gets; a slot is as long as the longest bucket that gets it.
+
+    Buckets take turns, so that neighbours have different slots.  Where the two longest ones, such as those of an embedding and
+    of an output layer, would each make a slot long, two neighbours have the same, and the turns change after them.
+    """
+    plain = [number % DEPTH for number in range(len(lengths))]
+    changed = [
+        [(number + (number > last)) % DEPTH for number in range(len(lengths))]
+        for last in sorted(range(len(lengths) - 1), key=lambda n: lengths[n])  # the shortest wait first
+    ]
+    best = min(changed, key=lambda slots: sum(slot_lengths(lengths, slots)), default=plain)
+    worth_it = sum(slot_lengths(lengths, best)) <= _WORTH_IT * sum(slot_lengths(lengths, plain))
+    return best if worth_it else plain
+
+
+def slot_lengths(lengths: Sequence[int], slots: Sequence[int]) -> list[int]:
+    """How long each slot has to be."""
+    longest = [0] * (max(slots, default=-1) + 1)
+    for length, slot in zip(lengths, slots, strict=True):
+        longest[slot] = max(longest[slot], length)
+    return longest
+
 
 @dataclass(frozen=True)
 class Loan:
@@ -32,7 +59,7 @@ class Loan:
 
 
 class Lender:
-    """Lends buffers to buckets that are filled in order: bucket n gets slot n modulo `DEPTH` on every rank.
+    """Lends buffers to buckets that are filled in order, the same slot to a bucket on every rank (`slots_for`).
 
     As all ranks take the same slot for a bucket, and slots are in memory that ranks share, nothing is copied for
     its reduction.  A bucket that comes too early, while an unfinished one has its slot, gets ordinary memory.
@@ -51,10 +78,11 @@ class Lender:
     ) -> None:
         self._lengths = list(lengths)
         self._settle = settle
+        self._slot_of = slots_for(lengths)
         with taking("gradients"):
             self._slots = [
-                comm.empty(max(lengths[slot::DEPTH]), dtype=dtype, device=device)
-                for slot in range(min(DEPTH, len(lengths)))
+                comm.empty(length, dtype=dtype, device=device)
+                for length in slot_lengths(lengths, self._slot_of)
             ]
         self._holders: list[int | None] = [None] * len(self._slots)
 
@@ -69,7 +97,7 @@ class Lender:
 
     def borrow(self, number: int) -> Tensor:
         """A buffer for bucket `number`, as long as that is."""
-        slot, length = number % len(self._slots), self._lengths[number]
+        slot, length = self._slot_of[number], self._lengths[number]
         holder = self._holders[slot]
         if holder is not None and not self._settle(holder):
             with taking("gradients"):
@@ -79,6 +107,6 @@ class Lender:
 
     def give_back(self, number: int) -> None:
         """Bucket `number` needs its buffer no more."""
-        slot = number % len(self._slots)
+        slot = self._slot_of[number]
         if self._holders[slot] == number:
             self._holders[slot] = None

@@ -9,8 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+from tests.forked_command import ForkedCommand
+
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 90
+_OURS = [sys.executable, "-m", "farandole", "launch"]
 
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
@@ -27,8 +30,13 @@ def write(folder: Path, text: str, name: str = "program.py") -> str:
     return str(path)
 
 
-def start(command: list[str], **more: str) -> subprocess.Popen[str]:
+Job = subprocess.Popen[str] | ForkedCommand
+
+
+def start(command: list[str], **more: str) -> Job:
     """A job in a session of its own, so that what it leaves behind can be found."""
+    if command[: len(_OURS)] == _OURS:
+        return ForkedCommand(command[len(_OURS) - 1 :], environment(**more))
     return subprocess.Popen(
         command,
         env=environment(**more),
@@ -39,7 +47,7 @@ def start(command: list[str], **more: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(job: subprocess.Popen[str], limit_s: float = LIMIT_S) -> tuple[int, str, str]:
+def finish(job: Job, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
     """Status and output of a job; one that does not end is killed, and the test fails."""
     try:
         out, err = job.communicate(timeout=limit_s)
@@ -47,6 +55,7 @@ def finish(job: subprocess.Popen[str], limit_s: float = LIMIT_S) -> tuple[int, s
         os.killpg(job.pid, signal.SIGKILL)
         out, err = job.communicate()
         raise AssertionError(f"the job did not end within {limit_s} s; it said:\n{out}\n{err}") from None
+    assert job.returncode is not None
     return job.returncode, out, err
 
 
@@ -55,7 +64,8 @@ def run(command: list[str], **more: str) -> tuple[int, str, str]:
 
 
 def ours(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "farandole", "launch", *arguments]
+    """`farandole launch`; it is forked, unless something stands before it."""
+    return [*_OURS, *arguments]
 
 
 def wait_for_lines(path: Path, count: int, limit_s: float = 60) -> list[str]:

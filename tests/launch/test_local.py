@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 
@@ -267,8 +268,8 @@ def test_a_second_signal_kills(temporary, start_waiting):
 
 
 def test_ctrl_c_before_a_rank_has_started(tmp_path):
-    job = start(ours("-n", "2", write(tmp_path, "")))
-    assert job.stderr is not None
+    job = start(["env", *ours("-n", "2", write(tmp_path, ""))])  # not forked: torch is still to be loaded
+    assert isinstance(job, subprocess.Popen) and job.stderr is not None
     job.stderr.readline()  # which cores; torch is loaded next
     job.send_signal(signal.SIGINT)
     _, err = job.communicate(timeout=60)

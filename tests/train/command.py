@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.forked_command import ForkedCommand
+
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-c", "from farandole.cli.main import main; main()"]
 END_S = 100.0
 
 
@@ -21,10 +21,8 @@ class Command:
     def __init__(self, folder: Path, *words: str) -> None:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self._log = folder / f"log-{time.monotonic_ns()}"
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*COMMAND, *words], cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
+        self._log.touch()
+        self.process = ForkedCommand(words, environment, folder, self._log)
 
     @property
     def output(self) -> str:

@@ -17,7 +17,7 @@ from farandole.parallel.buckets import fill
 from farandole.parallel.data import BUCKET_BYTES
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.gathering import CAPACITY
-from farandole.parallel.lender import DEPTH
+from farandole.parallel.lender import slot_lengths, slots_for
 from farandole.plan import Plan, PlanError
 
 BUFFERS = 3
@@ -105,7 +105,7 @@ class DataAxis:
         if self.plan.zero < 2 or not self.trained:
             return 0
         sizes = [bucket.length * bucket.itemsize for bucket in self.trained]
-        return sum(max(sizes[slot::DEPTH]) for slot in range(min(DEPTH, len(sizes))))
+        return sum(slot_lengths(sizes, slots_for(sizes)))
 
     def gathered(self) -> int:
         """Weights that are whole for a while (`parallel.gathering`), at most."""
