@@ -1,10 +1,4 @@
-"""Memory of processes as Linux counts it.
-
-Ranks of one host may share memory, and count it each in full in their resident size.  *Proportional* size (PSS)
-divides every page among those that map it, so the sum over ranks is what the machine gives.  Pages of
-files (libraries) are left out of the sum here: they are shared with whatever else runs at the time.
-See proc_pid_smaps_rollup(5) and proc_pid_status(5).
-"""
+"""Memory of other processes as Linux counts it, while they run: see `farandole.bench.resident`."""
 
 from __future__ import annotations
 
@@ -13,25 +7,22 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
+from farandole.bench import resident
+
 
 def data_bytes(pid: int) -> int:
     """The proportional size of a process without files: its own memory, and its part of what is shared."""
-    return _sum(Path(f"/proc/{pid}/smaps_rollup"), ("Pss_Anon:", "Pss_Shmem:"))
+    return resident.data_bytes(Path("/proc", str(pid)))
 
 
 def peak_resident_bytes(pid: int) -> int:
     """The most that has been resident since the process began (VmHWM), libraries and shared memory in full."""
-    return _sum(Path(f"/proc/{pid}/status"), ("VmHWM:",))
+    return resident.fields(Path("/proc", str(pid), "status"))["VmHWM"]
 
 
 def available_bytes() -> int:
     """What the machine can give to new processes."""
-    return _sum(Path("/proc/meminfo"), ("MemAvailable:",))
-
-
-def _sum(path: Path, names: tuple[str, ...]) -> int:
-    lines = (line.split() for line in path.read_text().splitlines())
-    return sum(int(words[1]) << 10 for words in lines if words[0] in names)
+    return resident.fields(Path("/proc/meminfo"))["MemAvailable"]
 
 
 class PeakOf:

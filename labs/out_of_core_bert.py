@@ -46,6 +46,7 @@ from farandole.memory.estimate import (
 from farandole.models.bert import BERTConfig, bert_config, block_generator, build_bert, initialise
 from farandole.models.loss import masked_token_loss, next_token_loss
 from farandole.plan import Plan
+from farandole.train.allocator import keep_freed_memory
 
 SEED = 0
 
@@ -101,6 +102,7 @@ def train(options: argparse.Namespace, runtime: farandole.Runtime) -> list[Itera
             torch.set_default_device(None)
         optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), lr=options.rate))
         log(f"made in {time.perf_counter() - started:.1f} s; {memory_line(memory)}")
+        keep_freed_memory()  # from here on what is freed is wanted again in the next step
         for update in engine.offloaded:
             log(offload_line(update.state.budget(bandwidth), runtime.size))
         results = []
@@ -205,13 +207,13 @@ class Log:
     """Lines for the screen and, if it is given, a file, which is made anew."""
 
     def __init__(self, path: Path | None, *, active: bool) -> None:
-        self._path, self.active = path, active
+        self._path, self._active = path, active
         if path is not None and active:
             path.write_text("")
 
     def __call__(self, line: str) -> None:
         """Write a line, on rank 0."""
-        if not self.active:
+        if not self._active:
             return
         print(line, flush=True)
         if self._path is not None:
@@ -231,10 +233,9 @@ def introduce(
     log(
         f"plan: zero={plan.zero} precision={plan.precision} recompute={plan.recompute} offload={plan.offload}"
     )
-    if log.active:
-        need = predicted(options, plan, runtime)
-        parts = ", ".join(f"{name} {size(count)}" for name, count in need.parts.items() if count > 0)
-        log(f"predicted for each rank: {size(need.peak)}; in a step {parts}")
+    need = predicted(options, plan, runtime)  # takes seconds: on all ranks, so that none waits
+    parts = ", ".join(f"{name} {size(count)}" for name, count in need.parts.items() if count > 0)
+    log(f"predicted for each rank: {size(need.peak)}; in a step {parts}")
 
 
 def offload_line(mine: Budget, ranks: int) -> str:

@@ -1,4 +1,4 @@
-"""What Linux says of this process's memory: see proc_pid_status(5), proc_pid_smaps_rollup(5) and proc_pid_clear_refs(5).
+"""What Linux says of a process's memory: see proc_pid_status(5), proc_pid_smaps_rollup(5) and proc_pid_clear_refs(5).
 
 Ranks of a host share memory, and the kernel counts it in each of them.  Its *proportional* size (PSS) divides
 every page among those that map it.  What is a process's own has a peak that the kernel keeps; what is
@@ -19,23 +19,23 @@ def start_peak() -> None:
 
 def peak_bytes() -> int:
     """The most bytes of this process at any moment, but for pages of files."""
-    status = _fields("status")
+    status = fields(_SELF / "status")
     own = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
-    return own + _fields("smaps_rollup")["Pss_Shmem"]
+    return own + fields(_SELF / "smaps_rollup")["Pss_Shmem"]
 
 
-def data_bytes() -> int:
-    """The same, now."""
-    rollup = _fields("smaps_rollup")
+def data_bytes(process: Path = _SELF) -> int:
+    """The same, now; of another process by its folder in /proc."""
+    rollup = fields(process / "smaps_rollup")
     return rollup["Pss_Anon"] + rollup["Pss_Shmem"]
 
 
 def library_bytes() -> int:
     """Pages of files, which other processes may map too."""
-    return _fields("status")["RssFile"]
+    return fields(_SELF / "status")["RssFile"]
 
 
-def _fields(name: str) -> dict[str, int]:
-    """The lines `Name:  123 kB` of a file, in bytes."""
-    lines = (line.split() for line in (_SELF / name).read_text().splitlines())
+def fields(path: Path) -> dict[str, int]:
+    """The lines `Name:  123 kB` of a file of /proc, in bytes."""
+    lines = (line.split() for line in path.read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[-1] == "kB"}
