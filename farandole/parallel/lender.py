@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,13 +26,23 @@ def slots_for(lengths: Sequence[int]) -> list[int]:
     of an output layer, would each make a slot long, two neighbours have the same, and the turns change after them.
     """
     plain = [number % DEPTH for number in range(len(lengths))]
-    changed = [
-        [(number + (number > last)) % DEPTH for number in range(len(lengths))]
-        for last in sorted(range(len(lengths) - 1), key=lambda n: lengths[n])  # the shortest wait first
+    if len(lengths) < 2:
+        return plain
+    by_turn = [
+        [length * (slot == turn) for length, slot in zip(lengths, plain, strict=True)]
+        for turn in range(DEPTH)
     ]
-    best = min(changed, key=lambda slots: sum(slot_lengths(lengths, slots)), default=plain)
-    worth_it = sum(slot_lengths(lengths, best)) <= _WORTH_IT * sum(slot_lengths(lengths, plain))
-    return best if worth_it else plain
+    until = [list(accumulate(turn, max)) for turn in by_turn]
+    since = [list(accumulate(reversed(turn), max))[::-1] for turn in by_turn]
+
+    def total(last: int) -> int:
+        """Of the slots, where the turns change after bucket `last`."""
+        return max(until[0][last], since[1][last + 1]) + max(until[1][last], since[0][last + 1])
+
+    change = min(range(len(lengths) - 1), key=lambda number: (total(number), lengths[number]))
+    if total(change) > _WORTH_IT * sum(slot_lengths(lengths, plain)):
+        return plain
+    return [(number + (number > change)) % DEPTH for number in range(len(lengths))]
 
 
 def slot_lengths(lengths: Sequence[int], slots: Sequence[int]) -> list[int]:

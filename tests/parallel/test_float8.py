@@ -51,7 +51,7 @@ def test_products_are_those_of_rounded_operands() -> None:
 
 
 def _learn(rank: int, size: int, zero: int, recompute: Any) -> list[Tensor]:
-    """The bf16 weights after some steps, whole; scales are those of micro-batches, so that each rank has the same one."""
+    """The bf16 weights after some steps, whole; a scale is that of a micro-batch, so that all ranks have the same one."""
     model = _model()
     use_float8(model, emulate=True)
     plan = Plan(zero=zero, precision="bf16", recompute=recompute)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -39,6 +40,14 @@ def test_every_bucket_fits_into_its_slot_and_at_most_one_waits() -> None:
         assert all(length <= room[slot] for length, slot in zip(lengths, slots, strict=True))
         assert sum(one == other for one, other in zip(slots, slots[1:], strict=False)) <= 1
         assert sum(room) <= max(lengths[0::2]) + max(lengths[1::2])
+
+
+def test_many_buckets_take_no_time() -> None:
+    """A model of 10 billion parameters has so many."""
+    lengths = [50] + [10] * 9998 + [50]
+    started = time.process_time()
+    assert sum(slot_lengths(lengths, slots_for(lengths))) == 60
+    assert time.process_time() - started < 1
 
 
 def _gradients(rank: int, size: int, zero: int) -> list[Tensor]:
