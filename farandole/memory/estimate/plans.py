@@ -22,8 +22,9 @@ from farandole.plan import Plan, PlanError
 class Estimate:
     """What a plan needs on the rank that needs most.
 
-    `parts`: bytes of a step, by name, of which the sum is that of its worst moment; `start`: bytes while the model is being divided, before the
-    first step; `times`: seconds of a step by what they are spent on.
+    `parts`: bytes of a step, by name, of which the sum is that of its worst moment (what is then not there at once is taken
+    off); `start`: bytes while the model is being divided, before the first step; `times`: seconds of a step by what they are
+    spent on.
     """
 
     plan: Plan
