@@ -25,6 +25,16 @@ def available_bytes() -> int:
     return resident.fields(Path("/proc/meminfo"))["MemAvailable"]
 
 
+def in_shared_memory(address: int) -> bool:
+    """Whether this process has mapped the memory at `address` as shared, so that other processes may have it too."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        extent, access, *_ = line.split()
+        low, high = (int(end, 16) for end in extent.split("-"))
+        if low <= address < high:
+            return access[3] == "s"
+    raise ValueError(f"nothing is mapped at {address:#x}")
+
+
 class PeakOf:
     """The most data bytes of some processes together while a `with` block runs, sampled by a thread.
 

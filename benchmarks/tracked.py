@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Reference = weakref.ref[torch.UntypedStorage]
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor, of a DTensor what this rank has of it; None where it has none."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    if local.device.type == "meta" or local.layout != torch.strided:
+        return None
+    return local.untyped_storage()
 
 
 class TensorBytes(TorchDispatchMode):
@@ -35,7 +44,8 @@ class TensorBytes(TorchDispatchMode):
     def __init__(self, kept: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._alive: dict[int, Reference] = {}
-        for tensor in [*gc.get_objects(), *kept]:
+        # not `[*gc.get_objects()]`: that list would be in itself, and keep all that is in it until the next collection
+        for tensor in chain(gc.get_objects(), kept):
             if issubclass(type(tensor), Tensor):  # `isinstance` would ask a proxy for its class
                 self._add(tensor)
                 if tensor.is_leaf and tensor.grad is not None:
@@ -51,10 +61,9 @@ class TensorBytes(TorchDispatchMode):
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
     def _add(self, tensor: Tensor) -> None:
-        local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-        if local.device.type == "meta" or local.layout != torch.strided:
+        storage = storage_of(tensor)
+        if storage is None:
             return
-        storage = local.untyped_storage()
         # The C++ storage tells two Python objects of one storage apart from two storages.
         key = storage._cdata
         known = self._alive.get(key)

@@ -14,7 +14,7 @@ communication`, where each rank trains alone, is the limit.  Before anything is 
 steps are compared with those of one process that has the whole batch.
 
 Memory is measured in steps of its own: what the ranks hold together, counting what they share once, and without
-libraries; and the bytes of tensors in one rank.
+libraries; and the bytes of tensors in one rank, which has its part of weights that ranks have in common.
 """
 
 from __future__ import annotations

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.tracked import TensorBytes
+from benchmarks.resident import in_shared_memory
+from benchmarks.tracked import TensorBytes, storage_of
 from benchmarks.zero_contenders import Setting, build, join, missing
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.train.allocator import keep_freed_memory
@@ -40,11 +41,11 @@ class Rank:
     """A contender's part on this rank."""
 
     def __init__(self, setting: Setting, config: GPTConfig, samples: int) -> None:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank, self._size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         torch.manual_seed(0)
         self.model = build_gpt(config)
         self._step = build(setting, self.model)
-        self._batches = batches_of(config, samples, rank * samples // size, samples // size)
+        self._batches = batches_of(config, samples, rank * samples // self._size, samples // self._size)
         self._steps = 0
 
     def step(self) -> float:
@@ -64,11 +65,19 @@ class Rank:
         }
 
     def track(self) -> dict[str, Any]:
-        """A step in which the tensors are counted."""
+        """A step in which the tensors are counted; weights that ranks have in common are divided among them."""
         gc.collect()
         with TensorBytes(self.model.parameters()) as tracked:
             self.step()
-        return {"between_steps": tracked.before, "peak": tracked.peak}
+        of_others = _common_bytes(self.model) * (self._size - 1) // self._size
+        return {"between_steps": tracked.before - of_others, "peak": tracked.peak - of_others}
+
+
+def _common_bytes(model: nn.Module) -> int:
+    """Weights in memory that processes share."""
+    storages = [storage for parameter in model.parameters() if (storage := storage_of(parameter)) is not None]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+    return sum(size for address, size in sizes.items() if in_shared_memory(address))
 
 
 def warm_up(precision: str) -> None:

@@ -210,6 +210,20 @@ def test_a_bucket_has_one_type_and_device() -> None:
     assert [[(p.dtype, p.device) for p in members] for members in filled] == [[kind] * 2 for kind in kinds]
 
 
+def test_a_long_parameter_shares_a_bucket_with_little() -> None:
+    kind = {"dtype": torch.float32, "device": torch.device("cpu")}
+
+    def filled(*sizes: int) -> list[list[int]]:
+        parameters = [SimpleNamespace(nbytes=nbytes, **kind) for nbytes in sizes]
+        return [[p.nbytes for p in members] for members in fill(cast(Any, parameters), 100)]
+
+    assert filled(1, 50, 49, 2) == [[1, 50, 49], [2]]
+    assert filled(1, 250, 50, 100, 3) == [[1, 250], [50, 100], [3]]
+    assert filled(51, 100, 60, 99) == [[51], [100], [60, 99]]
+    assert filled(300, 200) == [[300], [200]]
+    assert filled() == []
+
+
 def test_a_bucket_is_where_its_parameters_are() -> None:
     comm = mock.Mock(empty=mock.Mock(side_effect=torch.empty))
     (bucket,) = Builder(comm, 1 << 20, None, 0, None, mock.Mock()).build(nn.Linear(3, 1, bias=False)).buckets
