@@ -154,25 +154,25 @@ def _is_another(gradient: Tensor, share: Tensor) -> bool:
 def fill(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
     """Divide parameters into buckets of about `bucket_bytes` in the order given, one type and device in each.
 
-    A parameter of that size or more ends a bucket, and shares it with what is at most half of one: buckets that take
-    turns in one piece of memory make it as long as the longest of them (`lender`).
+    A parameter of that size or more has one for itself, so that its gradient need not be copied (`lender`).
     """
     open_buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     full: list[list[nn.Parameter]] = []
     for parameter in parameters:
+        if parameter.nbytes >= bucket_bytes:
+            full.append([parameter])
+            continue
         kind = (parameter.dtype, parameter.device)
         members = open_buckets.setdefault(kind, [])
-        if parameter.nbytes >= bucket_bytes and 2 * _nbytes(members) > bucket_bytes:
-            full.append(members)
-            members = open_buckets[kind] = []
         members.append(parameter)
-        if _nbytes(members) >= bucket_bytes:
+        if sum(member.nbytes for member in members) >= bucket_bytes:
             full.append(open_buckets.pop(kind))
     return full + list(open_buckets.values())
 
 
-def _nbytes(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(parameter.nbytes for parameter in parameters)
+def can_adopt(parameters: Sequence[nn.Parameter], layout: FlatLayout, dtype: torch.dtype) -> bool:
+    """Whether what autograd makes for these parameters is what is to be reduced as `dtype`: one tensor without gaps."""
+    return len(parameters) == 1 and layout.length == layout.counts[0] and parameters[0].dtype == dtype
 
 
 def total_norm(tensors: Iterable[Tensor]) -> float:

@@ -5,7 +5,8 @@
     0     the average of everything, in the buffer                     all-reduce
     1     the average of its shard, in its part of the buffer          reduce-scatter
     2, 3  the average of its shard, in memory of its own; the buffer   reduce-scatter, of each backward pass
-          is borrowed for the time of a backward pass
+          is borrowed for the time of a backward pass, or is what
+          autograd has made for the only parameter
 
 Where hosts have a copy each (`hybrid`), what a rank has left is then averaged over those that have the same shard.
 """
@@ -30,7 +31,8 @@ from farandole.parallel.lender import Loan
 class Gradients:
     """Takes the gradients of `parameters` in a backward pass and averages them over all ranks.
 
-    They are summed up and reduced in `dtype`.  With a `loan` a whole buffer is borrowed for each pass.  With a
+    They are summed up and reduced in `dtype`.  With a `loan` a whole buffer is borrowed for each pass, or the gradient of a
+    single parameter adopted (`lender`).  With a
     `compression` they are compressed between hosts.  `replicas` are the ranks with the same shard as this one.  What
     is left after a pass is kept in `room`, or in memory.
     """
@@ -108,10 +110,16 @@ class Gradients:
 
     def receive(self, index: int) -> None:
         """Take over the gradient that parameter `index` has just accumulated."""
-        self._have_whole()
-        parameter, view = self._parameters[index], self._views[index]
+        parameter = self._parameters[index]
         gradient = parameter.grad
         assert gradient is not None  # the hook runs because there is one
+        if self._whole is None and self._may_adopt(gradient):
+            self._adopt(gradient)
+            parameter.grad = None
+            self.received[index] = True
+            return
+        self._have_whole()
+        view = self._views[index]
         if gradient is not view:  # else it was accumulated in the view
             if self.received[index]:
                 view.add_(gradient)
@@ -170,6 +178,16 @@ class Gradients:
         self.received = [False] * len(self._parameters)
         self._whole, self._views, self._target = None, [], None
         self._loan.give_back()
+
+    def _may_adopt(self, gradient: Tensor) -> bool:
+        if self._loan is None or not self._loan.adopts:
+            return False
+        return gradient.layout == torch.strided and gradient.is_contiguous()
+
+    def _adopt(self, gradient: Tensor) -> None:
+        assert self._loan is not None  # it says that this bucket adopts
+        self._loan.adopt()
+        self._hold(gradient.detach().view(-1))
 
     def _have_whole(self) -> Tensor:
         if self._whole is not None:

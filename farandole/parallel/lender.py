@@ -1,4 +1,8 @@
-"""Memory for whole gradients, of which only a few exist at a time."""
+"""Memory for whole gradients, of which only a few exist at a time.
+
+A bucket of several parameters gets a slot, which its gradients are copied into.  One of a single parameter needs none: it
+*adopts* the gradient that autograd has made, which is reduced from where it lies.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from farandole.comm.communicator import Communicator
 from farandole.memory.purpose import taking
 
 DEPTH = 2
-"""One bucket is filled while the one before it is reduced."""
+"""One bucket is filled while the one before it is reduced; of those that adopt, so many have a gradient at a time."""
 
 _WORTH_IT = 0.9
 """A bucket waits for the one before it where that leaves at most this part of the memory."""
@@ -60,6 +64,15 @@ class Loan:
     lender: Lender
     number: int
 
+    @property
+    def adopts(self) -> bool:
+        """Whether there is no slot, since the bucket is the gradient of one parameter."""
+        return self.lender.adopts[self.number]
+
+    def adopt(self) -> None:
+        """A gradient of autograd's is to serve instead, until it is given back."""
+        self.lender.adopt(self.number)
+
     def take(self) -> Tensor:
         """The buffer."""
         return self.lender.borrow(self.number)
@@ -73,29 +86,35 @@ class Lender:
     """Lends buffers to buckets that are filled in order, the same slot to a bucket on every rank (`slots_for`).
 
     As all ranks take the same slot for a bucket, and slots are in memory that ranks share, nothing is copied for
-    its reduction.  A bucket that comes too early, while an unfinished one has its slot, gets ordinary memory.
+    its reduction.  A bucket that comes too early, while an unfinished one has its slot, gets ordinary memory; so does one
+    that `adopts`, if it wants a buffer all the same.
 
-    `settle(n)` is called when bucket n has a slot that another one wants: it completes n's reduction if that
-    was launched, and says whether it was.
+    `settle(n)` is called when what bucket n has is wanted by another one, or is one too many: it completes n's reduction
+    if that was launched, and says whether it was.
     """
 
     def __init__(
         self,
         comm: Communicator,
         lengths: Sequence[int],
+        adopts: Sequence[bool],
         dtype: torch.dtype,
         device: torch.device,
         settle: Callable[[int], bool],
     ) -> None:
-        self._lengths = list(lengths)
+        self.adopts = list(adopts)
+        self._lengths, self._dtype, self._device = list(lengths), dtype, device
         self._settle = settle
-        self._slot_of = slots_for(lengths)
+        lent = [number for number, adopted in enumerate(adopts) if not adopted]
+        slots = slots_for([lengths[number] for number in lent])
+        self._slot_of = dict(zip(lent, slots, strict=True))
         with taking("gradients"):
             self._slots = [
                 comm.empty(length, dtype=dtype, device=device)
-                for length in slot_lengths(lengths, self._slot_of)
+                for length in slot_lengths([lengths[number] for number in lent], slots)
             ]
         self._holders: list[int | None] = [None] * len(self._slots)
+        self._adopters: list[int] = []
 
     def loans(self) -> list[Loan]:
         """One for each bucket."""
@@ -106,18 +125,32 @@ class Lender:
         """What all slots take on this rank."""
         return sum(slot.nbytes for slot in self._slots)
 
+    def adopt(self, number: int) -> None:
+        """Bucket `number` has a gradient in memory of its own; there are `DEPTH` such where reductions can be ended."""
+        for holder in self._adopters[: len(self._adopters) + 1 - DEPTH]:
+            self._settle(holder)
+        self._adopters.append(number)
+
     def borrow(self, number: int) -> Tensor:
         """A buffer for bucket `number`, as long as that is."""
-        slot, length = self._slot_of[number], self._lengths[number]
+        slot = self._slot_of.get(number)
+        if slot is None:
+            self.adopt(number)
+            return self._ordinary(number)
         holder = self._holders[slot]
         if holder is not None and not self._settle(holder):
-            with taking("gradients"):
-                return torch.empty(length, dtype=self._slots[slot].dtype, device=self._slots[slot].device)
+            return self._ordinary(number)
         self._holders[slot] = number
-        return self._slots[slot][:length]
+        return self._slots[slot][: self._lengths[number]]
 
     def give_back(self, number: int) -> None:
         """Bucket `number` needs its buffer no more."""
-        slot = self._slot_of[number]
-        if self._holders[slot] == number:
+        slot = self._slot_of.get(number)
+        if slot is None:
+            self._adopters.remove(number)
+        elif self._holders[slot] == number:
             self._holders[slot] = None
+
+    def _ordinary(self, number: int) -> Tensor:
+        with taking("gradients"):
+            return torch.empty(self._lengths[number], dtype=self._dtype, device=self._device)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from farandole.comm.communicator import Communicator
@@ -21,12 +21,19 @@ from farandole.parallel.buckets import Bucket
 from farandole.parallel.gathering import Gathering
 from farandole.parallel.nonfinite import GradientWatch
 
+_REENTRANT = (
+    "a reentrant checkpoint runs backward passes of its own within one: give torch.utils.checkpoint use_reentrant=False, "
+    "or use recompute= of the plan"
+)
+
 
 class Reduction:
     """Follows backward passes, and reduces the buckets that they fill as stage `zero` has it.
 
     `waited_s` adds up the seconds in which this rank had nothing to do but wait for others.
     """
+
+    model: nn.Module
 
     def __init__(self, comm: Communicator, zero: int) -> None:
         self.zero = zero
@@ -55,8 +62,8 @@ class Reduction:
         self._used = torch.zeros(len(parameters), dtype=torch.uint8, device=device)
         self._used_by_bucket = self._used.split([len(bucket.parameters) for bucket in buckets])
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
-            for bucket in buckets
+            parameter.register_post_accumulate_grad_hook(self._hook(number, bucket, index))
+            for number, bucket in enumerate(buckets)
             for index, parameter in enumerate(bucket.parameters)
         ]
 
@@ -84,10 +91,15 @@ class Reduction:
         if not self._reduced:
             self._end_pass(last=True)
 
-    def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-        def received(_: Tensor) -> None:
+    def _hook(self, number: int, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+        def received(parameter: Tensor) -> None:
             if not self._in_pass:
                 self._begin_pass()
+            elif number < self._next:
+                raise RuntimeError(
+                    f"{self._name(parameter)} got a gradient after its gradients had been reduced in the same backward "
+                    f"pass; {_REENTRANT}"
+                )
             bucket.gradients.receive(index)
             if self._reduces and bucket.complete(index):
                 self._launch_full()
@@ -120,7 +132,8 @@ class Reduction:
             elif self.zero < 2:
                 raise RuntimeError(
                     "a backward pass came after the gradients were reduced, and nobody has taken them: run every "
-                    "backward pass of a step but the last under no_sync(), and zero_grad() between steps"
+                    "backward pass of a step but the last under no_sync(), and zero_grad() between steps; "
+                    + _REENTRANT
                 )
         self._in_pass = True
         # private, but what DDP and FSDP use: there is no other word of autograd at the end of a pass
@@ -171,6 +184,9 @@ class Reduction:
             self._reduced = True
         if self._comm.size > 1:
             self.waited_s += time.perf_counter() - started
+
+    def _name(self, parameter: Tensor) -> str:
+        return next(name for name, known in self.model.named_parameters() if known is parameter)
 
     def _settle(self, number: int) -> bool:
         """End the reduction of bucket `number`, if it was started; whether it was."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.buckets import fill, total_norm
@@ -210,7 +212,7 @@ def test_a_bucket_has_one_type_and_device() -> None:
     assert [[(p.dtype, p.device) for p in members] for members in filled] == [[kind] * 2 for kind in kinds]
 
 
-def test_a_long_parameter_shares_a_bucket_with_little() -> None:
+def test_a_long_parameter_has_a_bucket_for_itself() -> None:
     kind = {"dtype": torch.float32, "device": torch.device("cpu")}
 
     def filled(*sizes: int) -> list[list[int]]:
@@ -218,8 +220,7 @@ def test_a_long_parameter_shares_a_bucket_with_little() -> None:
         return [[p.nbytes for p in members] for members in fill(cast(Any, parameters), 100)]
 
     assert filled(1, 50, 49, 2) == [[1, 50, 49], [2]]
-    assert filled(1, 250, 50, 100, 3) == [[1, 250], [50, 100], [3]]
-    assert filled(51, 100, 60, 99) == [[51], [100], [60, 99]]
+    assert filled(1, 250, 50, 100, 60, 3) == [[250], [100], [1, 50, 60], [3]]
     assert filled(300, 200) == [[300], [200]]
     assert filled() == []
 
@@ -249,3 +250,44 @@ def _empty(rank: int, size: int) -> None:
 
 def test_only_memory_of_the_cpu_is_shared(ranks: Any) -> None:
     ranks(2).run(_empty)
+
+
+class Reentrant(nn.Module):
+    """Checkpointed the old way: the backward pass of `inner` runs within that of the model."""
+
+    def __init__(self, *, twice: bool) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.twice = twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + checkpoint(lambda y: torch.tanh(self.inner(y)), self.first(x), use_reentrant=True)
+        return self.inner(x) if self.twice else x
+
+
+def _reentrant(rank: int, size: int, zero: int, twice: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Reentrant(twice=twice)
+    reference = copy.deepcopy(model)
+    replica = DataParallel(model, _world(), bucket_bytes=1, zero=zero)
+    optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    replica(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    _world().barrier()
+    reference(torch.ones(2, 4)).square().mean().backward()
+    torch.optim.SGD(reference.parameters(), 0.1).step()
+    for value, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(value, expected)
+    replica.close()
+    return []
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_pass_within_a_pass_is_right_or_refused(ranks: Any, zero: int) -> None:
+    with pytest.raises(Exception, match="inner.*after its gradients had been reduced.*use_reentrant=False"):
+        ranks(2).run(_reentrant, zero, True)
+    if zero >= 2:
+        ranks(2).run(_reentrant, zero, False)
+        return
+    with pytest.raises(Exception, match="a backward pass came after.*use_reentrant=False"):
+        ranks(2).run(_reentrant, zero, False)

@@ -13,11 +13,11 @@ from torch import nn
 
 from farandole.memory.blocks import blocks_of
 from farandole.memory.estimate.machine import Machine
-from farandole.parallel.buckets import fill
+from farandole.parallel.buckets import can_adopt, fill
 from farandole.parallel.data import BUCKET_BYTES
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.gathering import CAPACITY
-from farandole.parallel.lender import slot_lengths, slots_for
+from farandole.parallel.lender import DEPTH, slot_lengths, slots_for
 from farandole.plan import Plan, PlanError
 
 BUFFERS = 3
@@ -26,12 +26,16 @@ BUFFERS = 3
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that are laid out together: elements with gaps, elements of a shard, bytes of an element."""
+    """Parameters that are laid out together: elements with gaps, elements of a shard, bytes of an element.
+
+    `adopts` says whether its gradient is reduced from where autograd has made it.
+    """
 
     length: int
     shard: int
     itemsize: int
     group: int
+    adopts: bool
 
 
 class DataAxis:
@@ -101,11 +105,15 @@ class DataAxis:
         return sum(length * b.itemsize for length, b in zip(kept, self.trained, strict=True))
 
     def lent(self) -> int:
-        """Buffers that whole gradients pass through, with `zero` 2 and 3 (`parallel.lender`)."""
+        """What whole gradients pass through with `zero` 2 and 3 (`parallel.lender`), beside those autograd is at."""
         if self.plan.zero < 2 or not self.trained:
             return 0
-        sizes = [bucket.length * bucket.itemsize for bucket in self.trained]
-        return sum(slot_lengths(sizes, slots_for(sizes)))
+        sizes = [bucket.length * bucket.itemsize for bucket in self.trained if not bucket.adopts]
+        adopted = [bucket.length * bucket.itemsize for bucket in self.trained if bucket.adopts]
+        # the last one has nothing after it that would be computed meanwhile
+        before = adopted[:-1]
+        on_their_way = max((sum(before[at : at + DEPTH]) for at in range(len(before))), default=0)
+        return sum(slot_lengths(sizes, slots_for(sizes))) + on_their_way
 
     def gathered(self) -> int:
         """Weights that are whole for a while (`parallel.gathering`), at most."""
@@ -167,7 +175,8 @@ class DataAxis:
                 wanted.reverse()
             for filled in fill(wanted, 1 << 62 if self.gathers else BUCKET_BYTES):
                 layout = FlatLayout([p.shape for p in filled], shards)
-                found.append(Bucket(layout.length, layout.shard_length, filled[0].itemsize, group))
+                adopts = can_adopt(filled, layout, filled[0].dtype) and self._low is None
+                found.append(Bucket(layout.length, layout.shard_length, filled[0].itemsize, group, adopts))
         return found
 
 
