@@ -170,11 +170,6 @@ def fill(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.
     return full + list(open_buckets.values())
 
 
-def can_adopt(parameters: Sequence[nn.Parameter], layout: FlatLayout, dtype: torch.dtype) -> bool:
-    """Whether what autograd makes for these parameters is what is to be reduced as `dtype`: one tensor without gaps."""
-    return len(parameters) == 1 and layout.length == layout.counts[0] and parameters[0].dtype == dtype
-
-
 def total_norm(tensors: Iterable[Tensor]) -> float:
     """The Euclidean norm of all elements of `tensors` together; infinite or NaN if any element is."""
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]

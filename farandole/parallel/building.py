@@ -13,7 +13,7 @@ from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
 from farandole.memory.blocks import blocks_of
 from farandole.memory.mapped import MappedRoom
-from farandole.parallel.buckets import Bucket, can_adopt, fill
+from farandole.parallel.buckets import Bucket, fill
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.gathering import GatheredWeights, Gathering
 from farandole.parallel.gradients import Gradients
@@ -202,9 +202,9 @@ class Builder:
         loans: list[Loan | None] = [None] * len(filled)
         for (dtype, device), numbers in of_kind.items():
             lengths = [layouts[number].length for number in numbers]
-            adopts = [can_adopt(filled[number], layouts[number], dtype) for number in numbers]
+            alone = [len(filled[number]) == 1 for number in numbers]
             settle = partial(_settle_place, self._settle, numbers)
-            lender = Lender(self._comm, lengths, adopts, dtype, device, settle)
+            lender = Lender(self._comm, lengths, alone, dtype, device, settle)
             for number, loan in zip(numbers, lender.loans(), strict=True):
                 loans[number] = loan
         return loans

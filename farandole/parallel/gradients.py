@@ -103,7 +103,10 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget the gradients: the next ones are the first of a new step."""
+        self._wait()  # for what a backward pass that failed has left on its way
         self._held = self.launched = False
+        if self._loan is not None and self._whole is not None:
+            self._give_back(self._loan)
         if self._loan is not None and self._mapped is None:
             self._reduced = None
         self.received = [False] * len(self._parameters)
@@ -113,8 +116,7 @@ class Gradients:
         parameter = self._parameters[index]
         gradient = parameter.grad
         assert gradient is not None  # the hook runs because there is one
-        if self._whole is None and self._may_adopt(gradient):
-            self._adopt(gradient)
+        if self._adopt(gradient):
             parameter.grad = None
             self.received[index] = True
             return
@@ -158,8 +160,7 @@ class Gradients:
         """Go on to average over replicas, if that is what comes next."""
         if self._replicas is None or not self.launched or self._crossed:
             return
-        if self._work is not None:
-            self._work.wait()
+        self._wait()
         assert self._target is not None  # it was launched
         self._work = self._replicas.all_reduce(self._target, "avg", async_op=True)
         self._crossed = True
@@ -167,27 +168,35 @@ class Gradients:
     def finish(self) -> None:
         """Wait for the reduction.  What was borrowed goes back, ready for a next backward pass."""
         self.advance()
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        self._wait()
         if self._loan is None or self._whole is None:
             return
         if self._target is not None and self._target is not self.reduced:
             self.reduced.add_(self._target)
         self._held, self.launched = True, False
         self.received = [False] * len(self._parameters)
+        self._give_back(self._loan)
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def _give_back(self, loan: Loan) -> None:
         self._whole, self._views, self._target = None, [], None
-        self._loan.give_back()
+        loan.give_back()
 
-    def _may_adopt(self, gradient: Tensor) -> bool:
-        if self._loan is None or not self._loan.adopts:
+    def _adopt(self, gradient: Tensor) -> bool:
+        """Reduce `gradient` from where it lies, if that is all there is to reduce, as it has to be."""
+        if self._loan is None or len(self._parameters) > 1 or self._whole is not None:
             return False
-        return gradient.layout == torch.strided and gradient.is_contiguous()
-
-    def _adopt(self, gradient: Tensor) -> None:
-        assert self._loan is not None  # it says that this bucket adopts
-        self._loan.adopt()
+        if gradient.dtype != self._dtype or gradient.numel() != self._layout.length:
+            return False
+        if gradient.layout != torch.strided or not gradient.is_contiguous():
+            return False
+        self._loan.bring()
         self._hold(gradient.detach().view(-1))
+        return True
 
     def _have_whole(self) -> Tensor:
         if self._whole is not None:

@@ -1,14 +1,14 @@
 """Memory for whole gradients, of which only a few exist at a time.
 
-A bucket of several parameters gets a slot, which its gradients are copied into.  One of a single parameter needs none: it
-*adopts* the gradient that autograd has made, which is reduced from where it lies.
+Buckets of several parameters, which are filled little by little, take turns in two slots.  A bucket of a single parameter
+*stands alone*: it is full as soon as there is anything in it, and has no slot, but the gradient that autograd has made, or a
+buffer for as long as it needs one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,44 +17,12 @@ from farandole.comm.communicator import Communicator
 from farandole.memory.purpose import taking
 
 DEPTH = 2
-"""One bucket is filled while the one before it is reduced; of those that adopt, so many have a gradient at a time."""
-
-_WORTH_IT = 0.9
-"""A bucket waits for the one before it where that leaves at most this part of the memory."""
+"""One bucket is filled while the one before it is reduced; and so many that stand alone have memory at a time."""
 
 
-def slots_for(lengths: Sequence[int]) -> list[int]:
-    """The number of the slot that each bucket gets; a slot is as long as the longest bucket that gets it.
-
-    Buckets take turns, so that neighbours have different slots.  Where the two longest ones, such as those of an embedding and
-    of an output layer, would each make a slot long, two neighbours have the same, and the turns change after them.
-    """
-    plain = [number % DEPTH for number in range(len(lengths))]
-    if len(lengths) < 2:
-        return plain
-    by_turn = [
-        [length * (slot == turn) for length, slot in zip(lengths, plain, strict=True)]
-        for turn in range(DEPTH)
-    ]
-    until = [list(accumulate(turn, max)) for turn in by_turn]
-    since = [list(accumulate(reversed(turn), max))[::-1] for turn in by_turn]
-
-    def total(last: int) -> int:
-        """Of the slots, where the turns change after bucket `last`."""
-        return max(until[0][last], since[1][last + 1]) + max(until[1][last], since[0][last + 1])
-
-    change = min(range(len(lengths) - 1), key=lambda number: (total(number), lengths[number]))
-    if total(change) > _WORTH_IT * sum(slot_lengths(lengths, plain)):
-        return plain
-    return [(number + (number > change)) % DEPTH for number in range(len(lengths))]
-
-
-def slot_lengths(lengths: Sequence[int], slots: Sequence[int]) -> list[int]:
-    """How long each slot has to be."""
-    longest = [0] * (max(slots, default=-1) + 1)
-    for length, slot in zip(lengths, slots, strict=True):
-        longest[slot] = max(longest[slot], length)
-    return longest
+def slot_lengths(lengths: Sequence[int]) -> list[int]:
+    """How long the slots are in which buckets of these `lengths` take turns: each as its longest bucket."""
+    return [max(lengths[turn::DEPTH]) for turn in range(min(DEPTH, len(lengths)))]
 
 
 @dataclass(frozen=True)
@@ -64,14 +32,9 @@ class Loan:
     lender: Lender
     number: int
 
-    @property
-    def adopts(self) -> bool:
-        """Whether there is no slot, since the bucket is the gradient of one parameter."""
-        return self.lender.adopts[self.number]
-
-    def adopt(self) -> None:
-        """A gradient of autograd's is to serve instead, until it is given back."""
-        self.lender.adopt(self.number)
+    def bring(self) -> None:
+        """A bucket that stands alone brings memory of its own, until `give_back`."""
+        self.lender.bring(self.number)
 
     def take(self) -> Tensor:
         """The buffer."""
@@ -83,38 +46,35 @@ class Loan:
 
 
 class Lender:
-    """Lends buffers to buckets that are filled in order, the same slot to a bucket on every rank (`slots_for`).
+    """Lends buffers to buckets that are filled in order, those that stand `alone` and others.
 
-    As all ranks take the same slot for a bucket, and slots are in memory that ranks share, nothing is copied for
-    its reduction.  A bucket that comes too early, while an unfinished one has its slot, gets ordinary memory; so does one
-    that `adopts`, if it wants a buffer all the same.
+    The others take turns in slots, the same on every rank: as slots are in memory that ranks share, nothing is copied for
+    their reduction.  One that comes too early, while an unfinished one has its slot, gets ordinary memory.
 
-    `settle(n)` is called when what bucket n has is wanted by another one, or is one too many: it completes n's reduction
-    if that was launched, and says whether it was.
+    `settle(n)` is called when bucket n has a slot that another one wants, or is one too many of those that stand alone: it
+    completes n's reduction if that was launched, and says whether it was.
     """
 
     def __init__(
         self,
         comm: Communicator,
         lengths: Sequence[int],
-        adopts: Sequence[bool],
+        alone: Sequence[bool],
         dtype: torch.dtype,
         device: torch.device,
         settle: Callable[[int], bool],
     ) -> None:
-        self.adopts = list(adopts)
         self._lengths, self._dtype, self._device = list(lengths), dtype, device
         self._settle = settle
-        lent = [number for number, adopted in enumerate(adopts) if not adopted]
-        slots = slots_for([lengths[number] for number in lent])
-        self._slot_of = dict(zip(lent, slots, strict=True))
+        others = [number for number, apart in enumerate(alone) if not apart]
+        self._slot_of = {number: turn % DEPTH for turn, number in enumerate(others)}
         with taking("gradients"):
             self._slots = [
                 comm.empty(length, dtype=dtype, device=device)
-                for length in slot_lengths([lengths[number] for number in lent], slots)
+                for length in slot_lengths([lengths[number] for number in others])
             ]
         self._holders: list[int | None] = [None] * len(self._slots)
-        self._adopters: list[int] = []
+        self._alone: list[int] = []  # that have memory
 
     def loans(self) -> list[Loan]:
         """One for each bucket."""
@@ -125,17 +85,17 @@ class Lender:
         """What all slots take on this rank."""
         return sum(slot.nbytes for slot in self._slots)
 
-    def adopt(self, number: int) -> None:
-        """Bucket `number` has a gradient in memory of its own; there are `DEPTH` such where reductions can be ended."""
-        for holder in self._adopters[: len(self._adopters) + 1 - DEPTH]:
-            self._settle(holder)
-        self._adopters.append(number)
+    def bring(self, number: int) -> None:
+        """Bucket `number` has memory of its own: no more than `DEPTH` have, where reductions can be completed."""
+        for earlier in self._alone[: len(self._alone) + 1 - DEPTH]:
+            self._settle(earlier)
+        self._alone.append(number)
 
     def borrow(self, number: int) -> Tensor:
         """A buffer for bucket `number`, as long as that is."""
         slot = self._slot_of.get(number)
         if slot is None:
-            self.adopt(number)
+            self.bring(number)
             return self._ordinary(number)
         holder = self._holders[slot]
         if holder is not None and not self._settle(holder):
@@ -147,7 +107,7 @@ class Lender:
         """Bucket `number` needs its buffer no more."""
         slot = self._slot_of.get(number)
         if slot is None:
-            self._adopters.remove(number)
+            self._alone.remove(number)
         elif self._holders[slot] == number:
             self._holders[slot] = None
 

@@ -98,7 +98,7 @@ class Reduction:
             elif number < self._next:
                 raise RuntimeError(
                     f"{self._name(parameter)} got a gradient after its gradients had been reduced in the same backward "
-                    f"pass; {_REENTRANT}"
+                    f"pass, or a pass that failed was not followed by zero_grad() of the engine; {_REENTRANT}"
                 )
             bucket.gradients.receive(index)
             if self._reduces and bucket.complete(index):

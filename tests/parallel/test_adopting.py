@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from farandole.comm.communicator import Communicator
+from farandole.memory.device import DeviceMemory
 from farandole.parallel.data import DataParallel
 from farandole.parallel.lender import DEPTH
 
@@ -86,9 +87,6 @@ def _together(rank: int, size: int, zero: int, accumulate: int) -> dict[str, Ten
     model = Even()
     comm = Communicator(dist.group.WORLD)
     engine = DataParallel(model, comm, bucket_bytes=1, zero=zero)
-    assert engine.buckets[0].gradients._loan is not None
-    if engine._gathering is None:  # else weights of a block are in one bucket
-        assert all(engine.buckets[0].gradients._loan.lender.adopts)
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     for batch in _batches(size):
         *first, last = batch.split(SHARE)[rank].split(SHARE // accumulate)
@@ -137,6 +135,32 @@ def _alive(rank: int, size: int) -> list[int]:
     assert not any(storage() is not None for storage in seen)
     engine.close()
     return counts
+
+
+def _taken(rank: int, size: int, dtype: torch.dtype | None, width: int) -> tuple[int, int]:
+    """The most bytes of gradients and their buffers in a pass, and those of what a rank keeps at its end."""
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(24)))
+    engine = DataParallel(model, Communicator(dist.group.WORLD), bucket_bytes=4000, zero=2, dtype=dtype)
+    most = 0
+    with DeviceMemory(None, torch.device("cpu")) as memory:
+
+        def arrives(gradient: Tensor) -> None:
+            nonlocal most
+            most = max(most, memory.in_use["gradients"])
+
+        for parameter in model.parameters():
+            parameter.register_hook(arrives)
+        engine(torch.randn(3, width)).square().mean().backward()
+        kept = memory.in_use["gradients"]
+    engine.close()
+    return most, kept
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(None, 64), (None, 63), (torch.bfloat16, 64)])
+def test_buffers_are_few(ranks: Any, dtype: torch.dtype | None, width: int) -> None:
+    """Though the biases of many layers share a bucket, which is not reduced for long."""
+    for most, kept in ranks(2).run(_taken, dtype, width):
+        assert most - kept <= DEPTH * 4 * (width + 1) ** 2
 
 
 @pytest.mark.parametrize("size", [1, 2])

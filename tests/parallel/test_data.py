@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -291,3 +291,61 @@ def test_a_pass_within_a_pass_is_right_or_refused(ranks: Any, zero: int) -> None
         return
     with pytest.raises(Exception, match="a backward pass came after.*use_reentrant=False"):
         ranks(2).run(_reentrant, zero, False)
+
+
+class Failing(torch.autograd.Function):
+    """What it is given; its backward pass fails while `broken` is true."""
+
+    broken = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if Failing.broken:
+            raise ArithmeticError("broken")
+        return gradient
+
+
+def _after_a_failure(rank: int, size: int, zero: int, width: int, bucket_bytes: int) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(width, width) for _ in range(6)]
+    reference = copy.deepcopy(layers)
+    model = nn.Sequential(*layers)
+    replica = DataParallel(model, _world(), bucket_bytes, zero=zero)
+    optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+
+    def loss(first: nn.Module, rest: Sequence[nn.Module]) -> Tensor:
+        x = Failing.apply(first(torch.ones(2, width)))
+        return cast(Tensor, nn.Sequential(*rest)(x).square().mean())
+
+    Failing.broken = True
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            loss(layers[0], layers[1:]).backward()
+        replica.zero_grad()
+    Failing.broken = False
+    for _ in range(2):
+        loss(layers[0], layers[1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    _world().barrier()
+    plain = torch.optim.SGD(nn.Sequential(*reference).parameters(), 0.1)
+    for _ in range(2):
+        loss(reference[0], reference[1:]).backward()
+        plain.step()
+        plain.zero_grad()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    expected = dict(nn.Sequential(*reference).named_parameters())
+    for parameter, value in replica.whole_parameters():
+        torch.testing.assert_close(value, expected[names[id(parameter)]])
+    replica.close()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
+def test_a_step_after_a_backward_pass_that_failed(ranks: Any, zero: int, backend: str) -> None:
+    for width, bucket_bytes in ((16, 1), (7, 1), (16, 1 << 20)):
+        ranks(2, backend).run(_after_a_failure, zero, width, bucket_bytes)

@@ -13,11 +13,11 @@ from torch import nn
 
 from farandole.memory.blocks import blocks_of
 from farandole.memory.estimate.machine import Machine
-from farandole.parallel.buckets import can_adopt, fill
+from farandole.parallel.buckets import fill
 from farandole.parallel.data import BUCKET_BYTES
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.gathering import CAPACITY
-from farandole.parallel.lender import DEPTH, slot_lengths, slots_for
+from farandole.parallel.lender import DEPTH, slot_lengths
 from farandole.plan import Plan, PlanError
 
 BUFFERS = 3
@@ -28,13 +28,14 @@ BUFFERS = 3
 class Bucket:
     """Parameters that are laid out together: elements with gaps, elements of a shard, bytes of an element.
 
-    `adopts` says whether its gradient is reduced from where autograd has made it.
+    `alone` says whether it is a single parameter, and `adopts` whether that is reduced from where autograd has made it.
     """
 
     length: int
     shard: int
     itemsize: int
     group: int
+    alone: bool
     adopts: bool
 
 
@@ -108,12 +109,12 @@ class DataAxis:
         """What whole gradients pass through with `zero` 2 and 3 (`parallel.lender`), beside those autograd is at."""
         if self.plan.zero < 2 or not self.trained:
             return 0
-        sizes = [bucket.length * bucket.itemsize for bucket in self.trained if not bucket.adopts]
-        adopted = [bucket.length * bucket.itemsize for bucket in self.trained if bucket.adopts]
-        # the last one has nothing after it that would be computed meanwhile
-        before = adopted[:-1]
-        on_their_way = max((sum(before[at : at + DEPTH]) for at in range(len(before))), default=0)
-        return sum(slot_lengths(sizes, slots_for(sizes))) + on_their_way
+        slots = slot_lengths([b.length * b.itemsize for b in self.trained if not b.alone])
+        alone = [b for b in self.trained if b.alone]
+        sizes = [b.length * b.itemsize for b in alone]
+        if alone and alone[-1].adopts:
+            sizes[-1] = 0  # nothing is computed beside it
+        return sum(slots) + max((sum(sizes[at : at + DEPTH]) for at in range(len(sizes))), default=0)
 
     def gathered(self) -> int:
         """Weights that are whole for a while (`parallel.gathering`), at most."""
@@ -175,8 +176,10 @@ class DataAxis:
                 wanted.reverse()
             for filled in fill(wanted, 1 << 62 if self.gathers else BUCKET_BYTES):
                 layout = FlatLayout([p.shape for p in filled], shards)
-                adopts = can_adopt(filled, layout, filled[0].dtype) and self._low is None
-                found.append(Bucket(layout.length, layout.shard_length, filled[0].itemsize, group, adopts))
+                alone = len(filled) == 1
+                adopts = alone and layout.length == layout.counts[0] and self._low is None
+                bucket = Bucket(layout.length, layout.shard_length, filled[0].itemsize, group, alone, adopts)
+                found.append(bucket)
         return found
 
 
