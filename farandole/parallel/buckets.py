@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -168,6 +169,17 @@ def fill(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.
         if sum(member.nbytes for member in members) >= bucket_bytes:
             full.append(open_buckets.pop(kind))
     return full + list(open_buckets.values())
+
+
+Turns = Literal["slowly", "at once", "adopts"]
+"""How a bucket gets its gradients: one by one; the only one, which is copied; or the only one, as autograd has made it."""
+
+
+def turns_of(layout: FlatLayout, *, same_type: bool) -> Turns:
+    """How a bucket laid out so does; `same_type` says whether autograd makes its gradients in the type they are reduced in."""
+    if len(layout.counts) > 1:
+        return "slowly"
+    return "adopts" if same_type and layout.length == layout.counts[0] else "at once"
 
 
 def total_norm(tensors: Iterable[Tensor]) -> float:

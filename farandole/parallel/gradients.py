@@ -187,14 +187,12 @@ class Gradients:
         loan.give_back()
 
     def _adopt(self, gradient: Tensor) -> bool:
-        """Reduce `gradient` from where it lies, if that is all there is to reduce, as it has to be."""
-        if self._loan is None or len(self._parameters) > 1 or self._whole is not None:
-            return False
-        if gradient.dtype != self._dtype or gradient.numel() != self._layout.length:
+        """Reduce `gradient` from where it lies, if this bucket does so and it is laid out as it has to be."""
+        if self._loan is None or not self._loan.adopts or self._whole is not None:
             return False
         if gradient.layout != torch.strided or not gradient.is_contiguous():
             return False
-        self._loan.bring()
+        self._loan.adopt()
         self._hold(gradient.detach().view(-1))
         return True
 

@@ -1,8 +1,8 @@
 """Memory for whole gradients, of which only a few exist at a time.
 
-Buckets of several parameters, which are filled little by little, take turns in two slots.  A bucket of a single parameter
-*stands alone*: it is full as soon as there is anything in it, and has no slot, but the gradient that autograd has made, or a
-buffer for as long as it needs one.
+Buckets take turns in two slots: those of several parameters, which are filled little by little, in two of theirs, and those of
+a single one, which are full as soon as there is anything in them, in two others.  A bucket that *adopts* has none: what
+is reduced is the gradient that autograd has made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from farandole.comm.communicator import Communicator
 from farandole.memory.purpose import taking
 
 DEPTH = 2
-"""One bucket is filled while the one before it is reduced; and so many that stand alone have memory at a time."""
+"""One bucket is filled while the one before it is reduced; and so many that adopt have a gradient at a time."""
 
 
 def slot_lengths(lengths: Sequence[int]) -> list[int]:
@@ -32,9 +32,14 @@ class Loan:
     lender: Lender
     number: int
 
-    def bring(self) -> None:
-        """A bucket that stands alone brings memory of its own, until `give_back`."""
-        self.lender.bring(self.number)
+    @property
+    def adopts(self) -> bool:
+        """Whether there is no slot, as a gradient of autograd's is to be reduced."""
+        return self.lender.adopts
+
+    def adopt(self) -> None:
+        """A gradient of autograd's serves as buffer, until `give_back`."""
+        self.lender.adopt(self.number)
 
     def take(self) -> Tensor:
         """The buffer."""
@@ -46,12 +51,13 @@ class Loan:
 
 
 class Lender:
-    """Lends buffers to buckets that are filled in order, those that stand `alone` and others.
+    """Lends buffers to buckets that are filled in order, or counts what they have if they adopt.
 
-    The others take turns in slots, the same on every rank: as slots are in memory that ranks share, nothing is copied for
-    their reduction.  One that comes too early, while an unfinished one has its slot, gets ordinary memory.
+    Slots are taken in turn, the same on every rank: as they are in memory that ranks share, nothing is copied for a
+    reduction.  A bucket that comes too early, while an unfinished one has its slot, gets ordinary memory; so does one that
+    adopts and finds nothing to.
 
-    `settle(n)` is called when bucket n has a slot that another one wants, or is one too many of those that stand alone: it
+    `settle(n)` is called when bucket n has a slot that another one wants, or is one too many of those that adopted: it
     completes n's reduction if that was launched, and says whether it was.
     """
 
@@ -59,22 +65,22 @@ class Lender:
         self,
         comm: Communicator,
         lengths: Sequence[int],
-        alone: Sequence[bool],
         dtype: torch.dtype,
         device: torch.device,
         settle: Callable[[int], bool],
+        *,
+        adopts: bool = False,
     ) -> None:
+        self.adopts = adopts
         self._lengths, self._dtype, self._device = list(lengths), dtype, device
         self._settle = settle
-        others = [number for number, apart in enumerate(alone) if not apart]
-        self._slot_of = {number: turn % DEPTH for turn, number in enumerate(others)}
         with taking("gradients"):
             self._slots = [
                 comm.empty(length, dtype=dtype, device=device)
-                for length in slot_lengths([lengths[number] for number in others])
+                for length in slot_lengths([] if adopts else lengths)
             ]
         self._holders: list[int | None] = [None] * len(self._slots)
-        self._alone: list[int] = []  # that have memory
+        self._adopters: list[int] = []
 
     def loans(self) -> list[Loan]:
         """One for each bucket."""
@@ -85,18 +91,18 @@ class Lender:
         """What all slots take on this rank."""
         return sum(slot.nbytes for slot in self._slots)
 
-    def bring(self, number: int) -> None:
+    def adopt(self, number: int) -> None:
         """Bucket `number` has memory of its own: no more than `DEPTH` have, where reductions can be completed."""
-        for earlier in self._alone[: len(self._alone) + 1 - DEPTH]:
+        for earlier in self._adopters[: len(self._adopters) + 1 - DEPTH]:
             self._settle(earlier)
-        self._alone.append(number)
+        self._adopters.append(number)
 
     def borrow(self, number: int) -> Tensor:
         """A buffer for bucket `number`, as long as that is."""
-        slot = self._slot_of.get(number)
-        if slot is None:
-            self.bring(number)
+        if self.adopts:
+            self.adopt(number)
             return self._ordinary(number)
+        slot = number % DEPTH
         holder = self._holders[slot]
         if holder is not None and not self._settle(holder):
             return self._ordinary(number)
@@ -105,11 +111,10 @@ class Lender:
 
     def give_back(self, number: int) -> None:
         """Bucket `number` needs its buffer no more."""
-        slot = self._slot_of.get(number)
-        if slot is None:
-            self._alone.remove(number)
-        elif self._holders[slot] == number:
-            self._holders[slot] = None
+        if self.adopts:
+            self._adopters.remove(number)
+        elif self._holders[number % DEPTH] == number:
+            self._holders[number % DEPTH] = None
 
     def _ordinary(self, number: int) -> Tensor:
         with taking("gradients"):

@@ -162,12 +162,12 @@ def _bytes_on_a_rank(rank: int, size: int, plan: Plan) -> dict[str, int]:
     common = any(bucket.weights and bucket.weights.common for bucket in engine.buckets)
     own = [w.own for w in engine._weights] if engine._gathering else list(model.parameters())
     whole = _storages(own)
-    loans = [bucket.gradients._loan for bucket in engine.buckets]
+    lenders = {bucket.gradients._loan.lender for bucket in engine.buckets if bucket.gradients._loan}
     found = {
         "weights": whole // size if common else whole,
         "gradients": _storages(bucket.gradients.reduced for bucket in engine.buckets),
         "optimizer": _storages([*states, *masters]),
-        "lent": loans[0].lender.nbytes if loans[0] is not None else 0,
+        "lent": sum(lender.nbytes for lender in lenders),
     }
     engine.close()
     return found

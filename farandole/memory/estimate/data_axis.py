@@ -13,7 +13,7 @@ from torch import nn
 
 from farandole.memory.blocks import blocks_of
 from farandole.memory.estimate.machine import Machine
-from farandole.parallel.buckets import fill
+from farandole.parallel.buckets import Turns, fill, turns_of
 from farandole.parallel.data import BUCKET_BYTES
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.gathering import CAPACITY
@@ -28,15 +28,14 @@ BUFFERS = 3
 class Bucket:
     """Parameters that are laid out together: elements with gaps, elements of a shard, bytes of an element.
 
-    `alone` says whether it is a single parameter, and `adopts` whether that is reduced from where autograd has made it.
+    `turns` says how it gets its gradients.
     """
 
     length: int
     shard: int
     itemsize: int
     group: int
-    alone: bool
-    adopts: bool
+    turns: Turns
 
 
 class DataAxis:
@@ -109,12 +108,12 @@ class DataAxis:
         """What whole gradients pass through with `zero` 2 and 3 (`parallel.lender`), beside those autograd is at."""
         if self.plan.zero < 2 or not self.trained:
             return 0
-        slots = slot_lengths([b.length * b.itemsize for b in self.trained if not b.alone])
-        alone = [b for b in self.trained if b.alone]
-        sizes = [b.length * b.itemsize for b in alone]
-        if alone and alone[-1].adopts:
-            sizes[-1] = 0  # nothing is computed beside it
-        return sum(slots) + max((sum(sizes[at : at + DEPTH]) for at in range(len(sizes))), default=0)
+        sizes: dict[Turns, list[int]] = {"slowly": [], "at once": [], "adopts": []}
+        for bucket in self.trained:
+            sizes[bucket.turns].append(bucket.length * bucket.itemsize)
+        slots = sum(slot_lengths(sizes["slowly"])) + sum(slot_lengths(sizes["at once"]))
+        adopted = sizes["adopts"][:-1]  # nothing is computed beside the last one
+        return slots + max((sum(adopted[at : at + DEPTH]) for at in range(len(adopted))), default=0)
 
     def gathered(self) -> int:
         """Weights that are whole for a while (`parallel.gathering`), at most."""
@@ -176,10 +175,8 @@ class DataAxis:
                 wanted.reverse()
             for filled in fill(wanted, 1 << 62 if self.gathers else BUCKET_BYTES):
                 layout = FlatLayout([p.shape for p in filled], shards)
-                alone = len(filled) == 1
-                adopts = alone and layout.length == layout.counts[0] and self._low is None
-                bucket = Bucket(layout.length, layout.shard_length, filled[0].itemsize, group, alone, adopts)
-                found.append(bucket)
+                turns = turns_of(layout, same_type=self._low is None)
+                found.append(Bucket(layout.length, layout.shard_length, filled[0].itemsize, group, turns))
         return found
 
 
