@@ -88,10 +88,14 @@ class Server:
 
         Raises `AllWorkersLost`, or `ServerLost` if a worker tells of another server's end.
         """
-        for worker in self._channels:
-            threading.Thread(
+        listeners = {
+            worker: threading.Thread(
                 target=self._listen, args=(worker,), name=f"farandole-worker-{worker}", daemon=True
-            ).start()
+            )
+            for worker in self._channels
+        }
+        for listener in listeners.values():
+            listener.start()
         next_beat = time.monotonic() + self._beat_s
         while self._here:
             with contextlib.suppress(queue.Empty):
@@ -100,6 +104,9 @@ class Server:
             if time.monotonic() >= next_beat:
                 self._console()
                 next_beat = time.monotonic() + self._beat_s
+        for worker, listener in listeners.items():
+            if worker not in self.report.lost:  # it ends with the worker's last word
+                listener.join()  # an interpreter that ends meanwhile aborts a thread that lets go of tensors
         if not self._finished:
             raise AllWorkersLost(
                 f"the server (rank {self._rank}) has lost all its workers: {self._obituary()}"
