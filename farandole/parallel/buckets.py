@@ -171,11 +171,11 @@ def fill(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.
     return full + list(open_buckets.values())
 
 
-Turns = Literal["slowly", "at once", "adopts"]
+Filling = Literal["slowly", "at once", "adopts"]
 """How a bucket gets its gradients: one by one; the only one, which is copied; or the only one, as autograd has made it."""
 
 
-def turns_of(layout: FlatLayout, *, same_type: bool) -> Turns:
+def filling_of(layout: FlatLayout, *, same_type: bool) -> Filling:
     """How a bucket laid out so does; `same_type` says whether autograd makes its gradients in the type they are reduced in."""
     if len(layout.counts) > 1:
         return "slowly"

@@ -13,7 +13,7 @@ from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
 from farandole.memory.blocks import blocks_of
 from farandole.memory.mapped import MappedRoom
-from farandole.parallel.buckets import Bucket, Turns, fill, turns_of
+from farandole.parallel.buckets import Bucket, Filling, fill, filling_of
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.gathering import GatheredWeights, Gathering
 from farandole.parallel.gradients import Gradients
@@ -196,15 +196,15 @@ class Builder:
         types: Sequence[torch.dtype],
     ) -> list[Loan | None]:
         """What each bucket may borrow for its gradients; a lender for each type, device and way to fill one."""
-        of_kind: dict[tuple[torch.dtype, torch.device, Turns], list[int]] = {}
+        of_kind: dict[tuple[torch.dtype, torch.device, Filling], list[int]] = {}
         for number, (members, layout, dtype) in enumerate(zip(filled, layouts, types, strict=True)):
-            turns = turns_of(layout, same_type=members[0].dtype == dtype)
-            of_kind.setdefault((dtype, members[0].device, turns), []).append(number)
+            filling = filling_of(layout, same_type=members[0].dtype == dtype)
+            of_kind.setdefault((dtype, members[0].device, filling), []).append(number)
         loans: list[Loan | None] = [None] * len(filled)
-        for (dtype, device, turns), numbers in of_kind.items():
+        for (dtype, device, filling), numbers in of_kind.items():
             lengths = [layouts[number].length for number in numbers]
             settle = partial(_settle_place, self._settle, numbers)
-            lender = Lender(self._comm, lengths, dtype, device, settle, adopts=turns == "adopts")
+            lender = Lender(self._comm, lengths, dtype, device, settle, adopts=filling == "adopts")
             for number, loan in zip(numbers, lender.loans(), strict=True):
                 loans[number] = loan
         return loans

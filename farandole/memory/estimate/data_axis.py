@@ -13,7 +13,7 @@ from torch import nn
 
 from farandole.memory.blocks import blocks_of
 from farandole.memory.estimate.machine import Machine
-from farandole.parallel.buckets import Turns, fill, turns_of
+from farandole.parallel.buckets import Filling, fill, filling_of
 from farandole.parallel.data import BUCKET_BYTES
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.gathering import CAPACITY
@@ -28,14 +28,14 @@ BUFFERS = 3
 class Bucket:
     """Parameters that are laid out together: elements with gaps, elements of a shard, bytes of an element.
 
-    `turns` says how it gets its gradients.
+    `filling` says how it gets its gradients.
     """
 
     length: int
     shard: int
     itemsize: int
     group: int
-    turns: Turns
+    filling: Filling
 
 
 class DataAxis:
@@ -108,9 +108,9 @@ class DataAxis:
         """What whole gradients pass through with `zero` 2 and 3 (`parallel.lender`), beside those autograd is at."""
         if self.plan.zero < 2 or not self.trained:
             return 0
-        sizes: dict[Turns, list[int]] = {"slowly": [], "at once": [], "adopts": []}
+        sizes: dict[Filling, list[int]] = {"slowly": [], "at once": [], "adopts": []}
         for bucket in self.trained:
-            sizes[bucket.turns].append(bucket.length * bucket.itemsize)
+            sizes[bucket.filling].append(bucket.length * bucket.itemsize)
         slots = sum(slot_lengths(sizes["slowly"])) + sum(slot_lengths(sizes["at once"]))
         adopted = sizes["adopts"][:-1]  # nothing is computed beside the last one
         return slots + max((sum(adopted[at : at + DEPTH]) for at in range(len(adopted))), default=0)
@@ -175,8 +175,8 @@ class DataAxis:
                 wanted.reverse()
             for filled in fill(wanted, 1 << 62 if self.gathers else BUCKET_BYTES):
                 layout = FlatLayout([p.shape for p in filled], shards)
-                turns = turns_of(layout, same_type=self._low is None)
-                found.append(Bucket(layout.length, layout.shard_length, filled[0].itemsize, group, turns))
+                filling = filling_of(layout, same_type=self._low is None)
+                found.append(Bucket(layout.length, layout.shard_length, filled[0].itemsize, group, filling))
         return found
 
 
