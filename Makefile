@@ -1,12 +1,15 @@
 # make demo   train a small language model on 2 ranks, in an environment of its own
 # make test   lint, types and all tests
-# make clean  remove the environment and what was built
+# make test-torch TORCH=2.15.0   the tests of the process groups on that version of torch, in an environment of its own
+# make clean  remove the environments and what was built
 #
-# PYTHON=python3.12 chooses the interpreter (3.11 or later).
+# PYTHON=python3.12 chooses the interpreter (3.11 or later), TESTS=tests/parallel the tests of test-torch.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+TESTS  ?= tests/comm
+OTHER  := .venv-torch-$(TORCH)
 NATIVE := $(wildcard farandole/native/*.c farandole/native/*.h farandole/native/*.inc)
 
 # An installation is redone when what it depends on changed; otherwise it takes no time.
@@ -15,7 +18,10 @@ NATIVE := $(wildcard farandole/native/*.c farandole/native/*.h farandole/native/
 INSTALLED := pyproject.toml setup.py constraints.txt $(NATIVE)
 INSTALL   := $(BIN)/pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test types tests clean
+# Images of containers often set it. Without bytecode each process spends 2 to 3 s on compiling torch.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test types tests test-torch clean
 
 demo: $(VENV)/core.stamp
 	$(BIN)/farandole train
@@ -35,6 +41,15 @@ types:
 tests:
 	$(BIN)/pytest --numprocesses 3 --dist worksteal
 
+# All packages but torch have the versions of `make test`.
+test-torch:
+	@test -n "$(TORCH)" || { echo "give the version of torch: make test-torch TORCH=2.15.0" >&2; exit 2; }
+	$(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/pip install -qq --no-compile --disable-pip-version-check --constraint $(OTHER)/constraints.txt \
+		torch==$(TORCH) --editable '.[test]'
+	$(OTHER)/bin/pytest --numprocesses 3 --dist worksteal $(TESTS)
+
 $(VENV)/core.stamp: $(INSTALLED) | $(BIN)/pip
 	@echo "Installing Farandole with torch and ten more packages into $(VENV): a minute or two, most of it the download"
 	@$(INSTALL) .
@@ -50,5 +65,5 @@ $(BIN)/pip:
 	@$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) build farandole.egg-info
+	rm -rf $(VENV) .venv-torch-* build farandole.egg-info
 	rm -f farandole/native/_core.*.so

@@ -1,31 +1,94 @@
-"""What torch finds through the entry points `torch.backends` and `torch.distributed.backends`.
+"""The entry points of torch: `autoload` in the group `torch.backends`, `register` in `torch.distributed.backends`.
 
-It makes `torch.distributed.init_process_group("farandole")`, and "farandole-mpi", work in a program that never
-imports this package.  It runs at `import torch`, so it only leaves names behind; the rest loads when a group is
-made.
+They make `torch.distributed.init_process_group("farandole")`, and "farandole-mpi", work in a program that never
+imports this package.  torch calls `autoload` at `import torch`, so this module only registers names; the rest
+loads when a group is made.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 OVER_MPI = "farandole-mpi"
 
+_log = logging.getLogger("farandole")
+_registered = False
+
+
+def autoload() -> None:
+    """Register our backends at `import torch`, which an exception would stop.
+
+    A failure is logged in one line, and `init_process_group` raises it for our backends.
+    """
+    try:
+        register()
+    except Exception as error:
+        _log.warning(str(error))
+        with contextlib.suppress(Exception):  # torch may lack this function too
+            _raise_when_used(error)
+
 
 def register() -> None:
-    """Make our backends known to `torch.distributed` (again is harmless)."""
+    """Register our backends with `torch.distributed`; a repeated call does nothing.
+
+    Raises:
+        RuntimeError: This version of torch lacks a function that a backend needs.
+    """
+    global _registered
+    if _registered:
+        return
+    try:
+        _register()
+    except Exception as error:
+        raise RuntimeError(_failure(error)) from error
+    _registered = True
+
+
+def _register() -> None:
     import torch.distributed as dist
 
-    if dist.is_available() and "FARANDOLE" not in dist.Backend._plugins:
+    if dist.is_available():
+        init = _met_through_mpi(dist.init_process_group)
         dist.Backend.register_backend("farandole", _create, extended_api=True, devices=["cpu", "cuda"])
         dist.Backend.register_backend(OVER_MPI, _create_over_mpi, extended_api=True, devices=["cpu", "cuda"])
         dist.register_rendezvous_handler("mpi", _meet_through_mpi)
-        init = _met_through_mpi(dist.init_process_group)
         dist.init_process_group = dist.distributed_c10d.init_process_group = init
+
+
+def _failure(error: Exception) -> str:
+    """Return one line about a failed registration."""
+    import torch
+
+    from farandole import __version__
+    from farandole._torch_versions import tested
+
+    cause = " ".join(f"{type(error).__name__}: {error}".split())
+    return (
+        f"farandole: cannot register its backends with torch {torch.__version__}: {cause}; "
+        f"farandole {__version__} is {tested()}, so install one of those"
+    )
+
+
+def _raise_when_used(failure: Exception) -> None:
+    """Make `init_process_group` raise `failure` for our backends, and for no others."""
+    import torch.distributed as dist
+
+    init = dist.init_process_group
+
+    @functools.wraps(init)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        backend = args[0] if args else kwargs.get("backend")
+        if "farandole" in str(backend).lower() and not _registered:
+            raise failure
+        init(*args, **kwargs)
+
+    dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
 
 
 def _create(options: Any, backend_options: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,29 @@ def pytest_collection_finish() -> None:
     """All modules are there."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def default_sigint() -> Iterator[None]:
+    """Let Ctrl-C interrupt the session and its child processes, even if SIGINT was inherited as ignored.
+
+    SIGINT is ignored under nohup and in the background jobs of a shell, and a child process inherits that.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Compute in one thread, as the ranks of the pool do.
+
+    The results are those of a rank to the bit.  The idle threads of OpenMP would spin on the cores that the ranks
+    and the other sessions of xdist need.
+    """
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

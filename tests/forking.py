@@ -16,7 +16,7 @@ CONTEXT.set_forkserver_preload(
         "farandole.parallel.parallelize",
         "farandole.launch.agent",
         "farandole.train.memory",
-        "tests.forked_command",
+        "tests.forked_python",
         "tests.comm.jobs",
         "tests.pool",
         "tests.frozen",

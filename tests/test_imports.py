@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "farandole"
 
 LEVELS = [
-    {"_startup"},
+    {"_startup", "_torch_versions"},
     {"native"},
     {"comm", "_autoload"},
     {"mesh", "layout", "plan"},
@@ -100,6 +100,10 @@ def test_public_names_load_when_used():
     loaded = loaded_by("import farandole; farandole.init; farandole.Communicator; farandole.Runtime")
     assert "torch" in loaded
     assert not loaded & {"typer", "matplotlib", "tensorboard"}
+
+
+def test_a_process_group_does_not_load_the_compiler():
+    assert "torch._dynamo" not in loaded_by("import farandole.comm.backend, farandole.comm.mpi.backend")
 
 
 def test_an_unknown_name_lists_those_there_are():

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farandole.comm.communicator import Communicator, ReduceName
+from farandole.comm.communicator import Array, Communicator, ReduceName
 from farandole.comm.compression import Compression, Compressor
 
 
@@ -27,15 +27,21 @@ class HalfCommunicator(Communicator):
 
     def all_reduce(
         self,
-        tensor: Tensor,
+        tensor: Array,
         op: ReduceName = "sum",
         *,
+        output: Array | None = None,
         compression: Compressor | Compression | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce `tensor` over all ranks, in place; where it is compressed already, it is as it was."""
-        if tensor.dtype != torch.float32 or compression is not None:
-            return super().all_reduce(tensor, op, compression=compression, async_op=async_op)
+        if (
+            not isinstance(tensor, Tensor)
+            or tensor.dtype != torch.float32
+            or compression is not None
+            or output is not None
+        ):
+            return super().all_reduce(tensor, op, output=output, compression=compression, async_op=async_op)
         half = self._half_of(tensor)
         half.copy_(tensor)
         work = super().all_reduce(half, op, async_op=async_op)

@@ -35,7 +35,7 @@ from farandole.comm import Options
 from farandole.comm.algorithms.choice import ALL_REDUCE
 from farandole.comm.algorithms.steps import finish
 from farandole.comm.algorithms.table import Link, Table
-from farandole.comm.group_base import GroupBase
+from farandole.comm.process_group import FarandoleProcessGroup
 from farandole.comm.transport import WireTransport
 from farandole.data.wording import counted
 from farandole.data.wording import size as in_words
@@ -110,7 +110,7 @@ def run(setup: TuneSetup) -> None:
 class _Tuning:
     def __init__(self, setup: TuneSetup, runtime: Runtime) -> None:
         group = runtime.comm.group
-        if not isinstance(group, GroupBase) or not native.available():
+        if not isinstance(group, FarandoleProcessGroup) or not native.available():
             raise BenchError(
                 f"the ranks communicate through torch's own backends ({native.why_unavailable() or group.name()}), "
                 f"and the algorithms are those of farandole"

@@ -1,23 +1,27 @@
-"""Making a process group of the backend `farandole`, which all its ranks do at once."""
+"""Making groups of the backend `farandole`: by `torch.distributed`, or by `Communicator.split`."""
 
 from __future__ import annotations
 
+import itertools
 import zlib
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from farandole._torch_versions import report_untested
 from farandole.comm.algorithms.choice import Choice
-from farandole.comm.collectives import HostCollectives
+from farandole.comm.core import GroupCore
+from farandole.comm.endpoint import CannotShareMemory, Endpoint
 from farandole.comm.fallback import gloo_group
-from farandole.comm.gathering import CannotShareMemory, Gathered, gather
-from farandole.comm.host import Meeting
+from farandole.comm.hierarchical import HierarchicalCore
+from farandole.comm.host_group import HostGroup
 from farandole.comm.hosts import Hosts
+from farandole.comm.native_core import NativeCore
 from farandole.comm.options import Options
 from farandole.comm.process_group import FarandoleProcessGroup
 from farandole.comm.remark import say_once
-from farandole.comm.spanning import SpanningCollectives
 from farandole.comm.transport import TorchTransport, Transport
 
 _SPARE_TIMEOUT = timedelta(minutes=30)
@@ -27,60 +31,80 @@ def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
     """What `init_process_group("farandole")` and `new_group` call, on every rank of the group."""
     rank, size = opts.group_rank, opts.group_size
     ranks = list(opts.global_ranks_in_group) or list(range(size))
+    report_untested(ranks[rank])
     name = str(opts.group_id or "default")
     is_default = name in ("0", "default", "default_pg")
     who = "the default group" if is_default else f"group {name!r} (ranks {', '.join(map(str, ranks))})"
     timeout = opts.timeout or _SPARE_TIMEOUT
     options = Options.of(backend_options)
-    meeting = Meeting(opts.store, rank, size, timeout, who)
-    try:
-        gathered = gather(meeting, rank, size, timeout, who, ranks, options.interface)
-    except CannotShareMemory as reason:
-        if rank == 0:
-            say_once(f"{who} communicates through Gloo: {reason}")
-        return FarandoleProcessGroup(meeting.store, rank, size, timeout, name, None, None, None)
-    carrier: HostCollectives | SpanningCollectives = HostCollectives(gathered.host)
-    if len(gathered.hosts) > 1:
-        leg = _leg(options, gathered, rank, meeting, timeout)
-        hosts = Hosts(gathered.host, gathered.hosts, options.leaders, leg)
-        carrier = SpanningCollectives(hosts, _choice(options, meeting))
-    return FarandoleProcessGroup(
-        meeting.store, rank, size, timeout, name, gathered.host, carrier, gathered.address
-    )
+    endpoint, members = _endpoint_of(ranks, is_default), ranks
+    if endpoint is None:
+        members = list(range(size))
+        try:
+            endpoint = Endpoint.bootstrap(opts.store, rank, size, timeout, who, options.interface)
+        except CannotShareMemory as reason:
+            if rank == 0:
+                say_once(f"{who} communicates through Gloo: {reason}")
+            return FarandoleProcessGroup(opts.store, rank, size, timeout, name, None, None)
+    core = form(endpoint, members, ranks, name, who, timeout, options)
+    return FarandoleProcessGroup(core.host.store, rank, size, timeout, name, core, endpoint.address)
 
 
-def _choice(options: Options, meeting: Meeting) -> Choice:
-    """By a table that is the same on all ranks: else they would make different steps."""
-    table = options.measurements()
-    own = f"{options.algorithm} {zlib.crc32(table.dump().encode()):08x}"
-    for rank, other in enumerate(meeting.exchange("choice", own)):
-        if other != own:
-            raise ValueError(
-                f"rank {rank} of the group was given another algorithm or table of measurements than this one "
-                f"(table={options.table!r}, algorithm={options.algorithm!r}); give all ranks the same Options"
-            )
-    return Choice(options.algorithm, table)
+def form(
+    endpoint: Endpoint,
+    members: Sequence[int],
+    ranks: Sequence[int],
+    name: str,
+    who: str,
+    timeout: timedelta,
+    options: Options,
+) -> GroupCore:
+    """Form a group of some ranks of an endpoint, called by all of them; `ranks` are their numbers in messages.
+
+    `name` tells groups apart that are formed at the same time.
+    """
+    hosts = endpoint.hosts_of(members)
+    table = options.measurements() if len(hosts) > 1 else None
+    signature = zlib.crc32(f"{options.algorithm} {table.dump()}".encode()) if table else 0
+    host = endpoint.form(members, ranks, name, who, timeout, signature)
+    core: GroupCore = NativeCore(host)
+    if table:
+        leg = _leg(options, host, hosts, timeout)
+        core = HierarchicalCore(Hosts(host, hosts, options.leaders, leg), Choice(options.algorithm, table))
+    count = itertools.count()
+
+    def form_subgroup(chosen: Sequence[int]) -> GroupCore:
+        part, numbers = [members[r] for r in chosen], [ranks[r] for r in chosen]
+        part_name = f"{name}/{next(count)}/{'-'.join(map(str, chosen))}"
+        part_who = f"group {part_name!r} (ranks {', '.join(map(str, numbers))})"
+        return form(endpoint, part, numbers, part_name, part_who, host.timeout, options)
+
+    core.form_subgroup = form_subgroup
+    return core
 
 
-def _leg(
-    options: Options, gathered: Gathered, rank: int, meeting: Meeting, timeout: timedelta
-) -> Transport | None:
+def _endpoint_of(ranks: Sequence[int], is_default: bool) -> Endpoint | None:
+    """The endpoint of the default group, if a group of these ranks can be formed over it."""
+    if is_default or not dist.is_initialized():
+        return None
+    host = getattr(dist.group.WORLD, "_host", None)
+    if not isinstance(host, HostGroup) or not host.endpoint.can_form(ranks):
+        return None
+    return host.endpoint
+
+
+def _leg(options: Options, host: HostGroup, hosts: list[list[int]], timeout: timedelta) -> Transport | None:
     """The transport between the leaders that this rank is one of, where it is not our own."""
     if options.transport == "tcp":
         return None
-    number = gathered.host.rank
-    if number >= min(len(ranks) for ranks in gathered.hosts):
+    number = host.rank
+    if number >= min(len(ranks) for ranks in hosts):
         return None
-    index = next(index for index, ranks in enumerate(gathered.hosts) if rank in ranks)
-    store = dist.PrefixStore(f"leg-{number}/", meeting.store)
+    index = next(index for index, ranks in enumerate(hosts) if host.group_rank in ranks)
+    store = dist.PrefixStore(f"leg-{number}/", host.store)
     if options.transport == "mpi":
         from farandole.comm.mpi.transport import MpiTransport  # loads MPI
 
-        return MpiTransport.meet(
-            store,
-            index,
-            len(gathered.hosts),
-            timeout,
-            f"the leaders {number} of {gathered.host.roster.group}",
-        )
-    return TorchTransport(gloo_group(store, index, len(gathered.hosts), timeout, gathered.address))
+        who = f"the leaders {number} of {host.roster.group}"
+        return MpiTransport.meet(store, index, len(hosts), timeout, who)
+    return TorchTransport(gloo_group(store, index, len(hosts), timeout, host.endpoint.address))

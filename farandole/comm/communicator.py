@@ -1,144 +1,272 @@
-"""A group of ranks and the collectives among them.
-
-`Communicator` is the one object that the rest of the package talks to.  It stands on any
-`torch.distributed` process group; on a group of the `farandole` backend whose ranks share a host,
-`empty` hands out buffers that every rank of the group can reach, and a collective on such a buffer
-copies nothing.  On any other group the same calls work, with ordinary memory.
-"""
+"""A group of ranks and the operations among them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from farandole.comm import objects
+from farandole.comm import operations as table
 from farandole.comm.compression.base import Compression, Compressor
 from farandole.comm.compression.call import compressed_all_reduce
+from farandole.comm.dispatcher import Dispatcher, PersistentOperation
+from farandole.comm.fallback import REDUCE_OPS, TorchCore
+from farandole.comm.operations import existing_rank, reduction_number
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
 
 ReduceName = Literal["sum", "avg", "product", "min", "max", "and", "or", "xor"]
+Array = Tensor | np.ndarray[Any, Any]
+"""A tensor, or a NumPy array that is used in place."""
 
-REDUCE_OPS: dict[str, dist.ReduceOp.RedOpType] = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "and": dist.ReduceOp.BAND,
-    "or": dist.ReduceOp.BOR,
-    "xor": dist.ReduceOp.BXOR,
-}
-"""Torch's reductions, by the names that are used here."""
-
-# from torch 2.13 on, which warns of the names before
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+__all__ = ["REDUCE_OPS", "Array", "Batch", "Communicator", "PersistentOperation", "ReduceName"]
 
 
 class Communicator:
-    """The collectives among the ranks of one process group.
+    """The operations among the ranks of one group.
 
-    Every method is called by all ranks of the group, in the same order.  With `async_op=True` a
-    method returns a `torch.distributed.Work` at once; the tensors may be used after its `wait()`.
+    All ranks call the collectives of a group in the same order.  Methods block; with `async_op=True` they return a
+    `torch.distributed.Work` at once, and its `wait()` ends the use of the tensors.  NumPy arrays are accepted wherever
+    tensors are; results appear in the array.
 
         comm = farandole.init().comm
         gradients = comm.empty(1_000_000)          # shared memory: reduced in place, no copies
         comm.all_reduce(gradients, "avg")
+
+    Each `*_init` method returns a `PersistentOperation`: validated once, run by `op()` as often as needed.
+
+    Args:
+        group: A process group of any backend.  Communicators on the same `farandole` group share its order.
     """
 
+    group: dist.ProcessGroup
+    """The process group of torch; not present on communicators of `from_mpi` and their `split`."""
+
     def __init__(self, group: dist.ProcessGroup) -> None:
+        ours: Communicator | None = getattr(group, "communicator", None)
+        if ours is None:
+            core = TorchCore(lambda: group, group.rank(), group.size(), group.name())
+            self._adopt(Dispatcher(core, core.name))
+        else:
+            self._adopt(ours.dispatcher)
         self.group = group
-        self.rank: int = group.rank()
-        self.size: int = group.size()
+
+    @classmethod
+    def over(cls, dispatcher: Dispatcher) -> Communicator:
+        """Return a communicator without a process group of torch."""
+        comm = cls.__new__(cls)
+        comm._adopt(dispatcher)
+        return comm
+
+    @classmethod
+    def from_mpi(cls, comm: Intracomm, timeout_s: float = 1800.0) -> Communicator:
+        """Return a communicator over the ranks of an mpi4py communicator, which is duplicated; a collective call."""
+        from farandole.comm.mpi.backend import core_over  # loads MPI
+
+        return cls.over(Dispatcher(core_over(comm, timedelta(seconds=timeout_s)), "of MPI"))
+
+    def _adopt(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self.rank, self.size = dispatcher.core.rank, dispatcher.core.size
+        self._direct = dispatcher.direct
+
+    # ---- groups ----
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Divide the ranks into groups of equal `color`, ordered by `key` and rank; a collective call.
+
+        Returns:
+            The communicator of this rank's group; None where `color` is None.
+        """
+        colors = self.all_gather_object((color, key))
+        if color is None:
+            return None
+        members = sorted(
+            (rank for rank, (other, _) in enumerate(colors) if other == color),
+            key=lambda rank: (colors[rank][1], rank),
+        )
+        return self._subgroup(members)
+
+    def _subgroup(self, members: Sequence[int]) -> Communicator:
+        """Return a communicator among some ranks of this one; called by these ranks."""
+        core = self.dispatcher.core.subgroup(members)
+        if core is not None:
+            return Communicator.over(Dispatcher(core, f"{self.dispatcher.name}, ranks {list(members)}"))
+        world = [dist.get_global_rank(self.group, rank) for rank in members]
+        if world != sorted(world):
+            raise NotImplementedError("expected keys in the order of ranks; torch's groups keep that order")
+        backend = dist.get_backend(self.group)
+        group = dist.new_group(world, backend=backend, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+        return Communicator(group)
+
+    def close(self) -> None:
+        """Leave the group; use it on communicators of `split` and `from_mpi`.  torch destroys its own groups."""
+        self.dispatcher.close()
+
+    # ---- memory ----
 
     def empty(
         self, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> Tensor:
-        """An uninitialised tensor that lives in memory shared by the ranks of this group.
+        """Return an uninitialized tensor in memory that the ranks of this group share; a collective call.
 
-        A collective call: every rank asks for the same shape and type.  Where the group cannot share
-        memory (another backend, several hosts, a device other than the CPU), the tensor is an ordinary one.
+        Every rank passes the same shape and type.  Where the group cannot share memory (another backend, several
+        hosts, a device other than the CPU), the tensor is an ordinary one.
         """
-        allocate = getattr(self.group, "allocate_shared", None)
-        if allocate is None or (device is not None and device.type != "cpu"):
+        if self.dispatcher.core.returns_work or (device is not None and device.type != "cpu"):
             return torch.empty(*shape, dtype=dtype, device=device)
-        shared: Tensor = allocate(shape, dtype)
-        return shared
+        return self.dispatcher.allocate(shape, dtype)
 
     def common(
         self, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> Tensor | None:
-        """One uninitialised tensor for all ranks: what one of them writes into it, all of them see.
+        """Return one uninitialized tensor for all ranks: every rank sees what another one writes; a collective call.
 
-        A collective call: every rank asks for the same shape and type.  Who writes where, and when, is the
-        callers' business: `barrier` separates writing from reading.  None where the ranks do not share memory
-        (another backend, several hosts, a device other than the CPU).
+        Every rank passes the same shape and type.  The callers coordinate their writes, for example with `barrier`.
+        None where the ranks do not share memory (another backend, several hosts, a device other than the CPU).
         """
         if not self.shares_memory(device):
             return None
-        common: Tensor = self.group.allocate_common(shape, dtype)  # type: ignore[attr-defined]
-        return common
+        core = self.dispatcher.core
+        return self.dispatcher.made(lambda flags: core.allocate_common(shape, dtype, flags))
 
     def shares_memory(self, device: torch.device | None = None) -> bool:
-        """Whether `common` has tensors on this device."""
-        here = device is None or device.type == "cpu"
-        return here and getattr(self.group, "shares_memory", False)
+        """Return whether `common` has tensors on this device."""
+        self.dispatcher.serves()
+        return (device is None or device.type == "cpu") and self.dispatcher.core.shares_memory
+
+    # ---- reductions ----
 
     def all_reduce(
         self,
-        tensor: Tensor,
+        tensor: Array,
         op: ReduceName = "sum",
         *,
+        output: Array | None = None,
         compression: Compressor | Compression | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce `tensor` over all ranks, in place.
+        """Reduce `tensor` over all ranks, in place or into `output`.
 
-        With a `compression` a sum or an average of fp32, bf16 or fp16 is compressed where it crosses hosts: a
-        `Compressor` of this tensor (`Int8().for_tensor(n)`), or settings that remember nothing from call to call.
+        Args:
+            tensor: The values of this rank.
+            op: The reduction.
+            output: Of the same size and type; by default `tensor`.
+            compression: For a sum or an average of fp32, bf16 or fp16, where it crosses hosts: a `Compressor` of this
+                tensor (`Int8().for_tensor(n)`), or settings without memory between calls.
+            async_op: Return work at once.
         """
+        alone = not async_op and output is None and compression is None
+        if alone and self._direct.all_reduce(tensor, op):
+            return None
         if compression is not None:
-            return compressed_all_reduce(self.group, tensor, op, compression, async_op)
-        return dist.all_reduce(tensor, REDUCE_OPS[op], group=self.group, async_op=async_op)
-
-    def reduce_scatter(
-        self, output: Tensor, input: Tensor, op: ReduceName = "sum", *, async_op: bool = False
-    ) -> dist.Work | None:
-        """Reduce `input` (`size` equal parts along dimension 0) and keep this rank's part in `output`."""
-        return _reduce_scatter(output, input, REDUCE_OPS[op], group=self.group, async_op=async_op)
-
-    def all_gather(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> dist.Work | None:
-        """Concatenate every rank's `input` into `output` (`size` times as large), in rank order."""
-        return _all_gather(output, input, group=self.group, async_op=async_op)
-
-    def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> dist.Work | None:
-        """Copy the `tensor` of rank `root` of this group to all its ranks."""
-        return dist.broadcast(tensor, group=self.group, group_src=root, async_op=async_op)
+            if output is not None:
+                raise ValueError(
+                    "all_reduce: expected one of `output` and `compression`, got both; copy first"
+                )
+            return compressed_all_reduce(self, _written(tensor), op, compression, async_op)
+        return self._reducing(table.ALL_REDUCE, *_in_place(tensor, output), op, async_op=async_op)
 
     def reduce(
-        self, tensor: Tensor, root: int = 0, op: ReduceName = "sum", *, async_op: bool = False
+        self, tensor: Array, root: int = 0, op: ReduceName = "sum", *, async_op: bool = False
     ) -> dist.Work | None:
-        """Reduce `tensor` over all ranks into the one of rank `root`; the others' keep their values."""
-        return dist.reduce(tensor, group=self.group, group_dst=root, op=REDUCE_OPS[op], async_op=async_op)
+        """Reduce `tensor` over all ranks into the one of rank `root`; the others keep their values."""
+        return self._reducing(table.REDUCE, *_in_place(tensor), op, root, async_op=async_op)
+
+    def reduce_scatter(
+        self, output: Array, input: Array | Sequence[Array], op: ReduceName = "sum", *, async_op: bool = False
+    ) -> dist.Work | None:
+        """Reduce `input` and keep this rank's part in `output`.
+
+        `input` has `size` equal parts along dimension 0, or is a list of one tensor per rank, of any lengths.
+        """
+        if not async_op and self._direct.reduce_scatter(output, input, op):
+            return None
+        return self._reducing(
+            table.REDUCE_SCATTER, [_written(output)], _read_list(input), op, async_op=async_op
+        )
+
+    def scan(
+        self,
+        tensor: Array,
+        op: ReduceName = "sum",
+        *,
+        exclusive: bool = False,
+        output: Array | None = None,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce the tensors of ranks 0 to this one, in place or into `output` (MPI_Scan).
+
+        With `exclusive` this rank's own tensor is not included, and rank 0 keeps its values (MPI_Exscan).
+        """
+        _no_average(op)
+        return self._reducing(table.SCAN, *_in_place(tensor, output), op, exclusive, async_op=async_op)
+
+    # ---- data movement ----
+
+    def all_gather(
+        self, output: Array | Sequence[Array], input: Array, *, async_op: bool = False
+    ) -> dist.Work | None:
+        """Collect every rank's `input` in `output`, in rank order.
+
+        `output` is `size` times as large as `input`, or is a list of one tensor per rank, of any lengths.
+        """
+        if not async_op and self._direct.all_gather(output, input):
+            return None
+        return self._run(table.ALL_GATHER, _written_list(output), [_read(input)], async_op=async_op)
+
+    def broadcast(self, tensor: Array, root: int = 0, *, async_op: bool = False) -> dist.Work | None:
+        """Copy the `tensor` of rank `root` to all ranks."""
+        if not async_op and self._direct.broadcast(tensor, root):
+            return None
+        return self._run(table.BROADCAST, *self._broadcast_pair(tensor, root), root, async_op=async_op)
 
     def gather(
-        self, tensor: Tensor, outputs: list[Tensor] | None = None, root: int = 0, *, async_op: bool = False
+        self,
+        tensor: Array,
+        outputs: Sequence[Array] | None = None,
+        root: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
+        async_op: bool = False,
     ) -> dist.Work | None:
-        """Collect every rank's `tensor` in `outputs` of rank `root` (None elsewhere)."""
-        return dist.gather(tensor, outputs, group=self.group, group_dst=root, async_op=async_op)
+        """Collect every rank's `tensor` in `outputs` of rank `root` (None elsewhere).
+
+        Tensors of different lengths need `counts`, the number of elements of each rank, on all ranks.
+        """
+        return self._run(
+            table.GATHER, _written_list(outputs or []), [_read(tensor)], root, counts, async_op=async_op
+        )
 
     def scatter(
-        self, tensor: Tensor, inputs: list[Tensor] | None = None, root: int = 0, *, async_op: bool = False
+        self,
+        tensor: Array,
+        inputs: Sequence[Array] | None = None,
+        root: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
+        async_op: bool = False,
     ) -> dist.Work | None:
-        """Give rank i of the group `inputs[i]` of rank `root` (None elsewhere)."""
-        return dist.scatter(tensor, inputs, group=self.group, group_src=root, async_op=async_op)
+        """Give rank i the tensor `inputs[i]` of rank `root` (None elsewhere).
+
+        Tensors of different lengths need `counts`, the number of elements of each rank, on all ranks.
+        """
+        return self._run(
+            table.SCATTER, [_written(tensor)], _read_list(inputs or []), root, counts, async_op=async_op
+        )
 
     def all_to_all(
         self,
-        output: Tensor,
-        input: Tensor,
+        output: Array | Sequence[Array],
+        input: Array | Sequence[Array],
         output_splits: Sequence[int] | None = None,
         input_splits: Sequence[int] | None = None,
         *,
@@ -146,29 +274,274 @@ class Communicator:
     ) -> dist.Work | None:
         """Send part j of `input` to rank j and receive part i of `output` from rank i.
 
-        Parts are equal along dimension 0 unless their lengths are given in rows.
+        Parts are equal along dimension 0, or have the numbers of rows of the splits, or are lists of tensors.
         """
-        return dist.all_to_all_single(
-            output,
-            input,
-            None if output_splits is None else list(output_splits),
-            None if input_splits is None else list(input_splits),
-            group=self.group,
-            async_op=async_op,
+        even = not (async_op or output_splits or input_splits)
+        if even and self._direct.all_to_all(output, input):
+            return None
+        pair = self._exchanged(output, input, output_splits, input_splits)
+        return self._run(table.ALL_TO_ALL, *pair, async_op=async_op)
+
+    def barrier(self, *, async_op: bool = False) -> dist.Work | None:
+        """Wait until every rank of the group has called it."""
+        if not async_op and self._direct.barrier():
+            return None
+        return self._run(table.BARRIER, [], [], async_op=async_op)
+
+    # ---- persistent operations ----
+
+    def all_reduce_init(
+        self, tensor: Array, op: ReduceName = "sum", *, output: Array | None = None
+    ) -> PersistentOperation:
+        """Return a persistent `all_reduce`."""
+        return self._prepare_reducing(table.ALL_REDUCE, *_in_place(tensor, output), op)
+
+    def reduce_init(self, tensor: Array, root: int = 0, op: ReduceName = "sum") -> PersistentOperation:
+        """Return a persistent `reduce`."""
+        return self._prepare_reducing(table.REDUCE, *_in_place(tensor), op, root)
+
+    def reduce_scatter_init(
+        self, output: Array, input: Array | Sequence[Array], op: ReduceName = "sum"
+    ) -> PersistentOperation:
+        """Return a persistent `reduce_scatter`."""
+        return self._prepare_reducing(table.REDUCE_SCATTER, [_written(output)], _read_list(input), op)
+
+    def scan_init(
+        self, tensor: Array, op: ReduceName = "sum", *, exclusive: bool = False, output: Array | None = None
+    ) -> PersistentOperation:
+        """Return a persistent `scan`."""
+        _no_average(op)
+        return self._prepare_reducing(table.SCAN, *_in_place(tensor, output), op, exclusive)
+
+    def all_gather_init(self, output: Array | Sequence[Array], input: Array) -> PersistentOperation:
+        """Return a persistent `all_gather`."""
+        return self.dispatcher.prepare(table.ALL_GATHER, _written_list(output), [_read(input)])
+
+    def broadcast_init(self, tensor: Array, root: int = 0) -> PersistentOperation:
+        """Return a persistent `broadcast`."""
+        return self.dispatcher.prepare(table.BROADCAST, *self._broadcast_pair(tensor, root), root)
+
+    def gather_init(
+        self,
+        tensor: Array,
+        outputs: Sequence[Array] | None = None,
+        root: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
+    ) -> PersistentOperation:
+        """Return a persistent `gather`."""
+        return self.dispatcher.prepare(
+            table.GATHER, _written_list(outputs or []), [_read(tensor)], root, counts
         )
 
-    def send(self, tensor: Tensor, to: int, tag: int = 0) -> None:
-        """Send `tensor` to rank `to` of this group; returns when it may be changed again."""
-        dist.send(tensor, group=self.group, group_dst=to, tag=tag)
+    def scatter_init(
+        self,
+        tensor: Array,
+        inputs: Sequence[Array] | None = None,
+        root: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
+    ) -> PersistentOperation:
+        """Return a persistent `scatter`."""
+        return self.dispatcher.prepare(
+            table.SCATTER, [_written(tensor)], _read_list(inputs or []), root, counts
+        )
 
-    def recv(self, tensor: Tensor, source: int | None = None, tag: int = 0) -> int:
-        """Receive into `tensor` from rank `source` of this group, or from any; returns the sender."""
-        if source is None:
-            sender = dist.recv(tensor, group=self.group, tag=tag)
-            return dist.get_group_rank(self.group, sender)
-        dist.recv(tensor, group=self.group, group_src=source, tag=tag)
-        return source
+    def all_to_all_init(
+        self,
+        output: Array | Sequence[Array],
+        input: Array | Sequence[Array],
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+    ) -> PersistentOperation:
+        """Return a persistent `all_to_all`."""
+        pair = self._exchanged(output, input, output_splits, input_splits)
+        return self.dispatcher.prepare(table.ALL_TO_ALL, *pair)
 
-    def barrier(self) -> None:
-        """Wait until every rank of the group is here."""
-        dist.barrier(group=self.group)
+    def barrier_init(self) -> PersistentOperation:
+        """Return a persistent `barrier`."""
+        return self.dispatcher.prepare(table.BARRIER, [], [])
+
+    # ---- point-to-point ----
+
+    def isend(self, tensor: Array, to: int, tag: int = 0) -> dist.Work:
+        """Begin to send `tensor` to rank `to`; it may be changed after `wait()`."""
+        return self.post(_read(tensor), to, tag, sends=True)
+
+    def irecv(self, tensor: Array, source: int | None = None, tag: int = 0) -> dist.Work:
+        """Begin to receive into `tensor` from rank `source`, or from any rank."""
+        return self.post(_written(tensor), source or 0, tag, sends=False, any_rank=source is None)
+
+    def send(self, tensor: Array, to: int, tag: int = 0) -> None:
+        """Send `tensor` to rank `to`; return when it may be changed."""
+        if isinstance(tensor, Tensor) and self._direct.send(tensor, to, tag):
+            return
+        self.isend(tensor, to, tag).wait()
+
+    def recv(self, tensor: Array, source: int | None = None, tag: int = 0) -> int:
+        """Receive into `tensor` from rank `source`, or from any rank; return the sender."""
+        if source is not None and isinstance(tensor, Tensor) and self._direct.recv(tensor, source, tag):
+            return source
+        work = self.irecv(tensor, source, tag)
+        work.wait()
+        return int(work._source_rank()) if source is None else source
+
+    def batch(self) -> Batch:
+        """Return a context in which messages are collected; they are posted together and waited for at its end.
+
+        with comm.batch() as batch:
+            batch.send(halo, right)
+            batch.recv(other, left)
+        """
+        return Batch(self)
+
+    def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool, any_rank: bool = False) -> dist.Work:
+        """Begin a message; with `any_rank` a receive from any rank."""
+        if any_rank:
+            peer = -1
+        else:
+            name, what = ("send", "the destination") if sends else ("recv", "the source")
+            existing_rank(name, what, peer, self.size)
+        core = self.dispatcher.core_for([tensor])
+        if peer == self.rank and not core.returns_work:
+            raise ValueError(f"rank {peer} cannot exchange messages with itself")
+        return core.post_send(tensor, peer, tag) if sends else core.post_recv(tensor, peer, tag)
+
+    # ---- Python objects ----
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the picklable `value` of every rank, in rank order."""
+        return objects.all_gather(self, value)
+
+    def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
+        """Return the picklable `value` of rank `root`."""
+        return objects.broadcast(self, value, root)
+
+    # ---- calls ----
+
+    def _run(
+        self,
+        operation: table.Operation,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        *constants: Any,
+        async_op: bool,
+    ) -> dist.Work | None:
+        work = self.dispatcher.run(operation, outputs, inputs, *constants, async_op=async_op)
+        return work if async_op else None
+
+    def _reducing(
+        self,
+        operation: table.Operation,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        op: str,
+        *constants: Any,
+        async_op: bool,
+    ) -> dist.Work | None:
+        reduction = reduction_number(op, outputs[0].dtype)
+        return self._run(operation, outputs, inputs, reduction, *constants, async_op=async_op)
+
+    def _prepare_reducing(
+        self,
+        operation: table.Operation,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        op: str,
+        *constants: Any,
+    ) -> PersistentOperation:
+        reduction = reduction_number(op, outputs[0].dtype)
+        return self.dispatcher.prepare(operation, outputs, inputs, reduction, *constants)
+
+    def _broadcast_pair(self, tensor: Array, root: int) -> tuple[list[Tensor], list[Tensor]]:
+        used = _read(tensor) if root == self.rank else _written(tensor)
+        return [used], [used]
+
+    def _exchanged(
+        self,
+        output: Array | Sequence[Array],
+        input: Array | Sequence[Array],
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        outputs, inputs = _written_list(output), _read_list(input)
+        if isinstance(output, (list, tuple)) or isinstance(input, (list, tuple)):
+            return outputs, inputs
+        return table.exchanged(outputs[0], inputs[0], output_splits, input_splits, self.size)
+
+
+class Batch:
+    """Messages that are posted together; see `Communicator.batch`."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._messages: list[tuple[bool, Tensor, int, int]] = []
+
+    def send(self, tensor: Array, to: int, tag: int = 0) -> None:
+        """Send `tensor` to rank `to`."""
+        self._messages.append((True, _read(tensor), to, tag))
+
+    def recv(self, tensor: Array, source: int, tag: int = 0) -> None:
+        """Receive into `tensor` from rank `source`."""
+        self._messages.append((False, _written(tensor), source, tag))
+
+    def start(self) -> list[dist.Work]:
+        """Post the messages and return their works."""
+        messages, self._messages = self._messages, []
+        core = self._comm.dispatcher.core
+        if isinstance(core, TorchCore) and messages:  # NCCL needs the messages of a batch in one group
+            operations = [
+                dist.P2POp(
+                    dist.isend if sends else dist.irecv, tensor, group=core.group, group_peer=peer, tag=tag
+                )
+                for sends, tensor, peer, tag in messages
+            ]
+            return list(dist.batch_isend_irecv(operations))
+        return [self._comm.post(tensor, peer, tag, sends=sends) for sends, tensor, peer, tag in messages]
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            for work in self.start():
+                work.wait()
+
+
+def _read(value: Array) -> Tensor:
+    """Return a tensor with the values of an array; memory that NumPy forbids to write is copied."""
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, np.ndarray):
+        raise TypeError(
+            f"expected a tensor or a NumPy array, got {type(value).__name__}; try torch.as_tensor"
+        )
+    return torch.from_numpy(value if value.flags.writeable else value.copy())
+
+
+def _written(value: Array) -> Tensor:
+    """Return a tensor in the memory of an array that receives results."""
+    if isinstance(value, np.ndarray) and not value.flags.writeable:
+        raise ValueError("expected a writable array for results, got a read-only one; try a copy")
+    return _read(value)
+
+
+def _read_list(values: Array | Sequence[Array]) -> list[Tensor]:
+    return [_read(each) for each in values] if isinstance(values, (list, tuple)) else [_read(values)]  # type: ignore[arg-type]
+
+
+def _written_list(values: Array | Sequence[Array]) -> list[Tensor]:
+    return [_written(each) for each in values] if isinstance(values, (list, tuple)) else [_written(values)]  # type: ignore[arg-type]
+
+
+def _in_place(tensor: Array, output: Array | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    """Return outputs and inputs of an operation that writes `output`, by default its input."""
+    if output is not None:
+        return [_written(output)], [_read(tensor)]
+    both = _written(tensor)
+    return [both], [both]
+
+
+def _no_average(op: str) -> None:
+    if op == "avg":
+        raise ValueError("scan: expected sum, product, min, max, and, or, xor, got avg; try sum and divide")

@@ -1,4 +1,4 @@
-"""Tensors as the core sees them: addresses and counts.  Others are copied to such ones, and back."""
+"""Dense tensors: values in order in one piece of memory.  Others are copied to such ones, and back."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ reachable = {"cpu"}
 """The devices whose memory is used by its address; tensors of others are copied to the host and back."""
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the bytes at `data_ptr` are within reach, and the values in order, with no lazy sign or conjugation."""
+def is_dense(tensor: Tensor, any_device: bool = False) -> bool:
+    """Return whether the values are in order at `data_ptr`, with no lazy sign or conjugation, and within reach."""
+    if any_device and tensor.layout is not torch.strided:
+        return True  # torch's own groups take sparse tensors
     return (
-        tensor.device.type in reachable
+        (tensor.is_cpu or any_device or tensor.device.type in reachable)
         and tensor.is_contiguous()
         and not tensor.is_neg()
         and not tensor.is_conj()
@@ -24,7 +26,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor that holds the memory: itself, or what a result of a functional collective stands for."""
+    """Return the tensor that holds the memory: itself, or the result that a functional collective stands for."""
     if type(tensor) is Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
         return tensor
     if not tensor.numel() or tensor.data_ptr():
@@ -39,40 +41,47 @@ def plain(tensor: Tensor) -> Tensor:
     return inner
 
 
-def readable(tensor: Tensor) -> Tensor:
-    """A dense tensor of the same values; the tensor itself where it is one."""
-    if is_dense(tensor):
+def readable(tensor: Tensor, any_device: bool = False) -> Tensor:
+    """Return a dense tensor of the same values; the tensor itself where it is dense."""
+    if is_dense(tensor, any_device):
         return tensor
     values = tensor.resolve_conj().resolve_neg()
-    return values.contiguous() if values.device.type in reachable else writable(tensor).copy_(values)
+    if any_device or values.device.type in reachable:
+        return values.contiguous()
+    return writable(tensor).copy_(values)
 
 
-def writable(tensor: Tensor) -> Tensor:
-    """A dense tensor of the same shape, to be copied back; the tensor itself where it is one."""
-    if is_dense(tensor):
+def writable(tensor: Tensor, any_device: bool = False) -> Tensor:
+    """Return a dense tensor of the same shape, to be copied back; the tensor itself where it is dense."""
+    if is_dense(tensor, any_device):
         return tensor
-    if tensor.device.type in reachable:
+    if any_device or tensor.device.type in reachable:
         return torch.empty_like(tensor, memory_format=torch.contiguous_format)
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
 def copy_back(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    """Put the values of buffers made by `writable` where they belong."""
+    """Copy buffers made by `writable` to the tensors that they stand for."""
     for tensor, buffer in zip(tensors, buffers, strict=True):
         if buffer is not tensor:
             tensor.copy_(buffer)
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones."""
+    """Return complex numbers as pairs of real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a dense tensor."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def pointers_to(tensors: Sequence[Tensor]) -> Any:
-    """A C array of the addresses of dense tensors."""
-    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    """Return a C array of the addresses of dense tensors."""
+    return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
 
 
 def counts_of(tensors: Sequence[Tensor]) -> Any:
-    """A C array of their numbers of elements."""
-    return (ctypes.c_size_t * len(tensors))(*(tensor.numel() for tensor in tensors))
+    """Return a C array of the element counts of tensors."""
+    return (ctypes.c_size_t * len(tensors))(*[tensor.numel() for tensor in tensors])

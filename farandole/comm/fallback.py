@@ -1,24 +1,45 @@
-"""torch's own process groups, for what shared memory does not carry."""
+"""torch's own process groups: where the C core is missing, for tensors that it does not support, and as a `Core`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from farandole.comm.core import Parts
+from farandole.comm.dtypes import REDUCTION_NAMES
+from farandole.comm.reduce_rows import reduce_rows
+from farandole.comm.work import COMPLETED, Call
+
+_REDUCE_OPS = [
+    dist.ReduceOp.SUM,
+    dist.ReduceOp.AVG,
+    dist.ReduceOp.PRODUCT,
+    dist.ReduceOp.MIN,
+    dist.ReduceOp.MAX,
+    dist.ReduceOp.BAND,
+    dist.ReduceOp.BOR,
+    dist.ReduceOp.BXOR,
+]
+REDUCE_OPS = dict(zip(REDUCTION_NAMES, _REDUCE_OPS, strict=True))
+"""torch's reductions, by name."""
 
 
 def has_nccl() -> bool:
-    """Whether CUDA tensors can be communicated here."""
+    """Return whether CUDA tensors can be communicated here."""
     return torch.cuda.is_available() and dist.is_nccl_available()
 
 
 def gloo_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None
 ) -> dist.ProcessGroupGloo:
-    """Gloo at this address of the host; without one it takes what the host's name stands for, if that is known."""
+    """Return a Gloo group that listens at `address`; without one at the address of the host's name."""
     if address is None:
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
@@ -30,7 +51,7 @@ def gloo_group(
 def torch_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, address: str | None
 ) -> dist.ProcessGroup:
-    """A group over the same ranks: Gloo for CPU tensors and, where there is one, NCCL for CUDA tensors."""
+    """Return a group over the same ranks: Gloo for CPU tensors and, where it exists, NCCL for CUDA tensors."""
     kinds = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(dist.PrefixStore("torch/", store), rank, size)
     gloo = gloo_group(dist.PrefixStore("gloo/", store), rank, size, timeout, address)
@@ -45,35 +66,228 @@ def torch_group(
     return group
 
 
-class LazyBackend:
-    """What `_get_backend` answers for CPU tensors: a stand-in for torch's Gloo, made when something of it is used.
+class TorchCore:
+    """A `Core` over any process group of torch, such as Gloo or NCCL; its methods return torch's works.
 
-    Making Gloo is a collective call, and torch asks for the backend mostly to look at its abilities, on one
-    rank at times; those are answered here.  It says that its class is Gloo's, as it stands for one: by that
-    torch decides where a new timeout goes.
+    Args:
+        make: Returns the group; called when it is first needed, by all ranks.
     """
 
-    supports_splitting = False
-    supports_coalescing = False
-    supports_time_estimate = False
+    returns_work = True
+    completes_at_exit = True
+    shares_memory = False
+    closed = False
 
-    def __init__(
-        self, make: Callable[[], dist.ProcessGroup], set_timeout: Callable[[timedelta], None]
-    ) -> None:
+    def __init__(self, make: Callable[[], dist.ProcessGroup], rank: int, size: int, name: str) -> None:
+        self.name, self.rank, self.size = name, rank, size
         self._make = make
-        self._set_default_timeout = set_timeout
+        self._group: dist.ProcessGroup | None = None
+        self._making = threading.Lock()
+        self._timeout: timedelta | None = None
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return dist.ProcessGroupGloo
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group, made now if need be."""
+        with self._making:
+            if self._group is None:
+                self._group = self._make()
+                if self._timeout is not None:
+                    self._group.set_timeout(self._timeout)
+            return self._group
 
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Buffers come from `Communicator.empty`, not from here."""
-        return False
+    def supports(self, tensors: Sequence[Tensor]) -> bool:
+        """Return True: torch refuses what it does not support."""
+        return True
 
-    def name(self) -> str:
-        """The name of the backend."""
-        return "farandole"
+    def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
+        """Return a call of an operation with all arguments but the flags."""
+        return partial(getattr(self, operation), *arguments)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._make()._get_backend(torch.device("cpu")), name)
+    def check(self, status: dist.Work) -> None:
+        """Wait for work under way."""
+        status.wait()
+
+    # ---- collectives ----
+
+    def all_reduce(self, output: Tensor, input: Tensor, reduction: int, flags: int) -> dist.Work:
+        """Reduce `input` over all ranks into `output`."""
+        if output is not input:
+            output.copy_(input.view(output.shape))
+        return self.group.allreduce(
+            [output], _options(dist.AllreduceOptions, reduceOp=_REDUCE_OPS[reduction])
+        )
+
+    def reduce(
+        self, output: Tensor | None, input: Tensor, reduction: int, root: int, flags: int
+    ) -> dist.Work:
+        """Reduce `input` into `output` of rank `root`."""
+        if output is None:
+            output = input.clone()  # Gloo overwrites it
+        elif output is not input:
+            output.copy_(input.view(output.shape))
+        options = _options(dist.ReduceOptions, reduceOp=_REDUCE_OPS[reduction], rootRank=root)
+        return self.group.reduce([output], options)
+
+    def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> dist.Work:
+        """Reduce `inputs` and keep this rank's part."""
+        options = _options(dist.ReduceScatterOptions, reduceOp=_REDUCE_OPS[reduction])
+        if len(inputs) == 1:
+            method = _first_of(self.group, "reduce_scatter_single", "_reduce_scatter_base")
+            return method(output, inputs[0], options)
+        parts = _padded(inputs)
+        if parts is None:
+            return self.group.reduce_scatter([output], [list(inputs)], options)
+        own = torch.empty_like(parts[0])
+        self.group.reduce_scatter([own], [parts], options).wait()
+        output.copy_(own[: output.numel()].view(output.shape))
+        return COMPLETED
+
+    def all_gather(self, outputs: Parts, input: Tensor, flags: int) -> dist.Work:
+        """Collect every rank's `input` in `outputs`."""
+        if len(outputs) == 1:
+            return _first_of(self.group, "all_gather_single", "_allgather_base")(outputs[0], input)
+        parts = _padded(outputs)
+        if parts is None:
+            return self.group.allgather([list(outputs)], [input])
+        own = _pad(input, len(parts[0]))
+        self.group.allgather([parts], [own]).wait()
+        return _unpad(outputs, parts)
+
+    def broadcast(self, output: Tensor | None, input: Tensor | None, root: int, flags: int) -> dist.Work:
+        """Copy `input` of rank `root` to `output` of the others."""
+        tensor = output if input is None else input
+        assert tensor is not None
+        return self.group.broadcast([tensor], _options(dist.BroadcastOptions, rootRank=root))
+
+    def gather(
+        self, outputs: Sequence[Tensor], input: Tensor, root: int, counts: Sequence[int] | None, flags: int
+    ) -> dist.Work:
+        """Collect every rank's `input` in `outputs` of rank `root`."""
+        options = _options(dist.GatherOptions, rootRank=root)
+        if counts is None:
+            return self.group.gather([list(outputs)] if outputs else [], [input], options)
+        parts = [input.new_empty(max(counts)) for _ in outputs]
+        self.group.gather([parts] if outputs else [], [_pad(input, max(counts))], options).wait()
+        return _unpad(outputs, parts)
+
+    def scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
+    ) -> dist.Work:
+        """Give rank r the tensor `inputs[r]` of rank `root`."""
+        options = _options(dist.ScatterOptions, rootRank=root)
+        if counts is None:
+            return self.group.scatter([output], [list(inputs)] if inputs else [], options)
+        own = output.new_empty(max(counts))
+        self.group.scatter(
+            [own], [[_pad(each, max(counts)) for each in inputs]] if inputs else [], options
+        ).wait()
+        return _unpad([output], [own])
+
+    def all_to_all(self, outputs: Parts, inputs: Parts, flags: int) -> dist.Work:
+        """Send input j to rank j and receive output i from rank i."""
+        method = _first_of(self.group, "all_to_all_single", "alltoall_base")
+        if len(inputs) == 1:
+            return method(outputs[0], inputs[0], [], [])
+        received, sent = [each.numel() for each in outputs], [each.numel() for each in inputs]
+        output = outputs[0].new_empty(sum(received))
+        method(output, torch.cat([each.reshape(-1) for each in inputs]), received, sent).wait()
+        return _unpad(outputs, output.split(received))
+
+    def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> dist.Work:
+        """Reduce the inputs of ranks 0 to this one (without this one if `exclusive`)."""
+        rows = [torch.empty_like(input) for _ in range(self.size)]
+        self.group.allgather([rows], [input]).wait()
+        last = self.rank - exclusive
+        if last >= 0:
+            flat = torch.stack([row.view(-1) for row in rows[: last + 1]])
+            output.copy_(reduce_rows(flat.cpu(), reduction).view(output.shape))
+        return COMPLETED
+
+    def barrier(self, flags: int) -> dist.Work:
+        """Wait until every rank has called it."""
+        return self.group.barrier()
+
+    # ---- point-to-point ----
+
+    def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        """Begin to send."""
+        return self.group.send([tensor], peer, tag)
+
+    def post_recv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        """Begin to receive; `peer` -1 receives from any rank."""
+        return self.group.recv([tensor], peer, tag) if peer >= 0 else self.group.recv_anysource([tensor], tag)
+
+    # ---- memory and life ----
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
+        """Return an ordinary tensor."""
+        return torch.empty(*shape, dtype=dtype)
+
+    def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
+        """Raise: torch's groups share no memory."""
+        raise NotImplementedError("expected ranks that share memory; try `empty`")
+
+    def subgroup(self, members: Sequence[int]) -> None:
+        """Return None: torch makes the group."""
+
+    def whereabouts(self) -> str:
+        """Return the name of the backend: torch knows no more."""
+        return f"a call of {self.name}"
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long a call waits for the other ranks."""
+        self._timeout = timeout
+        if self._group is not None:
+            self._group.set_timeout(timeout)
+
+    def within(self, timeout_s: float, call: Call) -> Call:
+        """Return the call itself: torch takes timeouts with its options."""
+        return call
+
+    def leave(self, note: str) -> None:
+        """Do nothing: torch's groups do not tell the other ranks."""
+
+    def give_up(self) -> None:
+        """Do nothing: torch's calls end at their timeout."""
+
+    def rest(self, patience_s: float) -> bool:
+        """Return True: torch's threads end with the group."""
+        return True
+
+    def close(self) -> None:
+        """Shut the group down, if it was made here."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
+
+
+def _options(kind: type, **fields: Any) -> Any:
+    options = kind()
+    for name, value in fields.items():
+        setattr(options, name, value)
+    return options
+
+
+def _first_of(group: dist.ProcessGroup, *names: str) -> Callable[..., dist.Work]:
+    """Return the method of the first name that this version of torch has."""
+    return next(getattr(group, name) for name in names if hasattr(group, name))
+
+
+def _pad(tensor: Tensor, count: int) -> Tensor:
+    padded = tensor.new_zeros(count)
+    padded[: tensor.numel()] = tensor.reshape(-1)
+    return padded
+
+
+def _padded(parts: Sequence[Tensor]) -> list[Tensor] | None:
+    """Return tensors of one length for Gloo, which takes no others; None where the lengths are equal."""
+    longest = max(part.numel() for part in parts)
+    if all(part.numel() == longest for part in parts):
+        return None
+    return [_pad(part, longest) for part in parts]
+
+
+def _unpad(tensors: Sequence[Tensor], padded: Sequence[Tensor]) -> dist.Work:
+    for tensor, part in zip(tensors, padded, strict=True):
+        tensor.copy_(part[: tensor.numel()].view(tensor.shape))
+    return COMPLETED

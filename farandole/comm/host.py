@@ -1,9 +1,4 @@
-"""Which ranks share a host, and how they get hold of each other's memory.
-
-A rank publishes through the store of its group who it is; ranks with equal host identities can share
-memory.  A segment is an anonymous file (`memfd_create`): it has no name that could be left behind, and
-the others open it through `/proc/<owner>/fd/`, which the kernel allows to the same user only.
-"""
+"""Which ranks share a host, and what the ranks of a job tell each other before they are connected."""
 
 from __future__ import annotations
 
@@ -12,8 +7,7 @@ import json
 import mmap
 import os
 import platform
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,7 +30,7 @@ def host_identity() -> str:
 
 @dataclass(frozen=True)
 class SegmentName:
-    """Where the owner of a segment keeps it open, and which file that is."""
+    """Where the owner of a memory file keeps it open, and which file that is."""
 
     pid: int
     descriptor: int
@@ -44,7 +38,11 @@ class SegmentName:
 
 
 class Segment:
-    """An anonymous piece of shared memory that this process owns until `close`."""
+    """An anonymous memory file (`memfd_create`) that this process keeps open until `close`.
+
+    It has no name that could be left behind.  Other processes open it through `/proc/<owner>/fd/`, which the kernel
+    allows to the same user only.
+    """
 
     def __init__(self, size: int, label: str) -> None:
         self.descriptor = os.memfd_create(f"farandole-{label}", os.MFD_CLOEXEC)
@@ -55,13 +53,9 @@ class Segment:
             os.close(self.descriptor)
             raise
 
-    def resize(self, size: int) -> None:
-        """Make it `size` bytes long."""
-        os.ftruncate(self.descriptor, size)
-
     @property
     def name(self) -> SegmentName:
-        """What other ranks need to open it."""
+        """What other processes need to open it."""
         return SegmentName(os.getpid(), self.descriptor, os.fstat(self.descriptor).st_ino)
 
     def close(self) -> None:
@@ -70,16 +64,16 @@ class Segment:
 
 
 def open_segment(name: SegmentName) -> int:
-    """A descriptor of another process's segment.  OSError if it is not there or not ours to open."""
+    """A descriptor of another process's memory file.  OSError if it is not there or not ours to open."""
     descriptor = os.open(f"/proc/{name.pid}/fd/{name.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     if os.fstat(descriptor).st_ino != name.inode:
         os.close(descriptor)
-        raise OSError(f"process {name.pid} no longer has the segment that it announced")
+        raise OSError(f"process {name.pid} no longer has the memory that it announced")
     return descriptor
 
 
 def open_and_map(name: SegmentName, size: int) -> mmap.mmap:
-    """Map `size` bytes of another process's segment for reading and writing.  OSError as in `open_segment`."""
+    """Map `size` bytes of another process's memory file for reading and writing.  OSError as in `open_segment`."""
     descriptor = open_segment(name)
     try:
         return mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -87,21 +81,12 @@ def open_and_map(name: SegmentName, size: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-@dataclass(frozen=True)
-class Peer:
-    """What a rank tells the others of its group."""
-
-    host: str
-    name: str
-    pid: int
-    segment: SegmentName | None
-
-
 class Meeting:
-    """The ranks of a group tell each other things through the store of the group, before they share memory.
+    """The ranks of a job tell each other things through a store.
 
-    A store may outlive a group, and a group of the same name meet there again (torchrun keeps one store for
-    a job), so that every key carries the number of the meeting, which each rank counts in the store.
+    A store may outlive a group, and a group of the same name bootstrap through it again (torchrun keeps one store for
+    a job), so every key carries a number, which each rank counts in the store.  Rank 0 collects what the others say, so
+    the traffic grows with the number of ranks, not with its square.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, who: str) -> None:
@@ -115,50 +100,25 @@ class Meeting:
     def exchange(self, topic: str, text: str) -> list[str]:
         """All-gather a text.  `RankLate` if a rank does not come in time."""
         keys = [f"{topic}/{rank}" for rank in range(self._size)]
-        self.store.set(keys[self._rank], text or " ")
+        everything = f"{topic}/all"
+        if self._rank:
+            self.store.set(keys[self._rank], text or " ")
         try:
-            self.store.wait(keys, self._timeout)
+            if self._rank == 0:
+                self.store.wait(keys[1:], self._timeout)
+                texts = [text, *(self.store.get(key).decode().strip() for key in keys[1:])]
+                self.store.set(everything, json.dumps(texts))
+                return texts
+            self.store.wait([everything], self._timeout)
         except dist.DistStoreError as error:
-            missing = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
+            missing = [
+                str(rank)
+                for rank, key in enumerate(keys)
+                if rank != self._rank and not self.store.check([key if rank else everything])
+            ]
             raise RankLate(
                 f"{self._who} could not be made: of its {self._size} ranks, number {', '.join(missing)} did not "
                 f"come within {self._timeout.total_seconds():g} s"
             ) from error
-        return [self.store.get(key).decode().strip() for key in keys]
-
-    def exchange_peers(self, mine: Peer) -> list[Peer]:
-        """Every rank's `Peer`, in rank order."""
-        peers = []
-        for text in self.exchange("peer", json.dumps(asdict(mine))):
-            fields = json.loads(text)
-            segment = fields.pop("segment")
-            peers.append(Peer(**fields, segment=None if segment is None else SegmentName(**segment)))
-        return peers
-
-
-class Processes:
-    """Descriptors on which the kernel says that a process has ended; one per process, shared by all groups."""
-
-    def __init__(self) -> None:
-        self._descriptors: dict[int, int] = {}
-        self._users: dict[int, int] = {}
-
-    def watch(self, pids: Sequence[int]) -> list[int]:
-        """A descriptor for each process (-1 for this one).  OSError if a process is gone already."""
-        for pid in pids:
-            if pid == os.getpid():
-                continue
-            if pid not in self._descriptors:
-                self._descriptors[pid] = os.pidfd_open(pid)
-            self._users[pid] = self._users.get(pid, 0) + 1
-        return [self._descriptors.get(pid, -1) for pid in pids]
-
-    def unwatch(self, pids: Sequence[int]) -> None:
-        """Undo one `watch` of the same processes."""
-        for pid in pids:
-            if pid not in self._users:
-                continue
-            self._users[pid] -= 1
-            if not self._users[pid]:
-                del self._users[pid]
-                os.close(self._descriptors.pop(pid))
+        texts = json.loads(self.store.get(everything))
+        return texts

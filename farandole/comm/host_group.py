@@ -1,4 +1,4 @@
-"""A group of ranks on one host: the C core's collectives on addresses, with errors that name ranks.
+"""The ranks of a group on this host: the C core's collectives on addresses, with errors that name ranks.
 
 This is the layer below tensors: who is in the group, the shared segment, and status codes made into
 exceptions.  `process_group.py` puts tensors and asynchronous work on top.
@@ -10,28 +10,30 @@ import ctypes
 import math
 import mmap
 import os
-import socket
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from ctypes import c_double, c_size_t, c_void_p
 from datetime import timedelta
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from farandole import native
 from farandole.comm.describe import Roster, describe_call, describe_whereabouts, failure_to_error
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
 from farandole.comm.errors import CommunicationError
-from farandole.comm.host import Processes, Segment, SegmentName, open_and_map
+from farandole.comm.host import Segment, SegmentName, open_and_map
 from farandole.comm.verdict import Verdict
 from farandole.native import Call, Failure, Status
 
-SILENCE_S = 4.0
-"""A host that lives acknowledges something every two seconds (`KEEPALIVE_S` in native/wire.c)."""
+if TYPE_CHECKING:
+    from farandole.comm.endpoint import Endpoint
 
-_processes = Processes()
+SILENCE_S = 4.0
+"""A host that lives acknowledges something every two seconds (`KEEPALIVE_S` in native/tcp.c)."""
 
 
 class HostGroup:
@@ -41,50 +43,42 @@ class HostGroup:
     on this host only, as the core's collectives do.  Messages go to any rank of the whole group.
     """
 
-    def __init__(self, group_rank: int, members: Sequence[int], descriptor: int, roster: Roster) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        handle: int,
+        group_rank: int,
+        members: Sequence[int],
+        roster: Roster,
+        verdict: Verdict | None,
+        store: dist.Store,
+    ) -> None:
+        self.endpoint = endpoint
+        self.handle: int | None = handle
         self.group_rank = group_rank
         self.members = list(members)
         self.rank = self.members.index(group_rank)
         self.size = len(members)
         self.roster = roster
+        self.verdict = verdict  # of a group of several hosts
+        self.store = store
         self.core = native.library()
-        self.verdict: Verdict | None = None  # of a group of several hosts
         self._owner = os.getpid()
         self._closing = threading.RLock()  # for threads that use the handle outside of a call
-        self._pids = [roster.pids[member] for member in members]
-        watched = (ctypes.c_int * self.size)(*_processes.watch(self._pids))
-        self.handle: int | None = self.core.frd_join(descriptor, self.rank, self.size, watched)
-        if not self.handle:
-            _processes.unwatch(self._pids)
-            raise OSError("the shared segment of the group could not be mapped")
-        self._remark = native.Remark(_weakly(self, HostGroup._say_who_is_late))
-        self.core.frd_set_remark(self.handle, self._remark)
-        self.core.frd_announce(self.handle, os.getpid())
-        self._regions = 0
+        self._stall_warning = native.StallWarning(_weakly(self, HostGroup._warn_of_stall))
+        self.core.frd_set_stall_warning(self.handle, self._stall_warning)
+        self._group = c_void_p(handle)
+        # by index: functions without argument types, which convert nothing
+        self._post_send, self._post_recv = self.core["frd_post_send"], self.core["frd_post_recv"]
+        self._post_send.restype = self._post_recv.restype = c_void_p
+        self._send, self._recv = self.core["frd_send"], self.core["frd_recv"]
+        self._wait_message, self._test_message = self.core["frd_message_wait"], self.core["frd_message_test"]
         self._left = False
         self._call_timeout_s: float | None = None  # of the collective under way, if it has its own
 
-    def open_wires(
-        self,
-        listener: socket.socket,
-        own: bytes,
-        token: bytes,
-        addresses: Mapping[int, bytes],
-        verdict: Verdict,
-    ) -> None:
-        """Make ranks of other hosts reachable, at these addresses; the listening socket is the core's from now on."""
-        ranks = len(self.roster.ranks)
-        local_of = [self.members.index(r) if r in self.members else -1 for r in range(ranks)]
-        failed = self.core.frd_span(self.handle, self.group_rank, ranks, (ctypes.c_int * ranks)(*local_of))
-        failed = failed or self.core.frd_wires_open(self.handle, listener.detach(), own, len(own), token)
-        for rank, address in addresses.items():
-            failed = failed or self.core.frd_wires_address(self.handle, rank, address, len(address))
-        if failed or self.core.frd_wires_start(self.handle):
-            raise MemoryError("no memory, or no thread, for the connections of the group to other hosts")
-        self.verdict = verdict
-
     def set_timeout(self, timeout: timedelta) -> None:
         """How long a call waits for the other ranks."""
+        self.timeout = timeout
         self.timeout_s = timeout.total_seconds()
         self.core.frd_set_timeout(self.handle, self.timeout_s)
 
@@ -108,6 +102,10 @@ class HostGroup:
             return
         if status == Status.UNSUPPORTED:
             raise ValueError("the core does not have this reduction for this type of elements")
+        if status == Status.NO_MEMORY:
+            raise MemoryError("no shared memory for a collective")
+        if status == Status.INVALID:
+            raise ValueError(f"the group has ranks 0 to {self.size - 1}; a root or peer is outside of them")
         failure = Failure()
         self.core.frd_get_failure(self.handle, ctypes.byref(failure))
         error = failure_to_error(failure, self.group_rank, self.roster, self.call_timeout_s)
@@ -117,16 +115,66 @@ class HostGroup:
             native.raise_pending_interrupt()
         raise error
 
+    # ---- messages: see `messages.MessagePassing` ----
+
+    def post_send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> int | None:
+        """Begin to send bytes to a rank."""
+        return self._posted(
+            self._post_send(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag)
+        )
+
+    def post_recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> int | None:
+        """Begin to receive as many bytes from a rank, or from any (-1)."""
+        return self._posted(
+            self._post_recv(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag)
+        )
+
+    def _posted(self, message: int | None) -> int | None:
+        if message is not None and message < native.LAST_STATUS:
+            self.check(message)
+        return message
+
+    def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> None:
+        """Send bytes to a rank."""
+        if outcome := self._send(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag, flags):
+            self.source_of(outcome)
+
+    def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
+        """Receive as many bytes from a rank, or from any (-1); return the source."""
+        return self.source_of(
+            self._recv(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag, flags)
+        )
+
+    def test_message(self, message: int) -> int:
+        """Return `Status.PENDING` or an outcome."""
+        outcome: int = self._test_message(self._group, c_void_p(message))
+        return outcome
+
+    def wait_message(self, message: int, seconds: float, flags: int) -> int:
+        """Return an outcome; at the deadline a failure, or with the flag `TRY` `Status.PENDING`."""
+        outcome: int = self._wait_message(self._group, c_void_p(message), c_double(seconds), flags)
+        return outcome
+
+    def cancel_message(self, message: int) -> None:
+        """Withdraw a message that has not moved."""
+        self.core.frd_message_cancel(self.handle, message)
+
+    def source_of(self, outcome: int) -> int:
+        """Return the rank that a complete message came from; raise the error of one that failed."""
+        if outcome & 0xFF:
+            self.check(outcome & 0xFF)
+        return outcome >> 8
+
     def fail(self, error: CommunicationError, culprit: int) -> NoReturn:
         """Break the group on all its hosts, for a reason that was found out above the core, and raise it."""
         assert self.verdict is not None
         error = self.verdict.publish(error)
         self.core.frd_break(self.handle, culprit)
-        self.core.frd_wires_hang_up(self.handle)
+        self.core.frd_tell_broken(self.handle)
         raise error
 
     def _shared_reason(self, failure: Failure, error: CommunicationError) -> CommunicationError:
-        """The reason that all hosts give; the connections are closed, so that all look for it."""
+        """The reason that all hosts give; the others are told, so that all look for it."""
         assert self.verdict is not None
         found = None
         if failure.status in (Status.CLOSED, Status.ELSEWHERE, Status.MISFIT) or (
@@ -134,12 +182,12 @@ class HostGroup:
         ):  # on the other host they may know better: why it closed, or for whom it waits itself
             found = self.verdict.find(failure.culprit if failure.status == Status.CLOSED else None)
         found = self.verdict.publish(found or self._with_link(failure, error))
-        self.core.frd_wires_hang_up(self.handle)
+        self.core.frd_tell_broken(self.handle)
         return found
 
     def _with_link(self, failure: Failure, error: CommunicationError) -> CommunicationError:
         """The error of a late rank on another host says whether that host still answers."""
-        silence_s = self.core.frd_wires_silence(self.handle, failure.culprit)
+        silence_s = self.core.frd_silence(self.handle, failure.culprit)
         if failure.status != Status.LATE or silence_s < 0:
             return error
         return type(error)(f"{error}; {self._link_to(failure.culprit, silence_s)}")
@@ -160,7 +208,7 @@ class HostGroup:
                 self.core.frd_get_call(self.handle, rank, ctypes.byref(call))
         return describe_whereabouts(calls, self.group_rank, self.roster)
 
-    def _say_who_is_late(self) -> None:
+    def _warn_of_stall(self) -> None:
         me = self.roster.rank(self.group_rank)
         print(f"farandole: {me} waits in {self.whereabouts()}", file=sys.stderr, flush=True)
 
@@ -170,7 +218,7 @@ class HostGroup:
         self.core.frd_get_call(self.handle, self.rank, ctypes.byref(own))
         me, other = self.roster.rank(self.group_rank), self.roster.rank(peer)
         text = f"{me} has waited {waited_s:.0f} s for {other} in {describe_call(own, self.roster)}"
-        silence_s = self.core.frd_wires_silence(self.handle, peer)
+        silence_s = self.core.frd_silence(self.handle, peer)
         return f"{text}; {self._link_to(peer, silence_s)}" if silence_s >= 0 else text
 
     @property
@@ -179,26 +227,24 @@ class HostGroup:
         return self._call_timeout_s or self.timeout_s
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
-        """A tensor in memory that all ranks of the group can reach; every rank asks for the same."""
-        length = _pages(shape, dtype)
-        memory = self._share(length * self.size, flags)
-        first = self.rank * length
-        part = (ctypes.c_char * length).from_buffer(memory, first)
-        self._add_region(part, ctypes.addressof(part) - first, length)
+        """A tensor in this process's arena, which all ranks of this host reach."""
+        length = math.prod(shape) * dtype.itemsize
+        if not length:
+            return torch.empty(*shape, dtype=dtype)
+        address = self.core.frd_alloc(length)
+        if not address:
+            raise OSError(
+                f"no shared buffer of {length} bytes: {self.core.frd_arena_used()} of the "
+                f"{self.core.frd_arena_bytes()} bytes of this process's arena are in use"
+            )
+        part = (ctypes.c_char * length).from_address(address)
+        weakref.finalize(part, self.core.frd_free, address).atexit = False
         return _tensor_in(part, shape, dtype)
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
         """One tensor for all ranks of the group, in memory that they share; every rank asks for the same."""
         length = _pages(shape, dtype)
         return _tensor_in((ctypes.c_char * length).from_buffer(self._share(length, flags)), shape, dtype)
-
-    def _add_region(self, part: ctypes.Array[ctypes.c_char], base: int, stride: int) -> None:
-        """Have collectives reach the tensors of all ranks directly, as long as this rank's part lives."""
-        number = self._regions
-        self._regions += 1
-        if self.core.frd_region_add(self.handle, number, base, stride):
-            raise MemoryError("no memory to record a shared buffer")
-        weakref.finalize(part, _forget_region, weakref.ref(self), number).atexit = False
 
     def _share(self, size: int, flags: int) -> mmap.mmap:
         """New memory of `size` bytes, mapped by all ranks.  OSError on all of them if one cannot have it."""
@@ -259,7 +305,7 @@ class HostGroup:
                 return
             handle, self.handle = self.handle, None
             self.core.frd_close(handle)
-        _processes.unwatch(self._pids)
+        self.endpoint.release()
 
 
 def _pages(shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -286,11 +332,3 @@ def _weakly(group: HostGroup, method: Callable[[HostGroup], None]) -> Callable[[
             method(alive)
 
     return call
-
-
-def _forget_region(group: weakref.ref[HostGroup], number: int) -> None:
-    alive = group()
-    if alive is not None:
-        with alive._closing:
-            if alive.handle:
-                alive.core.frd_region_remove(alive.handle, number)

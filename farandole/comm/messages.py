@@ -1,72 +1,100 @@
-"""Point-to-point work: messages of the C core as `torch.distributed.Work`."""
+"""Point-to-point work: messages of a group as `torch.distributed.Work`."""
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import itertools
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from farandole.comm.dense import readable, writable
+from farandole.comm.dense import is_dense, readable, writable
 from farandole.comm.dtypes import TYPES
 from farandole.comm.errors import CommunicationError, RankLate
-from farandole.comm.host_group import HostGroup
-from farandole.comm.work import FarandoleWork, OutcomeFuture, flags_here, seconds_of
+from farandole.comm.work import CompletedWork, FarandoleWork, OutcomeFuture, flags_here, seconds_of
 from farandole.native import TRY, Status
 
 ANY_RANK = -1
+FEW = 8
+"""So many messages may be open before complete ones are looked for."""
+
+
+class MessagePassing(Protocol):
+    """The messages of a group of ranks: by the C core, or by MPI.
+
+    A message is what `post_send` and `post_recv` return; None stands for a send that is complete.  After an outcome other
+    than `Status.PENDING` a message does not exist any more.
+    """
+
+    timeout_s: float
+
+    def post_send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> Any:
+        """Begin to send bytes to a rank."""
+
+    def post_recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> Any:
+        """Begin to receive as many bytes from a rank, or from any (-1)."""
+
+    def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> None:
+        """Send bytes to a rank; block until they may be changed."""
+
+    def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
+        """Receive as many bytes from a rank, or from any (-1); block until they are there, and return the source."""
+
+    def test_message(self, message: Any) -> Any:
+        """Return `Status.PENDING` or an outcome."""
+
+    def wait_message(self, message: Any, seconds: float, flags: int) -> Any:
+        """Return an outcome; at the deadline a failure, or with the flag `TRY` `Status.PENDING`."""
+
+    def cancel_message(self, message: Any) -> None:
+        """Withdraw a message that has not moved."""
+
+    def source_of(self, outcome: Any) -> int:
+        """Return the rank that a complete message came from; raise the error of one that failed."""
 
 
 class MessageWork(FarandoleWork):
-    """A send or a receive under way.  The core moves it along whether somebody waits or not."""
+    """A send or a receive under way.  It progresses whether a thread waits or not."""
+
+    _outcome: OutcomeFuture | None = None
+    _thread: threading.Thread | None = None  # that completes the future
 
     def __init__(
         self,
-        host: HostGroup,
+        host: MessagePassing,
+        message: Any,
         tensor: Tensor,
+        buffer: Tensor,
         peer: int,
-        tag: int,
-        *,
         sends: bool,
-        done: Callable[[MessageWork], None],
+        done: Callable[[MessageWork], object],
     ) -> None:
-        super().__init__([tensor])
-        self._done = done
-        with torch.no_grad():
-            self._buffer = readable(tensor) if sends else writable(tensor)
-        self._host = host
+        super().__init__((tensor,))
         self.sends = sends
+        self._host, self._message, self._buffer = host, message, buffer
         self._source = peer
-        self._outcome: OutcomeFuture | None = None
-        self._thread: threading.Thread | None = None  # that completes the future
-        self._lock = threading.Lock()  # held by the thread that waits
-        post = host.core.frd_post_send if sends else host.core.frd_post_recv
-        size = self._buffer.numel() * self._buffer.element_size()
-        self._message: int | None = post(
-            host.handle, self._buffer.data_ptr(), size, TYPES[tensor.dtype], peer, tag, 1
-        )
-        if not self._message:
-            raise MemoryError("no memory for a message")
+        self._done = done
+        self._lock = _thread.allocate_lock()  # held by the thread that waits
 
     def is_completed(self) -> bool:
-        """Whether a send may be changed again, or a receive is there, or has failed."""
+        """Return whether a send may be changed again, or a receive has arrived, or the message has failed."""
         if self._message is None:
             return True
         if not self._lock.acquire(False):
-            return False  # somebody waits for it
+            return False  # another thread waits for it
         try:
             if self._message is not None:
-                status = self._host.core.frd_message_test(self._host.handle, self._message)
-                if status == Status.PENDING:
+                outcome = self._host.test_message(self._message)
+                if outcome == Status.PENDING:
                     return False
                 with contextlib.suppress(CommunicationError):  # kept, for `wait`
-                    self._settle(status)
+                    self._complete(outcome)
             return True
         finally:
             self._lock.release()
@@ -77,36 +105,33 @@ class MessageWork(FarandoleWork):
         After `timeout` the message is still under way, and may be waited for again; after the timeout of
         the group it has failed.
         """
-        seconds = seconds_of(timeout)
         if self._message is not None:
-            if not self._lock.acquire(timeout=seconds if seconds is not None else -1):
+            seconds = None if timeout is None else seconds_of(timeout)
+            if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
                 raise RankLate(f"the message was not complete within {seconds:g} s")
             try:
                 if self._message is not None:
-                    self._finish(seconds)
+                    self._wait(seconds)
             finally:
                 self._lock.release()
         if self._error is not None:
             raise self._error
         return True
 
-    def _finish(self, seconds: float | None) -> None:
-        core, handle, flags = self._host.core, self._host.handle, flags_here()
+    def _wait(self, seconds: float | None) -> None:
+        host = self._host
         if seconds is None:
-            status = core.frd_message_wait(handle, self._message, self._host.timeout_s, flags)
+            outcome = host.wait_message(self._message, host.timeout_s, flags_here())
         else:
-            status = core.frd_message_wait(handle, self._message, seconds, flags | TRY)
-        if status == Status.PENDING:
+            outcome = host.wait_message(self._message, seconds, flags_here() | TRY)
+        if outcome == Status.PENDING:
             raise RankLate(f"the message was not complete within {seconds:g} s")
-        self._settle(status)
+        self._complete(outcome)
 
-    def _settle(self, status: int) -> None:
-        """Give the message back to the core, and keep what became of it."""
-        core, message = self._host.core, self._message
-        self._source = core.frd_message_source(message)
-        core.frd_message_release(self._host.handle, message)
+    def _complete(self, outcome: Any) -> None:
+        """Keep the outcome of the message."""
         try:
-            self._host.check(status)
+            self._source = self._host.source_of(outcome)
             if not self.sends and self._buffer is not self._tensors[0]:
                 with torch.no_grad():
                     self._tensors[0].copy_(self._buffer)
@@ -119,29 +144,29 @@ class MessageWork(FarandoleWork):
                 self._done(self)
 
     def withdraw(self) -> None:
-        """Take back a message that has not moved, if nobody waits for it."""
+        """Cancel a message that has not moved, if no thread waits for it."""
         if self._message is not None and self._lock.acquire(False):
             try:
                 if self._message is not None:
-                    self._error = CommunicationError("the group was destroyed before the message came")
-                    self._host.core.frd_message_release(self._host.handle, self._message)
+                    self._error = CommunicationError("the group was destroyed before the message arrived")
+                    self._host.cancel_message(self._message)
                     self._message = None
                     self._done(self)
             finally:
                 self._lock.release()
 
     def at_rest(self) -> bool:
-        """Whether it is complete, and no thread of ours has anything to do with it."""
+        """Return whether it is complete, and no thread of ours has anything to do with it."""
         return self.is_completed() and (self._thread is None or not self._thread.is_alive())
 
     def source_rank(self) -> int:
-        """The rank in the group that a receive came from."""
+        """Return the rank in the group that a receive came from."""
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the tensor; a thread waits for the message."""
+        """Return a future of the tensor; a thread waits for the message."""
         if self._outcome is None:
             self._outcome = OutcomeFuture(self)
             if self.is_completed():
@@ -155,51 +180,105 @@ class MessageWork(FarandoleWork):
 
     def _complete_future(self) -> None:
         assert self._outcome is not None
-        with contextlib.suppress(CommunicationError):  # the future tells
+        with contextlib.suppress(CommunicationError):  # the future raises it
             self.wait()
         self._outcome.complete()
         self._done(self)
 
 
 class Messages:
-    """The messages of one group that are under way; they must live until they have moved."""
+    """The messages of one group that are under way, whose memory must live until they have moved."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: MessagePassing) -> None:
+        self._host = host
         self._open: dict[int, MessageWork] = {}
+        self._blocked: dict[int, None] = {}  # threads in blocking messages
         self._closed = False
-        self._gate = threading.Lock()  # held while messages come, go or change places
 
-    def post(self, host: HostGroup, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> MessageWork:
+    def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> FarandoleWork:
         """Begin to send `tensor` to `peer`, or to receive it from there."""
-        with self._gate:
-            if self._closed:  # by another thread, since the caller looked
+        if self._closed:
+            raise CommunicationError("the group was destroyed; no message can be sent or received any more")
+        buffer = tensor
+        if not is_dense(tensor):
+            with torch.no_grad():
+                buffer = readable(tensor) if sends else writable(tensor)
+        nbytes = buffer.numel() * buffer.element_size()
+        return self.begin(tensor, buffer, buffer.data_ptr(), nbytes, TYPES[tensor.dtype], peer, tag, sends)
+
+    def begin(
+        self,
+        tensor: Tensor,
+        buffer: Tensor,
+        address: int,
+        nbytes: int,
+        kind: int,
+        peer: int,
+        tag: int,
+        sends: bool,
+    ) -> FarandoleWork:
+        """Begin a message of the dense tensor `buffer`."""
+        if self._closed:
+            raise CommunicationError("the group was destroyed; no message can be sent or received any more")
+        host, opened = self._host, self._open
+        if sends:
+            message = host.post_send(address, nbytes, kind, peer, tag)
+            if message is None:
+                return CompletedWork((tensor,))
+        else:
+            message = host.post_recv(address, nbytes, kind, peer, tag)
+        work = MessageWork(host, message, tensor, buffer, peer, sends, self._forget)
+        opened[id(work)] = work
+        if len(opened) > FEW:  # messages that nobody waits for: each new one checks two, in turn
+            for key in list(itertools.islice(opened, 2)):
+                eldest = opened.pop(key, None)
+                if eldest is not None and not eldest.is_completed():
+                    opened[key] = eldest  # now the last
+        if self._is_closed():  # meanwhile, by another thread
+            work.withdraw()
+        return work
+
+    def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> None:
+        """Send bytes, and block until they may be changed."""
+        self._block(self._host.send, address, nbytes, kind, peer, tag)
+
+    def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> int:
+        """Receive bytes, and block until they have arrived; return the source."""
+        source: int = self._block(self._host.recv, address, nbytes, kind, peer, tag)
+        return source
+
+    def _block(self, call: Callable[..., Any], *arguments: int) -> Any:
+        thread = _thread.get_ident()
+        self._blocked[thread] = None
+        try:
+            if self._closed:
                 raise CommunicationError(
                     "the group was destroyed; no message can be sent or received any more"
                 )
-            work = MessageWork(host, tensor, peer, tag, sends=sends, done=self._forget)
-            self._open[id(work)] = work
-            eldest = list(itertools.islice(self._open.values(), 2))
-            for each in eldest:  # now the last in the row
-                self._open[id(each)] = self._open.pop(id(each))
-        for each in eldest:  # messages that nobody waits for: each new one looks at two, in turn
-            each.is_completed()
-        return work
+            return call(*arguments, flags_here())
+        finally:
+            self._blocked.pop(thread, None)
+
+    def _is_closed(self) -> bool:
+        return self._closed
 
     def _forget(self, work: MessageWork) -> None:
-        with self._gate:
-            self._open.pop(id(work), None)
+        self._open.pop(id(work), None)
 
     def close(self, patience_s: float) -> bool:
-        """Take receives back, let sends arrive; False if some take longer than `patience_s`."""
-        with self._gate:
-            self._closed = True
-            left = list(self._open.values())
+        """Withdraw receives, let sends arrive; False if some take longer than `patience_s`."""
+        self._closed = True
         deadline = time.monotonic() + patience_s
-        for work in left:
+        for work in list(self._open.values()):
             while not work.at_rest():
                 if not work.sends:
                     work.withdraw()
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.001)
+        own = _thread.get_ident()
+        while any(thread != own for thread in list(self._blocked)):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
         return True

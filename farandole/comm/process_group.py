@@ -1,11 +1,9 @@
-"""The `torch.distributed` backend named `farandole`: a process group in Python over the C core.
+"""The `torch.distributed` backend: torch's method names and option objects for a `Communicator`.
 
-CPU tensors of ranks that share a host go through shared memory.  All else goes to an inner process group of
-torch's own, made when it is first needed: CUDA tensors to NCCL, sparse tensors and groups that span hosts
-to Gloo.
-
-The methods have the names and arguments that torch calls, from Python and (through pybind11) from C++:
-DDP's reducer, functional collectives, autograd.  torch 2.13 renamed some of them; both spellings are here.
+The methods have the names and arguments that torch calls, from Python and (through pybind11) from C++: DDP's reducer,
+functional collectives, autograd.  torch 2.13 renamed some of them; both spellings are here.  Tensors that the
+communicator does not support go to an inner process group of torch's own, made when it is first needed: CUDA tensors
+to NCCL, sparse tensors to Gloo.
 """
 
 # mypy: disable-error-code="override,assignment,attr-defined"
@@ -13,7 +11,9 @@ DDP's reducer, functional collectives, autograd.  torch 2.13 renamed some of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,184 +21,257 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from farandole.comm.arguments import in_turn, options, reduction_number, same_count, tensor_list, tensor_lists
-from farandole.comm.compression.base import Compressor
-from farandole.comm.dtypes import REDUCTION_NAMES, REDUCTIONS, TYPES, reducible
-from farandole.comm.group_base import GroupBase
-from farandole.comm.messages import ANY_RANK
-from farandole.comm.remark import say_once
-from farandole.comm.spanning import SpanningCollectives
-from farandole.comm.work import COMPLETED, flags_here
+from farandole.comm import operations as table
+from farandole.comm.algorithms.steps import Combine
+from farandole.comm.communicator import Communicator
+from farandole.comm.core import Core, GroupCore
+from farandole.comm.default_backend import NoCapabilities, register_default_backend
+from farandole.comm.dense import plain
+from farandole.comm.dispatcher import Dispatcher
+from farandole.comm.dtypes import REDUCTION_NAMES
+from farandole.comm.dynamo import exclude_from_dynamo
+from farandole.comm.fallback import TorchCore, has_nccl, torch_group
+from farandole.comm.hierarchical import HierarchicalCore, combine_in_core
+from farandole.comm.operations import Operation, existing_rank, reduction_number, same_count
+from farandole.comm.transport import WireTransport
+from farandole.comm.work import COMPLETED, Call, seconds_of
 
-# for each type and reduction that go together: the core's numbers of both
-_PLANS = {
-    (dtype, operation): (TYPES[dtype], number)
-    for dtype in TYPES
-    for operation, number in REDUCTIONS.items()
-    if reducible(dtype, number)
-}
 _NO_TIMEOUT = timedelta(0)
+Pair = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Outputs and inputs of one call."""
 
 
-class FarandoleProcessGroup(GroupBase):
-    """A process group of the `farandole` backend.  Made by `torch.distributed`, not by hand."""
+@exclude_from_dynamo
+class FarandoleProcessGroup(dist.ProcessGroup):
+    """A process group of the backend `farandole` or `farandole-mpi`.  Made by `torch.distributed`.
+
+    Args:
+        store: For torch's own groups over the same ranks.
+        core: The implementation; None where the C core is missing, then Gloo serves every call.
+        address: Where torch's own groups listen.
+        backend: The name that torch knows.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        core: GroupCore | None,
+        address: str | None,
+        backend: str = "farandole",
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub knows another constructor only
+        self._rank, self._size = rank, size
+        self._store, self._timeout, self._address = store, timeout, address
+        self._backend, self._group_name, self._group_desc = backend, name, "undefined"
+        make = partial(torch_group, store, rank, size, timeout, name, address)
+        self._fallback = TorchCore(make, rank, size, backend)
+        chosen: Core = core or self._fallback
+        self.communicator = Communicator.over(Dispatcher(chosen, name, self._fallback))
+        self._dispatcher = self.communicator.dispatcher
+        self._direct = self._dispatcher.direct
+        self._host = core.host if core is not None else None
+        self._default_backend = register_default_backend(self, rank, size, backend)
+
+    # ---- what torch asks a group about itself ----
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's spelling
+        """Return the name of the backend."""
+        return self._backend
+
+    def name(self) -> str:
+        """Return the name of the backend."""
+        return self._backend
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Set the name by which functional collectives find the group; called by torch."""
+        self._group_name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return the name by which functional collectives find the group."""
+        return self._group_name
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        """Set the description of the group; called by torch."""
+        self._group_desc = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return the description of the group."""
+        return self._group_desc
+
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+
+    @property
+    def group_name(self) -> str:
+        """The name by which functional collectives find the group."""
+        return self._group_name
+
+    @property
+    def group_desc(self) -> str:
+        """The description of the group."""
+        return self._group_desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        cuda = torch.cuda.is_available() if self._backend != "farandole" else has_nccl()
+        return [torch.device("cpu"), *([torch.device("cuda")] if cuda else [])]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        device = torch.device(device)
+        if device.type == "cpu" and self._host is not None:
+            return LazyBackend(self)
+        return self._inner()._get_backend(device)
+
+    get_backend = _get_backend
+
+    def _inner(self) -> dist.ProcessGroup:
+        """Return torch's own group over the same ranks; making it is a collective call."""
+        return self._fallback.group
+
+    # ---- life ----
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long a call waits for the other ranks."""
+        self._timeout = timeout
+        self._dispatcher.core.set_timeout(timeout)
+        self._fallback.set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        """Leave the group; ranks that still wait for this one are told."""
+        self._dispatcher.close()
+
+    def abort(self) -> None:
+        """Leave the group at once: calls under way, of other threads too, fail."""
+        self._dispatcher.abort()
+
+    def abandon(self, note: str, patience_s: float) -> None:
+        """Tell the other ranks how the program ends, and stop the threads."""
+        self._dispatcher.abandon(note, patience_s)
+
+    # ---- for benchmarks ----
+
+    @property
+    def hosts(self) -> list[list[int]]:
+        """The ranks of each host."""
+        core = self._dispatcher.core
+        return core.hosts.members if isinstance(core, HierarchicalCore) else [list(range(self._size))]
+
+    def between(self, ranks: Sequence[int], channel: int) -> WireTransport:
+        """Return a transport of the C core among some ranks, this one too, separate from other channels.
+
+        Collectives use channels 1 and 2.  RuntimeError where the C core is missing.
+        """
+        return WireTransport(self._native_host(), ranks, channel)
+
+    def combine(self, dtype: torch.dtype, reduction: str) -> Combine:
+        """Return the C core's reduction of two tensors; RuntimeError where the C core is missing."""
+        return combine_in_core(self._native_host(), dtype, REDUCTION_NAMES.index(reduction))
+
+    def _native_host(self) -> Any:
+        if self._host is None:
+            raise RuntimeError(f"group {self._group_name!r} communicates without the C core")
+        return self._host
+
+    def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor that every rank of this host can reach: see `Communicator.empty`."""
+        return self._dispatcher.allocate(shape, dtype)
 
     # ---- reductions ----
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Reduce each tensor over all ranks, in place."""
-        if timeout is None and self._all_reduce_now(tensors, opts):
+        if (
+            self._waits(opts, timeout)
+            and type(tensors) is list
+            and len(tensors) == 1
+            and self._direct.all_reduce(tensors[0], hash(opts.reduceOp))
+        ):
             return COMPLETED
-        tensors, opts = tensor_list(tensors), options(opts, dist.AllreduceOptions, reduceOp=opts)
-        carrier = self._carrier_of(*tensors)
-        if carrier is None:
-            return self._inner().allreduce(tensors, opts)
-        reduction = reduction_number(opts.reduceOp, tensors[0].dtype)
-        return self._issue(carrier.all_reduce(tensors, reduction), tensors, opts, timeout)
-
-    def _all_reduce_now(self, tensors: Any, opts: Any) -> bool:
-        """The common all-reduce, with as little as possible between the caller and the core.
-
-        A small one takes less time than the checks of the general way.  False where it does not apply: the
-        caller does not wait, calls are under way, or the tensor is not an ordinary dense one.
-        """
-        host = self._alone_on_host
-        if host is None or type(tensors) is not list or len(tensors) != 1 or getattr(opts, "asyncOp", True):
-            return False
-        tensor, handle = tensors[0], host.handle
-        plan = _PLANS.get((tensor.dtype, hash(opts.reduceOp)))
-        if plan is None or not tensor.is_cpu or tensor.layout is not torch.strided or handle is None:
-            return False
-        address = tensor.data_ptr()  # 0 for a wrapper of another tensor
-        if not address or not tensor.is_contiguous() or tensor.is_neg() or opts.timeout > _NO_TIMEOUT:
-            return False
-        if not self._lane.enter():
-            return False
-        kind, reduction = plan
-        try:
-            status = self._core_all_reduce(handle, address, tensor.numel(), kind, reduction, flags_here())
-            if status:  # while the lane is held: after that another thread may destroy the group
-                host.check(status)
-        finally:
-            self._lane.leave()
-        return True
-
-    def allreduce_compressed(
-        self, tensor: Tensor, op: str, compressor: Compressor, async_op: bool
-    ) -> dist.Work:
-        """Sum or average a tensor over all ranks, in place, compressed where it crosses hosts."""
-        self.check_compressible(tensor)
-        carrier, reduction = self._carrier_of(tensor), REDUCTION_NAMES.index(op)
-        assert carrier is not None  # it was checked
-        if isinstance(carrier, SpanningCollectives):
-            call = carrier.all_reduce_compressed(tensor, reduction, compressor)
-        else:
-            if self._rank == 0:
-                say_once("nothing is compressed: all ranks are on this host, and share its memory")
-            call = carrier.all_reduce([tensor], reduction)
-        return self._lane.submit(call, [tensor]) if async_op else self._lane.run(call, [tensor])
-
-    def check_compressible(self, tensor: Tensor) -> None:
-        """ValueError unless tensors like this one can be compressed here."""
-        if self._host is None:
-            raise ValueError("there is no compression without the C core; reduce without it")
-        if self._carrier_of(tensor) is None:
-            raise ValueError(
-                f"there is no compression of {tensor.layout} tensors on {tensor.device}, only of dense ones on "
-                f"the CPU; reduce without it"
-            )
+        tensors, opts = _list(tensors), _options(opts, dist.AllreduceOptions, reduceOp=opts)
+        work = self._issue(table.ALL_REDUCE, [([t], [t]) for t in tensors], opts, timeout)
+        return work or self._inner().allreduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce a list of tensors over all ranks, in place."""
-        tensors, opts = tensor_list(tensors), options(opts, dist.AllreduceCoalescedOptions)
-        carrier = self._carrier_of(*tensors)
-        if carrier is None:
-            return self._inner().allreduce_coalesced(tensors, opts)
-        calls = [
-            carrier.all_reduce([tensor], reduction_number(opts.reduceOp, tensor.dtype)) for tensor in tensors
-        ]
-        return self._issue(in_turn(calls), tensors, opts)
+        tensors, opts = _list(tensors), _options(opts, dist.AllreduceCoalescedOptions)
+        work = self._issue(table.ALL_REDUCE, [([t], [t]) for t in tensors], opts)
+        return work or self._inner().allreduce_coalesced(tensors, opts)
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Reduce over all ranks into the tensor of the root."""
-        tensors, opts = tensor_list(tensors), options(opts, dist.ReduceOptions, reduceOp=op, rootRank=opts)
-        carrier = self._carrier_of(*tensors)
-        if carrier is None:
-            return self._inner().reduce(tensors, opts)
-        reduction = reduction_number(opts.reduceOp, tensors[0].dtype)
-        return self._issue(carrier.reduce(tensors[0], opts.rootRank, reduction), tensors, opts, timeout)
+        if (
+            self._waits(opts, timeout)
+            and type(tensors) is list
+            and self._direct.reduce(tensors[0], hash(opts.reduceOp), opts.rootRank)
+        ):
+            return COMPLETED
+        tensors, opts = _list(tensors), _options(opts, dist.ReduceOptions, reduceOp=op, rootRank=opts)
+        existing_rank("reduce", "the root", opts.rootRank, self._size)
+        work = self._issue(table.REDUCE, [(tensors[:1], tensors[:1])], opts, timeout, opts.rootRank)
+        return work or self._inner().reduce(tensors, opts)
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Reduce lists of tensors (one per rank, lengths may differ) and keep this rank's."""
-        outputs, inputs = tensor_list(outputs), tensor_lists(inputs)
-        opts = options(opts, dist.ReduceScatterOptions, reduceOp=opts)
-        carrier = self._carrier_of(*outputs, *(part for parts in inputs for part in parts))
-        if carrier is None:
-            return self._inner().reduce_scatter(outputs, inputs, opts)
-        calls = []
-        for output, parts in zip(outputs, inputs, strict=True):
-            same_count("reduce_scatter", "the input list", len(parts), "the group", self._size)
-            reduction = reduction_number(opts.reduceOp, output.dtype)
-            calls.append(carrier.reduce_scatter(output, parts, reduction))
-        return self._issue(in_turn(calls), outputs, opts, timeout)
+        outputs, inputs = _list(outputs), _lists(inputs)
+        opts = _options(opts, dist.ReduceScatterOptions, reduceOp=opts)
+        pairs = [([output], parts) for output, parts in zip(outputs, inputs, strict=True)]
+        work = self._issue(table.REDUCE_SCATTER, pairs, opts, timeout)
+        return work or self._inner().reduce_scatter(outputs, inputs, opts)
 
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Reduce one tensor of equal parts and keep this rank's part."""
-        opts = options(opts, dist.ReduceScatterOptions, reduceOp=opts)
+        if self._waits(opts, timeout) and self._direct.reduce_scatter(output, input, hash(opts.reduceOp)):
+            return COMPLETED
+        opts = _options(opts, dist.ReduceScatterOptions, reduceOp=opts)
         return self.reduce_scatter_single_coalesced([output], [input], opts, timeout)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """`reduce_scatter_single` for each pair."""
-        outputs, inputs = tensor_list(outputs), tensor_list(inputs)
-        opts = options(opts, dist.ReduceScatterOptions)
-        carrier = self._carrier_of(*outputs, *inputs)
-        if carrier is None:
-            return self._inner().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
-        calls = []
-        for output, tensor in zip(outputs, inputs, strict=True):
-            all_outputs = output.numel() * self._size
-            same_count("reduce_scatter", "the input", tensor.numel(), "outputs of all", all_outputs)
-            reduction = reduction_number(opts.reduceOp, tensor.dtype)
-            calls.append(carrier.reduce_scatter_even(output, tensor, reduction))
-        return self._issue(in_turn(calls), outputs, opts, timeout)
+        outputs, inputs = _list(outputs), _list(inputs)
+        opts = _options(opts, dist.ReduceScatterOptions)
+        pairs = [([output], [input]) for output, input in zip(outputs, inputs, strict=True)]
+        work = self._issue(table.REDUCE_SCATTER, pairs, opts, timeout)
+        return work or self._inner().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # ---- moving data ----
+    # ---- data movement ----
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Copy the root's tensor to all ranks."""
-        tensors, opts = tensor_list(tensors), options(opts, dist.BroadcastOptions, rootRank=opts)
-        carrier = self._carrier_of(*tensors)
-        if carrier is None:
-            return self._inner().broadcast(tensors, opts)
-        return self._issue(carrier.broadcast(tensors[0], opts.rootRank), tensors, opts, timeout)
+        if (
+            self._waits(opts, timeout)
+            and type(tensors) is list
+            and self._direct.broadcast(tensors[0], opts.rootRank)
+        ):
+            return COMPLETED
+        tensors, opts = _list(tensors), _options(opts, dist.BroadcastOptions, rootRank=opts)
+        existing_rank("broadcast", "the root", opts.rootRank, self._size)
+        work = self._issue(table.BROADCAST, [(tensors[:1], tensors[:1])], opts, timeout, opts.rootRank)
+        return work or self._inner().broadcast(tensors, opts)
 
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Collect every rank's tensor (lengths may differ) in a list on every rank."""
-        outputs, inputs = tensor_lists(outputs), tensor_list(inputs)
-        opts = options(opts, AllgatherOptions)
-        carrier = self._carrier_of(*inputs, *(part for parts in outputs for part in parts))
-        if carrier is None:
-            return self._inner().allgather(outputs, inputs, opts)
-        calls = []
-        for parts, tensor in zip(outputs, inputs, strict=True):
-            same_count("all_gather", "the output list", len(parts), "the group", self._size)
-            own = parts[self._rank].numel()
-            same_count("all_gather", "the input", tensor.numel(), "this rank's output", own)
-            calls.append(carrier.all_gather(parts, tensor))
-        return self._issue(in_turn(calls), [part for parts in outputs for part in parts], opts, timeout)
+        outputs, inputs = _lists(outputs), _list(inputs)
+        opts = _options(opts, AllgatherOptions)
+        pairs = [(parts, [input]) for parts, input in zip(outputs, inputs, strict=True)]
+        work = self._issue(table.ALL_GATHER, pairs, opts, timeout)
+        return work or self._inner().allgather(outputs, inputs, opts)
 
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
@@ -213,24 +286,20 @@ class FarandoleProcessGroup(GroupBase):
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Concatenate every rank's tensor."""
+        """Concatenate every rank's tensor of the same length."""
+        if self._waits(opts, timeout) and self._direct.all_gather(output, input):
+            return COMPLETED
         return self.all_gather_single_coalesced([output], [input], opts, timeout)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """`all_gather_single` for each pair."""
-        outputs, inputs = tensor_list(outputs), tensor_list(inputs)
-        opts = options(opts, AllgatherOptions)
-        carrier = self._carrier_of(*outputs, *inputs)
-        if carrier is None:
-            return self._inner().allgather_into_tensor_coalesced(outputs, inputs, opts)
-        calls = []
-        for output, tensor in zip(outputs, inputs, strict=True):
-            all_inputs = tensor.numel() * self._size
-            same_count("all_gather", "the output", output.numel(), "inputs of all", all_inputs)
-            calls.append(carrier.all_gather_even(output, tensor))
-        return self._issue(in_turn(calls), outputs, opts, timeout)
+        outputs, inputs = _list(outputs), _list(inputs)
+        opts = _options(opts, AllgatherOptions)
+        pairs = [([output], [input]) for output, input in zip(outputs, inputs, strict=True)]
+        work = self._issue(table.ALL_GATHER, pairs, opts, timeout)
+        return work or self._inner().allgather_into_tensor_coalesced(outputs, inputs, opts)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -239,42 +308,44 @@ class FarandoleProcessGroup(GroupBase):
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Collect every rank's tensor in a list on the root."""
-        outputs, inputs = tensor_lists(outputs), tensor_list(inputs)
-        opts = options(opts, dist.GatherOptions, rootRank=opts)
-        parts = outputs[0] if outputs else []
-        carrier = self._carrier_of(*inputs, *parts)
-        if carrier is None:
-            return self._inner().gather(outputs, inputs, opts)
-        if self._rank == opts.rootRank:
-            same_count("gather", "the output list", len(parts), "the group", self._size)
-        return self._issue(carrier.gather(parts, inputs[0], opts.rootRank), parts, opts, timeout)
+        outputs, inputs = _lists(outputs), _list(inputs)
+        opts = _options(opts, dist.GatherOptions, rootRank=opts)
+        pairs = [(outputs[0] if outputs else [], inputs)]
+        work = self._issue(table.GATHER, pairs, opts, timeout, opts.rootRank, None)
+        return work or self._inner().gather(outputs, inputs, opts)
+
+    def gather_single(
+        self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        """Concatenate every rank's tensor on the root; `output` is unused on other ranks."""
+        opts = _options(opts, dist.GatherOptions, rootRank=opts)
+        if self._rank != opts.rootRank:
+            return self.gather([], [input], opts, timeout)
+        all_inputs = input.numel() * self._size
+        same_count("gather", "the output", output.numel(), "inputs of all", all_inputs)
+        parts = [part.view(input.shape) for part in output.view(self._size, input.numel())]
+        return self.gather([parts], [input], opts, timeout)
+
+    gather_into_tensor = gather_single
 
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Give every rank its tensor of the root's list."""
-        outputs, inputs = tensor_list(outputs), tensor_lists(inputs)
-        opts = options(opts, dist.ScatterOptions, rootRank=opts)
-        parts = inputs[0] if inputs else []
-        carrier = self._carrier_of(*outputs, *parts)
-        if carrier is None:
-            return self._inner().scatter(outputs, inputs, opts)
-        if self._rank == opts.rootRank:
-            same_count("scatter", "the input list", len(parts), "the group", self._size)
-        return self._issue(carrier.scatter(outputs[0], parts, opts.rootRank), outputs, opts, timeout)
+        outputs, inputs = _list(outputs), _lists(inputs)
+        opts = _options(opts, dist.ScatterOptions, rootRank=opts)
+        pairs = [(outputs, inputs[0] if inputs else [])]
+        work = self._issue(table.SCATTER, pairs, opts, timeout, opts.rootRank, None)
+        return work or self._inner().scatter(outputs, inputs, opts)
 
     def alltoall(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Send input j to rank j and receive output i from rank i; lengths may differ."""
-        outputs, inputs = tensor_list(outputs), tensor_list(inputs)
-        opts = options(opts, dist.AllToAllOptions)
-        carrier = self._carrier_of(*outputs, *inputs)
-        if carrier is None:
-            return self._inner().alltoall(outputs, inputs, opts)
-        same_count("all_to_all", "the input list", len(inputs), "the group", self._size)
-        same_count("all_to_all", "the output list", len(outputs), "the group", self._size)
-        return self._issue(carrier.all_to_all(outputs, inputs), outputs, opts, timeout)
+        outputs, inputs = _list(outputs), _list(inputs)
+        opts = _options(opts, dist.AllToAllOptions)
+        work = self._issue(table.ALL_TO_ALL, [(outputs, inputs)], opts, timeout)
+        return work or self._inner().alltoall(outputs, inputs, opts)
 
     def all_to_all_single(
         self,
@@ -285,48 +356,135 @@ class FarandoleProcessGroup(GroupBase):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        """The same with parts of one tensor, split along dimension 0 (evenly where no splits are given)."""
-        (output,), (input,) = tensor_list(output), tensor_list(input)
-        opts = options(opts, dist.AllToAllOptions)
-        carrier = self._carrier_of(output, input)
-        if carrier is None:
+        """Exchange parts of two tensors, split along dimension 0 (evenly where no splits are given)."""
+        even = not output_splits and not input_splits
+        if even and self._waits(opts, timeout) and self._direct.all_to_all(output, input):
+            return COMPLETED
+        (output,), (input,) = _list(output), _list(input)
+        opts = _options(opts, dist.AllToAllOptions)
+        if not self._dispatcher.serves([output, input]) or self._host is None:
             return self._inner().alltoall_base(output, input, output_splits, input_splits, opts)
-        call = carrier.all_to_all_single(output, input, list(output_splits), list(input_splits))
-        return self._issue(call, [output], opts, timeout)
+        pair = table.exchanged(output, input, output_splits, input_splits, self._size)
+        work = self._issue(table.ALL_TO_ALL, [pair], opts, timeout, written=[output])
+        assert work is not None
+        return work
 
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """Wait until every rank is here."""
-        opts = options(opts, dist.BarrierOptions)
-        carrier = self._carrier_of()
-        if carrier is None:
-            return self._inner().barrier(opts)
-        return self._issue(carrier.barrier(), [], opts, timeout)
+        """Wait until every rank has called it."""
+        if self._waits(opts, timeout) and self._direct.barrier():
+            return COMPLETED
+        opts = _options(opts, dist.BarrierOptions)
+        return self._issue(table.BARRIER, [([], [])], opts, timeout) or self._inner().barrier(opts)
 
     # ---- point to point ----
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
-        """Send a tensor to a rank of the group; returns at once."""
-        return self._message(tensors, peer, tag, sends=True)
+        """Send a tensor to a rank of the group; return at once."""
+        if len(tensors) == 1 and (work := self._direct.post(tensors[0], peer, tag, sends=True)):
+            return work
+        return self.communicator.post(_list(tensors)[0], peer, tag, sends=True)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
-        """Receive a tensor from a rank of the group; returns at once."""
-        return self._message(tensors, peer, tag, sends=False)
+        """Receive a tensor from a rank of the group; return at once."""
+        if len(tensors) == 1 and (work := self._direct.post(tensors[0], peer, tag, sends=False)):
+            return work
+        return self.communicator.post(_list(tensors)[0], peer, tag, sends=False)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
-        """Receive a tensor from any rank of the group; returns at once."""
-        return self._message(tensors, ANY_RANK, tag, sends=False)
+        """Receive a tensor from any rank of the group; return at once."""
+        return self.communicator.post(_list(tensors)[0], 0, tag, sends=False, any_rank=True)
 
-    def _message(self, tensors: list[Tensor], peer: int, tag: int, *, sends: bool) -> dist.Work:
-        (tensor,) = tensor_list(tensors)
-        carrier = self._carrier_of(tensor)
-        if carrier is None:
-            inner = self._inner()
-            if sends:
-                return inner.send([tensor], peer, tag)
-            return inner.recv([tensor], peer, tag) if peer >= 0 else inner.recv_anysource([tensor], tag)
-        if peer == self._rank:
-            raise ValueError(f"rank {peer} cannot exchange messages with itself")
-        assert self._host is not None
-        return self._messages.post(self._host, tensor, peer, tag, sends=sends)
+    # ---- calls ----
+
+    def _waits(self, opts: Any, timeout: timedelta | None) -> bool:
+        """Return whether the direct path may serve a call: it blocks, with the timeout of the group."""
+        return timeout is None and not getattr(opts, "asyncOp", True) and not opts.timeout > _NO_TIMEOUT
+
+    def _issue(
+        self,
+        operation: Operation,
+        pairs: Sequence[Pair],
+        opts: Any,
+        timeout: timedelta | None = None,
+        *constants: Any,
+        written: Sequence[Tensor] | None = None,
+    ) -> dist.Work | None:
+        """Run one call per pair, as one work; None where torch's own group must."""
+        tensors = [each for outputs, inputs in pairs for each in (*outputs, *inputs)]
+        if not self._dispatcher.serves(tensors) or self._host is None:
+            return None
+        core, calls = self._dispatcher.core, []
+        for outputs, inputs in pairs:
+            reduction = [reduction_number(opts.reduceOp, inputs[0].dtype)] if operation.reduces else []
+            calls.append(operation.call(core, outputs, inputs, *reduction, *constants))
+        if written is None:
+            written = [output for outputs, _ in pairs for output in outputs]
+        seconds = seconds_of(opts.timeout if timeout is None else timeout)
+        return self._dispatcher.issue(_in_turn(calls), written, opts.asyncOp, timeout_s=seconds)
+
+
+@exclude_from_dynamo
+class LazyBackend(NoCapabilities):
+    """The answer of `_get_backend` for CPU tensors: stands for torch's Gloo, made when torch uses one.
+
+    Making Gloo is a collective call, and torch mostly asks the backend for its abilities, sometimes on one rank only;
+    those are answered here.  The class claims to be Gloo's: by that torch decides where a new timeout goes.
+    """
+
+    def __init__(self, group: FarandoleProcessGroup) -> None:
+        self._of = group
+        self._set_default_timeout = group.set_timeout
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return dist.ProcessGroupGloo
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return False: buffers come from `Communicator.empty`."""
+        return False
+
+    def name(self) -> str:
+        """Return the name of the backend."""
+        return "farandole"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of._inner()._get_backend(torch.device("cpu")), name)
+
+
+def _list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors of a call that takes one or several."""
+    return [plain(tensors)] if isinstance(tensors, Tensor) else [plain(tensor) for tensor in tensors]
+
+
+def _lists(tensors: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """Return the lists of a call that takes one list or several."""
+    if tensors and isinstance(tensors[0], Tensor):
+        return [_list(tensors)]  # type: ignore[arg-type]
+    return [_list(each) for each in tensors]
+
+
+def _options(given: Any, kind: type, **fields: Any) -> Any:
+    """Return the options given, or new ones for the spellings that have plain arguments instead."""
+    if hasattr(given, "asyncOp"):
+        return given
+    made = kind()
+    if isinstance(given, timedelta):
+        made.timeout = given
+    for name, value in fields.items():
+        if value is not None and not isinstance(value, timedelta):
+            setattr(made, name, value)
+    return made
+
+
+def _in_turn(calls: Sequence[Call]) -> Call:
+    """Return several calls as one."""
+    if len(calls) == 1:
+        return calls[0]
+
+    def run(flags: int) -> None:
+        for call in calls:
+            call(flags)
+
+    return run

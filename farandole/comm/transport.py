@@ -49,23 +49,15 @@ class WireMessage:
 
     def __init__(self, host: HostGroup, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> None:
         self._host, self._tensor, self._peer = host, tensor, peer
-        post = host.core.frd_post_send if sends else host.core.frd_post_recv
+        post = host.post_send if sends else host.post_recv
         size = tensor.numel() * tensor.element_size()
-        self._message: int | None = post(
-            host.handle, tensor.data_ptr(), size, TYPES[tensor.dtype], peer, tag, 1
-        )
-        if not self._message:
-            raise MemoryError("no memory for a message")
+        self._message = post(tensor.data_ptr(), size, TYPES[tensor.dtype], peer, tag)
 
     def test(self) -> bool:
         """Whether it is complete."""
         if self._message is None:
             return True
-        status = self._host.core.frd_message_test(self._host.handle, self._message)
-        if status == Status.PENDING:
-            return False
-        self._settle(status)
-        return True
+        return self._settle(self._host.test_message(self._message))
 
     def wait(self, timeout_s: float) -> None:
         """Block until it is complete."""
@@ -73,27 +65,31 @@ class WireMessage:
             self._settle(self._wait(timeout_s, REMARK_S))
 
     def _wait(self, timeout_s: float, remark_s: float) -> int:
-        core, handle, flags = self._host.core, self._host.handle, flags_here()
+        assert self._message is not None
+        wait, flags = self._host.wait_message, flags_here()
         begun, status = time.monotonic(), int(Status.PENDING)
         while status == Status.PENDING:
             waited = time.monotonic() - begun
             if timeout_s <= remark_s:
-                return int(core.frd_message_wait(handle, self._message, max(0.0, timeout_s - waited), flags))
-            status = core.frd_message_wait(handle, self._message, max(0.0, remark_s - waited), flags | TRY)
+                return wait(self._message, max(0.0, timeout_s - waited), flags)
+            status = wait(self._message, max(0.0, remark_s - waited), flags | TRY)
             if status == Status.PENDING:
                 print(f"farandole: {self._host.late_peer(self._peer, remark_s)}", file=sys.stderr, flush=True)
                 remark_s *= 2
         return status
 
-    def _settle(self, status: int) -> None:
-        self.release()
-        self._host.check(status)
+    def _settle(self, outcome: int) -> bool:
+        if outcome == Status.PENDING:
+            return False
+        self._message = None  # the core has released it
+        self._host.source_of(outcome)
+        return True
 
     def release(self) -> None:
         """Give it up, if it is still under way; its group is then of no use any more."""
         message, self._message = self._message, None
         if message is not None:
-            self._host.core.frd_message_release(self._host.handle, message)
+            self._host.cancel_message(message)
 
 
 class WireTransport:
@@ -110,7 +106,7 @@ class WireTransport:
     def connect(self) -> None:
         """Open the connections now, not with the first message."""
         for rank in self._ranks:
-            self._host.core.frd_wires_call(self._host.handle, rank)
+            self._host.core.frd_connect(self._host.handle, rank)
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> WireMessage:
         """Begin to send."""

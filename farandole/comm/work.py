@@ -1,17 +1,18 @@
-"""Asynchronous work: one lane per group, in which calls run one after the other in the order of issue.
+"""Asynchronous work: one queue per group, which runs calls one after the other in the order of issue.
 
-A call that nobody waits for runs on the lane's own thread.  Whoever waits for a call helps: if the lane
-is idle, the waiting thread runs the next calls itself, which spares two changes of thread.
+The queue's own thread runs calls that nobody waits for.  A thread that waits for a call helps: if the queue
+is idle, the waiting thread runs the next calls itself, which saves two thread switches.
 
-The callbacks of a call's future run inside the lane, right after the call, and the calls that they issue
-run at once, before those that wait.  So they keep their place in the order whether a callback was attached
-before its call was complete or after, when it runs in the thread that attaches it: hooks of DDP that
-communicate in callbacks (PowerSGD's do) issue the same order on all ranks.
+The callbacks of a call's future run inside the queue, right after the call, and the calls that callbacks issue
+run at once, before calls that wait.  The order is therefore the same on all ranks, whether a callback was attached
+before its call was complete or after, when the attaching thread runs the callback.  DDP hooks that communicate in
+callbacks (PowerSGD) depend on this.
 """
 
 from __future__ import annotations
 
 import _thread
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,26 +23,42 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from farandole.comm.dynamo import exclude_from_dynamo
 from farandole.comm.errors import CommunicationError, RankLate
 from farandole.native import BACKGROUND, MAIN_THREAD
 
-Call = Callable[[int], None]
-"""A blocking call of the core; its argument are the flags of farandole.native."""
+Call = Callable[[int], Any]
+"""A blocking call of an implementation; its argument holds the flags of farandole.native."""
+
+_main_thread = threading.main_thread().ident
+
+
+def _after_fork() -> None:
+    global _main_thread
+    _main_thread = _thread.get_ident()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def flags_here() -> int:
-    """The flags for a call that this thread makes and waits for."""
-    return MAIN_THREAD if threading.current_thread() is threading.main_thread() else 0
+    """Return the flags for a call that this thread makes and waits for."""
+    return MAIN_THREAD if _thread.get_ident() == _main_thread else 0
 
 
 def seconds_of(timeout: timedelta | None) -> float | None:
-    """A timeout of torch's in seconds; None where none was given (torch also says that with 0 and -1 ms)."""
+    """Return a timeout in seconds; None where none was given (torch also uses 0 and -1 ms for none)."""
     seconds = timeout.total_seconds() if timeout is not None else 0.0
     return seconds if seconds > 0 else None
 
 
+@exclude_from_dynamo
 class FarandoleWork(dist.Work):
-    """What all our works have in common: the tensors that they write, and how they end."""
+    """The parts that all kinds of work share: the tensors that work writes, and its outcome."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        exclude_from_dynamo(cls)
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -49,32 +66,32 @@ class FarandoleWork(dist.Work):
         self._error: BaseException | None = None
 
     def is_success(self) -> bool:
-        """Whether it is complete and without error."""
+        """Return whether the work is complete and without error."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """The error, if it is complete and failed."""
+        """Return the error of work that has failed."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that it wrote."""
+        """Return the tensors that the work writes."""
         return self._tensors
 
     def synchronize(self) -> None:
-        """The same as `wait`: there are no streams on a CPU."""
+        """Wait, as there are no streams on a CPU."""
         self.wait()
 
     def outcome(self) -> list[torch.Tensor]:
-        """The tensors of complete work; raises its error."""
+        """Return the tensors of complete work, or raise its error."""
         if isinstance(self._error, Exception):
             raise self._error
-        if self._error is not None:  # Ctrl-C, which was for the thread that it hit
+        if self._error is not None:  # Ctrl-C interrupts the thread that received it
             raise CommunicationError(f"the work was interrupted by {type(self._error).__name__}")
         return self._tensors
 
 
 class CompletedWork(FarandoleWork):
-    """Work that was done before the call returned."""
+    """Work that was complete before the call returned."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return at once."""
@@ -85,7 +102,7 @@ class CompletedWork(FarandoleWork):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A completed future of the tensors."""
+        """Return a completed future of the tensors."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._tensors)
         return future
@@ -94,8 +111,8 @@ class CompletedWork(FarandoleWork):
 class OutcomeFuture:
     """A torch future of the outcome of work.
 
-    `torch.futures.Future.set_exception` is seen by Python only; C++ code, DDP's reducer for one, would take the
-    exception for a result.  What a callback raises is seen by both.
+    Only Python sees `torch.futures.Future.set_exception`; C++ code such as DDP's reducer would take the exception for
+    a result.  Both see an exception that a callback raises.
     """
 
     def __init__(self, work: FarandoleWork) -> None:
@@ -103,18 +120,18 @@ class OutcomeFuture:
         self.future: torch.futures.Future[Any] = self._source.then(lambda _: work.outcome())
 
     def complete(self) -> None:
-        """Complete it, and run its callbacks on this thread."""
+        """Complete the future, and run its callbacks on this thread."""
         self._source.set_result(None)
 
 
-class LaneWork(FarandoleWork):
-    """One call in a lane."""
+class QueuedWork(FarandoleWork):
+    """One call in a work queue."""
 
-    def __init__(self, lane: Lane, call: Call, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, queue: WorkQueue, call: Call, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(tensors)
-        self._lane = lane
+        self._queue = queue
         self._call: Call | None = call
-        self._inference = torch.is_inference_mode_enabled()  # its tensors can be written in it only
+        self._inference = torch.is_inference_mode_enabled()  # its tensors can only be written in that mode
         self._running = _thread.allocate_lock()  # held until the call is complete
         self._running.acquire()
         self._complete = False
@@ -122,7 +139,7 @@ class LaneWork(FarandoleWork):
         self._outcome_lock = _thread.allocate_lock()
 
     def run(self, flags: int) -> None:
-        """Make the call, then the callbacks that wait for it; the lane is held by this thread."""
+        """Run the call, then its callbacks; this thread holds the queue."""
         call, self._call = self._call, None
         try:
             if call is None:
@@ -132,35 +149,35 @@ class LaneWork(FarandoleWork):
             else:
                 with torch.inference_mode(self._inference):
                     call(flags)
-        except BaseException as error:  # kept for whoever waits, KeyboardInterrupt too
+        except BaseException as error:  # raised by `wait`, KeyboardInterrupt too
             self._error = error
         with self._outcome_lock:
             self._complete = True
             outcome = self._outcome
         self._running.release()
         if outcome is not None:
-            self._lane.run_callbacks(outcome)
+            self._queue.run_callbacks(outcome)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call is complete, or `timeout`; raise its error."""
         seconds = seconds_of(timeout)
-        if seconds is None or self._lane.is_mine():
-            while not self._complete and self._lane.help():
+        if seconds is None or self._queue.is_mine():
+            while not self._complete and self._queue.help():
                 pass
             self._running.acquire()
         elif not self._running.acquire(timeout=seconds):
-            raise RankLate(f"the work was not complete within {seconds:g} s: {self._lane.whereabouts()}")
+            raise RankLate(f"the work was not complete within {seconds:g} s: {self._queue.whereabouts()}")
         self._running.release()
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        """Whether the call has ended, well or not."""
+        """Return whether the call has ended, with or without an error."""
         return self._complete
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the tensors."""
+        """Return a future of the tensors."""
         with self._outcome_lock:
             if self._outcome is None:
                 self._outcome = OutcomeFuture(self)
@@ -172,24 +189,27 @@ class LaneWork(FarandoleWork):
         return self._outcome.future
 
 
-class Lane:
-    """Runs the calls of one group in order, on its own thread or on that of whoever waits.
+class WorkQueue:
+    """Runs the calls of one group in order, on its own thread or on a thread that waits.
 
-    `whereabouts` tells a person for whom the call under way waits.
+    Args:
+        name: Of the group, for the name of the thread.
+        whereabouts: Describes the call under way and the ranks that it waits for.
     """
 
     def __init__(self, name: str, whereabouts: Callable[[], str]) -> None:
         self.whereabouts = whereabouts
         self._name = name
-        self._waiting: deque[LaneWork] = deque()
+        self.waiting: deque[QueuedWork] = deque()
         self._running = _thread.allocate_lock()
         self._closed = False
         self._caller: int | None = None  # the thread that runs callbacks
         self._tickets: SimpleQueue[bool] = SimpleQueue()  # one per work, for the thread
+        self.acquire, self.release = self._running.acquire, self._running.release
         self._thread: threading.Thread | None = None
 
     def run(self, call: Call, tensors: Sequence[torch.Tensor]) -> dist.Work:
-        """Make a call now and return when it is done; after those that were issued before."""
+        """Run a call after those issued before, and return when it is complete."""
         if not self.enter():
             self.submit(call, tensors).wait()
             return COMPLETED
@@ -200,26 +220,26 @@ class Lane:
         return COMPLETED
 
     def enter(self) -> bool:
-        """Take the lane for this thread if nothing waits or runs in it; `leave` gives it back."""
-        return not self._waiting and self._running.acquire(False)
+        """Acquire the queue for this thread if no call waits or runs; `leave` releases the queue."""
+        return not self.waiting and self.acquire(False)
 
     def leave(self) -> None:
-        """Give the lane back after `enter`."""
-        self._running.release()
+        """Release the queue after `enter`."""
+        self.release()
 
     def is_mine(self) -> bool:
-        """Whether this thread is in a callback of a work of this lane."""
+        """Return whether this thread runs a callback of work of this queue."""
         return self._caller == _thread.get_ident()
 
-    def submit(self, call: Call, tensors: Sequence[torch.Tensor]) -> LaneWork:
-        """Have a call made in its turn; a callback's at once."""
+    def submit(self, call: Call, tensors: Sequence[torch.Tensor]) -> QueuedWork:
+        """Queue a call; a call of a callback runs at once."""
         if self._closed:
             raise CommunicationError("the group was destroyed; no call can be made any more")
-        work = LaneWork(self, call, tensors)
+        work = QueuedWork(self, call, tensors)
         if self.is_mine():
             work.run(flags_here())
             return work
-        self._waiting.append(work)
+        self.waiting.append(work)
         if self._thread is None:
             self._thread = threading.Thread(target=self._main, name=f"farandole-{self._name}", daemon=True)
             self._thread.start()
@@ -227,7 +247,7 @@ class Lane:
         return work
 
     def help(self) -> bool:
-        """Run the next call on this thread, if there is one and nobody else is running any."""
+        """Run the next call on this thread, if one waits and no other thread runs one."""
         if self.is_mine():
             return self._run_next(flags_here())
         if not self._running.acquire(False):
@@ -238,7 +258,7 @@ class Lane:
             self._running.release()
 
     def run_callbacks(self, outcome: OutcomeFuture) -> None:
-        """Complete a future on this thread, which holds the lane: its callbacks' calls come before those that wait."""
+        """Complete a future on this thread, which holds the queue; calls of its callbacks precede calls that wait."""
         outer, self._caller = self._caller, _thread.get_ident()
         try:
             outcome.complete()
@@ -246,9 +266,9 @@ class Lane:
             self._caller = outer
 
     def close(self, patience_s: float) -> bool:
-        """Complete the calls that were issued and end the thread; False if that takes longer than `patience_s`.
+        """Complete the calls that were issued and end the thread; return False after `patience_s`.
 
-        After that the lane stays taken, so that no other thread makes a call that this one has not seen.
+        A closed queue stays acquired, so that no other thread can run a call that this one has not seen.
         """
         if self._closed:
             return True
@@ -262,16 +282,18 @@ class Lane:
 
     def _run_next(self, flags: int) -> bool:
         try:
-            work = self._waiting.popleft()
+            work = self.waiting.popleft()
         except IndexError:
             return False
         work.run(flags)
         error = work.exception()
         if error is not None and not isinstance(error, Exception):
-            raise error  # Ctrl-C is for this thread, whoever issued the work
+            raise error  # Ctrl-C interrupts this thread, whichever thread issued the work
         return True
 
     def _main(self) -> None:
+        # Torch applies `set_num_threads` to a thread when asked for the number there; products do not ask.
+        torch.get_num_threads()
         while self._tickets.get():
             with self._running:
                 self._run_next(BACKGROUND)

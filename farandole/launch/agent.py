@@ -21,9 +21,8 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessConte
 
 from farandole.launch.rendezvous import FixedRendezvous
 from farandole.launch.reports import Ending, read_report
+from farandole.launch.signals import SIGNALS, signals_to_handle
 from farandole.launch.watch import Watch
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 # What the agent logs when a rank fails is said better by `reports`.
 logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
@@ -37,6 +36,7 @@ class Agent(LocalElasticAgent):
         self.verbose = verbose
         self.rendezvous = rendezvous
         self._watch: Watch | None = None
+        self._to_handle = signals_to_handle()
 
     @property
     def watch(self) -> Watch:
@@ -73,7 +73,7 @@ class Agent(LocalElasticAgent):
         processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
         self._watch = Watch(processes, context.error_files, say=_say)
         for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+            signal.signal(number, self._on_signal if number in self._to_handle else signal.SIG_IGN)
         if self.verbose:
             for local_rank, process in processes.items():
                 rank = self.ranks([local_rank])[0]

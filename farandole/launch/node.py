@@ -22,6 +22,7 @@ from farandole.launch.interfaces import chosen, use
 from farandole.launch.local import run_here
 from farandole.launch.placement import LaunchError
 from farandole.launch.program import Program
+from farandole.launch.signals import restore_ignored_signals
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class NodeOrders:
 
 def main() -> None:
     """Carry out the orders that come through standard input."""
+    restore_ignored_signals()  # signals come through standard input only, and `_obey` needs them
     lifeline = _take_input()
     text = lifeline.readline()
     if not text:

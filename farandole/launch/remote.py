@@ -31,9 +31,8 @@ from farandole.launch.node import NodeOrders
 from farandole.launch.placement import LaunchError
 from farandole.launch.program import Program
 from farandole.launch.reports import stopped_by
+from farandole.launch.signals import signals_to_handle
 from farandole.launch.target import check_target
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 LEAVE_S = 8.0
 """How long the launchers of the other hosts have, in seconds, to stop once one has failed."""
@@ -148,7 +147,7 @@ class _Job:
         self._launchers: dict[str, subprocess.Popen[bytes]] = {}
 
     def run(self) -> int:
-        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        before = {number: signal.signal(number, self._on_signal) for number in signals_to_handle()}
         try:
             self._start()
             return self._follow()

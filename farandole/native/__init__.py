@@ -11,6 +11,7 @@ import ctypes
 import functools
 import importlib.machinery
 import os
+import subprocess
 import sys
 from ctypes import (
     POINTER,
@@ -28,7 +29,7 @@ from ctypes import (
 from enum import IntEnum
 from pathlib import Path
 
-ABI = 3
+ABI = 5
 MAX_RANKS = 256
 NOTE_BYTES = 160
 TOKEN_BYTES = 32
@@ -52,6 +53,9 @@ class Status(IntEnum):
     CLOSED = 9
     ELSEWHERE = 10
     MISFIT = 11
+    INVALID = 12
+    NO_MEMORY = 13
+    UNREADABLE = 14
 
 
 class Operation(IntEnum):
@@ -69,6 +73,12 @@ class Operation(IntEnum):
     BARRIER = 9
     SEND = 10
     RECV = 11
+    SCAN = 12
+    EXSCAN = 13
+
+
+LAST_STATUS = 64
+"""Posting a message returns a status, as a pointer, below this number."""
 
 
 class VectorLevel(IntEnum):
@@ -90,9 +100,9 @@ class Call(ctypes.Structure):
         ("root", c_int32),
         ("count", c_uint64),
         ("layout", c_uint64),
-        ("region", c_uint64),
-        ("offset", c_uint64),
-        ("reserved", c_uint64),
+        ("stage", c_uint64),
+        ("source", c_uint64),
+        ("target", c_uint64),
     ]
 
 
@@ -110,7 +120,7 @@ class Failure(ctypes.Structure):
     ]
 
 
-Remark = ctypes.CFUNCTYPE(None)
+StallWarning = ctypes.CFUNCTYPE(None)
 """A function that the core calls when a rank is late."""
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -120,30 +130,40 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_combine": (c_int, [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int]),
     "frd_set_interrupts": (None, [c_void_p] * 4),
     "frd_pending_interrupt": (None, [POINTER(c_void_p)] * 3),
-    "frd_segment_bytes": (c_size_t, [c_int]),
-    "frd_join": (c_void_p, [c_int, c_int, c_int, POINTER(c_int)]),
-    "frd_announce": (None, [c_void_p, c_int64]),
+    "frd_arena_open": (c_int, [c_int, c_size_t]),
+    "frd_arena_bytes": (c_size_t, []),
+    "frd_arena_used": (c_size_t, []),
+    "frd_alloc": (c_void_p, [c_size_t]),
+    "frd_free": (None, [c_void_p]),
+    "frd_endpoint_open": (c_void_p, [c_int, c_int]),
+    "frd_endpoint_block": (c_uint64, [c_void_p]),
+    "frd_endpoint_add": (c_int, [c_void_p, c_int, c_int, c_size_t, c_uint64, c_int64]),
+    "frd_forbid_reading": (None, []),
+    "frd_can_read": (c_int, [c_void_p, c_int]),
+    "frd_endpoint_close": (None, [c_void_p]),
+    "frd_tcp_open": (c_int, [c_void_p, c_int, ctypes.c_char_p, c_size_t, ctypes.c_char_p, c_double]),
+    "frd_tcp_add": (c_int, [c_void_p, c_int, ctypes.c_char_p, c_size_t]),
+    "frd_tcp_start": (c_int, [c_void_p]),
+    "frd_group_reserve": (c_uint64, []),
+    "frd_group_unreserve": (None, [c_uint64]),
+    "frd_group_open": (c_void_p, [c_void_p, c_uint64, c_int, c_int, POINTER(c_int), POINTER(c_uint64)]),
     "frd_leave": (None, [c_void_p, ctypes.c_char_p]),
     "frd_give_up": (None, [c_void_p]),
     "frd_close": (None, [c_void_p]),
     "frd_set_timeout": (None, [c_void_p, c_double]),
-    "frd_set_remark": (None, [c_void_p, Remark]),
+    "frd_set_stall_warning": (None, [c_void_p, StallWarning]),
     "frd_get_failure": (None, [c_void_p, POINTER(Failure)]),
     "frd_get_call": (None, [c_void_p, c_int, POINTER(Call)]),
-    "frd_span": (c_int, [c_void_p, c_int, c_int, POINTER(c_int)]),
-    "frd_wires_open": (c_int, [c_void_p, c_int, ctypes.c_char_p, c_size_t, ctypes.c_char_p]),
-    "frd_wires_address": (c_int, [c_void_p, c_int, ctypes.c_char_p, c_size_t]),
-    "frd_wires_start": (c_int, [c_void_p]),
-    "frd_wires_call": (None, [c_void_p, c_int]),
-    "frd_wires_silence": (c_double, [c_void_p, c_int]),
-    "frd_wires_hang_up": (None, [c_void_p]),
+    "frd_connect": (None, [c_void_p, c_int]),
+    "frd_silence": (c_double, [c_void_p, c_int]),
     "frd_break": (None, [c_void_p, c_int]),
+    "frd_tell_broken": (None, [c_void_p]),
     "frd_declare": (c_int, [c_void_p, POINTER(Call), c_int]),
     "frd_undeclare": (None, [c_void_p]),
-    "frd_region_add": (c_int, [c_void_p, c_uint64, c_void_p, c_size_t]),
-    "frd_region_remove": (None, [c_void_p, c_uint64]),
     "frd_barrier": (c_int, [c_void_p, c_int]),
     "frd_all_reduce": (c_int, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int]),
+    "frd_all_reduce_to": (c_int, [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int, c_int]),
+    "frd_scan": (c_int, [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, c_int]),
     "frd_reduce": (c_int, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, c_int]),
     "frd_reduce_scatter": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int]),
     "frd_reduce_scatter_even": (c_int, [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int, c_int]),
@@ -153,12 +173,14 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_gather": (c_int, [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int, c_int]),
     "frd_scatter": (c_int, [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int, c_int]),
     "frd_all_to_all": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int]),
-    "frd_post_send": (c_void_p, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, c_int]),
-    "frd_post_recv": (c_void_p, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, c_int]),
+    "frd_all_to_all_even": (c_int, [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int]),
+    "frd_post_send": (c_void_p, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int]),
+    "frd_post_recv": (c_void_p, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int]),
+    "frd_send": (c_int, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, c_int]),
+    "frd_recv": (c_int, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, c_int]),
     "frd_message_test": (c_int, [c_void_p, c_void_p]),
     "frd_message_wait": (c_int, [c_void_p, c_void_p, c_double, c_int]),
-    "frd_message_source": (c_int, [c_void_p]),
-    "frd_message_release": (None, [c_void_p, c_void_p]),
+    "frd_message_cancel": (None, [c_void_p, c_void_p]),
     "frd_encode": (c_int, [c_int, c_void_p, c_float, c_void_p, c_void_p, c_void_p, c_size_t, c_size_t]),
     "frd_decode": (c_int, [c_int, c_void_p, c_void_p, c_float, c_size_t, c_size_t]),
     "frd_orthonormalise": (None, [c_void_p, c_size_t, c_size_t]),
@@ -208,6 +230,27 @@ def library() -> ctypes.CDLL:
         )
     _connect_signals(core)
     return core
+
+
+_READER = """
+import ctypes, sys
+class Span(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+own = ctypes.create_string_buffer(4)
+here, there = Span(ctypes.addressof(own), 4), Span(int(sys.argv[2]), 4)
+read = ctypes.CDLL(None).process_vm_readv
+read.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+sys.exit(read(int(sys.argv[1]), ctypes.byref(here), 1, ctypes.byref(there), 1, 0) != 4)
+"""
+
+
+def can_be_read() -> bool:
+    """Whether another process of this user may read this process's memory, as ranks of a host do for single copies."""
+    allow_any = (0x59616D61, c_uint64(-1))  # PR_SET_PTRACER, PR_SET_PTRACER_ANY
+    ctypes.CDLL(None).prctl(*allow_any, 0, 0, 0)
+    memory = ctypes.create_string_buffer(4)
+    reader = [sys.executable, "-c", _READER, str(os.getpid()), str(ctypes.addressof(memory))]
+    return subprocess.run(reader, check=False, stderr=subprocess.DEVNULL).returncode == 0
 
 
 def vector_level() -> VectorLevel:

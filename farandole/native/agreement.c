@@ -1,36 +1,32 @@
 /* Before any data are used, the ranks see that they are in the same call.
  *
  * Every rank posts its call in its line (in the half of the first phase, so the rule of internal.h covers
- * it), ends the phase, and compares.  Every rank sees the same calls, so all come to the same verdict.
+ * it), ends the phase, and compares.  Every rank sees the same calls, so all come to the same result.  What a rank has
+ * put into its payload or staging slot in the same phase arrives with the call.
  */
 #include <string.h>
 
 #include "internal.h"
+#include "messages.h"
 
 void begin_call(struct frd_group *g, struct frd_call call, int flags)
 {
     if (g->declared.operation) { /* a part of a larger call, by which people know it */
         const struct frd_call part = call;
         call = g->declared;
-        call.region = part.region;
-        call.offset = part.offset;
+        call.stage = part.stage;
+        call.source = part.source;
+        call.target = part.target;
     } else {
         call.index = ++g->calls;
     }
     g->flags = flags;
     g->begun = seconds_now();
     g->deadline = g->begun + g->timeout;
-    g->remark_at = g->begun + PATIENCE_S;
+    g->warn_at = g->begun + STALL_WARNING_S;
+    if (g->slot) call.stage = 1 + arena_offset(g->slot->memory);
     g->current = call;
-    g->lines[g->rank].call[half_of(g->phase)] = call;
-}
-
-void locate(struct frd_group *g, struct frd_call *call, struct region *region, const void *data, size_t bytes)
-{
-    *region = g->region_count ? find_region(g, data, bytes) : (struct region){0, NULL, 0};
-    if (!region->base) return;
-    call->region = region->number + 1;
-    call->offset = (uint64_t)((const char *)data - (region->base + (size_t)g->rank * region->stride));
+    g->line->call[half_of(g->phase)] = call;
 }
 
 static bool same_call(const struct frd_call *a, const struct frd_call *b)
@@ -39,9 +35,9 @@ static bool same_call(const struct frd_call *a, const struct frd_call *b)
            a->root == b->root && a->count == b->count && a->layout == b->layout;
 }
 
-static const struct frd_call *call_of(const struct frd_group *g, int rank)
+const struct frd_call *call_of(const struct frd_group *g, int rank)
 {
-    return &g->lines[rank].call[half_of(g->phase - 1)];
+    return &g->local[rank].block->line.call[half_of(g->phase - 1)];
 }
 
 /* The rank to name: the first outside the largest party; with two ranks that disagree, the second. */
@@ -64,21 +60,30 @@ int agree(struct frd_group *g)
     if (status) return status;
     if ((status = end_phase(g))) return status;
     for (int r = 0; r < g->ranks; r++) {
-        if (same_call(call_of(g, r), &g->current)) continue;
+        const struct frd_call *call = call_of(g, r);
+        if (same_call(call, &g->current)) {
+            g->local[r].stage = call->stage ? g->local[r].peer->arena + call->stage - 1 : NULL;
+            continue;
+        }
         const int culprit = odd_one_out(g);
-        /* the record shows the culprit's call beside one that it should have been */
+        /* the record shows the culprit's call next to one that it should have been */
         const int witness = culprit == g->rank ? r : g->rank;
         return break_group(g, FRD_MISMATCH, g->rank_of[culprit], call_of(g, witness));
     }
     return FRD_OK;
 }
 
-bool all_in_region(const struct frd_group *g)
+bool find_sources(struct frd_group *g, size_t bytes, char **sources)
 {
-    for (int r = 0; r < g->ranks; r++) {
-        const struct frd_call *call = call_of(g, r);
-        if (!call->region || call->region != g->current.region || call->offset != g->current.offset) return false;
-    }
+    for (int r = 0; r < g->ranks; r++)
+        if (!(sources[r] = memory_of(g->local[r].peer, call_of(g, r)->source, bytes))) return false;
+    return true;
+}
+
+bool find_targets(struct frd_group *g, size_t bytes, char **targets)
+{
+    for (int r = 0; r < g->ranks; r++)
+        if (!(targets[r] = memory_of(g->local[r].peer, call_of(g, r)->target, bytes))) return false;
     return true;
 }
 

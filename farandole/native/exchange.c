@@ -1,62 +1,38 @@
 /* Everything that moves data and computes nothing: barrier, broadcast, gather, all-gather, scatter,
  * all-to-all.
  *
- * Two patterns serve them all.  `spread`: some ranks have one stream each that several ranks want
- * (broadcast, gather, all-gather).  `deliver`: some ranks have one stream for every other rank (scatter,
- * all-to-all).  Streams go in windows that stay in cache, one phase per window: offer window k while the
- * others take window k - 1.  All-gather and broadcast of tensors in shared buffers copy once, straight
- * from one tensor to the other.
+ * Three ways, by size and place:
+ *   pulled   large tensors: a call says where its tensor is, and whoever wants it copies it from there to its place, once:
+ *            in shared memory, or with process_vm_readv where the system allows it.  Two phases.
+ *   pushed   all-gather into tensors that all lie in shared memory: every rank writes its part into all of them.
+ *   staged   the rest, in windows that stay in cache, one phase per window: offer window k while the others take window
+ *            k - 1.  The first window arrives with the call, so one phase serves a small call.
+ * Staged calls have two patterns.  `spread`: some ranks have one stream each that several ranks want (broadcast, gather,
+ * all-gather).  `deliver`: some ranks have one stream for every other rank (scatter, all-to-all).
  */
 #include <string.h>
 
 #include "internal.h"
 
-struct spread {
-    const char *own;                 /* this rank's stream, NULL if it has none */
-    char *wanted[FRD_MAX_RANKS];     /* where to put rank r's stream, NULL: not wanted */
-    size_t bytes[FRD_MAX_RANKS];     /* of rank r's stream */
-};
+/* From here on a call is pulled; measured, see docs/benchmarks.md. */
+#ifndef PULL_BYTES
+#define PULL_BYTES ((size_t)1 << 18)
+#endif
 
 static void copy_unless_same(char *to, const char *from, size_t bytes)
 {
     if (to && from && to != from && bytes) memcpy(to, from, bytes);
 }
 
-static size_t longest_of(const size_t *bytes, int count)
-{
-    size_t longest = 0;
-    for (int i = 0; i < count; i++)
-        if (bytes[i] > longest) longest = bytes[i];
-    return longest;
-}
-
 static size_t windows_in(size_t bytes, size_t window) { return (bytes + window - 1) / window; }
 
-static void take_streams(struct frd_group *g, const struct spread *x, size_t step)
-{
-    const int half = half_of(g->phase);
-    for (int r = 0; r < g->ranks; r++) {
-        if (r == g->rank || !x->wanted[r]) continue;
-        memcpy(x->wanted[r] + step * STAGE_BYTES, g->stages[r].half[!half],
-               window_bytes(x->bytes[r], step, STAGE_BYTES));
-    }
-}
+static uint64_t address(const void *data) { return (uint64_t)(uintptr_t)data; }
 
-/* Begins with the phase in which the ranks agree, unless `agreed`. */
-static int spread(struct frd_group *g, const struct spread *x, bool agreed)
+/* Copies from a rank's own memory. */
+static int pull(struct frd_group *g, int rank, void *to, uint64_t from, size_t bytes)
 {
-    const int me = g->rank;
-    const size_t windows = windows_in(longest_of(x->bytes, g->ranks), STAGE_BYTES);
-    for (size_t step = 0; step < windows || step == 0; step++) {
-        const size_t bytes = window_bytes(x->bytes[me], step, STAGE_BYTES);
-        if (x->own && bytes) memcpy(g->stages[me].half[half_of(g->phase)], x->own + step * STAGE_BYTES, bytes);
-        if (step) take_streams(g, x, step - 1);
-        const int status = step || agreed ? end_phase(g) : agree(g);
-        if (status) return status;
-    }
-    if (windows) take_streams(g, x, windows - 1);
-    copy_unless_same(x->wanted[me], x->own, x->bytes[me]);
-    return FRD_OK;
+    if (!bytes || read_memory(g->local[rank].peer, to, from, bytes)) return FRD_OK;
+    return break_group(g, why_unreadable(g->local[rank].peer), g->rank_of[rank], &g->current);
 }
 
 int frd_barrier(struct frd_group *g, int flags)
@@ -65,69 +41,150 @@ int frd_barrier(struct frd_group *g, int flags)
     return agree(g);
 }
 
+/* ---- one stream for all ---- */
+
+struct spread {
+    const char *own;                 /* this rank's stream, NULL if it has none */
+    char *wanted[FRD_MAX_RANKS];     /* where to put rank r's stream, NULL: not wanted */
+    size_t bytes[FRD_MAX_RANKS];     /* of rank r's stream */
+};
+
+static size_t longest_stream(const struct frd_group *g, const struct spread *x)
+{
+    size_t longest = 0;
+    for (int r = 0; r < g->ranks; r++)
+        if (x->bytes[r] > longest) longest = x->bytes[r];
+    return longest;
+}
+
+static void take_streams(struct frd_group *g, const struct spread *x, size_t step)
+{
+    const int half = half_of(g->phase);
+    for (int r = 0; r < g->ranks; r++) {
+        if (r == g->rank || !x->wanted[r]) continue;
+        const size_t bytes = window_bytes(x->bytes[r], step, STAGE_BYTES);
+        if (bytes) memcpy(x->wanted[r] + step * STAGE_BYTES, offer_of(g, r, !half), bytes);
+    }
+}
+
+static void offer_stream(struct frd_group *g, const struct spread *x, size_t step)
+{
+    const size_t bytes = x->own ? window_bytes(x->bytes[g->rank], step, STAGE_BYTES) : 0;
+    if (bytes) memcpy(offer_of(g, g->rank, half_of(g->phase)), x->own + step * STAGE_BYTES, bytes);
+}
+
+/* `offered`: the first window has arrived with the call. */
+static int spread_in_windows(struct frd_group *g, const struct spread *x, bool offered)
+{
+    const size_t windows = windows_in(longest_stream(g, x), STAGE_BYTES);
+    for (size_t step = offered; step < windows; step++) {
+        offer_stream(g, x, step);
+        if (step) take_streams(g, x, step - 1);
+        const int status = end_phase(g);
+        if (status) return status;
+    }
+    if (windows) take_streams(g, x, windows - 1);
+    return FRD_OK;
+}
+
+static int pull_streams(struct frd_group *g, const struct spread *x)
+{
+    int status = FRD_OK;
+    for (int step = 1; step < g->ranks && !status; step++) { /* every rank begins with another one */
+        const int r = (g->rank + step) % g->ranks;
+        if (x->wanted[r]) status = pull(g, r, x->wanted[r], call_of(g, r)->source, x->bytes[r]);
+    }
+    return status ? status : end_phase(g); /* from here on the sources may be changed */
+}
+
+/* This rank's stream into the results of all ranks, which lie in shared memory. */
+static int push_stream(struct frd_group *g, const struct spread *x, char *const *targets)
+{
+    size_t before_mine = 0;
+    for (int r = 0; r < g->rank; r++) before_mine += x->bytes[r];
+    for (int step = 1; step < g->ranks; step++) /* no two ranks write to the same one at a time */
+        memcpy(targets[(g->rank + step) % g->ranks] + before_mine, x->own, x->bytes[g->rank]);
+    return end_phase(g);
+}
+
+/* Moves the streams after the ranks have agreed. */
+static int move_streams(struct frd_group *g, const struct spread *x, size_t target_bytes)
+{
+    bool pulled = true, offered = true;
+    for (int r = 0; r < g->ranks; r++) {
+        const struct frd_call *call = call_of(g, r);
+        pulled &= call->source || !x->bytes[r];
+        offered &= !call->source && !call->target;
+    }
+    char *targets[FRD_MAX_RANKS];
+    if (pulled) return pull_streams(g, x);
+    if (target_bytes && find_targets(g, target_bytes, targets)) return push_stream(g, x, targets);
+    return spread_in_windows(g, x, offered);
+}
+
+/* `target` is where the streams of all ranks go one after the other, if they do; NULL else. */
+static int spread(struct frd_group *g, struct frd_call call, const struct spread *x, void *target, int flags)
+{
+    const int me = g->rank;
+    const size_t longest = longest_stream(g, x);
+    size_t total = 0;
+    for (int r = 0; r < g->ranks; r++) total += x->bytes[r];
+    if (longest > SMALL_BYTES) {
+        const bool pulls = g->pulls && longest >= PULL_BYTES;
+        if (x->own && (pulls || is_shared(x->own, x->bytes[me]))) call.source = address(x->own);
+        if (target && is_shared(target, total)) call.target = address(target);
+    }
+    if (x->own && x->bytes[me] > PAYLOAD_BYTES && !acquire_stage(g)) return FRD_NO_MEMORY;
+    begin_call(g, call, flags);
+    if (!call.source && !call.target) offer_stream(g, x, 0);
+    int status = agree(g);
+    if (!status) status = move_streams(g, x, target ? total : 0);
+    if (longest > PAYLOAD_BYTES) release_stage(g, !status);
+    if (!status) copy_unless_same(x->wanted[me], x->own, x->bytes[me]);
+    return status;
+}
+
 int frd_broadcast(struct frd_group *g, void *data, size_t count, int type, int root, int flags)
 {
-    const size_t bytes = count * element_bytes(type);
-    struct frd_call call = {.operation = FRD_BROADCAST, .type = (uint32_t)type, .root = root, .count = count};
+    if (!is_rank(root, g->ranks)) return FRD_INVALID;
+    const struct frd_call call = {.operation = FRD_BROADCAST, .type = (uint32_t)type, .root = root, .count = count};
     struct spread x = {.own = g->rank == root ? data : NULL};
-    x.bytes[root] = bytes;
+    x.bytes[root] = count * element_bytes(type);
     if (g->rank != root) x.wanted[root] = data;
-    const bool small = bytes <= SMALL_BYTES;
-    struct region region = {0, NULL, 0};
-    if (!small) locate(g, &call, &region, data, bytes);
-    begin_call(g, call, flags);
-    if (small) return spread(g, &x, false);
-    const int status = agree(g);
-    if (status) return status;
-    if (!all_in_region(g)) return spread(g, &x, true);
-    if (g->rank != root) memcpy(data, region.base + (size_t)root * region.stride + call.offset, bytes);
-    return end_phase(g);
+    return spread(g, call, &x, NULL, flags);
 }
 
 int frd_gather(struct frd_group *g, const void *in, void *const *out, size_t count, int type, int root, int flags)
 {
-    begin_call(g, (struct frd_call){.operation = FRD_GATHER, .type = (uint32_t)type, .root = root, .count = count},
-               flags);
+    if (!is_rank(root, g->ranks)) return FRD_INVALID;
+    const struct frd_call call = {.operation = FRD_GATHER, .type = (uint32_t)type, .root = root, .count = count};
     struct spread x = {.own = in};
     for (int r = 0; r < g->ranks; r++) {
         x.bytes[r] = count * element_bytes(type);
         if (g->rank == root) x.wanted[r] = out[r];
     }
-    return spread(g, &x, false);
+    return spread(g, call, &x, NULL, flags);
 }
 
-/* `contiguous`: the parts of `out` follow each other. */
+/* `target`: where the parts of `out` follow each other; NULL if they do not. */
 static int all_gather(struct frd_group *g, const void *in, void *const *out, const size_t *counts, int type,
-                      int flags, bool contiguous)
+                      int flags, void *target)
 {
     struct spread x = {.own = in};
-    size_t total = 0, before_mine = 0;
+    size_t total = 0;
     for (int r = 0; r < g->ranks; r++) {
         x.bytes[r] = counts[r] * element_bytes(type);
         x.wanted[r] = out[r];
-        if (r == g->rank) before_mine = total;
-        total += x.bytes[r];
+        total += counts[r];
     }
-    struct frd_call call = {.operation = FRD_ALL_GATHER, .type = (uint32_t)type, .root = -1,
-                            .count = total / element_bytes(type), .layout = fingerprint(counts, g->ranks)};
-    const bool small = total <= SMALL_BYTES;
-    struct region region = {0, NULL, 0};
-    if (!small && contiguous) locate(g, &call, &region, out[0], total);
-    begin_call(g, call, flags);
-    if (small) return spread(g, &x, false);
-    const int status = agree(g);
-    if (status) return status;
-    if (!all_in_region(g)) return spread(g, &x, true);
-    for (int step = 0; step < g->ranks; step++) { /* every rank begins with itself: no two write to the same one */
-        const int r = (g->rank + step) % g->ranks;
-        copy_unless_same(region.base + (size_t)r * region.stride + call.offset + before_mine, in, x.bytes[g->rank]);
-    }
-    return end_phase(g);
+    const struct frd_call call = {.operation = FRD_ALL_GATHER, .type = (uint32_t)type, .root = -1, .count = total,
+                                  .layout = fingerprint(counts, g->ranks)};
+    return spread(g, call, &x, target, flags);
 }
 
 int frd_all_gather(struct frd_group *g, const void *in, void *const *out, const size_t *counts, int type, int flags)
 {
-    return all_gather(g, in, out, counts, type, flags, false);
+    return all_gather(g, in, out, counts, type, flags, NULL);
 }
 
 int frd_all_gather_even(struct frd_group *g, const void *in, void *out, size_t count, int type, int flags)
@@ -138,8 +195,10 @@ int frd_all_gather_even(struct frd_group *g, const void *in, void *out, size_t c
         parts[r] = (char *)out + (size_t)r * count * element_bytes(type);
         counts[r] = count;
     }
-    return all_gather(g, in, parts, counts, type, flags, true);
+    return all_gather(g, in, parts, counts, type, flags, out);
 }
+
+/* ---- a stream for each other rank ---- */
 
 struct delivery {
     const char *out[FRD_MAX_RANKS];    /* for rank d; NULL: nothing */
@@ -149,64 +208,101 @@ struct delivery {
     size_t longest;                    /* stream between any two different ranks */
 };
 
-/* Goes on after the ranks agreed. */
-static int deliver(struct frd_group *g, const struct delivery *x)
+/* After the ranks agreed. */
+static int deliver_in_windows(struct frd_group *g, const struct delivery *x)
 {
     const int me = g->rank;
     const size_t window = window_of(g), windows = windows_in(x->longest, window);
     for (size_t step = 0; step <= windows; step++) {
         const int half = half_of(g->phase);
-        char *stage = g->stages[me].half[half];
         for (int d = 0; d < g->ranks && step < windows; d++) {
             const size_t bytes = d == me ? 0 : window_bytes(x->out_bytes[d], step, window);
-            if (bytes) memcpy(stage + (size_t)d * window, x->out[d] + step * window, bytes);
+            if (bytes) memcpy(offer_of(g, me, half) + (size_t)d * window, x->out[d] + step * window, bytes);
         }
         for (int s = 0; s < g->ranks && step; s++) {
             const size_t bytes = s == me ? 0 : window_bytes(x->in_bytes[s], step - 1, window);
-            const char *from = g->stages[s].half[!half] + (size_t)me * window;
+            const char *from = offer_of(g, s, !half) + (size_t)me * window;
             if (bytes) memcpy(x->in[s] + (step - 1) * window, from, bytes);
         }
         if (step == windows) break;
         const int status = end_phase(g);
         if (status) return status;
     }
-    copy_unless_same(x->in[me], x->out[me], x->out_bytes[me]);
     return FRD_OK;
 }
 
 int frd_scatter(struct frd_group *g, const void *const *in, void *out, size_t count, int type, int root, int flags)
 {
+    if (!is_rank(root, g->ranks)) return FRD_INVALID;
+    const int me = g->rank;
+    const size_t bytes = count * element_bytes(type), total = bytes * (size_t)g->ranks;
+    const bool small = total <= SMALL_BYTES, pulled = g->pulls && bytes >= PULL_BYTES;
+    const size_t offered = small ? total : pulled ? (size_t)g->ranks * sizeof(uint64_t) : STAGE_BYTES;
+    if (me == root && offered > PAYLOAD_BYTES && !acquire_stage(g)) return FRD_NO_MEMORY;
     begin_call(g, (struct frd_call){.operation = FRD_SCATTER, .type = (uint32_t)type, .root = root, .count = count},
                flags);
-    const int status = agree(g);
-    if (status) return status;
-    struct delivery x = {.longest = count * element_bytes(type)};
-    for (int d = 0; d < g->ranks && g->rank == root; d++) {
-        x.out[d] = in[d];
-        x.out_bytes[d] = x.longest;
+    char *offer = offer_of(g, me, half_of(g->phase));
+    for (int d = 0; d < g->ranks && me == root; d++) {
+        if (small) memcpy(offer + (size_t)d * bytes, in[d], bytes);
+        else if (pulled) ((uint64_t *)offer)[d] = address(in[d]);
     }
-    x.in[root] = out;
-    x.in_bytes[root] = x.longest;
-    return deliver(g, &x);
+    int status = agree(g);
+    const char *theirs = offer_of(g, root, half_of(g->phase - 1));
+    if (!status && pulled) {
+        if (me != root) status = pull(g, root, out, ((const uint64_t *)theirs)[me], bytes);
+        if (!status) status = end_phase(g);
+    } else if (!status && small) {
+        memcpy(out, theirs + (size_t)me * bytes, bytes);
+    } else if (!status) {
+        struct delivery x = {.longest = bytes};
+        for (int d = 0; d < g->ranks && me == root; d++) x.out[d] = in[d], x.out_bytes[d] = bytes;
+        x.in[root] = out;
+        x.in_bytes[root] = bytes;
+        status = deliver_in_windows(g, &x);
+    }
+    if (offered > PAYLOAD_BYTES) release_stage(g, !status);
+    if (!status && me == root) copy_unless_same(out, in[me], bytes);
+    return status;
 }
 
-/* Every rank posted what it sends and expects in the phase that has just ended. */
-static int check_pairs(struct frd_group *g, size_t *longest)
+/* What rank r sends to the others and expects from them: in elements, and where each part is.  Its values follow if
+ * they are few. */
+struct table {
+    uint64_t *sends, *receives, *addresses;
+    char *values;
+};
+
+static struct table table_at(const struct frd_group *g, char *offer)
 {
-    const struct pair_table *pairs = g->pairs;
-    const int half = half_of(g->phase - 1);
+    const size_t n = (size_t)g->ranks;
+    uint64_t *words = (uint64_t *)offer;
+    return (struct table){words, words + n, words + 2 * n, (char *)(words + 3 * n)};
+}
+
+/* Bytes that a rank sends to the others before rank `before`. */
+static size_t bytes_sent(const struct table *table, int rank, int before, size_t element)
+{
+    size_t count = 0;
+    for (int d = 0; d < before; d++) count += d == rank ? 0 : table->sends[d];
+    return count * element;
+}
+
+/* The first pair of ranks that expect different counts breaks the group. */
+static int check_pairs(struct frd_group *g, const struct table *tables, size_t *longest, bool *few)
+{
     for (int from = 0; from < g->ranks; from++) {
         for (int to = 0; to < g->ranks; to++) {
-            const uint64_t sent = pairs->sends[half][from][to];
-            if (sent != pairs->receives[half][to][from]) {
+            const uint64_t sent = tables[from].sends[to];
+            if (sent != tables[to].receives[from]) {
                 struct frd_call call = g->current;
                 call.count = sent;
-                call.layout = pairs->receives[half][to][from];
+                call.layout = tables[to].receives[from];
                 call.root = g->rank_of[to];
                 return break_group(g, FRD_UNEVEN, g->rank_of[from], &call);
             }
             if (from != to && sent > *longest) *longest = sent;
         }
+        few[from] = bytes_sent(&tables[from], from, g->ranks, element_bytes((int)g->current.type)) <= SMALL_BYTES;
     }
     return FRD_OK;
 }
@@ -214,19 +310,55 @@ static int check_pairs(struct frd_group *g, size_t *longest)
 int frd_all_to_all(struct frd_group *g, const void *const *in, const size_t *in_counts, void *const *out,
                    const size_t *out_counts, int type, int flags)
 {
-    struct delivery x = {.longest = 0};
-    const int half = half_of(g->phase);
-    for (int r = 0; r < g->ranks; r++) {
-        x.out[r] = in[r];
-        x.out_bytes[r] = in_counts[r] * element_bytes(type);
-        x.in[r] = out[r];
-        x.in_bytes[r] = out_counts[r] * element_bytes(type);
-        g->pairs->sends[half][g->rank][r] = in_counts[r];
-        g->pairs->receives[half][g->rank][r] = out_counts[r];
-    }
+    const int me = g->rank;
+    const size_t element = element_bytes(type), table_bytes = 3 * sizeof(uint64_t) * (size_t)g->ranks;
+    size_t sent = 0;
+    for (int d = 0; d < g->ranks; d++) sent += d == me ? 0 : in_counts[d] * element;
+    const bool small = sent <= SMALL_BYTES;
+    if (table_bytes + sent > PAYLOAD_BYTES && !acquire_stage(g)) return FRD_NO_MEMORY;
     begin_call(g, (struct frd_call){.operation = FRD_ALL_TO_ALL, .type = (uint32_t)type, .root = -1}, flags);
+    struct table tables[FRD_MAX_RANKS];
+    tables[me] = table_at(g, offer_of(g, me, half_of(g->phase)));
+    char *values = tables[me].values;
+    for (int r = 0; r < g->ranks; r++) {
+        tables[me].sends[r] = in_counts[r];
+        tables[me].receives[r] = out_counts[r];
+        tables[me].addresses[r] = address(in[r]);
+        const size_t bytes = small && r != me ? in_counts[r] * element : 0;
+        if (bytes) memcpy(values, in[r], bytes);
+        values += bytes;
+    }
     int status = agree(g);
-    if (!status) status = check_pairs(g, &x.longest);
-    x.longest *= element_bytes(type);
-    return status ? status : deliver(g, &x);
+    struct delivery x = {.longest = 0};
+    bool few[FRD_MAX_RANKS], all_few = true;
+    for (int r = 0; r < g->ranks && !status; r++) tables[r] = table_at(g, offer_of(g, r, half_of(g->phase - 1)));
+    if (!status) status = check_pairs(g, tables, &x.longest, few);
+    x.longest *= element;
+    const bool pulled = g->pulls && x.longest >= PULL_BYTES;
+    for (int s = 0; s < g->ranks && !status; s++) {
+        const size_t bytes = s == me ? 0 : out_counts[s] * element;
+        all_few &= few[s];
+        if (few[s] && bytes) memcpy(out[s], tables[s].values + bytes_sent(&tables[s], s, me, element), bytes);
+        else if (pulled) status = pull(g, s, out[s], tables[s].addresses[me], bytes);
+        else x.in[s] = out[s], x.in_bytes[s] = few[s] ? 0 : bytes;
+        x.out[s] = in[s];
+        x.out_bytes[s] = small || s == me ? 0 : in_counts[s] * element;
+    }
+    if (!status && !all_few) status = pulled ? end_phase(g) : deliver_in_windows(g, &x);
+    release_stage(g, !status);
+    if (!status) copy_unless_same(out[me], in[me], in_counts[me] * element);
+    return status;
+}
+
+int frd_all_to_all_even(struct frd_group *g, const void *in, void *out, size_t count, int type, int flags)
+{
+    const void *sources[FRD_MAX_RANKS];
+    void *targets[FRD_MAX_RANKS];
+    size_t counts[FRD_MAX_RANKS];
+    for (int r = 0; r < g->ranks; r++) {
+        sources[r] = (const char *)in + (size_t)r * count * element_bytes(type);
+        targets[r] = (char *)out + (size_t)r * count * element_bytes(type);
+        counts[r] = count;
+    }
+    return frd_all_to_all(g, sources, counts, targets, counts, type, flags);
 }

@@ -17,31 +17,33 @@ static int ranks_missing(const struct frd_group *g)
 {
     int missing = 0;
     for (int r = 0; r < g->ranks; r++)
-        missing += atomic_load(&g->lines[r].phase) < g->phase;
+        missing += atomic_load(&g->local[r].block->line.phase) < g->phase;
     return missing;
 }
 
 /* The line of a rank of the whole group; NULL if it is on another host. */
 static const struct rank_line *line_of(const struct frd_group *g, int rank)
 {
-    const int local = g->mail.peers[rank].local;
-    return local < 0 ? NULL : &g->lines[local];
+    const int local = g->members[rank].local;
+    return local < 0 ? NULL : &g->local[local].block->line;
 }
 
 int break_between(struct frd_group *g, int status, int culprit, const struct frd_call *theirs, const struct frd_call *own)
 {
+    if (g->context == 0) return status; /* errors of this group are for the caller alone */
+    struct group_block *first = g->local[0].block;
     uint32_t whole = WHOLE;
-    if (atomic_compare_exchange_strong(&g->header->broken, &whole, BREAKING)) {
+    if (atomic_compare_exchange_strong(&first->record.broken, &whole, BREAKING)) {
         const struct rank_line *line = line_of(g, culprit);
-        struct frd_failure *failure = &g->header->failure;
+        struct frd_failure *failure = &first->record.failure;
         failure->status = (uint32_t)status;
         failure->culprit = culprit;
-        failure->reporter = g->mail.rank;
+        failure->reporter = g->group_rank;
         failure->missing = ranks_missing(g);
         failure->culprit_call = *theirs;
         failure->reporter_call = *own;
         if (line) memcpy(failure->note, line->life.note, FRD_NOTE_BYTES);
-        atomic_store(&g->header->broken, BROKEN);
+        atomic_store(&first->record.broken, BROKEN);
     }
     return broken_status(g);
 }
@@ -57,21 +59,27 @@ void frd_break(struct frd_group *g, int culprit) { break_group(g, FRD_ELSEWHERE,
 
 int broken_status(struct frd_group *g)
 {
-    if (atomic_load(&g->header->broken) == WHOLE) return FRD_OK;
-    /* Whoever is writing the record needs a microsecond, or its turn on a crowded core.  If it was killed
+    struct group_block *first = g->local[0].block;
+    if (atomic_load(&first->record.broken) == WHOLE) return FRD_OK;
+    /* The rank that writes the record needs a microsecond, or its turn on a crowded core.  If it was killed
      * meanwhile, what it has not written reads as zero. */
-    for (int i = 0; i < 1000 && atomic_load(&g->header->broken) != BROKEN; i++) {
+    for (int i = 0; i < 1000 && atomic_load(&first->record.broken) != BROKEN; i++) {
         const struct timespec a_millisecond = {0, 1000000};
         nanosleep(&a_millisecond, NULL);
     }
-    const int status = (int)g->header->failure.status;
+    /* a peer may still be at work on a buffer of this process */
+    if (!atomic_exchange(&g->seen_broken, true)) arena_hold(1);
+    const int status = (int)first->record.failure.status;
     return status ? status : FRD_DIED;
 }
 
 void frd_get_failure(struct frd_group *g, struct frd_failure *failure)
 {
     broken_status(g);
-    *failure = g->header->failure;
+    *failure = g->local[0].block->record.failure;
 }
 
-void frd_get_call(struct frd_group *g, int rank, struct frd_call *call) { *call = last_call(&g->lines[rank]); }
+void frd_get_call(struct frd_group *g, int local_rank, struct frd_call *call)
+{
+    *call = last_call(&g->local[local_rank].block->line);
+}

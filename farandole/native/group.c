@@ -1,81 +1,137 @@
-/* Joining and leaving a group: the shared segment, and what each rank keeps beside it. */
+/* Opening and closing a communicator. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
-#include "internal.h"
+#include "messages.h"
 
 int frd_abi(void) { return FRD_ABI; }
 
-static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+/* Groups that this process has closed, and some peer has not: that one may still look at this rank's line. */
+static struct frd_group *closing;
+static pthread_mutex_t closing_lock = PTHREAD_MUTEX_INITIALIZER;
 
-struct map {
-    size_t lines, pairs, stages, rings, bytes;
-};
-
-static struct map map_of(int ranks)
+bool has_gone(const struct local_rank *rank)
 {
-    const size_t n = (size_t)ranks, page = 4096;
-    struct map m;
-    m.lines = round_up(sizeof(struct header), page);
-    m.pairs = round_up(m.lines + n * sizeof(struct rank_line), page);
-    m.stages = round_up(m.pairs + sizeof(struct pair_table), page);
-    m.rings = m.stages + n * sizeof(struct stage);
-    m.bytes = round_up(m.rings + n * n * sizeof(struct ring), page);
-    return m;
+    const struct rank_line *line = &rank->block->line;
+    return atomic_load(&line->life.nonce) != rank->nonce || atomic_load(&line->life.state) == GONE ||
+           !is_alive(rank->peer);
 }
 
-/* Most of it is never touched, and so never takes memory. */
-size_t frd_segment_bytes(int ranks) { return map_of(ranks).bytes; }
-
-struct frd_group *frd_join(int descriptor, int rank, int ranks, const int *process_descriptors)
+static void free_group(struct frd_group *g)
 {
-    const struct map m = map_of(ranks);
-    char *segment = mmap(NULL, m.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
-    if (segment == MAP_FAILED) return NULL;
+    forget_stages_of(g);
+    frd_group_unreserve(arena_offset(g->own));
+    if (g->seen_broken) arena_hold(-1);
+    free(g->local);
+    free(g->members);
+    free(g->rank_of);
+    free(g);
+}
+
+void free_closed_groups(void)
+{
+    pthread_mutex_lock(&closing_lock);
+    for (struct frd_group **list = &closing, *g = *list; g; g = *list) {
+        bool all = true;
+        for (int r = 0; r < g->ranks && all; r++) all = r == g->rank || has_gone(&g->local[r]);
+        if (all) {
+            *list = g->next;
+            free_group(g);
+        } else {
+            list = &g->next;
+        }
+    }
+    pthread_mutex_unlock(&closing_lock);
+}
+
+uint64_t frd_group_reserve(void)
+{
+    free_closed_groups();
+    struct group_block *block = arena_ready() ? arena_take(sizeof *block) : NULL;
+    if (!block) return 0;
+    memset(block, 0, offsetof(struct group_block, payload));
+    atomic_store(&block->line.life.state, PRESENT);
+    atomic_store(&block->line.life.nonce, new_nonce());
+    return arena_offset(block);
+}
+
+void frd_group_unreserve(uint64_t offset)
+{
+    struct group_block *block = (struct group_block *)(arena_base() + offset);
+    atomic_store(&block->line.life.nonce, 0);
+    arena_give(block, sizeof *block);
+}
+
+struct frd_group *frd_group_open(struct frd_endpoint *e, uint64_t context, int rank, int ranks, const int *members,
+                                 const uint64_t *blocks)
+{
     struct frd_group *g = calloc(1, sizeof *g);
-    if (!g) {
-        munmap(segment, m.bytes);
+    if (!g) return NULL;
+    g->members = calloc((size_t)ranks, sizeof *g->members);
+    g->local = calloc((size_t)ranks, sizeof *g->local);
+    g->rank_of = calloc((size_t)ranks, sizeof *g->rank_of);
+    if (!g->members || !g->local || !g->rank_of) {
+        free(g->members);
+        free(g->local);
+        free(g->rank_of);
+        free(g);
         return NULL;
     }
-    g->rank = rank;
-    g->ranks = ranks;
-    g->segment = segment;
-    g->header = (struct header *)segment;
-    g->lines = (struct rank_line *)(segment + m.lines);
-    g->pairs = (struct pair_table *)(segment + m.pairs);
-    g->stages = (struct stage *)(segment + m.stages);
-    g->rings = (struct ring *)(segment + m.rings);
+    g->endpoint = e;
+    g->context = context;
+    g->group_rank = rank;
+    g->group_ranks = ranks;
     g->timeout = 1800;
-    pthread_mutex_init(&g->region_lock, NULL);
-    pthread_mutex_init(&g->mail.lock, NULL);
-    pthread_cond_init(&g->mail.work, NULL);
-    memcpy(g->process_descriptors, process_descriptors, (size_t)ranks * sizeof(int));
-    if (mail_open(g, rank, ranks, NULL)) {
-        frd_close(g);
-        return NULL;
+    for (int r = 0; r < ranks; r++) {
+        struct peer *peer = &e->peers[members[r]];
+        g->members[r].peer = peer;
+        g->members[r].local = -1;
+        if (peer->local < 0) continue;
+        struct group_block *block = (struct group_block *)(peer->arena + blocks[r]);
+        g->members[r].local = g->ranks;
+        g->rank_of[g->ranks] = r;
+        if (r == rank) g->rank = g->ranks;
+        g->local[g->ranks++] =
+            (struct local_rank){.block = block, .nonce = atomic_load(&block->line.life.nonce), .peer = peer};
     }
+    g->pulls = true;
+    for (int a = 0; a < g->ranks; a++)
+        for (int b = 0; b < g->ranks; b++)
+            g->pulls &= atomic_load(&g->local[a].peer->block->reads[g->local[b].peer->local]);
+    g->own = g->local[g->rank].block;
+    g->line = &g->own->line;
+    pthread_mutex_lock(&e->lock);
+    g->next = e->groups[context % CONTEXTS];
+    e->groups[context % CONTEXTS] = g;
+    claim_early(g);
+    pthread_mutex_unlock(&e->lock);
     return g;
 }
 
-int frd_span(struct frd_group *g, int rank, int ranks, const int *local_of)
+/* Tells the ranks of other hosts that are connected with this one. */
+static void tell_other_hosts(struct frd_group *g, enum header_kind kind, int culprit)
 {
-    return mail_open(g, rank, ranks, local_of);
-}
-
-void frd_announce(struct frd_group *g, int64_t pid)
-{
-    g->lines[g->rank].life.pid = pid;
-    atomic_store(&g->lines[g->rank].life.state, PRESENT);
+    pthread_mutex_lock(&g->endpoint->lock);
+    for (int r = 0; r < g->group_ranks; r++)
+        if (g->members[r].local < 0 && tcp_is_in_use(g->members[r].peer)) send_control(g, r, kind, culprit);
+    pthread_mutex_unlock(&g->endpoint->lock);
 }
 
 void frd_leave(struct frd_group *g, const char *note)
 {
-    struct rank_line *line = &g->lines[g->rank];
-    if (atomic_load(&line->life.state) == GONE) return;
-    strncpy(line->life.note, note, FRD_NOTE_BYTES - 1);
-    atomic_store(&line->life.state, GONE);
+    if (atomic_load(&g->line->life.state) == GONE) return;
+    strncpy(g->line->life.note, note, FRD_NOTE_BYTES - 1);
+    atomic_store(&g->line->life.state, GONE);
+    tell_other_hosts(g, GROUP_LEFT, g->group_rank);
+}
+
+void frd_tell_broken(struct frd_group *g)
+{
+    struct frd_failure failure;
+    frd_get_failure(g, &failure);
+    if (!g->told_broken) tell_other_hosts(g, GROUP_BROKEN, failure.culprit);
+    g->told_broken = true;
 }
 
 void frd_give_up(struct frd_group *g)
@@ -86,54 +142,19 @@ void frd_give_up(struct frd_group *g)
 
 void frd_close(struct frd_group *g)
 {
-    mail_close(g);
-    munmap(g->segment, map_of(g->ranks).bytes);
-    pthread_mutex_destroy(&g->region_lock);
-    free(g->regions);
-    free(g);
+    struct frd_endpoint *e = g->endpoint;
+    frd_leave(g, "it destroyed the group");
+    pthread_mutex_lock(&e->lock);
+    struct frd_group **list = &e->groups[g->context % CONTEXTS];
+    while (*list != g) list = &(*list)->next;
+    *list = g->next;
+    clear_unexpected(g);
+    pthread_mutex_unlock(&e->lock);
+    pthread_mutex_lock(&closing_lock);
+    g->next = closing;
+    closing = g;
+    pthread_mutex_unlock(&closing_lock);
+    free_closed_groups();
 }
 
 void frd_set_timeout(struct frd_group *g, double seconds) { g->timeout = seconds; }
-
-int frd_region_add(struct frd_group *g, uint64_t number, void *base, size_t stride)
-{
-    int status = 0;
-    pthread_mutex_lock(&g->region_lock);
-    if (g->region_count == g->region_capacity) {
-        const int capacity = g->region_capacity ? 2 * g->region_capacity : 8;
-        struct region *grown = realloc(g->regions, (size_t)capacity * sizeof *grown);
-        status = grown ? 0 : -1;
-        if (grown) {
-            g->regions = grown;
-            g->region_capacity = capacity;
-        }
-    }
-    if (!status) g->regions[g->region_count++] = (struct region){number, base, stride};
-    pthread_mutex_unlock(&g->region_lock);
-    return status;
-}
-
-void frd_region_remove(struct frd_group *g, uint64_t number)
-{
-    pthread_mutex_lock(&g->region_lock);
-    for (int i = 0; i < g->region_count; i++) {
-        if (g->regions[i].number != number) continue;
-        g->regions[i] = g->regions[--g->region_count];
-        break;
-    }
-    pthread_mutex_unlock(&g->region_lock);
-}
-
-struct region find_region(struct frd_group *g, const void *data, size_t bytes)
-{
-    struct region found = {0, NULL, 0};
-    const char *start = data;
-    pthread_mutex_lock(&g->region_lock);
-    for (int i = 0; i < g->region_count; i++) {
-        const struct region *region = &g->regions[i];
-        const char *own = region->base + (size_t)g->rank * region->stride;
-        if (start >= own && start + bytes <= own + region->stride) found = *region;
-    }
-    pthread_mutex_unlock(&g->region_lock);
-    return found;
-}

@@ -1,12 +1,21 @@
-/* What the ranks of a group share, and what each keeps for itself.
+/* What processes share, and what each keeps for itself.
  *
- * The shared segment, all zero at first:
+ *     arena.c        this process's shared memory and its allocator
+ *     endpoint.c     the other processes of the job; staging slots
+ *     group.c        opening and closing a communicator
+ *     agreement.c    before any data are used, the ranks see that they are in the same call
+ *     waiting.c      how a rank waits, and what it notices meanwhile
+ *     failure.c      why a group broke
+ *     reduce.c, exchange.c   collectives
+ *     messages.h     point-to-point
  *
- *     header | rank lines | pair tables | staging halves of every rank | message rings of every pair
+ * A process has one arena, which the other processes of its host map once.  All that ranks share lies in the arena of
+ * the process that writes it: the lines and payloads of its groups, staging slots, message rings, its users' buffers.
+ * An address in another arena is (process, offset), so any group can use it, and the offsets of ranks may differ.
  *
- * Collectives advance in phases.  A rank ends its phase p by publishing p + 1 in its line and waiting until
- * every other rank has published at least p + 1.  All staging memory exists in two halves, and one rule
- * makes every protocol in this folder safe:
+ * Collectives advance in phases.  A rank ends its phase p by publishing p + 1 in its line of the group and waiting
+ * until every other rank has published at least p + 1.  Payloads and staging slots have two halves, and one rule makes
+ * every protocol in this folder safe:
  *
  *     In phase p, half p mod 2 of a rank's memory is that rank's alone.  The other half is its peers': to
  *     read, or, where a protocol gives each peer a part of it, to read and write that part.
@@ -16,6 +25,9 @@
  * ranks that overlap are equal, because no rank enters p + 1 before all have ended p.  (In order.)  Publishing
  * is a release, seeing it an acquire.  Both hold across calls, because the count of phases runs on from call
  * to call.  So one wait per phase is enough, and there is nothing to reset.
+ *
+ * Staging slots belong to the process, not to a group.  A call announces its slot in its record.  After its last call
+ * the slot may serve another group once every peer has finished with it: see `acquire_stage`.
  */
 #ifndef FARANDOLE_INTERNAL_H
 #define FARANDOLE_INTERNAL_H
@@ -25,7 +37,6 @@
 #include <stdbool.h>
 
 #include "core.h"
-#include "mail.h"
 
 #define LINE 128 /* two 64-byte lines: processors fetch them in pairs */
 #define ALIGNED __attribute__((aligned(LINE)))
@@ -35,113 +46,157 @@
 #ifndef STAGE_BYTES
 #define STAGE_BYTES ((size_t)1 << 18)
 #endif
-#define SMALL_BYTES ((size_t)1 << 14) /* up to here one phase serves a whole call */
-#define RING_BYTES ((size_t)1 << 18)
+#define PAYLOAD_BYTES ((size_t)1 << 11) /* up to here values follow the record of a call; beyond, a slot holds them */
+#define SMALL_BYTES ((size_t)1 << 14)   /* up to here one phase serves a whole call */
 
-#define PATIENCE_S 5.0
+#define STALL_WARNING_S 5.0
 
 enum rank_state { ABSENT, PRESENT, GONE };
 enum broken_state { WHOLE, BREAKING, BROKEN };
 
-struct header {
-    _Atomic uint32_t broken;
-    struct frd_failure failure;
-} ALIGNED;
-
+/* A rank's part of a group.  Once its members have left a group its memory may hold something else; the nonce tells. */
 struct rank_line {
     _Atomic uint64_t phase;     /* phases that this rank has ended */
     _Atomic uint32_t sleepers;  /* ranks asleep until it changes */
+    _Atomic uint64_t finished;  /* it reads no peer's staging slot of phases before this one any more */
     struct {
-        _Atomic uint32_t rings;     /* counts what others did to this rank's messages */
-        _Atomic uint32_t sleepers;
-    } ALIGNED doorbell;
-    struct {
+        _Atomic uint64_t nonce;
         _Atomic uint32_t state;
-        int64_t pid;
         char note[FRD_NOTE_BYTES];
     } ALIGNED life;
     struct frd_call ALIGNED call[2]; /* by half */
     struct frd_call message_call;    /* the last point-to-point call, for messages to people only */
 } ALIGNED;
 
-/* What rank `from` sends to rank `to` (or expects from it) in an uneven exchange. */
-struct pair_table {
-    uint64_t sends[2][FRD_MAX_RANKS][FRD_MAX_RANKS];
-    uint64_t receives[2][FRD_MAX_RANKS][FRD_MAX_RANKS];
+struct group_block {
+    struct rank_line line;
+    struct { /* used in the block of the first rank of the host */
+        _Atomic uint32_t broken;
+        struct frd_failure failure;
+    } ALIGNED record;
+    char ALIGNED payload[2][PAYLOAD_BYTES];
 };
 
-struct stage {
-    char half[2][STAGE_BYTES];
-} ALIGNED;
+struct peer;
+struct frd_endpoint;
 
-struct ring {
-    struct { _Atomic uint64_t bytes; } ALIGNED written;
-    struct { _Atomic uint64_t bytes; } ALIGNED taken;
-    char data[RING_BYTES];
-} ALIGNED;
+/* A rank of the group on this host. */
+struct local_rank {
+    struct group_block *block;
+    uint64_t nonce;
+    struct peer *peer;
+    char *stage;                 /* its staging slot in the call under way, both halves; NULL if it has none */
+};
 
-struct region {
-    uint64_t number;
-    char *base;
-    size_t stride;
+struct queue {
+    void *first, *last;
+};
+
+/* A rank of the whole group, and the messages to and from it that wait for their counterparts. */
+struct member {
+    struct peer *peer;
+    int local;                   /* its number on this host, -1 if it is on another */
+    bool gone;                   /* it is on another host, and has left the group */
+    struct queue posted;         /* receives */
+    struct queue unexpected;     /* messages that no receive has claimed, oldest first */
 };
 
 struct frd_group {
+    struct frd_endpoint *endpoint;
+    struct frd_group *next;      /* in the endpoint's table of contexts, or among closing groups */
+    uint64_t context;
     int rank, ranks;             /* on this host */
-    int rank_of[FRD_MAX_RANKS];  /* in the whole group */
-    char *segment;
-    struct header *header;
-    struct rank_line *lines;
-    struct pair_table *pairs;
-    struct stage *stages;
-    struct ring *rings;          /* [from * ranks + to] */
+    int group_rank, group_ranks; /* in the whole group */
+    struct local_rank *local;
+    struct member *members;
+    bool pulls;                  /* every rank of this host may read the memory of every other one */
+    int *rank_of;                /* local rank -> rank in the whole group */
+    struct queue posted_any;     /* receives from any rank */
+    uint64_t receives_posted;
 
+    struct group_block *own;
+    struct rank_line *line;      /* own */
     uint64_t phase;              /* of this rank */
     uint64_t calls;
     struct frd_call current;
     struct frd_call declared;    /* of the caller's call that the next ones are parts of; FRD_NOTHING: none */
+    struct slot *slot;           /* staging of the call under way */
     double timeout, begun, deadline;
-    double remark_at;            /* when to say next that somebody is late */
-    void (*remark)(void);
+    double warn_at;              /* when to say next that a rank is late */
+    void (*stall_warning)(void);
     int flags;
     atomic_bool given_up;        /* this process leaves: do not wait any longer */
-    atomic_int crowded;          /* > 0: somebody else wants this core, so do not spin */
-    int process_descriptors[FRD_MAX_RANKS];
-
-    pthread_mutex_t region_lock; /* buffers may be freed while a collective runs on others */
-    struct region *regions;
-    int region_count, region_capacity;
-
-    struct mail mail;            /* point-to-point */
+    atomic_bool seen_broken;
+    bool told_broken;
+    int crowded;                 /* > 0: somebody else wants this core, so do not spin */
 };
+
+/* Staging memory of this process: two halves of STAGE_BYTES. */
+struct slot {
+    struct slot *next;
+    char *memory;
+    struct frd_group *user;      /* the group that used it last, or uses it */
+    uint64_t end;                /* phase of the user after its last use */
+    bool busy;
+};
+
+/* arena.c */
+void *arena_take(size_t bytes);                /* aligned to LINE; what is in it is not defined */
+void arena_give(void *memory, size_t bytes);
+uint64_t arena_offset(const void *memory);     /* of memory in the own arena */
+char *arena_base(void);
+bool arena_ready(void);                        /* whether this process has one; a forked child has none */
+char *map_arena(int descriptor, size_t bytes); /* another process's; NULL: errno says why */
+void unmap_arena(char *base);
+void arena_hold(int change);                   /* +1: peers may still use what is freed from now on; -1: not any more */
+
+/* endpoint.c */
+bool is_alive(const struct peer *);            /* its process, by the kernel's word */
+bool has_gone(const struct local_rank *);      /* it left the group, or its process has ended */
+bool acquire_stage(struct frd_group *);        /* before `begin_call`; false: no memory */
+void release_stage(struct frd_group *, bool finished);
+void free_closed_groups(void);                 /* group.c */
+void forget_stages_of(const struct frd_group *);
+uint64_t new_nonce(void);
+char *memory_of(const struct peer *, uint64_t address, size_t bytes); /* as mapped here; NULL if it is not shared */
+bool read_memory(const struct peer *, void *to, uint64_t address, size_t bytes);
+bool write_memory(const struct peer *, uint64_t address, const void *from, size_t bytes);
+int why_unreadable(const struct peer *);       /* after `read_memory` or `write_memory` failed: a status */
 
 /* waiting.c */
 double seconds_now(void);
 void relax(void);
-void wake_if_asleep(_Atomic uint32_t *word, _Atomic uint32_t *sleepers);
-void sleep_while(_Atomic uint32_t *word, uint32_t value, _Atomic uint32_t *sleepers, double seconds);
-void yield_core(struct frd_group *);
+void futex_wait(const void *word, uint32_t value, double seconds);
+void futex_wake(const void *word);
+bool yield_core(void);                         /* true if another thread wanted it */
 bool interrupted(void);
-bool has_ended(struct frd_group *, int rank);  /* its process, by the kernel's word */
 int end_phase(struct frd_group *);             /* publish, and wait for all */
-
-/* group.c: finds the shared buffer that holds [data, data + bytes); number 0 if none does */
-struct region find_region(struct frd_group *, const void *data, size_t bytes);
 
 /* failure.c; culprits are numbered as in the whole group */
 int break_group(struct frd_group *, int status, int culprit, const struct frd_call *own);
-int break_between(struct frd_group *, int status, int culprit, const struct frd_call *theirs, const struct frd_call *own);
+int break_between(struct frd_group *, int status, int culprit, const struct frd_call *theirs,
+                  const struct frd_call *own);
 int broken_status(struct frd_group *);
 
 /* agreement.c */
-void begin_call(struct frd_group *, struct frd_call call, int flags);
-void locate(struct frd_group *, struct frd_call *, struct region *, const void *data, size_t bytes);
+void begin_call(struct frd_group *, struct frd_call, int flags);
 int agree(struct frd_group *);                 /* end the first phase and compare the calls */
-bool all_in_region(const struct frd_group *);  /* after agree: is every rank's tensor at the same place? */
+const struct frd_call *call_of(const struct frd_group *, int local_rank); /* after agree */
+/* after agree: the tensors of all ranks as mapped here; false unless all are in shared memory */
+bool find_sources(struct frd_group *, size_t bytes, char **sources);
+bool find_targets(struct frd_group *, size_t bytes, char **targets);
+bool is_shared(const void *data, size_t bytes); /* in this process's arena? */
 
+static inline bool is_rank(int rank, int ranks) { return rank >= 0 && rank < ranks; }
 static inline int half_of(uint64_t phase) { return (int)(phase & 1); }
 static inline size_t element_bytes(int type) { return (size_t)type >> 8; }
 static inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+/* Where a rank offers what belongs to a call: its staging slot if it has one, else next to its line. */
+static inline char *offer_of(const struct frd_group *g, int rank, int half)
+{
+    const struct local_rank *local = &g->local[rank];
+    return local->stage ? local->stage + (size_t)half * STAGE_BYTES : local->block->payload[half];
+}
 
 /* How much of a half each rank's part gets where a half is divided among all ranks. */
 static inline size_t window_of(const struct frd_group *g) { return STAGE_BYTES / (size_t)g->ranks / 64 * 64; }

@@ -1,4 +1,4 @@
-/* All-reduce, reduce and reduce-scatter.
+/* All-reduce, reduce, reduce-scatter and scan.
  *
  * Three ways, by size and place (S bytes per rank, n ranks):
  *   small    every rank offers everything and reduces everything: one phase, two cache-line round trips.
@@ -7,7 +7,7 @@
  *            Beyond the cache a rank reads S and writes S of memory; all else stays in cache.  A result
  *            replaces the offer that it came from, and every access asks for the cache line to keep: so a
  *            line crosses between two cores twice per window, not four times.
- *   shared   the tensors are in shared buffers: rank d reduces part d from all of them straight into all of
+ *   shared   the tensors are in shared memory: rank d reduces part d from all of them straight into all of
  *            them.  No copies; S read and S written per rank; two phases.
  * In all three one rank computes a given element, from rank 0's value to rank n-1's, so the results are the
  * same bits on every rank and in every run.
@@ -26,18 +26,22 @@ struct reduction {
     bool shared[FRD_MAX_RANKS]; /* does rank d want the results of the others' parts? */
 };
 
-/* `out` is NULL where the result is not wanted. */
-static int reduce_small(struct frd_group *g, frd_reduce_fn kernel, const void *in, void *out, size_t count,
-                        size_t element)
+/* One phase: the values arrive with the call.  `out` is NULL where the result is not wanted. */
+static int reduce_small(struct frd_group *g, struct frd_call call, frd_reduce_fn kernel, const void *in, void *out,
+                        size_t count, size_t element, int flags)
 {
+    if (count * element > PAYLOAD_BYTES && !acquire_stage(g)) return FRD_NO_MEMORY;
+    begin_call(g, call, flags);
     const int half = half_of(g->phase);
-    memcpy(g->stages[g->rank].half[half], in, count * element);
+    memcpy(offer_of(g, g->rank, half), in, count * element);
     const int status = agree(g);
-    if (status || !out) return status;
-    const void *sources[FRD_MAX_RANKS];
-    for (int r = 0; r < g->ranks; r++) sources[r] = r == g->rank ? in : g->stages[r].half[half];
-    kernel(&out, 1, sources, g->ranks, count);
-    return FRD_OK;
+    if (!status && out) {
+        const void *sources[FRD_MAX_RANKS];
+        for (int r = 0; r < g->ranks; r++) sources[r] = r == g->rank ? in : offer_of(g, r, half);
+        kernel(&out, 1, sources, g->ranks, count);
+    }
+    if (g->slot) release_stage(g, !status);
+    return status;
 }
 
 #define BLOCK 2048 /* bytes copied in and out at a time: half a page of lines asked for ahead */
@@ -47,7 +51,7 @@ static int reduce_small(struct frd_group *g, frd_reduce_fn kernel, const void *i
 static void exchange_parts(struct frd_group *g, const struct reduction *x, size_t step, size_t window, bool take,
                            bool offer)
 {
-    char *stage = g->stages[g->rank].half[half_of(g->phase)];
+    char *stage = offer_of(g, g->rank, half_of(g->phase));
     for (int d = 0; d < g->ranks; d++) {
         if (d == g->rank) continue;
         char *slot = stage + (size_t)d * window;
@@ -71,14 +75,15 @@ static void reduce_own_part(struct frd_group *g, const struct reduction *x, size
     int count = 0;
     if (x->out[me]) targets[count++] = x->out[me] + step * window;
     for (int r = 0; r < g->ranks; r++) {
-        char *offer = g->stages[r].half[!half] + (size_t)me * window;
+        char *offer = offer_of(g, r, !half) + (size_t)me * window;
         sources[r] = r == me ? x->in[me] + step * window : offer;
         if (r != me && x->shared[r]) targets[count++] = offer;
     }
     x->kernel(targets, count, sources, g->ranks, bytes / x->element);
 }
 
-static int reduce_chunked(struct frd_group *g, const struct reduction *x)
+/* `offered`: the first window has arrived with the call. */
+static int reduce_chunked(struct frd_group *g, const struct reduction *x, bool offered)
 {
     const size_t window = window_of(g);
     size_t longest = 0;
@@ -88,7 +93,7 @@ static int reduce_chunked(struct frd_group *g, const struct reduction *x)
         sharing |= x->shared[d];
     }
     const size_t windows = (longest + window - 1) / window, steps = windows + (sharing ? 2 : 1);
-    for (size_t step = 0; step < steps; step++) {
+    for (size_t step = offered; step < steps; step++) {
         exchange_parts(g, x, step, window, sharing && step >= 2, step < windows);
         if (step >= 1 && step <= windows) reduce_own_part(g, x, step - 1, window);
         if (step + 1 == steps) break; /* the last one only takes what is there */
@@ -105,32 +110,28 @@ static size_t part_start(size_t count, size_t element, int ranks, int r)
     return smaller(count, first * (64 / element));
 }
 
-/* Elements [start, start + count) of the tensors that lie at `offset` of every rank's shared buffer. */
-static void reduce_shared(struct frd_group *g, frd_reduce_fn kernel, const struct region *region, size_t element,
-                          size_t start, size_t count, void *const *targets, int target_count)
+/* The rank's part of tensors that all lie in shared memory. */
+static int reduce_shared(struct frd_group *g, frd_reduce_fn kernel, char *const *sources, char *const *targets,
+                         size_t count, size_t element, int root)
 {
-    const void *sources[FRD_MAX_RANKS];
-    for (int r = 0; r < g->ranks; r++)
-        sources[r] = region->base + (size_t)r * region->stride + g->current.offset + start * element;
-    kernel(targets, target_count, sources, g->ranks, count);
-}
-
-static int reduce_in_region(struct frd_group *g, frd_reduce_fn kernel, const struct region *region, size_t count,
-                            size_t element, int root)
-{
-    const size_t start = part_start(count, element, g->ranks, g->rank);
-    const size_t end = part_start(count, element, g->ranks, g->rank + 1);
-    void *targets[FRD_MAX_RANKS];
-    for (int r = 0; r < g->ranks; r++)
-        targets[r] = region->base + (size_t)r * region->stride + g->current.offset + start * element;
-    if (root < 0)
-        reduce_shared(g, kernel, region, element, start, end - start, targets, g->ranks);
-    else
-        reduce_shared(g, kernel, region, element, start, end - start, &targets[root], 1);
+    const size_t start = part_start(count, element, g->ranks, g->rank) * element;
+    const size_t end = part_start(count, element, g->ranks, g->rank + 1) * element;
+    const void *from[FRD_MAX_RANKS];
+    void *to[FRD_MAX_RANKS];
+    for (int r = 0; r < g->ranks; r++) {
+        from[r] = sources[r] + start;
+        to[r] = targets[r] + start;
+    }
+    kernel(root < 0 ? to : &to[root], root < 0 ? g->ranks : 1, from, g->ranks, (end - start) / element);
     return end_phase(g);
 }
 
-static int reduce_to(struct frd_group *g, void *data, size_t count, int type, int op, int root, int flags)
+static uint64_t address_if_shared(const void *data, size_t bytes)
+{
+    return is_shared(data, bytes) ? (uint64_t)(uintptr_t)data : 0;
+}
+
+static int reduce_to(struct frd_group *g, const void *in, void *out, size_t count, int type, int op, int root, int flags)
 {
     const frd_reduce_fn kernel = frd_reduce_kernel(type, op);
     if (!kernel) return FRD_UNSUPPORTED;
@@ -138,37 +139,48 @@ static int reduce_to(struct frd_group *g, void *data, size_t count, int type, in
     const bool wanted = root < 0 || root == g->rank;
     struct frd_call call = {.operation = root < 0 ? FRD_ALL_REDUCE : FRD_REDUCE,
                             .type = (uint32_t)type, .op = (uint32_t)op, .root = root, .count = count};
-    if (bytes <= SMALL_BYTES) {
-        begin_call(g, call, flags);
-        return reduce_small(g, kernel, data, wanted ? data : NULL, count, element);
-    }
-
-    struct region region;
-    locate(g, &call, &region, data, bytes);
-    begin_call(g, call, flags);
-    const int status = agree(g);
-    if (status) return status;
-    if (all_in_region(g)) return reduce_in_region(g, kernel, &region, count, element, root);
+    if (bytes <= SMALL_BYTES) return reduce_small(g, call, kernel, in, wanted ? out : NULL, count, element, flags);
 
     struct reduction x = {.kernel = kernel, .element = element};
     for (int d = 0; d < g->ranks; d++) {
         const size_t start = part_start(count, element, g->ranks, d);
-        x.in[d] = (const char *)data + start * element;
+        x.in[d] = (const char *)in + start * element;
         x.shared[d] = root < 0 || d == root;
-        x.out[d] = wanted ? (char *)data + start * element : NULL;
+        x.out[d] = wanted ? (char *)out + start * element : NULL;
         x.bytes[d] = (part_start(count, element, g->ranks, d + 1) - start) * element;
     }
-    return reduce_chunked(g, &x);
+    call.source = address_if_shared(in, bytes);
+    call.target = address_if_shared(out, bytes);
+    const bool private = !call.source || !call.target;
+    if (!acquire_stage(g)) return FRD_NO_MEMORY;
+    begin_call(g, call, flags);
+    if (private) exchange_parts(g, &x, 0, window_of(g), false, true);
+    int status = agree(g);
+    if (!status) {
+        char *sources[FRD_MAX_RANKS], *targets[FRD_MAX_RANKS];
+        bool offered = private; /* by all: every rank sees the same calls */
+        for (int r = 0; r < g->ranks; r++) offered &= !call_of(g, r)->source || !call_of(g, r)->target;
+        status = find_sources(g, bytes, sources) && find_targets(g, bytes, targets)
+                     ? reduce_shared(g, kernel, sources, targets, count, element, root)
+                     : reduce_chunked(g, &x, offered);
+    }
+    release_stage(g, !status);
+    return status;
 }
 
 int frd_all_reduce(struct frd_group *g, void *data, size_t count, int type, int op, int flags)
 {
-    return reduce_to(g, data, count, type, op, -1, flags);
+    return reduce_to(g, data, data, count, type, op, -1, flags);
+}
+
+int frd_all_reduce_to(struct frd_group *g, const void *in, void *out, size_t count, int type, int op, int flags)
+{
+    return reduce_to(g, in, out, count, type, op, -1, flags);
 }
 
 int frd_reduce(struct frd_group *g, void *data, size_t count, int type, int op, int root, int flags)
 {
-    return reduce_to(g, data, count, type, op, root, flags);
+    return is_rank(root, g->ranks) ? reduce_to(g, data, data, count, type, op, root, flags) : FRD_INVALID;
 }
 
 /* `in` holds the parts of all ranks, in[d] of counts[d] elements; `contiguous` if they follow each other. */
@@ -187,22 +199,32 @@ static int reduce_scatter(struct frd_group *g, const void *const *in, const size
     x.out[g->rank] = out;
     struct frd_call call = {.operation = FRD_REDUCE_SCATTER, .type = (uint32_t)type, .op = (uint32_t)op,
                             .root = -1, .count = total, .layout = fingerprint(counts, g->ranks)};
-    const size_t window = window_of(g);
-    if (total * x.element <= smaller(SMALL_BYTES, window)) { /* no part is larger than a window */
-        begin_call(g, call, flags);
-        exchange_parts(g, &x, 0, window, false, true);
-        const int status = agree(g);
-        if (!status) reduce_own_part(g, &x, 0, window);
-        return status;
-    }
-    struct region region = {0, NULL, 0};
-    if (contiguous) locate(g, &call, &region, in[0], total * x.element);
+    const size_t tiny = PAYLOAD_BYTES / (size_t)g->ranks / 64 * 64;
+    const size_t window = total * x.element <= tiny ? tiny : window_of(g);
+    const bool small = total * x.element <= smaller(SMALL_BYTES, window); /* no part is larger than a window */
+    if (window != tiny && !acquire_stage(g)) return FRD_NO_MEMORY;
+    if (!small && contiguous) call.source = address_if_shared(in[0], total * x.element);
+    const bool private = !call.source;
     begin_call(g, call, flags);
-    const int status = agree(g);
-    if (status) return status;
-    if (!all_in_region(g)) return reduce_chunked(g, &x);
-    reduce_shared(g, x.kernel, &region, x.element, before_mine, counts[g->rank], &out, 1);
-    return end_phase(g);
+    if (private) exchange_parts(g, &x, 0, window, false, true);
+    int status = agree(g);
+    if (!status && small) {
+        reduce_own_part(g, &x, 0, window);
+    } else if (!status) {
+        char *sources[FRD_MAX_RANKS];
+        bool offered = private;
+        for (int r = 0; r < g->ranks; r++) offered &= !call_of(g, r)->source;
+        if (find_sources(g, total * x.element, sources)) {
+            const void *from[FRD_MAX_RANKS];
+            for (int r = 0; r < g->ranks; r++) from[r] = sources[r] + before_mine * x.element;
+            x.kernel(&out, 1, from, g->ranks, counts[g->rank]);
+            status = end_phase(g);
+        } else {
+            status = reduce_chunked(g, &x, offered);
+        }
+    }
+    if (g->slot) release_stage(g, !status);
+    return status;
 }
 
 int frd_reduce_scatter(struct frd_group *g, const void *const *in, const size_t *counts, void *out, int type,
@@ -221,4 +243,30 @@ int frd_reduce_scatter_even(struct frd_group *g, const void *in, void *out, size
         counts[d] = count;
     }
     return reduce_scatter(g, parts, counts, out, type, op, flags, true);
+}
+
+/* Windows of all ranks' values, of which each rank reads those of the ranks up to itself. */
+int frd_scan(struct frd_group *g, const void *in, void *out, size_t count, int type, int op, int exclusive, int flags)
+{
+    const frd_reduce_fn kernel = frd_reduce_kernel(type, op);
+    if (!kernel || op == FRD_AVG) return FRD_UNSUPPORTED;
+    const size_t element = element_bytes(type), length = STAGE_BYTES / element;
+    const int sources_count = exclusive ? g->rank : g->rank + 1;
+    const struct frd_call call = {.operation = exclusive ? FRD_EXSCAN : FRD_SCAN, .type = (uint32_t)type,
+                                  .op = (uint32_t)op, .root = -1, .count = count};
+    if (count * element > PAYLOAD_BYTES && !acquire_stage(g)) return FRD_NO_MEMORY;
+    begin_call(g, call, flags);
+    int status = FRD_OK;
+    for (size_t start = 0; !status && (start < count || start == 0); start += length) {
+        const size_t here = smaller(length, count - start);
+        const int half = half_of(g->phase);
+        memcpy(offer_of(g, g->rank, half), (const char *)in + start * element, here * element);
+        status = start ? end_phase(g) : agree(g);
+        const void *sources[FRD_MAX_RANKS];
+        for (int r = 0; r < g->ranks; r++) sources[r] = offer_of(g, r, half);
+        void *target = (char *)out + start * element;
+        if (!status && sources_count) kernel(&target, 1, sources, sources_count, here);
+    }
+    if (g->slot) release_stage(g, !status);
+    return status;
 }

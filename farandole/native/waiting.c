@@ -6,7 +6,6 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <linux/futex.h>
-#include <poll.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -38,40 +37,25 @@ void relax(void)
 #endif
 }
 
-/* The word that a futex watches is 32 bits; of a 64-bit counter it is the low half. */
-static uint32_t *low_half(_Atomic uint64_t *counter)
+/* A futex is a 32-bit word: of a counter, the half that changes. */
+static const void *low_half(const _Atomic uint64_t *counter)
 {
-    uint32_t *words = (uint32_t *)counter;
-    return words + (__BYTE_ORDER__ == __ORDER_BIG_ENDIAN__);
+    return (const uint32_t *)(const void *)counter + (__BYTE_ORDER__ == __ORDER_BIG_ENDIAN__);
 }
 
-static void futex_wait(uint32_t *word, uint32_t value, double seconds)
+void futex_wait(const void *word, uint32_t value, double seconds)
 {
     const struct timespec t = {(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
     syscall(SYS_futex, word, FUTEX_WAIT, value, &t, NULL, 0);
 }
 
-static void futex_wake(uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, 0x7fffffff, NULL, NULL, 0); }
+void futex_wake(const void *word) { syscall(SYS_futex, word, FUTEX_WAKE, 0x7fffffff, NULL, NULL, 0); }
 
-/* No wake-up is lost: the sleeper counts itself, then looks at the word once more (the kernel does, too);
- * the waker changes the word, then looks at the count; all four in one order (sequential consistency). */
-void wake_if_asleep(_Atomic uint32_t *word, _Atomic uint32_t *sleepers)
-{
-    if (atomic_load(sleepers)) futex_wake((uint32_t *)word);
-}
-
-void sleep_while(_Atomic uint32_t *word, uint32_t value, _Atomic uint32_t *sleepers, double seconds)
-{
-    atomic_fetch_add(sleepers, 1);
-    if (atomic_load(word) == value) futex_wait((uint32_t *)word, value, seconds);
-    atomic_fetch_sub(sleepers, 1);
-}
-
-void yield_core(struct frd_group *g)
+bool yield_core(void)
 {
     const double before = seconds_now();
     sched_yield();
-    if (seconds_now() - before > CROWDED_YIELD_S) g->crowded = CROWDED_WAITS;
+    return seconds_now() - before > CROWDED_YIELD_S;
 }
 
 static int (*interpreter_acquire)(void);
@@ -107,54 +91,50 @@ bool interrupted(void)
     return raised;
 }
 
-bool has_ended(struct frd_group *g, int rank)
+static bool has_arrived(const struct frd_group *g, int rank, uint64_t phase)
 {
-    struct pollfd process = {.fd = g->process_descriptors[rank], .events = POLLIN};
-    return process.fd >= 0 && poll(&process, 1, 0) == 1;
-}
-
-static bool has_arrived(struct frd_group *g, int rank, uint64_t phase)
-{
-    return atomic_load_explicit(&g->lines[rank].phase, memory_order_acquire) >= phase;
+    return atomic_load_explicit(&g->local[rank].block->line.phase, memory_order_acquire) >= phase;
 }
 
 /* Among the ranks that have not ended phase `phase - 1`: has one ended for good? */
-static int look_for_the_gone(struct frd_group *g, uint64_t phase)
+static int check_liveness(struct frd_group *g, uint64_t phase)
 {
     for (int r = 0; r < g->ranks; r++) {
+        const struct rank_line *line = &g->local[r].block->line;
         if (r == g->rank || has_arrived(g, r, phase)) continue;
-        const bool gone = atomic_load(&g->lines[r].life.state) == GONE;
-        if (!gone && !has_ended(g, r)) continue;
+        if (atomic_load(&line->life.state) != GONE && is_alive(g->local[r].peer)) continue;
         if (has_arrived(g, r, phase)) continue; /* it arrived first, then ended */
         /* a normal end may have been announced between the two looks */
-        const bool left = atomic_load(&g->lines[r].life.state) == GONE;
+        const bool left = atomic_load(&line->life.state) == GONE;
         return break_group(g, left ? FRD_LEFT : FRD_DIED, g->rank_of[r], &g->current);
     }
     return FRD_OK;
 }
 
-void frd_set_remark(struct frd_group *g, void (*remark)(void)) { g->remark = remark; }
+void frd_set_stall_warning(struct frd_group *g, void (*stall_warning)(void)) { g->stall_warning = stall_warning; }
 
-/* Somebody is late: have it said, by one of those who wait, and each time after twice as long. */
-static void remark(struct frd_group *g, double now)
+/* A rank is late: one of those who wait says so, and again each time after twice as long. */
+static void warn_of_stall(struct frd_group *g, double now)
 {
-    if (!g->remark || now < g->remark_at) return;
-    g->remark_at = now + (now - g->begun);
+    if (!g->stall_warning || now < g->warn_at) return;
+    g->warn_at = now + (now - g->begun);
     for (int r = 0; r < g->rank; r++)
-        if (has_arrived(g, r, g->phase)) return; /* it waits, too, and says so */
-    g->remark();
+        if (has_arrived(g, r, g->phase)) return; /* that rank waits, too, and says so */
+    g->stall_warning();
 }
 
 static int wait_long(struct frd_group *g, int rank, uint64_t phase)
 {
-    struct rank_line *line = &g->lines[rank];
+    struct rank_line *line = &g->local[rank].block->line;
     const int yields = g->flags & FRD_BACKGROUND ? YIELDS / 10 : YIELDS;
     for (int i = 0; i < yields; i++) {
-        yield_core(g);
+        if (yield_core()) g->crowded = CROWDED_WAITS;
         if (has_arrived(g, rank, phase)) return FRD_OK;
     }
     double inspection = seconds_now() + INSPECTION_S, signals = inspection;
     for (;;) {
+        /* No wake-up is lost: the sleeper counts itself, then looks at the phase once more (the kernel does, too); the
+         * other rank changes the phase, then looks at the count; all four in one order (sequential consistency). */
         atomic_fetch_add(&line->sleepers, 1);
         const uint64_t seen = atomic_load(&line->phase);
         if (seen < phase) futex_wait(low_half(&line->phase), (uint32_t)seen, SLICE_S);
@@ -164,16 +144,16 @@ static int wait_long(struct frd_group *g, int rank, uint64_t phase)
         const double now = seconds_now();
         int status = broken_status(g);
         if (status) return status;
-        if (atomic_load(&g->given_up)) return break_group(g, FRD_LEFT, g->mail.rank, &g->current);
+        if (atomic_load(&g->given_up)) return break_group(g, FRD_LEFT, g->group_rank, &g->current);
         if (now >= inspection) {
-            status = look_for_the_gone(g, phase);
+            status = check_liveness(g, phase);
             if (status) return status;
             inspection = now + INSPECTION_S;
-            remark(g, now);
+            warn_of_stall(g, now);
         }
         if (g->flags & FRD_MAIN_THREAD && now >= signals) {
             if (interrupted()) {
-                break_group(g, FRD_INTERRUPTED, g->mail.rank, &g->current);
+                break_group(g, FRD_INTERRUPTED, g->group_rank, &g->current);
                 return FRD_INTERRUPTED;
             }
             signals = now + SIGNALS_S;
@@ -199,9 +179,9 @@ static int wait_for(struct frd_group *g, int rank, uint64_t phase)
 
 int end_phase(struct frd_group *g)
 {
-    struct rank_line *line = &g->lines[g->rank];
+    struct rank_line *line = g->line;
     const uint64_t phase = ++g->phase;
-    atomic_store(&line->phase, phase); /* sequentially consistent: see wake_if_asleep */
+    atomic_store(&line->phase, phase); /* sequentially consistent: see wait_long */
     if (atomic_load(&line->sleepers)) futex_wake(low_half(&line->phase));
     for (int r = 0; r < g->ranks; r++) {
         if (r == g->rank) continue;

@@ -63,7 +63,7 @@ class Gradients:
                 layout.zero_gaps(self._hold(whole))
         self.compressor = None
         if compression is not None:
-            check(comm.group, parameters[0])
+            check(comm, parameters[0])
             shapes = list(zip(layout.starts, layout.shapes, strict=True))
             self.compressor = compression.for_tensor(layout.length, shapes)
         # whether autograd may go on adding to the buffer itself

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from farandole.comm import gathering
+from farandole.comm import endpoint
 from farandole.comm.communicator import Communicator
 from farandole.plan import PlanError
 
@@ -32,7 +32,7 @@ def divide(comm: Communicator, *, hybrid: bool) -> Division:
     if not hybrid:
         return Division(comm)
     hosts: list[str] = [""] * comm.size
-    dist.all_gather_object(hosts, gathering.host_identity(), group=comm.group)
+    dist.all_gather_object(hosts, endpoint.host_identity(), group=comm.group)
     counts = Counter(hosts)
     if len(counts) == 1:
         return Division(comm)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from farandole.comm.communicator import Communicator
-from farandole.comm.gathering import host_identity
+from farandole.comm.host import host_identity
 from farandole.memory.errors import OffloadError
 from farandole.memory.file_system import require_space
 from farandole.memory.home import DiskHome, MemoryHome, StateHome

@@ -16,6 +16,8 @@ class StopSignals:
 
     A second SIGINT ends the process, but not within half a second of the first, nor does a second SIGTERM:
     launchers pass on to their ranks what the terminal has sent them already.
+
+    A signal that was ignored before stays ignored, such as SIGINT in a background job of a shell.
     """
 
     ONE_PRESS_S = 0.5
@@ -32,7 +34,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(

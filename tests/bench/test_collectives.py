@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from farandole.bench.collectives_table import Table
 from farandole.bench.collectives_values import count_errors, expected, values
 from farandole.bench.setup import BenchError
 from tests.comm.programs import free_port
+from tests.launch.jobs import run
 
 SMALL = CollectivesSetup(
     operations=tuple(OPERATIONS),
@@ -235,9 +235,9 @@ COMMAND = [sys.executable, "-m", "farandole", "bench", "collectives", "--max", "
 
 
 def _command(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    status, out, err = run(command, folder)
+    assert status == 0, err
+    return out
 
 
 def test_the_command_starts_ranks(tmp_path):

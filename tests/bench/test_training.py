@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from farandole.bench.torch_training import ENGINES, HOROVOD, Job, PyTorch, _is_t
 from farandole.bench.training import run
 from farandole.models.resnet import build_resnet, resnet_config
 from tests.comm.programs import free_port
+from tests.launch.jobs import run as run_command
 
 TINY = TrainingSetup(
     model="tiny", batch_size=4, image_size=32, num_warmup_batches=1, num_batches_per_iter=2, num_iters=3
@@ -136,11 +136,9 @@ COMMAND = [
 
 
 def test_the_command_launches_ranks_and_says_the_familiar_lines(tmp_path):
-    run = subprocess.run(
-        [*COMMAND, "--ranks", "2"], capture_output=True, text=True, timeout=100, cwd=tmp_path
-    )
-    assert run.returncode == 0, run.stderr
-    kinds = [line.split(":")[0] for line in run.stdout.splitlines()]
+    status, out, err = run_command([*COMMAND, "--ranks", "2"], tmp_path)
+    assert status == 0, err
+    kinds = [line.split(":")[0] for line in out.splitlines()]
     assert kinds == [
         *("Model", "Batch size", "Number of ranks", "Running warmup...", "Running benchmark..."),
         *("Iter #0", "Iter #1", "Img/sec per rank", "Total img/sec on 2 rank(s)"),
@@ -150,6 +148,6 @@ def test_the_command_launches_ranks_and_says_the_familiar_lines(tmp_path):
 def test_under_another_launcher_one_rank_speaks(tmp_path: Path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--master-port", str(free_port()), *COMMAND[1:]]
-    run = subprocess.run(torchrun, capture_output=True, text=True, timeout=100, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("Number of ranks: 2") == 1
+    status, out, err = run_command(torchrun, tmp_path)
+    assert status == 0, err
+    assert out.count("Number of ranks: 2") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -15,6 +14,7 @@ from farandole.comm import Options
 from farandole.comm.algorithms.choice import ALL_REDUCE
 from farandole.comm.algorithms.table import Table
 from tests.comm.test_choice import made_up
+from tests.launch import jobs
 
 QUICK = {"min": 64, "max": 1024, "turns": 1}
 
@@ -91,7 +91,7 @@ def test_the_command(tmp_path):
         "-o",
         "t.json",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "share a host" in done.stdout and 'Options(table="t.json")' in done.stdout
+    status, out, err = jobs.run(command, tmp_path)
+    assert status == 0, err
+    assert "share a host" in out and 'Options(table="t.json")' in out
     assert Table.read(str(tmp_path / "t.json")).links

@@ -19,6 +19,7 @@ from farandole.cli import train as module
 from farandole.cli.main import app
 from farandole.train.config import load_config
 from farandole.train.start import Order
+from tests.launch.jobs import run
 
 
 @pytest.fixture
@@ -35,7 +36,6 @@ def _train(*words: str) -> Result:
     return CliRunner().invoke(app, ["train", *words])
 
 
-PATHS = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
 MINE = ("tiny", "data.path=text.txt", "data.cache=cache")
 
 
@@ -237,9 +237,9 @@ def test_under_another_launcher_rank_0_refuses_for_all(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("all work and no play\n" * 200)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     words = ["-m", "farandole", "train", *MINE, "model.width=1000000"]
-    run = subprocess.run([*torchrun, *words], cwd=tmp_path, env=PATHS, capture_output=True, text=True)
-    assert run.returncode != 0
-    assert run.stderr.count("nearest that fits: model.width=") == 1, run.stderr
+    status, _, err = run([*torchrun, *words], tmp_path)
+    assert status != 0
+    assert err.count("nearest that fits: model.width=") == 1, err
 
 
 def test_help_teaches_by_example() -> None:

@@ -7,20 +7,20 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from farandole.comm import Options, gathering
+from farandole.comm import Options, endpoint
 
 
 @contextmanager
 def on_hosts(host_of: Sequence[int | str], rank: int) -> Iterator[None]:
     """Groups made inside believe that rank r is on host `host_of[r]`."""
-    identity, name = gathering.host_identity, gathering.gethostname
-    gathering.host_identity = lambda: f"{identity()}-{host_of[rank]}"
+    identity, name = endpoint.host_identity, endpoint.gethostname
+    endpoint.host_identity = lambda: f"{identity()}-{host_of[rank]}"
     name_here = host_of[rank] if isinstance(host_of[rank], str) else f"host{host_of[rank]}"
-    gathering.gethostname = lambda: name_here
+    endpoint.gethostname = lambda: name_here
     try:
         yield
     finally:
-        gathering.host_identity, gathering.gethostname = identity, name
+        endpoint.host_identity, endpoint.gethostname = identity, name
 
 
 def spanning_group(host_of: Sequence[int], rank: int, **options) -> dist.ProcessGroup:

@@ -20,6 +20,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from benchmarks.namespaces import Host
@@ -77,8 +78,12 @@ class Job:
         timeout_s: float = 60,
         hosts: Sequence[int] | None = None,
         namespaces: Sequence[Host] = (),
+        before: Callable[[], None] | None = None,
     ) -> None:
-        """`hosts`: the number of each rank's host; `namespaces`: these hosts, else they are pretended."""
+        """`hosts`: the number of each rank's host; `namespaces`: these hosts, else they are pretended.
+
+        `before` is called in each rank before its group is made.
+        """
         self._store = None if namespaces else host_store()
         self.ranks: list[tuple[Any, Connection]] = []
         for rank in range(size):
@@ -87,7 +92,7 @@ class Job:
             place = Place(self._store.port if self._store else _PORT, host, hosts, tuple(namespaces))
             process = CONTEXT.Process(
                 target=_rank,
-                args=(rank, size, place, timeout_s, theirs, function, args),
+                args=(rank, size, place, timeout_s, theirs, before, function, args),
                 daemon=True,
             )
             process.start()
@@ -159,10 +164,14 @@ def _rank(
     place: Place,
     timeout_s: float,
     pipe: Connection,
+    before: Callable[[], None] | None,
     function: Callable[..., Any],
     args: Any,
 ) -> None:
+    if before is not None:
+        before()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
     with place.enter(rank):
         dist.init_process_group(
             "farandole",

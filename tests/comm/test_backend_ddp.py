@@ -171,6 +171,29 @@ def check_sparse_gradients(rank: int, size: int) -> None:
     torch.testing.assert_close(grad.to_dense(), alone.weight.grad)
 
 
+def make_wide_model() -> nn.Sequential:
+    """Several buckets of 1 MiB, the least with which DDP can be compiled."""
+    torch.manual_seed(4)
+    return nn.Sequential(
+        nn.Linear(WIDTH, 3000), nn.Tanh(), nn.Linear(3000, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
+    )
+
+
+def check_compiled(rank: int, size: int, options: dict[str, bool]) -> None:
+    """Dynamo intercepts the Python frames that DDP's reducer calls while a compiled model runs."""
+    torch._dynamo.reset()
+    alone = make_wide_model()
+    compiled = torch.compile(DDP(make_wide_model(), bucket_cap_mb=1, **options), backend="aot_eager")
+    for step in range(4):
+        for model, inputs in (
+            (compiled, batch(rank, step)),
+            (alone, torch.cat([batch(r, step) for r in range(size)])),
+        ):
+            model.zero_grad()
+            model(inputs).square().mean().backward()
+        close([p.grad for p in compiled.parameters()], [p.grad for p in alone.parameters()])
+
+
 def check_zero(rank: int, size: int) -> None:
     parallel = DDP(make_model(), bucket_cap_mb=0.05)
     optimizer = ZeroRedundancyOptimizer(parallel.parameters(), torch.optim.SGD, lr=0.1)
@@ -205,3 +228,12 @@ def test_ddp(ranks, size, check):
 )
 def test_ddp_on_two(ranks, check):
     ranks(2).run(check)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"static_graph": True}, {"find_unused_parameters": True}],
+    ids=lambda options: "".join(options),
+)
+def test_compiled_ddp(ranks, options):
+    ranks(2).run(check_compiled, options, timeout_s=180)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farandole.comm import gathering
+from farandole.comm import endpoint
 
 
 def resources() -> Counter[str]:
@@ -65,7 +65,7 @@ def check_destroyed_group(rank: int, size: int) -> None:
     dist.destroy_process_group(group)
     assert pending.is_completed() and pending.wait()
     assert forgotten.is_completed()
-    with pytest.raises(RuntimeError, match="was destroyed before the message came"):
+    with pytest.raises(RuntimeError, match="was destroyed before the message arrived"):
         forgotten.wait()
     with pytest.raises(RuntimeError, match="was destroyed; make a new one"):
         group.allreduce([torch.ones(1)])
@@ -91,13 +91,13 @@ def check_world_of_one(rank: int, size: int) -> None:
 
 def check_several_hosts(rank: int, size: int) -> None:
     """Ranks that say that they are on two hosts: some groups have both, others one."""
-    identity = gathering.host_identity
-    gathering.host_identity = lambda: f"{identity()}-{rank % 2}"
+    identity = endpoint.host_identity
+    endpoint.host_identity = lambda: f"{identity()}-{rank % 2}"
     try:
         world = dist.new_group()
         mine = [dist.new_group([r for r in range(size) if r % 2 == parity]) for parity in (0, 1)][rank % 2]
     finally:
-        gathering.host_identity = identity
+        endpoint.host_identity = identity
     assert world._host.verdict is not None and mine._host.verdict is None
     tensor = torch.full((5,), float(rank))
     dist.all_reduce(tensor, group=world)

@@ -157,7 +157,7 @@ def check_unwaited(rank: int, size: int) -> None:
             dist.send(torch.zeros(1), 1)
         else:
             dist.recv(torch.zeros(1), 0)
-    assert len(dist.group.WORLD._messages._open) < 10
+    assert len(dist.group.WORLD.communicator.dispatcher.core.messages._open) < 10
 
 
 def check_wait_with_timeout(rank: int, size: int) -> None:

@@ -204,3 +204,27 @@ def check_calls(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_call_and_spelling_gives_what_gloo_gives(ranks, size):
     ranks(size).run(check_calls)
+
+
+def check_gather_single(rank: int, size: int) -> None:
+    """Gloo has no such call."""
+    group, root = dist.group.WORLD, size - 1
+    own = torch.arange(6.0).view(2, 3) + rank
+    expected = torch.cat([torch.arange(6.0).view(2, 3) + r for r in range(size)])
+    for spelling in ("gather_single", "gather_into_tensor"):
+        options = dist.GatherOptions()
+        options.rootRank = root
+        output = torch.zeros(2 * size, 3) if rank == root else torch.empty(0)
+        getattr(group, spelling)(output, own, options).wait()
+        assert rank != root or torch.equal(output, expected)
+        if call := getattr(dist, spelling, None):  # from torch 2.14 on
+            stacked = torch.zeros(size, 2, 3) if rank == root else None
+            call(own, stacked, root)
+            assert rank != root or torch.equal(stacked.flatten(0, 1), expected)
+    if rank == root:
+        with pytest.raises(ValueError, match="the output has 7, inputs of all"):
+            group.gather_single(torch.zeros(7), own, options)
+
+
+def test_gather_single(ranks):
+    ranks(3).run(check_gather_single)

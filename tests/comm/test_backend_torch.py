@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from farandole.comm.communicator import Communicator
 from farandole.comm.process_group import FarandoleProcessGroup
 from tests.comm.beside_gloo import gloo_group, same_on_both
 
@@ -210,6 +211,27 @@ def check_compiled(rank: int, size: int, backend: str) -> None:
     assert (plain_calls(torch.ones(3)) == 2 * size).all()
 
 
+def check_calls_in_compiled_code(rank: int, size: int) -> None:
+    """Calls that Dynamo does not rewrite run as they are, between the compiled parts of the function."""
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager")
+    def mixed(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        y = x + 1
+        dist.broadcast(y, size - 1)
+        dist.all_reduce(y, async_op=True).wait()
+        z = y * 2
+        comm.all_reduce(z, "max")
+        gathered = torch.empty(size * len(z))
+        comm.all_gather(gathered, z)
+        return gathered + 1
+
+    for value in (1.0, 2.0):
+        expected = 2 * size * (value + size) + 1
+        found = mixed(torch.full((3,), value + rank), Communicator(dist.group.WORLD))
+        torch.testing.assert_close(found, torch.full((3 * size,), expected))
+
+
 # ---- checkpoints ----
 
 
@@ -291,6 +313,10 @@ def test_hybrid_sharding(ranks):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(ranks, backend):
     ranks(2).run(check_compiled, backend, timeout_s=180)
+
+
+def test_calls_in_compiled_code(ranks):
+    ranks(2).run(check_calls_in_compiled_code, timeout_s=180)
 
 
 def test_checkpoints(ranks, tmp_path):

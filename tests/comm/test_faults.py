@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -112,6 +113,27 @@ def test_killed_in_the_middle(size, body, calls):
         )
 
 
+def send_on(turn: int, rank: int, size: int) -> None:
+    """Messages of some 20 ms each, so that a signal finds one of them under way."""
+    tensor = torch.ones(10 * LARGE)
+    if rank:
+        dist.recv(tensor, 0)
+    else:
+        dist.send(tensor, 1)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_stopped_while_a_message_is_copied(victim):
+    with Job(2, loop, send_on, timeout_s=1) as job:
+        job.hear(victim)
+        time.sleep(0.113)
+        since = job.kill(victim, signal.SIGSTOP)
+        end = job.end(1 - victim)
+        assert end.kind == "RankLate" and 0.5 < end.at - since < 8, end
+        job.kill(victim, signal.SIGCONT)
+        assert job.end(victim).kind == "RankLate"
+
+
 def train_with_ddp(rank: int, size: int, tell: Callable) -> None:
     torch.set_num_threads(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(6)))
@@ -217,5 +239,6 @@ dist.broadcast(torch.ones(2), 1)
 
 
 def left_behind() -> set[str]:
-    """Files in shared memory."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "pym-", "psm_"))}
+    """Files in shared memory, without those of Python and MPI, which other tests use at the same time."""
+    others = ("sem.mp-", "pym-", "psm_", "mpich_")
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}

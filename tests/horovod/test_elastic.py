@@ -55,7 +55,12 @@ print(hvd.rank(), hvd.size(), result, state.history, resets, weights)
 def job(script: str, size: int, *arguments: str):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     return [start([sys.executable, script, *arguments], RANK=str(rank), **common) for rank in range(size)]
 
 

@@ -71,17 +71,27 @@ def test_a_timeline_started_by_the_program(ranks, tmp_path):
     ranks(2).run(started, str(tmp_path / "timeline.json"))
 
 
-def stalled(rank, size):
-    """Rank 0 warns who is missing, for new names and for those in the cache; then all goes on."""
+def stalled(rank, size, warned, patience_s):
+    """Rank 0 warns who is missing, for new names and for those in the cache; then all goes on.
+
+    The last rank is late until rank 0 has warned of both names, but no longer than `patience_s`.
+    """
     texts = []
+
+    def note(record):
+        texts.append(record.getMessage())
+        if all(name in "".join(texts) for name in names):
+            Path(warned).touch()
+
     handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())
+    handler.emit = note
+    names = ["new", "in the cache"]
     logging.getLogger("horovod").addHandler(handler)
     with session():
         hvd.allreduce(torch.ones(2), name="in the cache")
-        names = ["new", "in the cache"]
-        if rank == size - 1:
-            time.sleep(1.2)
+        deadline = time.monotonic() + patience_s
+        while rank == size - 1 and time.monotonic() < deadline and not Path(warned).exists():
+            time.sleep(0.01)
         handles = [hvd.allreduce_async(torch.ones(2), name=name) for name in names]
         for handle in handles:
             hvd.synchronize(handle)
@@ -89,14 +99,15 @@ def stalled(rank, size):
     return texts
 
 
-def test_a_stall_names_tensors_and_ranks(ranks):
-    texts = ranks(3).run(with_variables, {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.3"}, stalled)
+def test_a_stall_names_tensors_and_ranks(ranks, tmp_path):
+    variables = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.3"}
+    texts = ranks(3).run(with_variables, variables, stalled, str(tmp_path / "warned"), 30)
     assert texts[1] == texts[2] == []
     text = "\n".join(texts[0])
     assert "more than 0.3 seconds" in text and "Missing ranks:\n2: [" in text
     assert "new" in text and "in the cache" in text
-    disabled = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.3", "HOROVOD_STALL_CHECK_DISABLE": "1"}
-    assert ranks(2).run(with_variables, disabled, stalled) == [[], []]
+    disabled = variables | {"HOROVOD_STALL_CHECK_DISABLE": "1"}
+    assert ranks(2).run(with_variables, disabled, stalled, str(tmp_path / "never"), 1) == [[], []]
 
 
 def test_a_stall_ends_the_run_when_asked_to(ranks):

@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from tests.forked_command import ForkedCommand
+from tests.forked_python import ForkedPython
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 90
-_OURS = [sys.executable, "-m", "farandole", "launch"]
-
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
@@ -30,15 +29,27 @@ def write(folder: Path, text: str, name: str = "program.py") -> str:
     return str(path)
 
 
-Job = subprocess.Popen[str] | ForkedCommand
+Job = subprocess.Popen[str] | ForkedPython
 
 
-def start(command: list[str], **more: str) -> Job:
-    """A job in a session of its own, so that what it leaves behind can be found."""
-    if command[: len(_OURS)] == _OURS:
-        return ForkedCommand(command[len(_OURS) - 1 :], environment(**more))
+def start(
+    command: list[str],
+    folder: str | Path = ".",
+    ignored: Collection[int] = (),
+    enter: Callable[[], None] | None = None,
+    **more: str,
+) -> Job:
+    """Start a job in a session of its own, so that what it leaves behind can be found.
+
+    A command that begins with the interpreter of the tests is forked where torch is loaded; `env` before it
+    starts a new interpreter.  `ignored` and `enter` are those of `ForkedPython`.
+    """
+    if command[0] == sys.executable:
+        return ForkedPython(command[1:], environment(**more), folder, ignored=ignored, enter=enter)
+    assert not ignored and enter is None, "this command is not forked"
     return subprocess.Popen(
         command,
+        cwd=folder,
         env=environment(**more),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -59,13 +70,13 @@ def finish(job: Job, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
     return job.returncode, out, err
 
 
-def run(command: list[str], **more: str) -> tuple[int, str, str]:
-    return finish(start(command, **more))
+def run(command: list[str], folder: str | Path = ".", **more: str) -> tuple[int, str, str]:
+    return finish(start(command, folder, **more))
 
 
 def ours(*arguments: str) -> list[str]:
-    """`farandole launch`; it is forked, unless something stands before it."""
-    return [*_OURS, *arguments]
+    """`farandole launch`."""
+    return [sys.executable, "-m", "farandole", "launch", *arguments]
 
 
 def wait_for_lines(path: Path, count: int, limit_s: float = 60) -> list[str]:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from benchmarks import namespaces
 from farandole.launch.hosts import Host, is_here, parse_hosts, read_hostfile, spread
 from farandole.launch.placement import LaunchError
 from farandole.launch.remote import RemoteShell
-from tests.launch.jobs import all_ended, finish, ours, run, start, wait_for_lines, write
+from tests.launch.jobs import Job, all_ended, finish, ours, run, start, wait_for_lines, write
 
 HELLO = """
 import os, sys
@@ -48,52 +45,27 @@ time.sleep(100)
 
 @dataclass(frozen=True)
 class TwoHosts:
-    """Names of two network namespaces that are joined; jobs are started in the first."""
+    """Two network namespaces that are joined; jobs are started in the first."""
 
-    first: str
-    second: str
+    first: namespaces.Host
+    second: namespaces.Host
 
-    def ours(self, *arguments: str) -> list[str]:
-        """`farandole launch` on both: one rank on the first, two on the second."""
-        return [
-            *("ip", "netns", "exec", self.first, "env", "FARANDOLE_REMOTE_SHELL=ip netns exec"),
-            *ours("--hosts", f"localhost:1,{self.second}:2", *arguments),
-        ]
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+    def start(self, *arguments: str, ignored: Collection[int] = ()) -> Job:
+        """Start `farandole launch` on both: one rank on the first, two on the second."""
+        command = ours("--hosts", f"localhost:1,{self.second.name}:2", *arguments)
+        return start(command, ignored=ignored, enter=self.first.enter, FARANDOLE_REMOTE_SHELL="ip netns exec")
 
 
 @pytest.fixture(scope="module")
 def two_hosts() -> Iterator[TwoHosts]:
-    if os.getuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the command ip (iproute2)")
-    number = uuid.uuid4().hex[:8]
-    pair = TwoHosts(f"farandole-{number}-a", f"farandole-{number}-b")
-    try:
-        try:
-            ip("netns", "add", pair.first)
-            ip("netns", "add", pair.second)
-            ends = ["to-b", "netns", pair.first, "type", "veth", "peer", "name", "to-a", "netns", pair.second]
-            ip("link", "add", *ends)
-            for name, device, address in (
-                (pair.first, "to-b", "10.0.0.1"),
-                (pair.second, "to-a", "10.0.0.2"),
-            ):
-                ip("-n", name, "address", "add", f"{address}/24", "dev", device)
-                ip("-n", name, "link", "set", device, "up")
-                ip("-n", name, "link", "set", "lo", "up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
-        yield pair
-    finally:
-        for name in (pair.first, pair.second):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+    if (reason := namespaces.why_not()) is not None:
+        pytest.skip(reason)
+    with namespaces.two_hosts() as (first, second):
+        yield TwoHosts(first, second)
 
 
 def test_ranks_on_two_hosts_reduce(tmp_path, two_hosts):
-    status, out, err = run(two_hosts.ours("--verbose", write(tmp_path, HELLO), "farandole", "gloo"))
+    status, out, err = finish(two_hosts.start("--verbose", write(tmp_path, HELLO), "farandole", "gloo"))
     assert status == 0, err
     for backend in ("farandole", "gloo"):
         rows = sorted(line.split("|")[1:] for line in out.splitlines() if line.startswith(backend))
@@ -103,31 +75,36 @@ def test_ranks_on_two_hosts_reduce(tmp_path, two_hosts):
             ["2", "3", "1", "2", "6"],
         ]
         assert rows[0][5] != rows[1][5] == rows[2][5]
-    assert f"{two_hosts.second}: 2 ranks, started by ip netns exec {two_hosts.second} env" in err
-    assert f"{two_hosts.second}: 2 ranks on" in err
+    second = two_hosts.second.name
+    assert f"{second}: 2 ranks, started by ip netns exec {second} env" in err
+    assert f"{second}: 2 ranks on" in err
 
 
 def test_a_named_interface(tmp_path, two_hosts):
-    status, _, err = run(two_hosts.ours("--nics", "to-b", write(tmp_path, HELLO), "gloo"))
+    first, second = two_hosts.first, two_hosts.second
+    status, _, err = finish(two_hosts.start("--nics", first.interface, write(tmp_path, HELLO), "gloo"))
     assert status == 2
-    assert f"on {two_hosts.second}: --network-interface to-b: this host" in err
-    assert "it has lo (127.0.0.1), to-a (10.0.0.2)" in err
+    assert f"on {second.name}: --network-interface {first.interface}: this host" in err
+    assert f"it has lo (127.0.0.1), {second.interface} ({second.address})" in err
 
 
 def test_a_failure_on_another_host_is_told_once(tmp_path, two_hosts):
-    status, _, err = run(two_hosts.ours(write(tmp_path, WAIT), str(tmp_path), "raise"))
+    status, _, err = finish(two_hosts.start(write(tmp_path, WAIT), str(tmp_path), "raise"))
     assert status == 1
     assert err.count("ValueError: on the other host") == 1
     assert "rank 2 (pid" in err
-    assert err.splitlines()[-1] == f"the job ended on {two_hosts.second} with exit status 1"
+    assert err.splitlines()[-1] == f"the job ended on {two_hosts.second.name} with exit status 1"
     assert all_ended([int(line) for line in wait_for_lines(tmp_path / "pids", 3)])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_runs_on_when_the_job_is_stopped(tmp_path, two_hosts, number):
-    job = start(two_hosts.ours(write(tmp_path, WAIT), str(tmp_path), "wait"))
+@pytest.mark.parametrize(("ignored", "number"), [([], signal.SIGINT), ([signal.SIGHUP], signal.SIGKILL)])
+def test_nothing_runs_on_when_the_job_is_stopped(tmp_path, two_hosts, ignored, number):
+    job = two_hosts.start(write(tmp_path, WAIT), str(tmp_path), "wait", ignored=ignored)
     pids = [int(line) for line in wait_for_lines(tmp_path / "pids", 3)]
-    os.kill(job.pid, number)
+    for each in ignored:
+        job.send_signal(each)
+        assert not all_ended(pids, 0.5)
+    job.send_signal(number)
     _, _, err = finish(job)
     if number == signal.SIGINT:
         assert job.returncode == 128 + number

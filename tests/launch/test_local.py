@@ -42,6 +42,9 @@ runtime.comm.barrier()
 END = """
 import os, sys, time
 if sys.argv[1] == "everywhere":
+    open(sys.argv[2] + os.environ["RANK"], "w").close()
+    while not all(os.path.exists(sys.argv[2] + rank) for rank in "01"):  # a rank that is late would be stopped
+        time.sleep(0.01)
     raise RuntimeError("the same on all")
 if os.environ["RANK"] == "1":
     sys.exit(7 if sys.argv[1] == "status" else "the input is empty")
@@ -97,8 +100,10 @@ def start_waiting(tmp_path):
     folder = tmp_path / "tmp"
     folder.mkdir(exist_ok=True)  # a launcher that is killed leaves a folder
 
-    def start_job(how):
-        job = start(ours("-n", "2", write(tmp_path, WAIT), str(tmp_path), how), TMPDIR=str(folder))
+    def start_job(how, ignored=()):
+        job = start(
+            ours("-n", "2", write(tmp_path, WAIT), str(tmp_path), how), ignored=ignored, TMPDIR=str(folder)
+        )
         jobs.append(job)
         return job, [int(line) for line in wait_for_lines(tmp_path / "pids", 2)]
 
@@ -120,14 +125,6 @@ def test_ranks_find_each_other_and_share_the_cores(tmp_path, temporary):
     assert err.startswith("2 ranks on ")
     if len(os.sched_getaffinity(0)) == 2 and ", pinned (" in err:
         assert [(row[6], row[7]) for row in rows] == [("1", "[0]"), ("1", "[1]")]
-
-
-def test_no_pin_and_threads(tmp_path):
-    status, out, err = run(ours("-n", "2", "--no-pin", "--threads", "2", write(tmp_path, HELLO)))
-    assert status == 0, err
-    every = str(sorted(os.sched_getaffinity(0)))
-    assert {tuple(line.split("|")[6:8]) for line in out.splitlines()} == {("2", every)}
-    assert "not pinned" in err
 
 
 FLAGS = """
@@ -178,12 +175,12 @@ def test_what_stands_after_the_script_is_the_scripts(tmp_path):
 def test_a_module(tmp_path, name):
     file = tmp_path / (name.replace(".", "/") + ".py")
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(HELLO)
-    command = ours("-n", "1", "-m", name, "--flag")
-    status, out, err = run(["env", "-C", str(tmp_path), *command])
+    file.write_text(HELLO if name == "hello_module" else "import sys\nprint(sys.argv[1:])\n")
+    status, out, err = run(ours("-n", "1", "-m", name, "--flag"), tmp_path)
     assert status == 0, err
-    assert out.startswith("0|1|0|1|farandole launch|1|")
-    assert out.endswith("|['--flag']\n")
+    if name == "hello_module":
+        assert out.startswith("0|1|0|1|farandole launch|1|")
+    assert out.split("|")[-1] == "['--flag']\n"
 
 
 def test_a_module_of_a_package_under_the_installed_command(tmp_path):
@@ -192,7 +189,7 @@ def test_a_module_of_a_package_under_the_installed_command(tmp_path):
     write(tmp_path / "outer", "import os\nprint(os.environ.get('RANK'))\n", "__init__.py")
     write(tmp_path / "outer", "print('run')\n", "inner.py")
     command = [sys.executable, "-P", "-c", "from farandole.cli.main import main; main()", "launch", "-n", "1"]
-    status, out, err = run(["env", "-C", str(tmp_path), *command, "-m", "outer.inner"])
+    status, out, err = run(["env", *command, "-m", "outer.inner"], tmp_path)
     assert (status, out) == (0, "0\nrun\n"), err
 
 
@@ -227,7 +224,7 @@ def test_exits(tmp_path, how, status, message):
 
 
 def test_the_same_error_on_every_rank_is_shown_once(tmp_path):
-    status, _, err = run(ours("-n", "2", write(tmp_path, END), "everywhere"))
+    status, _, err = run(ours("-n", "2", write(tmp_path, END), "everywhere", str(tmp_path / "started-")))
     assert status == 1
     assert err.count("RuntimeError: the same on all") == 1
     assert "The same happened on rank " in err
@@ -253,6 +250,19 @@ def test_a_signal_lets_every_rank_save(tmp_path, temporary, start_waiting, numbe
     assert sorted((tmp_path / "saved").read_text().splitlines()) == [f"{r} {number.name}" for r in range(2)]
     assert err.splitlines()[1:] == [f"stopped by {signal_name(number)}"]
     assert all_ended(pids)
+
+
+def test_signals_that_are_ignored_at_the_start_stay_ignored(tmp_path, temporary, start_waiting):
+    job, _ = start_waiting("save", [signal.SIGINT, signal.SIGHUP])
+    job.send_signal(signal.SIGINT)
+    job.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert job.poll() is None
+    job.send_signal(signal.SIGTERM)
+    status, _, err = finish(job)
+    assert status == 128 + signal.SIGTERM
+    assert sorted((tmp_path / "saved").read_text().splitlines()) == ["0 SIGTERM", "1 SIGTERM"]
+    assert err.splitlines()[1:] == ["stopped by SIGTERM"]
 
 
 def test_a_second_signal_kills(temporary, start_waiting):
@@ -318,14 +328,16 @@ def test_a_running_launcher_keeps_its_folder(tmp_path, start_waiting):
     assert list((tmp_path / "tmp").iterdir()) == [kept]
 
 
-def test_two_jobs_at_once(tmp_path):
+def test_two_jobs_at_once_without_pins_and_with_threads(tmp_path):
     program = write(tmp_path, HELLO)
-    jobs = [start(ours("-n", "2", "--no-pin", program, name)) for name in "ab"]
+    jobs = [start(ours("-n", "2", "--no-pin", "--threads", "2", program, name)) for name in "ab"]
+    every = str(sorted(os.sched_getaffinity(0)))
     for name, job in zip("ab", jobs, strict=True):
         status, out, err = finish(job)
         assert status == 0, err
+        assert "not pinned" in err
         assert len(out.splitlines()) == 2
-        assert all(line.endswith(f"|['{name}']") for line in out.splitlines())
+        assert all(line.split("|")[6:] == ["2", every, f"['{name}']"] for line in out.splitlines())
 
 
 def free_port() -> int:
@@ -395,7 +407,7 @@ def test_what_is_wrong_is_said_before_a_rank_starts(tmp_path, arguments, message
     write(tmp_path / "folder", HELLO, "inner.py")
     (tmp_path / "package").mkdir()
     write(tmp_path / "package", HELLO, "__main__.py")
-    status, out, err = run(["env", "-C", str(tmp_path), *ours("-n", "2", *arguments)])
+    status, out, err = run(ours("-n", "2", *arguments), tmp_path)
     assert status == 2
     assert message in err
     assert out == ""

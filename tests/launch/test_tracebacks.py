@@ -31,7 +31,7 @@ def test_a_script_fails_as_under_python(tmp_path, name):
 @pytest.mark.parametrize("text", [PROGRAMS["syntax"], PROGRAMS["raises"]])
 def test_a_module_fails_without_the_frames_that_start_it(tmp_path, text):
     write(tmp_path, text, "broken.py")
-    _, _, err = run(["env", "-C", str(tmp_path), *ours("-n", "1", "-m", "broken")])
+    _, _, err = run(ours("-n", "1", "-m", "broken"), tmp_path)
     assert f'File "{tmp_path}/broken.py", line' in err
     assert "runpy" not in err and "importlib" not in err and "child.py" not in err
 

@@ -129,15 +129,22 @@ def test_any_order_of_calls_gives_what_memory_gives(buffers: int, calls: list[tu
     file.close()
 
 
+def held_by(stream: Stream) -> set[int | None]:
+    """Return the records in the buffers that are not being read or written."""
+    return {slot.record for slot in stream._slots if slot.moving is None or slot.moving.done}
+
+
 def test_the_next_is_read_while_one_is_worked_on(file: RecordFile) -> None:
     stream = Stream(file)
     stream.fill(range(6), set_to_number)
     stream.flush()
 
     def work(record: int, content: Tensor) -> None:
-        time.sleep(0.02)  # the disk's time, and more
-        held = {slot.record for slot in stream._slots if slot.moving is None or slot.moving.done}
-        assert held >= {record, *range(record + 1, min(6, record + 2))}
+        wanted = {record, *range(record + 1, min(6, record + 2))}
+        deadline = time.monotonic() + 5
+        while not (held := held_by(stream)) >= wanted and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert held >= wanted
 
     stream.update(range(6), work)
     stream.close()

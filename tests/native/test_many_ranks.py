@@ -6,13 +6,12 @@ import subprocess
 import sys
 
 PROGRAM = """
-import array, ctypes, os, sys
+import array, os, sys
+from pathlib import Path
 from farandole import native
+from tests.native.ranks import join
 
 ranks, core = 20, native.library()
-segment = os.memfd_create("test")
-os.ftruncate(segment, core.frd_segment_bytes(ranks))
-nobody = (ctypes.c_int * ranks)(*[-1] * ranks)
 children = []
 for rank in range(1, ranks):
     child = os.fork()
@@ -22,9 +21,7 @@ for rank in range(1, ranks):
 else:
     rank = 0
 
-group = core.frd_join(segment, rank, ranks, nobody)
-core.frd_announce(group, os.getpid())
-core.frd_set_timeout(group, 30)
+group = join(rank, ranks, Path(sys.argv[1]))
 INT32, SUM = 4 << 8 | 7, 0
 wrong = 0
 for turn in range(20):
@@ -44,8 +41,12 @@ sys.exit(f"{wrong} wrong on rank 0, {failed}" if wrong or any(failed) else 0)
 """
 
 
-def test_reduce_scatter_on_twenty_ranks() -> None:
+def test_reduce_scatter_on_twenty_ranks(tmp_path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -58,6 +62,32 @@ def test_learns_nearly_as_well_with_error_feedback(ranks):
     assert powersgd < 1.15 * plain
     assert topk < 1.3 * plain
     assert forgetful > 1.3 * topk
+
+
+def threads_beside_pythons() -> int:
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+
+def added_threads(rank: int, size: int) -> int:
+    """How many threads of OpenMP a compressed reduction starts."""
+    group = spanning_group([0, 1], rank)
+    model = network(1)
+    replica = DataParallel(model, Communicator(group), compression=PowerSGD(2))
+    before = threads_beside_pythons()
+    for _ in range(3):
+        replica.zero_grad()
+        model(torch.ones(3, 20)).sum().backward()
+        replica.synchronize()
+    after = threads_beside_pythons()
+    replica.close()
+    dist.destroy_process_group(group)
+    return after - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_reductions_keep_to_the_number_of_threads(ranks):
+    """The ranks of these tests have set it to 1."""
+    assert ranks(2).run(added_threads) == [0, 0]
 
 
 class Sometimes(nn.Module):

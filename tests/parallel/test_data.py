@@ -238,7 +238,7 @@ def _empty(rank: int, size: int) -> None:
     comm.all_reduce(shared)
     assert shared.tolist() == [1.0] * 5
     with (
-        mock.patch.object(comm.group, "allocate_shared") as allocate,
+        mock.patch.object(comm.dispatcher, "allocate") as allocate,
         mock.patch("farandole.comm.communicator.torch.empty") as ordinary,
     ):
         comm.empty(5, device=torch.device("cpu"))

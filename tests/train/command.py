@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.forked_command import ForkedCommand
+from tests.forked_python import ForkedPython
 
 ROOT = Path(__file__).parents[2]
 END_S = 100.0
@@ -22,7 +22,7 @@ class Command:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self._log = folder / f"log-{time.monotonic_ns()}"
         self._log.touch()
-        self.process = ForkedCommand(words, environment, folder, self._log)
+        self.process = ForkedPython(["-m", "farandole", *words], environment, folder, self._log)
 
     @property
     def output(self) -> str:

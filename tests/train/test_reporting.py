@@ -152,3 +152,16 @@ def test_the_first_signal_asks_and_a_later_ctrl_c_ends(monkeypatch: pytest.Monke
         assert ended == [signal.SIGINT]
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert not stop.requested
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.received == signal.SIGTERM
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

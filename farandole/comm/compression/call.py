@@ -1,39 +1,52 @@
-"""A compressed all-reduce as the user calls it: what can be compressed, and what is said of the rest."""
+"""A compressed all-reduce: which tensors can be compressed, and on which groups."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from farandole.comm.compression.base import Compression, Compressor
+from farandole.comm.dense import copy_back, readable
+from farandole.comm.fallback import TorchCore
+from farandole.comm.hierarchical import HierarchicalCore
+from farandole.comm.operations import ALL_REDUCE, reduction_number
+from farandole.comm.remark import say_once
 
 if TYPE_CHECKING:
-    from farandole.comm.process_group import FarandoleProcessGroup
+    from farandole.comm.communicator import Communicator
 
 SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check(group: dist.ProcessGroup, tensor: Tensor) -> None:
-    """TypeError or ValueError unless tensors like this one can be compressed in this group."""
+def check(comm: Communicator, tensor: Tensor) -> None:
+    """Raise TypeError or ValueError unless tensors like this one can be compressed on this communicator."""
     if tensor.dtype not in SUPPORTED:
         names = ", ".join(str(kind) for kind in SUPPORTED)
         raise TypeError(f"{tensor.dtype} is not compressed; what is: {names}")
-    check_group = getattr(group, "check_compressible", None)
-    if check_group is None:
-        raise ValueError(f"compression needs a group of the backend 'farandole'; this one is {group.name()}")
-    check_group(tensor)
+    dispatcher = comm.dispatcher
+    if isinstance(dispatcher.core, TorchCore):
+        if dispatcher.fallback is not None:
+            raise ValueError("there is no compression without the C core; reduce without it")
+        raise ValueError(
+            f"compression needs a group of the backend 'farandole'; this one is {dispatcher.core.name}"
+        )
+    if not dispatcher.serves([tensor]):
+        raise ValueError(
+            f"there is no compression of {tensor.layout} tensors on {tensor.device}, only of dense ones on "
+            f"the CPU; reduce without it"
+        )
 
 
 def compressed_all_reduce(
-    group: dist.ProcessGroup, tensor: Tensor, op: str, compression: Compressor | Compression, async_op: bool
+    comm: Communicator, tensor: Tensor, op: str, compression: Compressor | Compression, async_op: bool
 ) -> dist.Work | None:
     """See `Communicator.all_reduce`.  Raises ValueError or TypeError for what cannot be compressed."""
     if op not in ("sum", "avg"):
         raise ValueError(f"{op!r} is not compressed; what is: 'sum' and 'avg'")
-    check(group, tensor)
+    check(comm, tensor)
     if isinstance(compression, Compression):
         if compression.error_feedback:
             raise ValueError(
@@ -49,6 +62,20 @@ def compressed_all_reduce(
         raise ValueError(
             f"the tensor has {tensor.numel()} elements, and the compressor was made for {compression.count}"
         )
-    issue = cast("FarandoleProcessGroup", group).allreduce_compressed
-    work = issue(tensor, op, compression, async_op)
+    core, compressor = comm.dispatcher.core, compression
+    if not isinstance(core, HierarchicalCore):
+        if comm.rank == 0:
+            say_once("nothing is compressed: all ranks are on this host, and share its memory")
+        reduction = reduction_number(op, tensor.dtype)
+        work = comm.dispatcher.run(ALL_REDUCE, [tensor], [tensor], reduction, async_op=async_op)
+        return work if async_op else None
+    compressor.bind(core.hosts, op)
+
+    def call(flags: int) -> None:
+        with torch.no_grad():
+            buffer = readable(tensor)
+            core.all_reduce_compressed(buffer, op, compressor, flags)
+            copy_back([tensor], [buffer])
+
+    work = comm.dispatcher.issue(call, [tensor], async_op)
     return work if async_op else None

@@ -1,4 +1,4 @@
-"""Making a process group of the backend `farandole-mpi`, and the place where its ranks meet."""
+"""Groups over MPI: the backend `farandole-mpi`, torch's own name `mpi`, and communicators of mpi4py."""
 
 from __future__ import annotations
 
@@ -10,55 +10,83 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from farandole._torch_versions import report_untested
 from farandole.comm import dense
+from farandole.comm.describe import Roster
 from farandole.comm.host import Meeting
 from farandole.comm.mpi import cuda
+from farandole.comm.mpi.core import MpiCore
 from farandole.comm.mpi.engine import engine
 from farandole.comm.mpi.group import MpiGroup
-from farandole.comm.mpi.process_group import MpiProcessGroup
+from farandole.comm.process_group import FarandoleProcessGroup
 
 LOOPBACK = "127.0.0.1"
-SPARE_TIMEOUT = timedelta(minutes=30)
+DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-def create(opts: Any, backend_options: Any = None) -> MpiProcessGroup:
-    """What `init_process_group("farandole-mpi")` and `new_group` call, on every rank of the group."""
+def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
+    """Make a group; `init_process_group("farandole-mpi")` and `new_group` call this on every rank of the group."""
     ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
-    return make_group(opts.store, opts.group_rank, ranks, opts.timeout or SPARE_TIMEOUT, str(opts.group_id))
+    return _make_group(
+        opts.store, opts.group_rank, ranks, opts.timeout or DEFAULT_TIMEOUT, str(opts.group_id)
+    )
 
 
-def make_group(
+def core_over(comm: Any, timeout: timedelta) -> MpiCore:
+    """Return the implementation over the ranks of an mpi4py communicator, which is duplicated; a collective call."""
+    way = engine()
+    with way.making_group(), way.lock:
+        copy = comm.Dup()
+        copy.Set_errhandler(way.mpi.ERRORS_RETURN)
+        told = copy.allgather((os.getpid(), socket.gethostname()))
+        store = _store_over(copy, timeout)
+    pids, hosts = [pid for pid, _ in told], [host for _, host in told]
+    roster = Roster("the MPI communicator", range(len(told)), pids, hosts)
+    return _core(MpiGroup(copy, way, roster, store, timeout))
+
+
+def _make_group(
     store: dist.Store,
     rank: int,
     ranks: Sequence[int],
     timeout: timedelta,
     name: str,
     backend: str = "farandole-mpi",
-) -> MpiProcessGroup:
-    """A process group of `ranks` of the world, called by all of them; `rank` is this one's number in it."""
+) -> FarandoleProcessGroup:
+    """Return a process group of `ranks` of the world, called by all of them; `rank` is this one's number in it."""
+    report_untested(ranks[rank])
     is_default = name in ("0", "default", "default_pg")
     who = "the default group" if is_default else f"group {name!r} (ranks {', '.join(map(str, ranks))})"
     meeting = Meeting(store, rank, len(ranks), timeout, who)
     group = MpiGroup.meet(meeting, len(ranks), timeout, who, ranks)
+    core = _core(group, backend)
+    return FarandoleProcessGroup(meeting.store, group.rank, group.size, timeout, name, core, None, backend)
+
+
+def _core(group: MpiGroup, name: str = "farandole-mpi") -> MpiCore:
     if cuda.is_aware():
         dense.reachable.add("cuda")
-    return MpiProcessGroup(meeting.store, timeout, name, group, backend)
+    return MpiCore(group, name)
+
+
+# ---- how ranks find each other ----
 
 
 def rendezvous(
-    url: str, timeout: timedelta = SPARE_TIMEOUT, **_: Any
+    url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any
 ) -> Iterator[tuple[dist.Store, int, int]]:
-    """`init_method="mpi://"`: rank and size are MPI's, and rank 0 keeps a store."""
+    """Serve `init_method="mpi://"`: rank and size are MPI's, and rank 0 keeps a store."""
     world = engine().mpi.COMM_WORLD
-    yield world_store(timeout), world.Get_rank(), world.Get_size()
+    yield _world_store(timeout), world.Get_rank(), world.Get_size()
     raise RuntimeError("ranks of MPI cannot meet a second time through one rendezvous")
 
 
-def world_store(timeout: timedelta) -> dist.Store:
-    """A corner of the store of the job's ranks, a new one at each call; called by all ranks."""
+def _world_store(timeout: timedelta) -> dist.Store:
+    """Return a part of the store of the job's ranks, a new one at each call; called by all ranks."""
     number = next(_meetings())
-    return dist.PrefixStore(f"meeting-{number}/", _store(timeout))
+    return dist.PrefixStore(f"meeting-{number}/", _job_store(timeout))
 
 
 @functools.cache
@@ -67,19 +95,21 @@ def _meetings() -> Iterator[int]:
 
 
 @functools.cache
-def _store(timeout: timedelta) -> dist.Store:
-    """Kept by rank 0 at a free port, which MPI tells the others."""
+def _job_store(timeout: timedelta) -> dist.Store:
     way = engine()
-    world = way.mpi.COMM_WORLD
-    if world.Get_size() == 1:
-        return dist.HashStore()
     with way.lock:
-        hosts = world.allgather(socket.gethostname())
+        return _store_over(way.mpi.COMM_WORLD, timeout)
+
+
+def _store_over(comm: Any, timeout: timedelta) -> dist.Store:
+    """Return a store that rank 0 of an MPI communicator keeps at a free port."""
+    if comm.Get_size() == 1:
+        return dist.HashStore()
+    hosts = comm.allgather(socket.gethostname())
     one_host = len(set(hosts)) == 1
     host = LOOPBACK if one_host else os.environ.get("MASTER_ADDR") or hosts[0]
-    listener = socket.create_server((LOOPBACK if one_host else "", 0)) if world.Get_rank() == 0 else None
-    with way.lock:
-        port = world.bcast(listener.getsockname()[1] if listener else 0, root=0)
+    listener = socket.create_server((LOOPBACK if one_host else "", 0)) if comm.Get_rank() == 0 else None
+    port = comm.bcast(listener.getsockname()[1] if listener else 0, root=0)
     if listener is None:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout)
     return dist.TCPStore(
@@ -90,3 +120,39 @@ def _store(timeout: timedelta) -> dist.Store:
         timeout=timeout,
         master_listen_fd=listener.detach(),
     )
+
+
+# ---- torch's own name for MPI, which its wheels lack ----
+
+
+def enable(timeout_s: float = DEFAULT_TIMEOUT.total_seconds()) -> None:
+    """Let `init_process_group("mpi")` make our groups, and `is_mpi_available()` return True.
+
+    torch makes such groups through a class of its own builds, which takes this process's rank and the world's size
+    from MPI, and gets no timeout: `timeout_s`, in seconds, applies to all groups made after this call.
+    A torch that was built with MPI uses this instead from here on.
+    """
+    timeout = timedelta(seconds=timeout_s)
+
+    class ProcessGroupMPI:
+        """The class by which torch makes a group."""
+
+        @staticmethod
+        def create(ranks: list[int]) -> FarandoleProcessGroup:
+            """Return a group of these ranks of the world, or of all; called by its members only."""
+            world = engine().mpi.COMM_WORLD
+            members = list(ranks) or list(range(world.Get_size()))
+            if not ranks:
+                _stores[:] = [_world_store(timeout)]
+            rank = members.index(world.Get_rank())
+            store = dist.PrefixStore(f"{'-'.join(map(str, ranks)) or 'world'}/", _stores[0])
+            name = f"of {len(ranks)} ranks" if ranks else "default"
+            return _make_group(store, rank, members, timeout, name, backend="mpi")
+
+    distributed_c10d._MPI_AVAILABLE = True
+    for module in (distributed_c10d, dist):
+        setattr(module, "ProcessGroupMPI", ProcessGroupMPI)  # noqa: B010 - the stubs lack it, as wheels do
+
+
+_stores: list[dist.Store] = []
+"""The store of the default group, through which sub-groups meet: torch passes such groups no store."""

@@ -1,15 +1,446 @@
-"""The calls of the C core (native/core.h) over MPI, for one group.
+"""The operations of the ranks of an MPI communicator, on tensors.
 
-They take addresses and counts, return 0 (or `Status.PENDING`, or the error, for a message) or raise, and their
-`flags` are those of farandole.native.  `handle` is the C core's; here the object itself knows its group.
+MPI reduces what it reduces as torch does; `_reduce_here` computes the other reductions.  MPI has no 16-bit floats (the
+type for bf16 is null in MPICH's wheel, and its use ends the job) and no average; its minimum may drop a NaN on one
+rank and keep it on another; and sums of 8-bit and 16-bit integers wrap around in torch and saturate in Open MPI.
+
+MPI before version 4 counts in 32 bits.  Longer tensors go in pieces, or in messages between each two ranks.
 """
 
 from __future__ import annotations
 
-from farandole.comm.mpi.messages import Messages
-from farandole.comm.mpi.moves import Moves
-from farandole.comm.mpi.reductions import Reductions
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farandole.comm.core import GroupCore, Parts
+from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
+from farandole.comm.mpi import cuda
+from farandole.comm.mpi.group import MpiGroup
+from farandole.comm.reduce_rows import reduce_rows
+from farandole.native import BACKGROUND, Operation
+
+BLOCKING_FROM_BYTES = 32 << 10
+"""Where Open MPI's blocking collectives are so much faster that agreeing on one pays."""
+PIECE_BYTES = 1 << 30
+WINDOW_BYTES = 2 << 20
+"""How many bytes of a tensor are gathered and reduced at a time here, so that they stay in the cache."""
+
+_TYPES = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.int8: "INT8_T",
+    torch.uint8: "UINT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.bool: "UINT8_T",
+}
+_OPS = {
+    "sum": "SUM",
+    "product": "PROD",
+    "min": "MIN",
+    "max": "MAX",
+    "and": "BAND",
+    "or": "BOR",
+    "xor": "BXOR",
+}
+_BOOL_OPS = {**_OPS, "sum": "BOR", "product": "BAND", "min": "BAND", "max": "BOR"}
+_UNITS = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
+"""Types of a width, for data that only move."""
 
 
-class MpiCore(Reductions, Moves, Messages):
-    """All calls, by the names of the C core."""
+class MpiCore(GroupCore):
+    """The operations of a group over MPI."""
+
+    completes_at_exit = True
+
+    def __init__(self, group: MpiGroup, name: str = "farandole-mpi") -> None:
+        super().__init__(group)  # type: ignore[arg-type]  # has the methods of a HostGroup that are used here
+        self.name = name
+        self.group, self.comm, self.engine = group, group.comm, group.engine
+        self.mpi = group.engine.mpi
+        self._memory = self.mpi.memory.fromaddress
+        self._begins: dict[str, Callable[..., Any]] = {}
+        self._units = {width: getattr(self.mpi, unit) for width, unit in _UNITS.items()}
+        self._reductions: dict[
+            tuple[torch.dtype, int], tuple[Any, Any]
+        ] = {}  # those of MPI: type and operation
+        for dtype, kind in _TYPES.items():
+            ops = _BOOL_OPS if dtype is torch.bool else _OPS
+            for number, reduction in enumerate(REDUCTION_NAMES):
+                if reduction in ops and not _differs(dtype, reduction):
+                    plan = getattr(self.mpi, kind), getattr(self.mpi, ops[reduction])
+                    self._reductions[dtype, number] = plan
+
+    def supports(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether all tensors are strided, on the CPU or CUDA; wait until kernels have written them."""
+        for tensor in tensors:
+            if tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
+                return False
+        cuda.ready(*tensors)
+        return True
+
+    def subgroup(self, members: Sequence[int]) -> MpiCore:
+        """Return the implementation among some ranks, in this order; called by them."""
+        return MpiCore(self.group.subgroup(members), self.name)
+
+    # ---- reductions ----
+
+    def all_reduce(self, output: Tensor, input: Tensor, reduction: int, flags: int) -> None:
+        """Reduce `input` over all ranks into `output`."""
+        self._begin(flags, Operation.ALL_REDUCE, input, reduction, input.numel())
+        plan = self._reductions.get((input.dtype, reduction))
+        if plan is None:
+            self._reduce_here(output, input, reduction, None, flags)
+            return
+        kind, op = plan
+        for source, target in zip(self._pieces(input), self._pieces(output), strict=True):
+            sends = self.mpi.IN_PLACE if output is input else self._buffer(source, kind)
+            self._collective(flags, "Allreduce", target.nbytes, sends, self._buffer(target, kind), op)
+
+    def reduce(self, output: Tensor | None, input: Tensor, reduction: int, root: int, flags: int) -> None:
+        """Reduce `input` into `output` of rank `root`."""
+        self._begin(flags, Operation.REDUCE, input, reduction, input.numel(), root)
+        plan = self._reductions.get((input.dtype, reduction))
+        if plan is None:
+            self._reduce_here(output, input, reduction, root, flags)
+            return
+        kind, op = plan
+        for source, target in zip(
+            self._pieces(input), self._pieces(input if output is None else output), strict=True
+        ):
+            sends = self.mpi.IN_PLACE if output is input else self._buffer(source, kind)
+            receives = None if output is None else self._buffer(target, kind)
+            self._collective(flags, "Reduce", source.nbytes, sends, receives, op, root)
+
+    def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> None:
+        """Reduce `inputs` and keep this rank's part."""
+        source, counts = self._whole(inputs), self._counts(inputs)
+        self._begin(flags, Operation.REDUCE_SCATTER, output, reduction, source.numel())
+        plan = self._reductions.get((output.dtype, reduction))
+        if plan is None or self._uncountable(counts):
+            output.view(-1).copy_(self._reduce_part(source, counts, reduction, flags))
+            return
+        kind, op = plan
+        source, receives = _apart(source, output), self._buffer(output, kind)
+        if len(set(counts)) == 1:
+            sends = self._blocks(source, kind)
+            self._collective(flags, "Reduce_scatter_block", source.nbytes, sends, receives, op)
+        else:
+            sends = self._buffer(source, kind)
+            self._collective(flags, "Reduce_scatter", source.nbytes, sends, receives, counts, op)
+
+    def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> None:
+        """Reduce the inputs of ranks 0 to this one (without this one if `exclusive`)."""
+        rows = input.new_empty(self.size, input.numel())
+        self.all_gather([rows], input, flags)
+        last = self.rank - exclusive
+        if last >= 0:
+            output.copy_(reduce_rows(rows[: last + 1], reduction).view(output.shape))
+
+    def _reduce_here(
+        self, output: Tensor | None, input: Tensor, reduction: int, root: int | None, flags: int
+    ) -> None:
+        """Reduce in windows: every rank reduces its part, and gives it to all others, or to the root.
+
+        The next window is exchanged while one is reduced, and reduced while the one before is gathered.
+        """
+        source = input.view(-1)
+        target = source if output is None else output.view(-1)
+        length = max(1, WINDOW_BYTES // source.element_size() // self.size) * self.size
+        even = source.numel() // self.size * self.size
+        windows = (
+            [*zip(source[:even].split(length), target[:even].split(length), strict=True)] if even else []
+        )
+        if even < source.numel():
+            windows.append((source[even:], target[even:]))
+        exchanged = self._exchange_rows(windows[0][0], flags) if windows else (None, source)
+        gathering: tuple[Any, Tensor] = None, source  # under way, with the memory that MPI reads
+        for number, (window, result) in enumerate(windows):
+            request, rows = exchanged
+            if number + 1 < len(windows):
+                exchanged = self._exchange_rows(windows[number + 1][0], flags)
+            self._finish(request, window.nbytes, flags)
+            before, part = gathering, reduce_rows(rows, reduction)
+            gathering = self._gather_parts(result, part, root, flags), part
+            self._finish(before[0], window.nbytes, flags)
+        self._finish(gathering[0], gathering[1].nbytes, flags)
+
+    def _exchange_rows(self, window: Tensor, flags: int) -> tuple[Any, Tensor]:
+        """Begin to collect this rank's part of all ranks' windows, one row per rank."""
+        size, count = self.size, window.numel()
+        if not count % size:
+            rows = torch.empty(size, count // size, dtype=window.dtype)
+            return self._start(
+                flags, "Alltoall", window.nbytes, self._blocks(window), self._blocks(rows)
+            ), rows
+        shares = _shares(count, size)
+        rows = torch.empty(size, shares[self.rank], dtype=window.dtype)
+        sends, receives = self._parts(window, shares), self._parts(rows, [shares[self.rank]] * size)
+        return self._start(flags, "Alltoallv", window.nbytes, sends, receives), rows
+
+    def _gather_parts(self, window: Tensor, part: Tensor, root: int | None, flags: int) -> Any:
+        """Begin to collect all ranks' parts of a window on all ranks, or on the root."""
+        even, takes = not window.numel() % self.size, root in (None, self.rank)
+        receives = None
+        if takes:
+            receives = (
+                self._blocks(window) if even else self._parts(window, _shares(window.numel(), self.size))
+            )
+        name = ("Allgather" if root is None else "Gather") + ("" if even else "v")
+        arguments = [self._buffer(part), receives, *([] if root is None else [root])]
+        return self._start(flags, name, window.nbytes, *arguments)
+
+    def _reduce_part(self, source: Tensor, counts: Sequence[int], reduction: int, flags: int) -> Tensor:
+        """Return this rank's part of a reduction: its elements of all ranks, reduced from rank 0 to the last."""
+        own = [counts[self.rank]] * self.size
+        rows = torch.empty(self.size, own[0], dtype=source.dtype)
+        if self._uncountable(counts, own):
+            self._exchange(flags, source.split(list(counts)), rows.unbind())
+        else:
+            sends, receives = self._parts(source, counts), self._parts(rows, own)
+            self._collective(flags, "Alltoallv", source.nbytes, sends, receives)
+        return reduce_rows(rows, reduction)
+
+    # ---- data movement ----
+
+    def barrier(self, flags: int) -> None:
+        """Wait until every rank has called it."""
+        self._begin(flags, Operation.BARRIER)
+        self._collective(flags, "Barrier", 0)
+
+    def broadcast(self, output: Tensor | None, input: Tensor | None, root: int, flags: int) -> None:
+        """Copy `input` of rank `root` to `output` of the others."""
+        tensor = output if input is None else input
+        assert tensor is not None
+        self._begin(flags, Operation.BROADCAST, tensor, 0, tensor.numel(), root)
+        for piece in self._pieces(tensor):
+            self._collective(flags, "Bcast", piece.nbytes, self._buffer(piece), root)
+
+    def all_gather(self, outputs: Parts, input: Tensor, flags: int) -> None:
+        """Collect every rank's `input` in `outputs`."""
+        counts = self._counts(outputs)
+        self._begin(
+            flags, Operation.ALL_GATHER, input, 0, input.numel() if len(outputs) == 1 else sum(counts)
+        )
+        with self._collected(outputs) as whole:
+            self._all_gather(whole, input, counts, flags)
+
+    def _all_gather(self, whole: Tensor, input: Tensor, counts: list[int], flags: int) -> None:
+        parts = whole.split(counts)
+        in_place = input.data_ptr() == parts[self.rank].data_ptr()
+        source = input if in_place else _apart(input, whole)
+        if self._uncountable(counts):
+            self._exchange(flags, [source] * self.size, parts)
+            return
+        sends = self.mpi.IN_PLACE if in_place else self._buffer(source)
+        if len(set(counts)) == 1:
+            self._collective(flags, "Allgather", whole.nbytes, sends, self._blocks(whole))
+        else:
+            self._collective(flags, "Allgatherv", whole.nbytes, sends, self._parts(whole, counts))
+
+    def gather(
+        self, outputs: Sequence[Tensor], input: Tensor, root: int, counts: Sequence[int] | None, flags: int
+    ) -> None:
+        """Collect every rank's `input` in `outputs` of rank `root`."""
+        sizes = list(counts or [input.numel()] * self.size)
+        self._begin(flags, Operation.GATHER, input, 0, sum(sizes) if counts else input.numel(), root)
+        with self._collected(outputs) as whole:
+            source, is_root = _apart(input, whole), self.rank == root
+            if self._uncountable(sizes):
+                nothing = [input.new_empty(0)] * self.size
+                sends = [source if rank == root else nothing[0] for rank in range(self.size)]
+                self._exchange(flags, sends, whole.split(sizes) if is_root else nothing)
+                return
+            receives = (self._parts(whole, sizes) if counts else self._blocks(whole)) if is_root else None
+            name, transfer = "Gatherv" if counts else "Gather", max(sizes) * input.element_size()
+            self._collective(flags, name, transfer, self._buffer(source), receives, root)
+
+    def scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
+    ) -> None:
+        """Give rank r the tensor `inputs[r]` of rank `root`."""
+        sizes = list(counts or [output.numel()] * self.size)
+        self._begin(flags, Operation.SCATTER, output, 0, sum(sizes) if counts else output.numel(), root)
+        is_root = self.rank == root
+        source = _apart(self._whole(inputs), output) if is_root else output
+        if self._uncountable(sizes):
+            nothing = [output.new_empty(0)] * self.size
+            receives = [output if rank == root else nothing[0] for rank in range(self.size)]
+            self._exchange(flags, source.split(sizes) if is_root else nothing, receives)
+            return
+        sends = (self._parts(source, sizes) if counts else self._blocks(source)) if is_root else None
+        name, transfer = "Scatterv" if counts else "Scatter", max(sizes) * output.element_size()
+        self._collective(flags, name, transfer, sends, self._buffer(output), root)
+
+    def all_to_all(self, outputs: Parts, inputs: Parts, flags: int) -> None:
+        """Send input j to rank j and receive output i from rank i."""
+        self._begin(flags, Operation.ALL_TO_ALL, inputs[0])
+        with self._collected(outputs) as whole:
+            source = _apart(self._whole(inputs), whole)
+            sends, receives = (
+                self._parts(source, self._counts(inputs)),
+                self._parts(whole, self._counts(outputs)),
+            )
+            # each rank knows its own counts only, so that no rank may choose by them: all count 0 bytes
+            self._collective(flags, "Alltoallv", 0, sends, receives)
+
+    # ---- buffers, as mpi4py takes them ----
+
+    def _buffer(self, tensor: Tensor, kind: Any = None) -> Any:
+        """Return the elements of a tensor."""
+        kind = kind or self._units[tensor.element_size()]
+        return [self._memory(tensor.data_ptr(), tensor.nbytes), tensor.numel(), kind]
+
+    def _blocks(self, tensor: Tensor, kind: Any = None) -> Any:
+        """Return the elements of a tensor of equal parts for all ranks; mpi4py multiplies the count."""
+        kind = kind or self._units[tensor.element_size()]
+        return [self._memory(tensor.data_ptr(), tensor.nbytes), tensor.numel() // self.size, kind]
+
+    def _parts(self, tensor: Tensor, counts: Sequence[int]) -> Any:
+        """Return the elements of a tensor as parts that follow each other."""
+        starts = [sum(counts[:rank]) for rank in range(len(counts))]
+        memory = self._memory(tensor.data_ptr(), tensor.nbytes)
+        return [memory, (list(counts), starts), self._units[tensor.element_size()]]
+
+    def _counts(self, parts: Parts) -> list[int]:
+        if len(parts) == 1:
+            return [parts[0].numel() // self.size] * self.size
+        return [part.numel() for part in parts]
+
+    def _pieces(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return parts of a tensor that MPI can count."""
+        if tensor.numel() <= self.engine.largest_count:
+            return [tensor]
+        return tensor.view(-1).split(PIECE_BYTES // tensor.element_size())
+
+    def _whole(self, parts: Parts) -> Tensor:
+        """Return parts that follow each other as one tensor: in their memory if they are there, else a copy."""
+        return _joined(parts) if _adjacent(parts) else torch.cat([part.reshape(-1) for part in parts])
+
+    @contextmanager
+    def _collected(self, parts: Parts) -> Iterator[Tensor]:
+        """Yield one tensor to be written, in the memory of the parts or copied to them afterwards."""
+        if _adjacent(parts):
+            yield _joined(parts)
+            return
+        whole = parts[0].new_empty(sum(part.numel() for part in parts))
+        yield whole
+        for part, values in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
+            part.copy_(values.view(part.shape))
+
+    def _uncountable(self, *counts: Sequence[int]) -> bool:
+        """Return whether a call has more elements than MPI counts; equal on all ranks only if all know the counts."""
+        return any(sum(each) > self.engine.largest_count for each in counts)
+
+    # ---- calls ----
+
+    def _begin(
+        self,
+        flags: int,
+        operation: int,
+        tensor: Tensor | None = None,
+        op: int = 0,
+        count: int = 0,
+        root: int = 0,
+    ) -> None:
+        """Record the call for error messages; compare it among the ranks where that was requested."""
+        kind = 0 if tensor is None else TYPES[tensor.dtype]
+        self.group.begin(operation, kind, op, 0 if operation == Operation.ALL_TO_ALL else count, root)
+        if self.group.compares:
+            self.group.compare(bool(flags & BACKGROUND))
+
+    def _collective(self, flags: int, name: str, transfer: int, *arguments: Any) -> None:
+        """Run one collective of MPI, by the name of its blocking form.  All ranks pass the same `transfer` in bytes."""
+        self._finish(self._start(flags, name, transfer, *arguments), transfer, flags)
+
+    def _start(self, flags: int, name: str, transfer: int, *arguments: Any) -> Any:
+        """Begin a collective and return its request; None if it was run."""
+        if (
+            transfer >= BLOCKING_FROM_BYTES
+            and self.engine.prefers_blocking
+            and self._block(bool(flags & BACKGROUND), getattr(self.comm, name), arguments)
+        ):
+            return None
+        begin = self._begins.get(name)
+        if begin is None:
+            begin = self._begins[name] = getattr(self.comm, f"I{name[0].lower()}{name[1:]}")
+        return self.group.start(begin, *arguments)
+
+    def _finish(self, request: Any, transfer: int, flags: int) -> None:
+        if request is not None:
+            self.group.finish(request, transfer, background=bool(flags & BACKGROUND))
+
+    def _block(self, background: bool, call: Callable[..., Any], arguments: Sequence[Any]) -> bool:
+        """Make a call that blocks inside MPI if all ranks are here and can afford that; see `engine.py`."""
+        alone = not background and self.engine.try_alone()
+        try:
+            agreed = (ctypes.c_byte * 1)(alone)
+            buffer = [agreed, 1, self.mpi.INT8_T]
+            request = self.group.start(self.comm.Iallreduce, self.mpi.IN_PLACE, buffer, self.mpi.MIN)
+            self.group.finish(request, 0, background=background)
+            if agreed[0]:
+                self.group.start(call, *arguments)
+            return bool(agreed[0])
+        finally:
+            if alone:
+                self.engine.leave_alone()
+
+    def _exchange(self, flags: int, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
+        """Send messages between each two ranks, for counts that the collectives cannot take."""
+        tag = self.comm.Get_attr(self.mpi.TAG_UB)  # above those of `send` and `recv`
+        requests = [
+            (
+                self.group.start(
+                    begin, self.group.message_buffer(tensor.data_ptr(), tensor.nbytes), peer, tag
+                ),
+                tensor,
+            )
+            for begin, tensors in ((self.comm.Irecv, receives), (self.comm.Isend, sends))
+            for peer, tensor in enumerate(tensors)
+        ]
+        for request, tensor in requests:
+            self.group.finish(request, tensor.nbytes, background=bool(flags & BACKGROUND))
+
+
+def _shares(count: int, ranks: int) -> list[int]:
+    """Return how many of `count` elements each rank reduces."""
+    return [count * (rank + 1) // ranks - count * rank // ranks for rank in range(ranks)]
+
+
+def _differs(dtype: torch.dtype, reduction: str) -> bool:
+    """Return whether MPI's reduction is not, or not everywhere, torch's."""
+    if dtype.is_floating_point:
+        return reduction in ("min", "max")
+    return dtype is not torch.bool and dtype.itemsize < 4 and reduction in ("sum", "product")
+
+
+def _adjacent(parts: Parts) -> bool:
+    """Return whether the tensors follow each other in one piece of memory."""
+    used = [part for part in parts if part.numel()]
+    return all(
+        a.data_ptr() + a.nbytes == b.data_ptr()
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        for a, b in pairwise(used)
+    )
+
+
+def _joined(parts: Parts) -> Tensor:
+    """Return adjacent tensors as one."""
+    first = next((part for part in parts if part.numel()), None)
+    if first is None:
+        return parts[0].view(-1) if parts else torch.empty(0)
+    return first.as_strided((sum(part.numel() for part in parts),), (1,))
+
+
+def _apart(source: Tensor, target: Tensor) -> Tensor:
+    """Return the source, or a copy if it overlaps the target, which MPI does not allow."""
+    start, end = source.data_ptr(), target.data_ptr()
+    overlaps = start < end + target.nbytes and end < start + source.nbytes
+    return source.clone() if overlaps else source

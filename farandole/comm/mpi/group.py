@@ -1,8 +1,7 @@
-"""A group of ranks in MPI, with the face of `HostGroup`: what the process group needs below tensors.
+"""A group of ranks in MPI: membership, deadlines, messages, and errors that name ranks.
 
-`MpiGroup` is who is in the group, how long its calls wait, and errors that name ranks; its `core` (core.py) has
-the calls of the C core, over MPI.  So lanes, spellings, copies of tensors and messages are those of the
-shared-memory backend.
+`MpiGroup` has the methods of `HostGroup` that `GroupCore` and `comm/messages.py` use, and the message functions of the C
+core under their names (`core`), so that point-to-point work is that of the shared-memory backend.
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ import torch.distributed as dist
 from farandole.comm.describe import Roster, describe_call, failure_to_error
 from farandole.comm.errors import CommunicationError, RankDied, RankLate
 from farandole.comm.host import Meeting
-from farandole.comm.mpi.core import MpiCore
 from farandole.comm.mpi.engine import SPINS, Engine, engine
 from farandole.comm.mpi.library import NO_FORK, MpiUnavailable, describe_library
+from farandole.comm.mpi.messages import Messages
 from farandole.native import Call, Failure, Status
 
 SLOW_S = 1.0
 """After that long in a call a rank leaves word in the store, by which the others know that it is not the late one."""
+PIECE_BYTES = 1 << 30
 GRACE_S = 0.5
 """How long a rank whose deadline has passed waits for such words."""
 
@@ -35,22 +35,28 @@ GRACE_S = 0.5
 class MpiGroup:
     """The ranks of one group and their communicator.  Made by every rank of the group at once with `meet`."""
 
-    def __init__(self, comm: Any, way: Engine, roster: Roster, meeting: Meeting, timeout: timedelta) -> None:
+    def __init__(self, comm: Any, way: Engine, roster: Roster, store: dist.Store, timeout: timedelta) -> None:
         self.comm = comm
         self.engine = way
         self.rank: int = comm.Get_rank()
+        self.group_rank = self.rank
         self.size: int = comm.Get_size()
         self.roster = roster
         self.handle: int | None = 1  # what the core is called with; None after `close`
-        self.core: Any = MpiCore(self)
+        messages = Messages(self)
+        self.send, self.recv = messages.send, messages.recv
+        self.post_send, self.post_recv = messages.post_send, messages.post_recv
+        self.test_message, self.wait_message = messages.test_message, messages.wait_message
+        self.cancel_message, self.source_of = messages.cancel_message, messages.source_of
         self.compares = dist.get_debug_level() == dist.DebugLevel.DETAIL
         self._owner = os.getpid()
-        self._store = meeting.store
+        self._store = store
         self._index = 0
         self._call: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
         self._told = 0  # the number of the last call that the store knows of
         self._call_timeout_s: float | None = None
         self._given_up = False
+        self._subgroups = 0
         self._broken: CommunicationError | None = None
         self.set_timeout(timeout)
 
@@ -86,7 +92,24 @@ class MpiGroup:
                 comm.Set_errhandler(mpi.ERRORS_RETURN)
         pids, hosts = [int(text.split()[1]) for text in told], [text.split()[2] for text in told]
         roster = Roster(name, ranks, pids, hosts)
-        return cls(comm, way, roster, meeting, timeout)
+        return cls(comm, way, roster, meeting.store, timeout)
+
+    def subgroup(self, members: Sequence[int]) -> MpiGroup:
+        """Return a group of some ranks, in this order; called by them."""
+        way, name = self.engine, f"ranks {', '.join(str(self.roster.ranks[rank]) for rank in members)}"
+        self._subgroups += 1
+        with way.making_group(), way.lock:
+            comm = self.comm.Create_group(self.comm.Get_group().Incl(list(members)), self._subgroups % 32768)
+            comm.Set_errhandler(way.mpi.ERRORS_RETURN)
+        old = self.roster
+        roster = Roster(
+            f"{old.group}, {name}",
+            [old.ranks[rank] for rank in members],
+            [old.pids[rank] for rank in members],
+            [old.hosts[rank] for rank in members],
+        )
+        store = dist.PrefixStore(f"{'-'.join(map(str, members))}/{self._subgroups}/", self._store)
+        return MpiGroup(comm, way, roster, store, timedelta(seconds=self.timeout_s))
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long a call waits for the other ranks."""
@@ -205,6 +228,17 @@ class MpiGroup:
         )
         self._broken = failure_to_error(failure, self.rank, self.roster, self.timeout_s)
         raise self._broken
+
+    def message_buffer(self, address: int, nbytes: int) -> Any:
+        """Return any number of bytes for MPI: one element of a type of that size where MPI cannot count them."""
+        mpi = self.engine.mpi
+        memory = mpi.memory.fromaddress(address, nbytes)
+        if nbytes <= self.engine.largest_count:
+            return [memory, nbytes, mpi.BYTE]
+        pieces, rest = divmod(nbytes, PIECE_BYTES)
+        piece = mpi.BYTE.Create_contiguous(PIECE_BYTES)
+        whole = mpi.Datatype.Create_struct([pieces, rest], [0, nbytes - rest], [piece, mpi.BYTE])
+        return [memory, 1, whole.Commit()]
 
     # ---- errors ----
 

@@ -1,15 +1,17 @@
-"""Point-to-point messages, under the names of the C core."""
+"""Point-to-point messages through MPI, as `messages.MessagePassing`."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from farandole.comm.describe import describe_call
 from farandole.comm.errors import CallMismatch, CommunicationError, RankLate
-from farandole.comm.mpi.calls import Calls
 from farandole.comm.mpi.engine import Engine
 from farandole.native import BACKGROUND, TRY, Call, Operation, Status
+
+if TYPE_CHECKING:
+    from farandole.comm.mpi.group import MpiGroup
 
 
 class MpiMessage:
@@ -79,55 +81,66 @@ class _Tested:
         self.Test = message.advance
 
 
-class Messages(Calls):
-    """send, receive, and receive from any rank."""
+class Messages:
+    """Sends and receives of one group: see `messages.MessagePassing`."""
 
-    def frd_post_send(
-        self, handle: Any, address: int, nbytes: int, kind: int, peer: int, tag: int, copies: int
-    ) -> MpiMessage:
+    def __init__(self, group: MpiGroup) -> None:
+        self.group = group
+
+    def post_send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> MpiMessage:
         """Begin to send `nbytes` to rank `peer`."""
-        return self._post(self.comm.Isend, Operation.SEND, address, nbytes, kind, peer, tag)
+        return self._post(self.group.comm.Isend, Operation.SEND, address, nbytes, kind, peer, tag)
 
-    def frd_post_recv(
-        self, handle: Any, address: int, nbytes: int, kind: int, peer: int, tag: int, copies: int
-    ) -> MpiMessage:
+    def post_recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> MpiMessage:
         """Begin to receive `nbytes` from rank `peer`, or from any (-1)."""
-        return self._post(self.comm.Irecv, Operation.RECV, address, nbytes, kind, peer, tag)
+        return self._post(self.group.comm.Irecv, Operation.RECV, address, nbytes, kind, peer, tag)
+
+    def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> None:
+        """Send bytes to a rank; block until they may be changed."""
+        self._finish(self.post_send(address, nbytes, kind, peer, tag), flags)
+
+    def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
+        """Receive as many bytes from a rank, or from any (-1); block until they are there, and return the source."""
+        return self._finish(self.post_recv(address, nbytes, kind, peer, tag), flags)
+
+    def _finish(self, message: MpiMessage, flags: int) -> int:
+        return self.source_of(self.wait_message(message, self.group.timeout_s, flags))
 
     def _post(
         self, begin: Any, operation: Operation, address: int, nbytes: int, kind: int, peer: int, tag: int
     ) -> MpiMessage:
-        largest = self.comm.Get_attr(self.mpi.TAG_UB) - 1
+        group, engine = self.group, self.group.engine
+        largest = group.comm.Get_attr(engine.mpi.TAG_UB) - 1
         if not 0 <= tag <= largest:
             raise ValueError(f"tag {tag}: this MPI has tags from 0 to {largest}")
         call = Call(operation=operation, type=kind, count=nbytes // (kind >> 8), root=peer, layout=tag)
-        whom = self.mpi.ANY_SOURCE if peer < 0 else peer
-        request = self.group.start(begin, self.bytes_at(address, nbytes), whom, tag)
-        message = MpiMessage(self.engine, request, call, nbytes)
+        whom = engine.mpi.ANY_SOURCE if peer < 0 else peer
+        request = group.start(begin, group.message_buffer(address, nbytes), whom, tag)
+        message = MpiMessage(engine, request, call, nbytes)
         if not message.test():
-            self.engine.watch(message)
+            engine.watch(message)
         return message
 
-    def frd_message_test(self, handle: Any, message: MpiMessage) -> Any:
-        """`Status.PENDING` or how it ended."""
-        return (message.outcome or Status.OK) if message.test() else Status.PENDING
+    def test_message(self, message: MpiMessage) -> Any:
+        """Return `Status.PENDING`, or the message itself."""
+        return message if message.test() else Status.PENDING
 
-    def frd_message_wait(self, handle: Any, message: MpiMessage, timeout_s: float, flags: int) -> Any:
-        """How it ended; at the deadline `RankLate`, or with `TRY` `Status.PENDING`."""
-        deadline = time.monotonic() + timeout_s
-        if message.wait(deadline, background=bool(flags & BACKGROUND)):
-            return message.outcome or Status.OK
-        if flags & TRY:
-            return Status.PENDING
-        return late_message(message, self.group, timeout_s)
+    def wait_message(self, message: MpiMessage, seconds: float, flags: int) -> Any:
+        """Return the message; at the deadline an error, or with `TRY` `Status.PENDING`."""
+        if message.wait(time.monotonic() + seconds, background=bool(flags & BACKGROUND)):
+            return message
+        return Status.PENDING if flags & TRY else late_message(message, self.group, seconds)
 
-    def frd_message_source(self, message: MpiMessage) -> int:
-        """The rank that it came from, or goes to."""
-        return message.source
-
-    def frd_message_release(self, handle: Any, message: MpiMessage) -> None:
-        """Nobody asks for it any more; a receive that has not come is taken back."""
+    def cancel_message(self, message: MpiMessage) -> None:
+        """Withdraw a receive that has not arrived."""
         message.take_back()
+
+    def source_of(self, outcome: Any) -> int:
+        """Return the rank that a complete message came from; raise the error of one that failed."""
+        error = outcome.outcome if isinstance(outcome, MpiMessage) else outcome
+        if error is not None:
+            raise error
+        return int(outcome.source)
 
 
 def late_message(message: MpiMessage, group: Any, timeout_s: float) -> RankLate:

@@ -67,10 +67,9 @@ class MpiTransport:
             )
         if not 0 <= peer < self.size or peer == self.rank:
             raise ValueError(f"rank {self.rank} of {self.size} has no peer {peer}")
-        core = self._group.core
-        post = core.frd_post_send if sends else core.frd_post_recv
+        post = self._group.post_send if sends else self._group.post_recv
         nbytes, kind = tensor.numel() * tensor.element_size(), 1 << 8
-        return MpiPending(post(1, tensor.data_ptr(), nbytes, kind, peer, tag, 1), tensor, self._group)
+        return MpiPending(post(tensor.data_ptr(), nbytes, kind, peer, tag), tensor, self._group)
 
 
 class MpiPending:

@@ -135,6 +135,7 @@ class Engine:
     # ---- the thread ----
 
     def _main(self) -> None:
+        torch.get_num_threads()  # applies `torch.set_num_threads` to this thread
         try:
             with torch.no_grad():  # parameters are leaves, and are written in place
                 reason = self._serve()

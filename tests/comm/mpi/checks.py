@@ -6,12 +6,13 @@ import itertools
 import random
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farandole.comm import RankLate
+from farandole.comm import Communicator, RankLate
 from farandole.comm.mpi import MpiTransport
 from tests.comm import test_collectives as contract
 from tests.comm.test_backend_collectives import check_large
@@ -160,6 +161,39 @@ def wrong_sizes(rank: int, size: int) -> None:
         with pytest.raises(RuntimeError, match="(?i)MPI failed in a message: .*trunc"):
             dist.recv(torch.ones(1), 0, tag=2)
     dist.barrier()
+
+
+def over_mpi4py(rank: int, size: int) -> None:
+    """Communicators over those of mpi4py, and groups divided from them."""
+    from mpi4py import MPI
+
+    comm = Communicator.from_mpi(MPI.COMM_WORLD, timeout_s=20)
+    assert (comm.rank, comm.size) == (MPI.COMM_WORLD.Get_rank(), size) and not comm.shares_memory()
+    array = np.full(1000, rank + 1.0)
+    comm.all_reduce(array)
+    assert (array == sum(range(1, size + 1))).all()
+    half = torch.full((100_000,), rank + 1.0, dtype=torch.bfloat16)
+    op = comm.all_reduce_init(half, "max")
+    op()
+    assert (half == size).all()
+    assert comm.all_gather_object({"rank": rank}) == [{"rank": r} for r in range(size)]
+    received = np.zeros(3)
+    work = comm.irecv(received, (rank - 1) % size)
+    comm.send(np.full(3, float(rank)), (rank + 1) % size)
+    work.wait()
+    assert (received == (rank - 1) % size).all()
+    reversed_ = comm.split(0, key=-rank)
+    assert reversed_.rank == size - 1 - rank
+    token = torch.tensor([rank])
+    reversed_.broadcast(token, 0)
+    assert token == size - 1
+    alone = comm.split(rank)
+    alone.barrier()
+    assert alone.size == 1 and comm.split(None) is None
+    for each in (alone, reversed_, comm):
+        each.close()
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        comm.barrier()
 
 
 def large_counts(rank: int, size: int, count: int) -> None:

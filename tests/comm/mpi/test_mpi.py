@@ -12,7 +12,7 @@ import pytest
 from tests.comm.mpi.job import Check, needs_mpi, outcomes
 from tests.comm.test_backend_collectives import free_bytes
 
-OWN = "tests.comm.mpi.checks"
+OWN, API = "tests.comm.mpi.checks", "tests.comm.test_communicator"
 COLLECTIVES, SPELLINGS = "tests.comm.test_backend_collectives", "tests.comm.test_backend_spellings"
 GROUPS, MESSAGES = "tests.comm.test_backend_groups", "tests.comm.test_backend_messages"
 DDP, TORCH = "tests.comm.test_backend_ddp", "tests.comm.test_backend_torch"
@@ -58,12 +58,23 @@ ON_TWO: list[Check] = [
     (TORCH, "check_pipelines", []),
     ("tests.comm.test_hosts", "reductions", [[0, 1], {"transport": "mpi"}, 3]),
     ("tests.comm.test_hosts", "movements", [[0, 1], {"transport": "mpi"}, 3]),
+    (OWN, "over_mpi4py", []),
+    (API, "check_persistent", [1]),
+    (API, "check_uneven", []),
+    (API, "check_scan", []),
+    (API, "check_out_of_place", []),
+    (API, "check_arrays", []),
+    (API, "check_objects", []),
+    (API, "check_messages", []),
+    (API, "check_invalid", []),
     (OWN, "deadlines", []),
 ]
 ON_THREE: list[Check] = [
     (OWN, "every_reduction", []),
     (OWN, "special_floats", []),
     (OWN, "transport", []),
+    (OWN, "over_mpi4py", []),
+    (API, "check_uneven", []),
     (SPELLINGS, "check_calls", []),
     (GROUPS, "check_sub_groups", []),
     (MESSAGES, "check_any_source", []),

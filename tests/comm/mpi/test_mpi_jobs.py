@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from farandole.comm.mpi.library import MpiUnavailable, check_world
-from tests.comm.mpi.job import ROOT, library, needs_mpi, run_script, start
+from tests.comm.mpi.job import library, needs_mpi, run_script, start
+from tests.launch.jobs import run
 
 pytestmark = needs_mpi
 
@@ -111,21 +111,21 @@ def test_the_name_of_torchs_own_backend(tmp_path):
 def test_alone_without_mpiexec(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(ENDS.format(body="dist.barrier(); assert dist.get_world_size() == 1"))
-    run = alone([str(script)])
-    assert run.returncode == 0, run.stderr
+    status, err = alone(str(script))
+    assert status == 0, err
 
 
 def test_another_launcher_is_named_with_the_remedy(tmp_path):
     """torchrun starts two processes, and in each MPI knows of one."""
     script = tmp_path / "script.py"
     script.write_text(ENDS.format(body=""))
-    run = alone(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)])
-    assert run.returncode != 0
+    status, err = alone("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+    assert status != 0
     assert re.search(
         r"torchrun .*started 2 ranks \(WORLD_SIZE=2\), but mpi4py has loaded \w+.*, which sees a world of one; "
         r"start with that library.s own mpiexec.*; under this launcher use the backend farandole",
-        run.stderr,
-    ), run.stderr
+        err,
+    ), err
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ dist.init_process_group("farandole-mpi")
 def test_what_is_missing_is_said(tmp_path, case, words):
     script = tmp_path / "script.py"
     script.write_text(PROBLEMS)
-    run = alone([str(script), case])
-    assert run.returncode == 1 and re.search(words, run.stderr), run.stderr
+    status, err = alone(str(script), case)
+    assert status == 1 and re.search(words, err), err
 
 
 @pytest.mark.parametrize("how", ["killed", "raises"])
@@ -216,12 +216,10 @@ except RuntimeError as error:
     ), out
 
 
-def alone(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """A Python program that no mpiexec started."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=60, check=False
-    )
+def alone(*arguments: str) -> tuple[int, str]:
+    """Exit status and errors of a Python program that no mpiexec started."""
+    status, _, err = run([sys.executable, *arguments], OMP_NUM_THREADS="1")
+    return status, err
 
 
 def test_the_library_is_known():

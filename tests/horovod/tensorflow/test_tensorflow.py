@@ -86,7 +86,7 @@ def test_the_death_of_a_rank_is_told_within_a_function(tmp_path):
         "MASTER_PORT": str(port),
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
-    ranks = [start([sys.executable, script], RANK=str(rank), **common) for rank in range(2)]
+    ranks = [start(["env", sys.executable, script], RANK=str(rank), **common) for rank in range(2)]
     (status, out, err), (killed, _, _) = [finish(rank) for rank in ranks]
     assert killed == -signal.SIGKILL
     assert (status, out) == (0, "said True True\n"), err
@@ -94,7 +94,7 @@ def test_the_death_of_a_rank_is_told_within_a_function(tmp_path):
 
 @needs_tensorflow
 def test_the_shim_and_one_process(tmp_path):
-    status, out, err = run([sys.executable, "-m", "farandole.horovod.shim", write(tmp_path, SCRIPT)])
+    status, out, err = run(["env", sys.executable, "-m", "farandole.horovod.shim", write(tmp_path, SCRIPT)])
     assert (status, out) == (0, "good\n"), err
 
 

@@ -112,9 +112,8 @@ def train_served(
     ],
 )
 def test_sync_gives_the_parameters_of_one_process(ranks, servers, shares, optimizer, width):
-    dtype = (
-        torch.float64 if optimizer == "adamw" else torch.float32
-    )  # Adam magnifies the rounding of small gradients
+    # Training with a width of 300 diverges, and Adam magnifies small gradients: both magnify fp32 rounding errors.
+    dtype = torch.float32 if width == 7 else torch.float64
     workers = len(shares)
     expected = train_alone(workers, optimizer, width, dtype)
     results = ranks(servers + workers).run(train_served, servers, optimizer, width, dtype, shares)

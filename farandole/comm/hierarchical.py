@@ -1,10 +1,10 @@
-"""How a tensor goes over several hosts: shared memory inside a host, messages between the leaders of all hosts.
+"""The operations of ranks on several hosts: shared memory inside a host, messages between the leaders of all hosts.
 
-Of every host the first `leaders` ranks lead, each its own share of a tensor: shared memory brings the share
-of leader l together on the host, the l-th leaders of all hosts reduce it among themselves, all leaders at once,
-and shared memory spreads the results.  So a link carries each byte once, whatever the number of ranks behind
-it, and all ranks of a host keep it busy.  A large tensor goes in windows, so that the link works on some
-windows while shared memory works on others.
+On every host the first `leaders` ranks lead, each its own share of a tensor.  Shared memory collects the share of
+leader l on the host, the l-th leaders of all hosts reduce it, all leaders at once, and shared memory distributes the
+results.  A link therefore carries each byte once, whatever the number of ranks behind it, and all ranks of a host
+keep the link busy.  A large tensor is divided into windows: the link works on some windows while shared memory works
+on others.
 
 M. Bayatpour et al.: Scalable reduction collectives with data partitioning-based multi-leader design (SC 2017).
 """
@@ -30,38 +30,141 @@ from farandole.comm.algorithms.ring import all_gather as ring_all_gather
 from farandole.comm.algorithms.ring import reduce_scatter as ring_reduce_scatter
 from farandole.comm.algorithms.steps import Combine, Running, Steps, split
 from farandole.comm.compression.base import Compressor
+from farandole.comm.core import GroupCore, Parts
 from farandole.comm.dense import counts_of, pointers_to
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
 from farandole.comm.errors import CommunicationError
 from farandole.comm.host_group import HostGroup
 from farandole.comm.hosts import Hosts
+from farandole.comm.reduce_rows import reduce_rows
 from farandole.comm.transport import Tagged, Transport
 from farandole.native import Call as CallRecord
 from farandole.native import Operation
 
 WINDOW_BYTES = 2 << 20
-"""How much of a tensor, over all ranks of a host, is under way in one piece."""
+"""How many bytes of a tensor, over all ranks of a host, one window has."""
 WINDOWS_AHEAD = 4
-"""How many windows may wait for the link while shared memory goes on with the next."""
+"""How many windows may wait for the link while shared memory continues with the next."""
 
 Window = tuple[list[Tensor], Callable[[Tensor, Transport], Steps]]
-"""A piece of a tensor in shares, one per rank of this host, and how its leader reduces one over the hosts."""
+"""A piece of a tensor in shares, one per rank of this host, and how its leader reduces one share over the hosts."""
 
 _SUM, _AVG = REDUCTION_NAMES.index("sum"), REDUCTION_NAMES.index("avg")
 
 
-class TwoLevels:
-    """The ways of dense tensors over the hosts of a group; each is walked inside `declared`."""
+class HierarchicalCore(GroupCore):
+    """The operations of a group on several hosts."""
 
     def __init__(self, hosts: Hosts, choice: Choice) -> None:
+        super().__init__(hosts.host)
         self.hosts = hosts
-        self.host = hosts.host
         self._choice = choice
         self._deadline = 0.0  # of the call under way
         self._agreement = Running(iter(()))
 
+    # ---- collectives ----
+
+    def barrier(self, flags: int) -> None:
+        """Wait until every rank has called it."""
+        with self._declared(flags, Operation.BARRIER):
+            token = torch.zeros(1, dtype=torch.uint8)
+            self._all_reduce(token, REDUCTION_NAMES.index("max"), flags)
+
+    def all_reduce(self, output: Tensor, input: Tensor, reduction: int, flags: int) -> None:
+        """Reduce `input` over all ranks into `output`."""
+        if output is not input:
+            output.copy_(input.view(output.shape))
+        flat = output.view(-1)
+        with self._declared(flags, Operation.ALL_REDUCE, flat, op=reduction):
+            self._all_reduce(flat, reduction, flags)
+
+    def all_reduce_compressed(self, tensor: Tensor, op: str, compressor: Compressor, flags: int) -> None:
+        """Sum or average a dense tensor of floats, in place, compressed between hosts."""
+        flat = tensor.view(-1)
+        signature, reduction = compressor.signature, REDUCTION_NAMES.index(op)
+        with self._declared(flags, Operation.ALL_REDUCE, flat, op=reduction, split=signature):
+            wide = flat.float()  # fp32 tensors themselves
+            self._all_reduce_compressed(wide, op == "avg", compressor, flags)
+            if wide is not flat:
+                flat.copy_(wide)
+
+    def reduce(self, output: Tensor | None, input: Tensor, reduction: int, root: int, flags: int) -> None:
+        """Reduce `input` into `output` of rank `root`."""
+        flat = input.view(-1).clone()
+        with self._declared(flags, Operation.REDUCE, flat, op=reduction, root=root):
+            self._all_reduce(flat, reduction, flags)
+        if output is not None:
+            output.copy_(flat.view(output.shape))
+
+    def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> None:
+        """Reduce `inputs` and keep this rank's part."""
+        own = output.view(-1)
+        if len(inputs) == 1:
+            source, counts, uneven = inputs[0].view(-1), [own.numel()] * self.size, []
+        else:
+            flats = [part.reshape(-1) for part in inputs]
+            source, counts = torch.cat(flats), [flat.numel() for flat in flats]
+            uneven = counts
+        with self._declared(flags, Operation.REDUCE_SCATTER, source, op=reduction, split=uneven):
+            self._reduce_scatter(source, counts, own, reduction, flags)
+
+    def all_gather(self, outputs: Parts, input: Tensor, flags: int) -> None:
+        """Collect every rank's `input` in `outputs`."""
+        source = input.view(-1)
+        if len(outputs) == 1:
+            counts = [source.numel()] * self.size
+            targets, record = list(outputs[0].view(-1).split(counts)), CallRecord()
+        else:
+            targets = [output.view(-1) for output in outputs]
+            counts = [target.numel() for target in targets]
+            record = CallRecord(count=sum(counts), layout=_fingerprint(counts))
+        with self._declared(flags, Operation.ALL_GATHER, source, record=record):
+            self._all_gather(source, counts, targets, flags)
+
+    def broadcast(self, output: Tensor | None, input: Tensor | None, root: int, flags: int) -> None:
+        """Copy `input` of rank `root` to `output` of the others."""
+        tensor = output if input is None else input
+        assert tensor is not None
+        with self._declared(flags, Operation.BROADCAST, tensor, root=root):
+            self._broadcast(tensor.view(-1), root, flags)
+
+    def gather(
+        self, outputs: Sequence[Tensor], input: Tensor, root: int, counts: Sequence[int] | None, flags: int
+    ) -> None:
+        """Collect every rank's `input` in `outputs` of rank `root`."""
+        record = _record_of(input, counts)
+        with self._declared(flags, Operation.GATHER, root=root, record=record):
+            self._run(self._gather(input, outputs, root))
+
+    def scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
+    ) -> None:
+        """Give rank r the tensor `inputs[r]` of rank `root`."""
+        record = _record_of(output, counts)
+        with self._declared(flags, Operation.SCATTER, root=root, record=record):
+            self._run(self._scatter(output, inputs, root))
+
+    def all_to_all(self, outputs: Parts, inputs: Parts, flags: int) -> None:
+        """Send input j to rank j and receive output i from rank i."""
+        if len(inputs) == 1:
+            outputs = outputs[0].view(-1).tensor_split(self.size)
+            inputs = inputs[0].view(-1).tensor_split(self.size)
+        record = CallRecord(type=TYPES[inputs[0].dtype])
+        with self._declared(flags, Operation.ALL_TO_ALL, record=record):
+            self._run(self._all_to_all(outputs, inputs))
+
+    def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> None:
+        """Reduce the inputs of ranks 0 to this one (without this one if `exclusive`)."""
+        rows = input.new_empty(self.size, input.numel())
+        self.all_gather([rows], input, flags)
+        last = self.rank - exclusive
+        if last >= 0:
+            output.copy_(reduce_rows(rows[: last + 1], reduction).view(output.shape))
+
+    # ---- data movement, after the ranks have agreed on the call ----
+
     @contextmanager
-    def declared(
+    def _declared(
         self,
         flags: int,
         operation: Operation,
@@ -72,10 +175,10 @@ class TwoLevels:
         split: Sequence[int] = (),
         record: CallRecord | None = None,
     ) -> Iterator[None]:
-        """Agree with all ranks on the call that is to be made.
+        """Agree with all ranks on the call.
 
-        With those of this host before anything else; with the other hosts' before anything from them is used,
-        but what they are sent need not wait for it.
+        The ranks of this host agree before anything else.  The hosts agree before a host uses data of another host;
+        data may be sent before.
         """
         call = record or CallRecord()
         call.operation, call.op, call.root = operation, op, root
@@ -83,7 +186,7 @@ class TwoLevels:
             call.type = TYPES[tensor.dtype]
             call.count = call.count or tensor.numel()
         if split:
-            call.layout = fingerprint(split)
+            call.layout = _fingerprint(split)
         self._deadline = time.monotonic() + self.host.call_timeout_s
         try:
             self.host.check(self.host.core.frd_declare(self.host.handle, ctypes.byref(call), flags))
@@ -97,8 +200,8 @@ class TwoLevels:
             if self.host.handle:
                 self.host.core.frd_undeclare(self.host.handle)
 
-    def run(self, steps: Steps) -> None:
-        """Go through the steps of an algorithm over hosts, after the hosts have agreed on the call."""
+    def _run(self, steps: Steps) -> None:
+        """Run the steps of an algorithm over hosts, after the hosts have agreed on the call."""
         self._finish(Running(steps))
 
     def _finish(self, running: Running | None) -> None:
@@ -106,7 +209,7 @@ class TwoLevels:
             self._agreement.finish(self._deadline)
             running.finish(self._deadline)
 
-    def all_reduce(self, flat: Tensor, reduction: int, flags: int) -> None:
+    def _all_reduce(self, flat: Tensor, reduction: int, flags: int) -> None:
         """Reduce over all ranks, in place."""
         if reduction == _AVG:
             self._average(flat, flags)
@@ -114,18 +217,20 @@ class TwoLevels:
         self._reduce_in_windows(self._windows(flat, reduction), reduction, flags)
 
     def _windows(self, flat: Tensor, reduction: int) -> Iterator[Window]:
-        """A tensor, to be reduced by the algorithm of the user's choice."""
+        """Divide a tensor into windows that the chosen algorithm reduces."""
         length = max(1, WINDOW_BYTES // flat.element_size())
         for window in flat.split(length) if flat.numel() else ():
             yield self._shares(window), partial(self._lead, reduction=reduction)
 
-    def _lead(self, share: Tensor, leg: Transport, reduction: int) -> Steps:
+    def _lead(self, share: Tensor, link: Transport, reduction: int) -> Steps:
         size = share.numel() * share.element_size()
         combine = combine_in_core(self.host, share.dtype, reduction)
-        return self._choice.all_reduce(self.hosts.count, size)(leg, share, combine)
+        return self._choice.all_reduce(self.hosts.count, size)(link, share, combine)
 
-    def all_reduce_compressed(self, flat: Tensor, averages: bool, compressor: Compressor, flags: int) -> None:
-        """A sum or an average, compressed where it crosses hosts."""
+    def _all_reduce_compressed(
+        self, flat: Tensor, averages: bool, compressor: Compressor, flags: int
+    ) -> None:
+        """Sum or average, compressed between hosts."""
         factor = 1 / self.hosts.ranks if averages else 1.0
         exact = flat[flat.numel() - compressor.exact :]
         windows = chain(self._compressed_windows(flat, factor, compressor), self._windows(exact, _SUM))
@@ -142,30 +247,30 @@ class TwoLevels:
             yield [flat[a:b] for a, b in pairwise(bounds)] + spare, lead
 
     def _average(self, flat: Tensor, flags: int) -> None:
-        """A sum, divided at the end; before the hosts are added where the sum may be too large for the type."""
+        """Sum and divide; in a wider type where the sum may overflow."""
         n = self.hosts.ranks
         if not flat.dtype.is_floating_point:
             wide = flat.to(torch.int64)
-            self.all_reduce(wide, _SUM, flags)
+            self._all_reduce(wide, _SUM, flags)
             flat.copy_(wide.div_(n, rounding_mode="trunc"))
         elif flat.element_size() >= 4:
-            self.all_reduce(flat, _SUM, flags)
+            self._all_reduce(flat, _SUM, flags)
             flat.div_(n)
         else:
             wide = flat.to(torch.float32)
-            self.all_reduce(wide, _SUM, flags)
+            self._all_reduce(wide, _SUM, flags)
             flat.copy_(wide.div_(n))
 
     def _reduce_in_windows(self, windows: Iterable[Window], reduction: int, flags: int) -> None:
-        """Reduce inside the host, lead this rank's shares over the hosts, spread the results; in a pipeline.
+        """Reduce inside the host, reduce this rank's shares over the hosts, distribute the results: a pipeline.
 
-        Legs go on in turns, so that a second message of one window is sent while first ones of later windows come.
+        Windows advance in turns: the second message of one window is sent while the first of later windows arrive.
         """
         under_way: deque[tuple[list[Tensor], Running]] = deque()
-        waiting: deque[Running] = deque()  # in the order in which their messages come
+        waiting: deque[Running] = deque()  # in the order in which messages arrive
 
-        def complete(shares: list[Tensor], leg: Running) -> None:
-            while not leg.done:
+        def complete(shares: list[Tensor], link: Running) -> None:
+            while not link.done:
                 self._agreement.finish(self._deadline)
                 first = waiting.popleft()
                 first.advance(self._deadline)
@@ -176,28 +281,28 @@ class TwoLevels:
         for number, (shares, lead) in enumerate(windows):
             own = shares[self.host.rank]
             self._host_reduce_scatter(shares, own, reduction, flags)
-            leg = Running(lead(own, Tagged(self.hosts.leg, number)) if own.numel() else iter(()))
-            under_way.append((shares, leg))
-            if not leg.done:
-                waiting.append(leg)
+            link = Running(lead(own, Tagged(self.hosts.leg, number)) if own.numel() else iter(()))
+            under_way.append((shares, link))
+            if not link.done:
+                waiting.append(link)
             if len(under_way) > WINDOWS_AHEAD:
                 complete(*under_way.popleft())
         while under_way:
             complete(*under_way.popleft())
 
     def _shares(self, flat: Tensor) -> list[Tensor]:
-        """A tensor in one share per rank of this host; those of ranks that do not lead are empty."""
+        """Divide a tensor into one share per rank of this host; only leaders have elements."""
         leaders = self.hosts.leaders
         return split(flat, leaders) + [flat[:0]] * (self.host.size - leaders)
 
-    def reduce_scatter(
+    def _reduce_scatter(
         self, source: Tensor, counts: Sequence[int], own: Tensor, reduction: int, flags: int
     ) -> None:
         """Reduce `source`, of `counts[r]` elements for rank r, and put this rank's part into `own`."""
         if reduction == _AVG and (not source.dtype.is_floating_point or source.element_size() < 4):
             wide = source.to(torch.float32 if source.dtype.is_floating_point else torch.int64)
             result = torch.empty(own.numel(), dtype=wide.dtype)
-            self.reduce_scatter(wide, counts, result, _SUM, flags)
+            self._reduce_scatter(wide, counts, result, _SUM, flags)
             whole = not source.dtype.is_floating_point
             own.copy_(result.div_(self.hosts.ranks, rounding_mode="trunc" if whole else None))
             return
@@ -210,7 +315,7 @@ class TwoLevels:
             pieces.append(piece)
         if self.hosts.leads:
             combine = combine_in_core(self.host, source.dtype, in_core)
-            self.run(ring_reduce_scatter(self.hosts.leg, pieces, combine))
+            self._run(ring_reduce_scatter(self.hosts.leg, pieces, combine))
         block = torch.empty(sum(counts[r] for r in self.host.members), dtype=source.dtype)
         self._host_all_gather(pieces[self.hosts.index], self._shares(block), flags)
         before = sum(counts[r] for r in self.host.members[: self.host.rank])
@@ -218,7 +323,7 @@ class TwoLevels:
         if reduction == _AVG:
             own.div_(self.hosts.ranks)
 
-    def all_gather(
+    def _all_gather(
         self, source: Tensor, counts: Sequence[int], targets: Sequence[Tensor], flags: int
     ) -> None:
         """Put `source` of rank r, of `counts[r]` elements, into `targets[r]` on all ranks."""
@@ -228,7 +333,7 @@ class TwoLevels:
         self._host_all_gather(source, own_block, flags)
         shares = [self._shares(block) for block in blocks]
         if self.hosts.leads:
-            self.run(ring_all_gather(self.hosts.leg, [each[self.host.rank] for each in shares]))
+            self._run(ring_all_gather(self.hosts.leg, [each[self.host.rank] for each in shares]))
         for index, each in enumerate(shares):
             if index != self.hosts.index:
                 self._host_all_gather(each[self.host.rank], each, flags)
@@ -236,31 +341,31 @@ class TwoLevels:
             for rank, part in zip(members, block.split([counts[r] for r in members]), strict=True):
                 targets[rank].copy_(part)
 
-    def broadcast(self, flat: Tensor, root: int, flags: int) -> None:
+    def _broadcast(self, flat: Tensor, root: int, flags: int) -> None:
         """Copy the values of rank `root` to all ranks, in windows."""
-        home = self.hosts.index_of(root)
+        source = self.hosts.index_of(root)
         length = max(1, WINDOW_BYTES // flat.element_size())
         under_way: deque[tuple[list[Tensor], Running | None]] = deque()
 
-        def complete(shares: list[Tensor], leg: Running | None) -> None:
-            self._finish(leg)
-            if self.hosts.index != home:
+        def complete(shares: list[Tensor], link: Running | None) -> None:
+            self._finish(link)
+            if self.hosts.index != source:
                 self._host_all_gather(shares[self.host.rank], shares, flags)
 
         for window in flat.split(length) if flat.numel() else ():
-            if self.hosts.index == home:
+            if self.hosts.index == source:
                 self._host_broadcast(window, self.host.members.index(root), flags)
             shares = self._shares(window)
             own = shares[self.host.rank]
-            leg = Running(tree.broadcast(self.hosts.leg, own, home)) if own.numel() else None
-            under_way.append((shares, leg))
+            link = Running(tree.broadcast(self.hosts.leg, own, source)) if own.numel() else None
+            under_way.append((shares, link))
             if len(under_way) > WINDOWS_AHEAD:
                 complete(*under_way.popleft())
         while under_way:
             complete(*under_way.popleft())
 
-    def gather(self, source: Tensor, targets: Sequence[Tensor], root: int) -> Steps:
-        """Every rank's `source` into `targets` of rank `root`; one message each."""
+    def _gather(self, source: Tensor, targets: Sequence[Tensor], root: int) -> Steps:
+        """Send every rank's `source` to rank `root`, one message each."""
         if self.host.group_rank != root:
             yield self.hosts.all.send(source, root)
             return
@@ -268,8 +373,8 @@ class TwoLevels:
         targets[root].copy_(source.view(targets[root].shape))
         yield from arrivals
 
-    def scatter(self, target: Tensor, sources: Sequence[Tensor], root: int) -> Steps:
-        """`sources` of rank `root`, one for each rank; one message each."""
+    def _scatter(self, target: Tensor, sources: Sequence[Tensor], root: int) -> Steps:
+        """Send `sources` of rank `root`, one message each."""
         if self.host.group_rank != root:
             yield self.hosts.all.recv(target, root)
             return
@@ -277,10 +382,10 @@ class TwoLevels:
         target.copy_(sources[root].view(target.shape))
         yield from departures
 
-    def all_to_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Steps:
-        """Part j to rank j, part i from rank i; one message for each pair."""
+    def _all_to_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Steps:
+        """Exchange one message for each pair of ranks."""
         me, n = self.host.group_rank, self.hosts.ranks
-        # everybody begins with another rank, so that nobody is sent to by all at once
+        # every rank begins with another peer, so that no rank receives from all at once
         turns = [(me + turn) % n for turn in range(1, n)]
         arrivals = [self.hosts.all.recv(targets[(me - turn) % n], (me - turn) % n) for turn in range(1, n)]
         departures = [self.hosts.all.send(sources[r], r) for r in turns]
@@ -316,7 +421,7 @@ class TwoLevels:
 
 
 def combine_in_core(host: HostGroup, dtype: torch.dtype, reduction: int) -> Combine:
-    """The core's reduction of two tensors: on one thread, as those of torch would wait for each other's turn."""
+    """Return the C core's reduction of two tensors; it uses one thread, as torch's threads would compete."""
     core, kind = host.core, TYPES[dtype]
 
     def combine(result: Tensor, a: Tensor, b: Tensor) -> None:
@@ -326,6 +431,13 @@ def combine_in_core(host: HostGroup, dtype: torch.dtype, reduction: int) -> Comb
     return combine
 
 
-def fingerprint(counts: Sequence[int]) -> int:
-    """Tells lists of counts apart; never 0, which stands for none."""
+def _fingerprint(counts: Sequence[int]) -> int:
+    """Return a number that distinguishes lists of counts; never 0, which stands for none."""
     return zlib.crc32(array("q", counts)) or 1
+
+
+def _record_of(tensor: Tensor, counts: Sequence[int] | None) -> CallRecord:
+    """Describe a gather or a scatter: with equal counts, or with the counts of all ranks."""
+    if counts is None:
+        return CallRecord(type=TYPES[tensor.dtype], count=tensor.numel())
+    return CallRecord(type=TYPES[tensor.dtype], count=sum(counts), layout=_fingerprint(counts))

@@ -1,0 +1,65 @@
+"""The default backend of our process groups in torch's C++ code.
+
+A process group of torch has a backend per device, which `ProcessGroup::getDefaultBackend` and
+`ProcessGroup::getBackend` return.  Our groups run their collectives themselves, in Python, but torch 2.15
+attaches its flight recorder to every new group and asks the default backend for its capabilities.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+
+class NoCapabilities:
+    """The optional features that torch asks a backend for: none is supported."""
+
+    supports_abort_hooks = False
+    supports_coalescing = False
+    supports_completion_hooks = False
+    supports_reconfigure = False
+    supports_shrinking = False
+    supports_splitting = False
+    supports_time_estimate = _supports_time_estimate = False
+    supports_window = False
+
+
+def register_default_backend(group: dist.ProcessGroup, rank: int, size: int, name: str) -> Any:
+    """Register a backend without collectives as the default backend of `group`.
+
+    Returns:
+        The backend, which the group must keep; None before torch 2.14, where Python cannot create a backend.
+    """
+    backend_class = _backend_class()
+    if backend_class is None:
+        return None
+    backend = backend_class(rank, size, name)
+    custom = dist.ProcessGroup.BackendType.CUSTOM
+    group._register_backend(torch.device("cpu"), custom, backend)
+    group._set_default_backend(custom)
+    return backend
+
+
+@functools.cache
+def _backend_class() -> type | None:
+    base: Any = c10d.Backend
+    try:
+        base(0, 1)
+    except TypeError:  # No constructor defined!
+        return None
+
+    class DefaultBackend(NoCapabilities, base):
+        """A backend with a rank, a size and a name; its collectives raise torch's error for missing ones."""
+
+        def __init__(self, rank: int, size: int, name: str) -> None:
+            super().__init__(rank, size)
+            self._name = name
+
+        def getBackendName(self) -> str:  # noqa: N802 - torch's spelling
+            return self._name
+
+    return DefaultBackend

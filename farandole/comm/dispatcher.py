@@ -1,0 +1,210 @@
+"""Runs the operations of one group: in order, on its implementation, until the group is destroyed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farandole.comm.core import Core, GroupCore
+from farandole.comm.ending import leave_at_end
+from farandole.comm.fallback import TorchCore
+from farandole.comm.native_core import DirectCalls, DirectMethods, NativeCore, NoDirectCalls
+from farandole.comm.operations import Operation
+from farandole.comm.work import Call, WorkQueue, flags_here
+
+PATIENCE_S = 1.0
+"""How long work that nobody waited for may take when its group is destroyed."""
+
+
+class Dispatcher:
+    """Passes calls to the implementation that can serve them, through the work queue of the group.
+
+    Args:
+        core: The implementation for the group.
+        name: Of the group, for messages.
+        fallback: A torch process group over the same ranks, for tensors that `core` does not support.
+    """
+
+    def __init__(self, core: Core, name: str, fallback: TorchCore | None = None) -> None:
+        self.core = core
+        self.name = name
+        self.fallback = fallback
+        self.queue = WorkQueue(name, core.whereabouts)
+        self.direct: Any = NoDirectCalls()
+        if isinstance(core, NativeCore):
+            self.direct = DirectCalls(core, self.queue)
+        elif isinstance(core, GroupCore):
+            self.direct = DirectMethods(core, self.queue)
+        if not isinstance(core, TorchCore):
+            leave_at_end(self)
+
+    # ---- calls ----
+
+    def serves(self, *tensors: Sequence[Tensor]) -> bool:
+        """Return whether `core` supports all tensors; RuntimeError if the group was destroyed."""
+        if self.core.closed:
+            raise RuntimeError(f"group {self.name!r} was destroyed; make a new one")
+        return all(self.core.supports(each) for each in tensors)
+
+    def core_for(self, *tensors: Sequence[Tensor]) -> Core:
+        """Return the implementation that supports all tensors."""
+        if self.serves(*tensors) or self.fallback is None:
+            return self.core
+        return self.fallback
+
+    def run(
+        self,
+        operation: Operation,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        *constants: Any,
+        async_op: bool = False,
+    ) -> dist.Work:
+        """Run an operation, after those issued before; with `async_op` return its work at once."""
+        core = self.core_for(outputs, inputs)
+        return self.issue(operation.call(core, outputs, inputs, *constants), outputs, async_op, core=core)
+
+    def issue(
+        self,
+        call: Call,
+        tensors: Sequence[Tensor],
+        async_op: bool,
+        *,
+        timeout_s: float | None = None,
+        core: Core | None = None,
+    ) -> dist.Work:
+        """Run a call that writes `tensors`, after those issued before."""
+        core = core or self.core
+        if core.returns_work:
+            work: dist.Work = call(0)
+            if not async_op:
+                work.wait()
+            return work
+        if timeout_s is not None:
+            call = core.within(timeout_s, call)
+        return self.queue.submit(call, tensors) if async_op else self.queue.run(call, tensors)
+
+    def prepare(
+        self, operation: Operation, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *constants: Any
+    ) -> PersistentOperation:
+        """Return an operation whose arguments are fixed."""
+        core = self.core_for(outputs, inputs)
+        call = operation.prepare(core, outputs, inputs, *constants)
+        return PersistentOperation(self, core, call, outputs, inputs)
+
+    def made(self, make: Callable[[int], Tensor]) -> Tensor:
+        """Return the tensor that a collective call makes, in its turn."""
+        made: list[Tensor] = []
+        self.queue.run(lambda flags: made.append(make(flags)), [])
+        return made[0]
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor in memory that makes operations fastest; a collective call."""
+        core = self.core_for()
+        if core.returns_work:
+            return torch.empty(*shape, dtype=dtype)
+        return self.made(lambda flags: core.allocate(shape, dtype, flags))
+
+    # ---- life ----
+
+    def close(self) -> None:
+        """Leave the group; ranks that wait for this one are told.
+
+        Work that nobody waited for completes if the other ranks take part soon, else it fails.
+        """
+        if not self.core.closed:
+            at_rest = self._rest(PATIENCE_S)
+            if not at_rest:
+                self.core.give_up()
+                at_rest = self._rest(PATIENCE_S)
+            if at_rest:  # else a thread still runs a callback that does not end, and needs the memory
+                self.core.close()
+        if self.fallback is not None:
+            self.fallback.close()
+
+    def abort(self) -> None:
+        """Leave the group at once: calls under way, of other threads too, fail."""
+        self.core.give_up()
+        self.close()
+
+    def abandon(self, note: str, patience_s: float) -> None:
+        """Tell the other ranks how the program ends, and stop the threads; the process frees the memory."""
+        if self.core.completes_at_exit:
+            patience_s /= 2
+            if self._rest(patience_s):
+                return
+        self.core.leave(note)
+        self.core.give_up()
+        self._rest(patience_s)
+
+    def _rest(self, patience_s: float) -> bool:
+        """Return whether no call is under way after `patience_s` at most (for calls, and for messages)."""
+        return self.queue.close(patience_s) and self.core.rest(patience_s)
+
+
+class PersistentOperation:
+    """An operation whose arguments are fixed: validated and converted once, run many times (MPI-4's `*_init`).
+
+    op = comm.all_reduce_init(buffer)
+    op()                    # blocks
+    work = op.start()       # returns at once
+
+    The operation keeps its tensors alive and reads them at every run.  Their memory must stay where it is: after
+    `resize_` or `set_` of a tensor make a new operation.
+    """
+
+    __slots__ = (
+        "_acquire",
+        "_call",
+        "_check",
+        "_core",
+        "_dispatcher",
+        "_queue",
+        "_release",
+        "_tensors",
+        "_waiting",
+    )
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        core: Core,
+        call: Call,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+    ) -> None:
+        queue = dispatcher.queue
+        self._call, self._check = call, core.check
+        self._waiting, self._acquire, self._release = queue.waiting, queue.acquire, queue.release
+        self._dispatcher, self._core, self._queue = dispatcher, core, queue
+        self._tensors = [*outputs], [*inputs]
+
+    def __call__(self) -> None:
+        """Run the operation after those issued before, and return when this rank's part is complete."""
+        if self._waiting or not self._acquire(False):  # as `WorkQueue.enter`, without a call
+            self._in_turn(async_op=False)
+            return
+        try:
+            status = self._call(flags_here())
+            if status:
+                self._check(status)
+        finally:
+            self._release()
+
+    def start(self) -> dist.Work:
+        """Issue the operation and return its work at once."""
+        return self._in_turn(async_op=True)
+
+    def _in_turn(self, async_op: bool) -> dist.Work:
+        self._dispatcher.serves()  # refuses a destroyed group
+        return self._dispatcher.issue(self._checked, self._tensors[0], async_op, core=self._core)
+
+    def _checked(self, flags: int) -> Any:
+        status = self._call(flags)
+        if status and not self._core.returns_work:
+            self._check(status)
+        return status

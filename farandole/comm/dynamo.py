@@ -1,0 +1,45 @@
+"""Exclusion of classes from Dynamo, the tracer of `torch.compile`.
+
+While a compiled function runs, Dynamo intercepts every Python frame, also those that C++ code starts: DDP's reducer
+calls `broadcast` of the process group.  Dynamo refuses to trace the attributes of a process group.
+
+`torch.compiler.disable` is no choice here: it imports `torch._dynamo`, which takes a second, and it wraps each
+method, which makes each call slower.  `exclude_from_dynamo` marks code objects instead: a mark costs nothing at a call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import FunctionType
+from typing import Any, TypeVar
+
+from torch._C._dynamo import eval_frame
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def exclude_from_dynamo(cls: _Class) -> _Class:
+    """Exclude the methods that a class defines, and all that they call, from Dynamo; a class decorator."""
+    for member in vars(cls).values():
+        for function in _functions(member):
+            function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a call in traced code
+            _skip(function)
+    return cls
+
+
+def _functions(member: Any) -> list[FunctionType]:
+    if isinstance(member, property):
+        candidates = [member.fget, member.fset, member.fdel]
+    elif isinstance(member, (staticmethod, classmethod)):
+        candidates = [member.__func__]
+    else:
+        candidates = [member]
+    return [candidate for candidate in candidates if inspect.isfunction(candidate)]
+
+
+def _skip(function: FunctionType) -> None:
+    """Have the frames of a function, and the frames below them, run without Dynamo."""
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        skip = eval_frame._FrameAction.SKIP
+        strategy = eval_frame._FrameExecStrategy(skip, skip)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)

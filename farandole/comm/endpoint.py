@@ -1,0 +1,391 @@
+"""This process's connection to the other processes of its job, on which all its groups stand.
+
+An endpoint is bootstrapped once, through the store of the job.  Every rank says who it is.  The ranks of a host map each
+other's arena, the shared memory of a process; where there are several hosts, every rank listens at a port and tells the
+others where.  Groups are then formed over the endpoint: their first rank collects what the members have reserved in
+their arenas, numbers the group and tells the members, in messages of a few bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import json
+import os
+import resource
+import secrets
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from socket import gethostname
+
+import torch.distributed as dist
+
+from farandole import native
+from farandole.comm.addresses import is_loopback, own_address, socket_address
+from farandole.comm.describe import Roster
+from farandole.comm.errors import CommunicationError, RankLate
+from farandole.comm.host import Meeting, Segment, SegmentName, host_identity, open_segment
+from farandole.comm.host_group import HostGroup
+from farandole.comm.verdict import Verdict
+from farandole.native import LAST_STATUS, TRY, Status
+
+ARENA_BYTES = 1 << 38
+"""Address space of an arena; memory is taken by pages that are used.  256 ranks of a host map 2^46 bytes."""
+LEAST_ARENA_BYTES = 1 << 26
+_BYTE = 1 << 8 | 5
+
+
+class CannotShareMemory(Exception):
+    """The ranks of a job cannot use the core; the message says why."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """What a rank tells the others."""
+
+    host: str
+    name: str
+    pid: int
+    arena: SegmentName
+    arena_bytes: int
+    block: int
+    """Where the endpoint's part of the arena begins."""
+    base: int
+    """Where its part of the group of all ranks begins."""
+
+
+@functools.cache
+def _arena(process: int) -> tuple[Segment, int]:
+    """The arena of this process, which it keeps to its end; a forked child makes its own."""
+    core, size = native.library(), ARENA_BYTES
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)]
+    for limit in limits:
+        while limit != resource.RLIM_INFINITY and size > max(LEAST_ARENA_BYTES, limit // 64):
+            size //= 2
+    while True:
+        try:
+            segment = Segment(size, "arena")
+            status = core.frd_arena_open(segment.descriptor, size)
+            if not status:
+                return segment, size
+            segment.close()
+            raise OSError(-status, os.strerror(-status))
+        except OSError:
+            if size <= LEAST_ARENA_BYTES:
+                raise
+            size //= 2
+
+
+class Endpoint:
+    """The processes of a job as this one reaches them.
+
+    `hosts` lists the ranks of each host; `address` is where the other hosts reach this one, if there are any.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, processes: Sequence[Process]) -> None:
+        self.core = native.library()
+        self.store = store
+        self.rank = rank
+        self.processes = list(processes)
+        self.identity = processes[rank].host
+        self.hosts = _by_host(processes)
+        self.address: str | None = None
+        self._owner = os.getpid()
+        self._handle: int | None = None
+        self._base: int | None = None
+        self._users = 0
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+
+    @classmethod
+    def bootstrap(
+        cls, store: dist.Store, rank: int, size: int, timeout: timedelta, who: str, interface: str | None
+    ) -> Endpoint:
+        """Meet the other ranks.  `CannotShareMemory`, on all ranks alike, if the core cannot serve them."""
+        meeting = Meeting(store, rank, size, timeout, who)
+        reason, handle, fields = native.why_unavailable() or "", None, {}
+        if not reason:
+            try:
+                segment, arena_bytes = _arena(os.getpid())
+                core = native.library()
+                handle = core.frd_endpoint_open(rank, size)
+                base = core.frd_group_reserve()
+                if not handle or not base:
+                    raise OSError("no memory for the endpoint")
+                own = Process(
+                    host_identity(), gethostname(), os.getpid(), segment.name, arena_bytes,
+                    core.frd_endpoint_block(handle), base,
+                )  # fmt: skip
+                fields = asdict(own)
+            except OSError as error:
+                reason = str(error)
+        told = [json.loads(text) for text in meeting.exchange("process", json.dumps([reason, fields]))]
+        reasons = [reason for reason, _ in told if reason]
+        processes = [
+            Process(**each | {"arena": SegmentName(**each["arena"])}) for reason, each in told if not reason
+        ]
+        if not reasons and (most := max(map(len, _by_host(processes)))) > native.MAX_RANKS:
+            reasons = [f"{most} ranks on a host are more than the {native.MAX_RANKS} that share memory"]
+        if reasons:
+            if handle:
+                native.library().frd_endpoint_close(handle)
+            raise CannotShareMemory(reasons[0])
+        endpoint = cls(meeting.store, rank, processes)
+        endpoint._handle = handle
+        endpoint._connect(meeting, timeout, who, interface)
+        return endpoint
+
+    def _connect(self, meeting: Meeting, timeout: timedelta, who: str, interface: str | None) -> None:
+        problems = meeting.exchange("mapped", self._map_neighbours())
+        for rank, problem in enumerate(problems):
+            if problem:
+                self.core.frd_endpoint_close(self._handle)
+                raise CannotShareMemory(f"rank {rank} cannot open the memory of its host: {problem}")
+        if len(self.hosts) > 1:
+            self.address = own_address(self.store, interface)
+            self._listen(meeting, timeout)
+        blocks = [process.base for process in self.processes]
+        self._base = self._open_group(0, range(len(blocks)), blocks)
+        # a rank that uses the endpoint may be heard by one that has not opened it: what it says is kept until then
+
+    def _map_neighbours(self) -> str:
+        """Map the arenas of this host's ranks; the reason why one could not be mapped, or nothing."""
+        for rank in next(ranks for ranks in self.hosts if self.rank in ranks):
+            process, descriptor = self.processes[rank], -1
+            try:
+                if rank != self.rank:
+                    descriptor = open_segment(process.arena)
+                error = self.core.frd_endpoint_add(
+                    self._handle, rank, descriptor, process.arena_bytes, process.block, process.pid
+                )
+                if error:
+                    raise OSError(error, os.strerror(error))
+            except OSError as error:
+                return str(error)
+            finally:
+                if descriptor >= 0:
+                    os.close(descriptor)
+        return ""
+
+    def _listen(self, meeting: Meeting, timeout: timedelta) -> None:
+        """Listen, tell the others where, and learn where they do.
+
+        A token that only readers of the job's store know keeps strangers' connections out.
+        """
+        assert self.address is not None
+        size, family = len(self.processes), socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        listener = socket.create_server((self.address, 0), family=family, backlog=min(size, 4096))
+        listener.setblocking(False)
+        place = {"address": self.address, "port": listener.getsockname()[1]}
+        if self.rank == 0:
+            place["token"] = secrets.token_hex(native.TOKEN_BYTES // 2)
+        places = [json.loads(text) for text in meeting.exchange("addresses", json.dumps(place))]
+        lonely = [r for r, each in enumerate(places) if is_loopback(each["address"])]
+        if lonely and len(lonely) < size:
+            process = self.processes[lonely[0]]
+            raise OSError(
+                f"rank {lonely[0]} (process {process.pid} on {process.name}) has no address that other hosts can reach; "
+                f"bring a network interface of its host up, or name one in GLOO_SOCKET_IFNAME"
+            )
+        own, token = socket_address(self.address, 0), places[0]["token"].encode()
+        failed = self.core.frd_tcp_open(
+            self._handle, listener.detach(), own, len(own), token, timeout.total_seconds()
+        )
+        for rank, each in enumerate(places):
+            if self.processes[rank].host != self.identity:
+                address = socket_address(each["address"], each["port"])
+                failed = failed or self.core.frd_tcp_add(self._handle, rank, address, len(address))
+        if failed or self.core.frd_tcp_start(self._handle):
+            raise MemoryError("no memory, or no thread, for the connections to other hosts")
+
+    # ---- groups ----
+
+    def can_form(self, ranks: Sequence[int]) -> bool:
+        """Whether a group of these ranks can be formed here: not after a fork, nor in another set of namespaces."""
+        usable = self._base is not None and os.getpid() == self._owner and host_identity() == self.identity
+        return usable and all(0 <= rank < len(self.processes) for rank in ranks)
+
+    def form(
+        self,
+        members: Sequence[int],
+        global_ranks: Sequence[int],
+        name: str,
+        who: str,
+        timeout: timedelta,
+        signature: int = 0,
+    ) -> HostGroup:
+        """Make a group of these ranks with all of them.
+
+        `name` tells groups apart that are made at the same time.  `RankLate` if a rank does not come, `ValueError` if one
+        gives another `signature`, a number of 32 bits.
+        """
+        with self._lock:
+            self._users += 1
+        try:
+            block = self.core.frd_group_reserve()
+            if not block:
+                raise MemoryError("no shared memory for a group")
+            try:
+                context, blocks = self._agree(members, name, who, timeout, block, signature)
+                handle = self._open_group(context, members, blocks)
+            except BaseException:
+                self.core.frd_group_unreserve(block)
+                raise
+            processes = [self.processes[member] for member in members]
+            roster = Roster(
+                who, global_ranks, [process.pid for process in processes], [p.name for p in processes]
+            )
+            here = [r for r, process in enumerate(processes) if process.host == self.identity]
+            rank, verdict = list(members).index(self.rank), None
+            store = dist.PrefixStore(f"group-{context}/", self.store)
+            if len(here) < len(members):
+                verdict = Verdict(store, rank)
+            group = HostGroup(self, handle, rank, here, roster, verdict, store)
+            group.set_timeout(timeout)
+            return group
+        except BaseException:
+            self.release()
+            raise
+
+    def hosts_of(self, members: Sequence[int]) -> list[list[int]]:
+        """The members on each host, as ranks of their group."""
+        return _by_host([self.processes[member] for member in members])
+
+    def _agree(
+        self, members: Sequence[int], name: str, who: str, timeout: timedelta, block: int, signature: int
+    ) -> tuple[int, list[int]]:
+        """The number of a group, and what every member has reserved; its first rank collects and spreads them."""
+        leader, tag = members[0], zlib.crc32(name.encode()) & 0x7FFFFFFF
+        deadline = time.monotonic() + timeout.total_seconds()
+        record = struct.Struct("=QII")  # block, signature, number of members
+        mine = record.pack(block, signature, len(members))
+        answer = struct.Struct(f"=Qii{len(members)}Q")  # context, rank that differs, how, blocks
+        if self.rank != leader:
+            sent = self._post(mine, leader, tag, sends=True)
+            reply = bytearray(answer.size)
+            received = self._post(reply, leader, tag, sends=False)
+            self._wait(sent, leader, deadline, members, who, timeout)
+            self._wait(received, leader, deadline, members, who, timeout)
+            fields = answer.unpack(reply)
+        else:
+            records = {member: bytearray(mine) for member in members}
+            posted = [(m, self._post(records[m], m, tag, sends=False)) for m in members if m != leader]
+            late = []
+            for member, message in posted:
+                try:
+                    self._wait(message, member, deadline, members, who, timeout)
+                except RankLate:
+                    late.append(member)
+            if late:
+                raise self._late(late, members, who, timeout)
+            told = [record.unpack(records[member]) for member in members]
+            differs = next((r for r, each in enumerate(told) if each[1:] != told[0][1:]), -1)
+            how = int(differs >= 0 and told[differs][2] != len(members))
+            context = (self.rank + 1) << 32 | next(self._numbers)
+            fields = (context, differs, how, *(each[0] for each in told))
+            packed = bytearray(answer.pack(*fields))
+            for member in members:
+                if member != leader:
+                    self._wait(
+                        self._post(packed, member, tag, sends=True), member, deadline, members, who, timeout
+                    )
+        context, differs, how, *blocks = fields
+        if differs >= 0:
+            what = (
+                "other members than rank 0"
+                if how
+                else "another algorithm or table of measurements than rank 0; give all ranks the same Options"
+            )
+            raise ValueError(f"{who} could not be made: rank {differs} of it was given {what}")
+        return context, list(blocks)
+
+    def _open_group(self, context: int, members: Sequence[int], blocks: Sequence[int]) -> int:
+        ranks, size = list(members), len(members)
+        handle: int | None = self.core.frd_group_open(
+            self._handle,
+            context,
+            ranks.index(self.rank),
+            size,
+            (ctypes.c_int * size)(*ranks),
+            (ctypes.c_uint64 * size)(*blocks),
+        )
+        if not handle:
+            raise MemoryError("no memory for a group")
+        return handle
+
+    # ---- messages in the group of all ranks, whose failures break nothing ----
+
+    def _post(
+        self, data: bytes | bytearray, peer: int, tag: int, *, sends: bool
+    ) -> tuple[int | None, object]:
+        buffer = (ctypes.c_char * len(data)).from_buffer(
+            data if isinstance(data, bytearray) else bytearray(data)
+        )
+        post = self.core.frd_post_send if sends else self.core.frd_post_recv
+        message = post(self._base, buffer, len(data), _BYTE, peer, tag)
+        if message is not None and message < LAST_STATUS:
+            raise MemoryError("no memory for a message")
+        return message, buffer
+
+    def _wait(
+        self,
+        message: tuple[int | None, object],
+        peer: int,
+        deadline: float,
+        members: Sequence[int],
+        who: str,
+        timeout: timedelta,
+    ) -> None:
+        if message[0] is None:
+            return
+        flags = TRY | (native.MAIN_THREAD if threading.current_thread() is threading.main_thread() else 0)
+        left = max(0.0, deadline - time.monotonic())
+        status = self.core.frd_message_wait(self._base, message[0], left, flags) & 0xFF
+        if status == Status.OK:
+            return
+        if status == Status.PENDING:
+            self.core.frd_message_cancel(self._base, message[0])
+            raise self._late([peer], members, who, timeout)
+        if status == Status.INTERRUPTED and flags & native.MAIN_THREAD:
+            native.raise_pending_interrupt()
+        process = self.processes[peer]
+        raise CommunicationError(
+            f"{who} could not be made: rank {list(members).index(peer)} of it (process {process.pid} on {process.name}) "
+            f"{'left' if status == Status.LEFT else 'died'}"
+        )
+
+    def _late(self, late: Sequence[int], members: Sequence[int], who: str, timeout: timedelta) -> RankLate:
+        numbers = ", ".join(str(list(members).index(member)) for member in late)
+        return RankLate(
+            f"{who} could not be made: of its {len(members)} ranks, number {numbers} did not come within "
+            f"{timeout.total_seconds():g} s"
+        )
+
+    # ---- its end ----
+
+    def release(self) -> None:
+        """A group has been closed; with the last one the endpoint closes."""
+        with self._lock:
+            self._users -= 1
+            if self._users or os.getpid() != self._owner:
+                return
+            handle, base, self._handle, self._base = self._handle, self._base, None, None
+        if base:
+            self.core.frd_close(base)
+        if handle:
+            self.core.frd_endpoint_close(handle)
+
+
+def _by_host(processes: Sequence[Process]) -> list[list[int]]:
+    """The ranks of each host; hosts in the order of their first ranks."""
+    hosts: dict[str, list[int]] = {}
+    for rank, process in enumerate(processes):
+        hosts.setdefault(process.host, []).append(rank)
+    return list(hosts.values())

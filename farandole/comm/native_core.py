@@ -1,0 +1,429 @@
+"""The operations of ranks that share a host: tensors as addresses and counts for the C core.
+
+`NativeCore` serves every case.  `DirectCalls` is a shorter path to the same C functions for the common case of small
+blocking operations, in which Python costs more than the C core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from ctypes import Array, c_int, c_size_t, c_void_p
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from farandole.comm.core import GroupCore, Parts
+from farandole.comm.dense import counts_of, pointers_to
+from farandole.comm.dtypes import REDUCTION_NAMES, REDUCTIONS, TYPES, reducible
+from farandole.comm.host_group import HostGroup
+from farandole.comm.work import WorkQueue, flags_here
+
+Native = tuple[str, tuple[Any, ...]]
+"""A C function of native/core.h and its arguments between the group and the flags."""
+
+
+class NativeCore(GroupCore):
+    """The operations of a group whose ranks all share this host."""
+
+    shares_memory = True
+
+    def __init__(self, host: HostGroup) -> None:
+        super().__init__(host)
+        self._library = host.core
+
+    def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
+        """Return one tensor for all ranks."""
+        return self.host.allocate_common(shape, dtype, flags)
+
+    # ---- collectives ----
+
+    def all_reduce(self, output: Tensor, input: Tensor, reduction: int, flags: int) -> None:
+        """Reduce `input` over all ranks into `output`."""
+        self._run(_all_reduce(output, input, reduction), flags)
+
+    def reduce(self, output: Tensor | None, input: Tensor, reduction: int, root: int, flags: int) -> None:
+        """Reduce `input` into `output` of rank `root`."""
+        if output is not None and output is not input:
+            output.copy_(input.view(output.shape))
+            input = output
+        self._run(_reduce(output, input, reduction, root), flags)
+
+    def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> None:
+        """Reduce `inputs` and keep this rank's part."""
+        self._run(_reduce_scatter(output, inputs, reduction), flags)
+
+    def all_gather(self, outputs: Parts, input: Tensor, flags: int) -> None:
+        """Collect every rank's `input` in `outputs`."""
+        self._run(_all_gather(outputs, input), flags)
+
+    def broadcast(self, output: Tensor | None, input: Tensor | None, root: int, flags: int) -> None:
+        """Copy `input` of rank `root` to `output` of the others."""
+        self._run(_broadcast(output, input, root), flags)
+
+    def gather(
+        self, outputs: Sequence[Tensor], input: Tensor, root: int, counts: Sequence[int] | None, flags: int
+    ) -> None:
+        """Collect every rank's `input` in `outputs` of rank `root`."""
+        if counts is None:
+            arguments = input.data_ptr(), pointers_to(outputs), input.numel(), TYPES[input.dtype], root
+            self._run(("frd_gather", arguments), flags)
+        else:
+            nothing = input.new_empty(0)
+            sources = [input if rank == root else nothing for rank in range(self.size)]
+            self.all_to_all(outputs or [nothing] * self.size, sources, flags)
+
+    def scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
+    ) -> None:
+        """Give rank r the tensor `inputs[r]` of rank `root`."""
+        if counts is None:
+            arguments = pointers_to(inputs), output.data_ptr(), output.numel(), TYPES[output.dtype], root
+            self._run(("frd_scatter", arguments), flags)
+        else:
+            nothing = output.new_empty(0)
+            targets = [output if rank == root else nothing for rank in range(self.size)]
+            self.all_to_all(targets, inputs or [nothing] * self.size, flags)
+
+    def all_to_all(self, outputs: Parts, inputs: Parts, flags: int) -> None:
+        """Send input j to rank j and receive output i from rank i."""
+        self._run(_all_to_all(outputs, inputs, self.size), flags)
+
+    def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> None:
+        """Reduce the inputs of ranks 0 to this one (without this one if `exclusive`)."""
+        self._run(_scan(output, input, reduction, exclusive), flags)
+
+    def barrier(self, flags: int) -> None:
+        """Wait until every rank has called it."""
+        self._run(("frd_barrier", ()), flags)
+
+    def _run(self, native: Native, flags: int) -> None:
+        name, arguments = native
+        self.check(getattr(self._library, name)(self.host.handle, *arguments, flags))
+
+    # ---- calls that are made many times ----
+
+    def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
+        """Return a call of an operation with all arguments but the flags, converted for C once."""
+        native = self._native(operation, arguments)
+        if native is None:
+            return super().prepare(operation, *arguments)
+        name, values = native
+        function = self._library[name]  # a new object: without argument types it converts nothing
+        kinds = getattr(self._library, name).argtypes[1:-1]
+        converted = [
+            value if isinstance(value, Array) or kind is c_int else kind(value)
+            for kind, value in zip(kinds, values, strict=True)
+        ]
+        return partial(function, c_void_p(self.host.handle), *converted)
+
+    def _native(self, operation: str, arguments: tuple[Any, ...]) -> Native | None:
+        """Return the only C call that an operation needs; None if it needs more."""
+        match operation, arguments:
+            case "barrier", _:
+                return "frd_barrier", ()
+            case "reduce", (output, input, *_) if output is not None and output is not input:
+                return None
+            case "scan", _:
+                return _scan(*arguments)
+            case "all_reduce", _:
+                return _all_reduce(*arguments)
+            case "reduce", _:
+                return _reduce(*arguments)
+            case "reduce_scatter", _:
+                return _reduce_scatter(*arguments)
+            case "all_gather", _:
+                return _all_gather(*arguments)
+            case "broadcast", _:
+                return _broadcast(*arguments)
+            case "all_to_all", _:
+                outputs, inputs = arguments
+                return _all_to_all(outputs, inputs, self.size)
+        return None
+
+
+def _all_reduce(output: Tensor, input: Tensor, reduction: int) -> Native:
+    constants = output.numel(), TYPES[output.dtype], reduction
+    if output is input:
+        return "frd_all_reduce", (output.data_ptr(), *constants)
+    return "frd_all_reduce_to", (input.data_ptr(), output.data_ptr(), *constants)
+
+
+def _scan(output: Tensor, input: Tensor, reduction: int, exclusive: bool) -> Native:
+    constants = input.numel(), TYPES[input.dtype], reduction, int(exclusive)
+    return "frd_scan", (input.data_ptr(), output.data_ptr(), *constants)
+
+
+def _reduce(output: Tensor | None, input: Tensor, reduction: int, root: int) -> Native:
+    return "frd_reduce", (input.data_ptr(), input.numel(), TYPES[input.dtype], reduction, root)
+
+
+def _reduce_scatter(output: Tensor, inputs: Parts, reduction: int) -> Native:
+    kind = TYPES[output.dtype]
+    if len(inputs) == 1:
+        arguments = inputs[0].data_ptr(), output.data_ptr(), output.numel(), kind, reduction
+        return "frd_reduce_scatter_even", arguments
+    return "frd_reduce_scatter", (pointers_to(inputs), counts_of(inputs), output.data_ptr(), kind, reduction)
+
+
+def _all_gather(outputs: Parts, input: Tensor) -> Native:
+    kind = TYPES[input.dtype]
+    if len(outputs) == 1:
+        return "frd_all_gather_even", (input.data_ptr(), outputs[0].data_ptr(), input.numel(), kind)
+    return "frd_all_gather", (input.data_ptr(), pointers_to(outputs), counts_of(outputs), kind)
+
+
+def _broadcast(output: Tensor | None, input: Tensor | None, root: int) -> Native:
+    tensor = output if input is None else input
+    assert tensor is not None
+    return "frd_broadcast", (tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], root)
+
+
+def _all_to_all(outputs: Parts, inputs: Parts, size: int) -> Native:
+    kind = TYPES[inputs[0].dtype]
+    if len(inputs) == 1:
+        arguments = inputs[0].data_ptr(), outputs[0].data_ptr(), inputs[0].numel() // size, kind
+        return "frd_all_to_all_even", arguments
+    sources, targets = pointers_to(inputs), pointers_to(outputs)
+    return "frd_all_to_all", (sources, counts_of(inputs), targets, counts_of(outputs), kind)
+
+
+_REDUCING: dict[tuple[torch.dtype | None, object], tuple[int, int]] = {
+    (dtype, key): (TYPES[dtype], number)
+    for dtype in TYPES
+    for number, (code, name) in enumerate(zip(REDUCTIONS, REDUCTION_NAMES, strict=True))
+    if reducible(dtype, number)
+    for key in (code, name)
+}
+_MOVING: dict[torch.dtype | None, tuple[int]] = {
+    dtype: (kind,) for dtype, kind in TYPES.items() if not dtype.is_complex
+}
+
+
+_STRIDED = torch.strided
+
+
+class DirectCalls:
+    """Blocking operations on dense tensors with as little Python as possible.
+
+    Every method returns False, without effect, where this path does not apply: calls are under way, or a tensor is
+    not an ordinary dense CPU tensor of the right size.  `operation.call` then serves the call or explains its mistake.
+    A reduction is a name or the hash of a torch `ReduceOp` (comparing `ReduceOp`s takes a microsecond).
+    """
+
+    _group: Any = None
+    _all_reduce: Any
+    _reduce: Any
+    _broadcast: Any
+    _barrier: Any
+    _reduce_scatter: Any
+    _all_gather: Any
+    _all_to_all: Any
+
+    def __init__(self, core: NativeCore, queue: WorkQueue) -> None:
+        library = core.host.core  # by index: functions without argument types, which convert nothing
+        self._group = c_void_p(core.host.handle)  # freed only after the queue has been closed
+        self._size, self._check = core.size, core.check
+        self._enter, self._leave = queue.enter, queue.leave
+        self._ranks, self._rank, self._messages = range(core.size), core.rank, core.messages
+        self._all_reduce, self._reduce = library["frd_all_reduce"], library["frd_reduce"]
+        self._broadcast, self._barrier = library["frd_broadcast"], library["frd_barrier"]
+        self._reduce_scatter = library["frd_reduce_scatter_even"]
+        self._all_gather = library["frd_all_gather_even"]
+        self._all_to_all = library["frd_all_to_all_even"]
+
+    def all_reduce(self, tensor: Tensor, reduction: object) -> bool:
+        """All-reduce `tensor` in place."""
+        plan = _REDUCING.get((getattr(tensor, "dtype", None), reduction))
+        return plan is not None and self._in_place(self._all_reduce, tensor, plan)
+
+    def reduce(self, tensor: Tensor, reduction: object, root: int) -> bool:
+        """Reduce `tensor` into the one of rank `root`."""
+        plan = _REDUCING.get((getattr(tensor, "dtype", None), reduction))
+        return (
+            plan is not None and root in self._ranks and self._in_place(self._reduce, tensor, (*plan, root))
+        )
+
+    def broadcast(self, tensor: Tensor, root: int) -> bool:
+        """Copy the `tensor` of rank `root` to all ranks."""
+        plan = _MOVING.get(getattr(tensor, "dtype", None))
+        return (
+            plan is not None
+            and root in self._ranks
+            and self._in_place(self._broadcast, tensor, (*plan, root))
+        )
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, reduction: object) -> bool:
+        """Reduce `input` and keep this rank's equal part."""
+        plan = _REDUCING.get((getattr(input, "dtype", None), reduction))
+        if plan is None or not isinstance(output, Tensor):
+            return False
+        count = output.numel()
+        return input.numel() == count * self._size and self._between(
+            self._reduce_scatter, input, output, count, plan
+        )
+
+    def all_gather(self, output: Tensor, input: Tensor) -> bool:
+        """Concatenate every rank's `input` in `output`."""
+        plan = _MOVING.get(getattr(input, "dtype", None))
+        if plan is None or not isinstance(output, Tensor):
+            return False
+        count = input.numel()
+        return output.numel() == count * self._size and self._between(
+            self._all_gather, input, output, count, plan
+        )
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> bool:
+        """Exchange equal parts along dimension 0."""
+        plan = _MOVING.get(getattr(input, "dtype", None))
+        if plan is None or not isinstance(output, Tensor):
+            return False
+        shape = input.shape
+        return (
+            len(shape) > 0
+            and shape == output.shape
+            and not shape[0] % self._size
+            and self._between(self._all_to_all, input, output, input.numel() // self._size, plan)
+        )
+
+    def barrier(self) -> bool:
+        """Wait until every rank has called it."""
+        if not self._enter():
+            return False
+        try:
+            if status := self._barrier(self._group, flags_here()):
+                self._check(status)
+        finally:
+            self._leave()
+        return True
+
+    # ---- point-to-point ----
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> bool:
+        """Send `tensor`, and block until it may be changed."""
+        if not self._is_message(tensor, peer):
+            return False
+        self._messages.send(tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag)
+        return True
+
+    def recv(self, tensor: Tensor, peer: int, tag: int) -> bool:
+        """Receive into `tensor`, and block until it has arrived."""
+        if not self._is_message(tensor, peer):
+            return False
+        self._messages.recv(tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag)
+        return True
+
+    def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> Work | None:
+        """Begin a message; None where this path does not apply."""
+        if not self._is_message(tensor, peer):
+            return None
+        address, nbytes, kind = tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype]
+        return self._messages.begin(tensor, tensor, address, nbytes, kind, peer, tag, sends)
+
+    def _is_message(self, tensor: Tensor, peer: int) -> bool:
+        return (
+            peer in self._ranks
+            and peer != self._rank
+            and tensor.is_cpu
+            and tensor.layout is _STRIDED
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and not tensor.is_conj()
+            and tensor.data_ptr() != 0
+        )
+
+    def _in_place(self, function: Any, tensor: Tensor, plan: tuple[int, ...]) -> bool:
+        address = tensor.data_ptr() if tensor.is_cpu and tensor.layout is _STRIDED else 0
+        if not address or not tensor.is_contiguous() or tensor.is_neg() or not self._enter():
+            return False  # an address of 0: no elements, or a wrapper of another tensor
+        try:
+            count = c_size_t(tensor.numel())
+            status = function(self._group, c_void_p(address), count, *plan, flags_here())
+            if status:  # while the queue is held: afterwards another thread may destroy the group
+                self._check(status)
+        finally:
+            self._leave()
+        return True
+
+    def _between(
+        self, function: Any, source: Tensor, target: Tensor, count: int, plan: tuple[int, ...]
+    ) -> bool:
+        if (
+            source.dtype is not target.dtype
+            or not (source.is_cpu and target.is_cpu)
+            or not (source.layout is _STRIDED is target.layout)
+        ):
+            return False
+        start, end = source.data_ptr(), target.data_ptr()
+        if (
+            not (start and end)
+            or not (source.is_contiguous() and target.is_contiguous())
+            or source.is_neg()
+            or target.is_neg()
+            or not self._enter()
+        ):
+            return False
+        try:
+            status = function(
+                self._group, c_void_p(start), c_void_p(end), c_size_t(count), *plan, flags_here()
+            )
+            if status:
+                self._check(status)
+        finally:
+            self._leave()
+        return True
+
+
+class DirectMethods(DirectCalls):
+    """The same over the methods of an implementation that does not take addresses."""
+
+    def __init__(self, core: GroupCore, queue: WorkQueue) -> None:
+        own: Any = core  # with the operations of `Core`
+        self._size, self._check = core.size, core.check
+        self._enter, self._leave = queue.enter, queue.leave
+        self._ranks, self._rank, self._messages = range(core.size), core.rank, core.messages
+        rank = core.rank
+        self._all_reduce = lambda t, _, op, flags: own.all_reduce(t, t, op, flags)
+        self._reduce = lambda t, _, op, root, flags: own.reduce(
+            t if rank == root else None, t, op, root, flags
+        )
+        self._broadcast = lambda t, _, root, flags: own.broadcast(
+            *((None, t) if rank == root else (t, None)), root, flags
+        )
+        self._reduce_scatter = lambda source, target, _, op, flags: own.reduce_scatter(
+            target, [source], op, flags
+        )
+        self._all_gather = lambda source, target, _, flags: own.all_gather([target], source, flags)
+        self._all_to_all = lambda source, target, _, flags: own.all_to_all([target], [source], flags)
+        self._barrier = lambda _, flags: own.barrier(flags)
+
+    def _in_place(self, function: Any, tensor: Tensor, plan: tuple[int, ...]) -> bool:
+        return self._run(function, [tensor], plan)
+
+    def _between(
+        self, function: Any, source: Tensor, target: Tensor, count: int, plan: tuple[int, ...]
+    ) -> bool:
+        return source.dtype is target.dtype and self._run(function, [source, target], plan)
+
+    def _run(self, function: Any, tensors: list[Tensor], plan: tuple[int, ...]) -> bool:
+        for tensor in tensors:
+            address = tensor.data_ptr() if tensor.is_cpu and tensor.layout is _STRIDED else 0
+            if not address or not tensor.is_contiguous() or tensor.is_neg():
+                return False
+        if not self._enter():
+            return False
+        try:
+            with torch.no_grad():
+                function(*tensors, *plan, flags_here())
+        finally:
+            self._leave()
+        return True
+
+
+class NoDirectCalls:
+    """The direct path of implementations that have none."""
+
+    def __getattr__(self, name: str) -> Callable[..., bool]:
+        return lambda *_, **__: False

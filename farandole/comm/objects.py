@@ -1,0 +1,68 @@
+"""Python objects between ranks: pickled, in one message of fixed size where they fit."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from farandole.comm.communicator import Communicator
+
+_SLOT = 1024
+"""Bytes of the first message of each rank: the length of the object, and the object if it fits."""
+_LENGTH = struct.Struct("<q")
+_ROOM = _SLOT - _LENGTH.size
+
+
+def all_gather(comm: Communicator, value: Any) -> list[Any]:
+    """Return the value of every rank."""
+    if comm.dispatcher.core.returns_work:
+        values: list[Any] = [None] * comm.size
+        dist.all_gather_object(values, value, group=comm.group)
+        return values
+    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    slots = torch.empty(comm.size * _SLOT, dtype=torch.uint8)
+    comm.all_gather(slots, _slot(data))
+    received = slots.numpy().tobytes()
+    starts = range(0, len(received), _SLOT)
+    lengths: list[int] = [_LENGTH.unpack_from(received, start)[0] for start in starts]
+    if max(lengths) <= _ROOM:
+        return [
+            pickle.loads(received[start + _LENGTH.size : start + _LENGTH.size + length])
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+    parts = list(torch.empty(sum(lengths), dtype=torch.uint8).split(lengths))
+    comm.all_gather(parts, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return [pickle.loads(part.numpy().tobytes()) for part in parts]
+
+
+def broadcast(comm: Communicator, value: Any, root: int) -> Any:
+    """Return the value of rank `root`."""
+    if comm.dispatcher.core.returns_work:
+        values = [value]
+        dist.broadcast_object_list(values, group=comm.group, group_src=root)
+        return values[0]
+    is_root = comm.rank == root
+    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if is_root else b""
+    slot = _slot(data) if is_root else torch.empty(_SLOT, dtype=torch.uint8)
+    comm.broadcast(slot, root)
+    received = slot.numpy().tobytes()
+    (length,) = _LENGTH.unpack_from(received)
+    if length <= _ROOM:
+        return pickle.loads(received[_LENGTH.size : _LENGTH.size + length])
+    whole = torch.frombuffer(bytearray(data if is_root else length), dtype=torch.uint8)
+    comm.broadcast(whole, root)
+    return pickle.loads(whole.numpy().tobytes())
+
+
+def _slot(data: bytes) -> Tensor:
+    slot = bytearray(_SLOT)
+    _LENGTH.pack_into(slot, 0, len(data))
+    if len(data) <= _ROOM:
+        slot[_LENGTH.size : _LENGTH.size + len(data)] = data
+    return torch.frombuffer(slot, dtype=torch.uint8)

@@ -1,0 +1,281 @@
+"""The operations of a communicator: what each one reads and writes, and how a call of it is made.
+
+A row of the table states which ranks read and write which tensors.  From that `Operation.call` validates the tensors,
+makes them dense, passes complex numbers to reductions as pairs of real numbers, and copies results back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farandole.comm.core import Core
+from farandole.comm.dense import as_bytes, as_real, copy_back, is_dense, readable, writable
+from farandole.comm.dtypes import REDUCTION_NAMES, REDUCTIONS, reducible
+from farandole.comm.work import Call
+
+Form = Literal["nothing", "one tensor", "parts"]
+"""`parts` are one tensor per rank, or a single tensor that holds equal parts for all ranks."""
+Who = Literal["all", "root", "others"]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One row of the table; `name` is the method of `Core` that runs it.
+
+    The arguments of the method are outputs, inputs, constants and flags; `root` is the index of the root among
+    the constants.
+    """
+
+    name: str
+    reads: Form
+    writes: Form
+    readers: Who = "all"
+    writers: Who = "all"
+    root: int | None = None
+    reduces: bool = False
+
+    def call(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *constants: Any) -> Call:
+        """Validate the arguments and return the call, which blocks and takes flags."""
+        outputs, inputs = self._used(core, outputs, inputs, constants)
+        constants = self._scaled(core, (*outputs, *inputs), constants)
+        method, any_device = getattr(core, self.name), core.returns_work
+        if all(is_dense(tensor, any_device) for tensor in (*outputs, *inputs)):
+            return _without_grad(partial(method, *self._arranged(core, outputs, inputs), *constants))
+
+        def copied(flags: int) -> Any:
+            with torch.no_grad():
+                sources = [readable(tensor, any_device) for tensor in inputs]
+                copies = {id(tensor): source for tensor, source in zip(inputs, sources, strict=True)}
+                targets = [
+                    copies[id(output)] if id(output) in copies else writable(output, any_device)
+                    for output in outputs
+                ]
+                work = method(*self._arranged(core, targets, sources), *constants, flags)
+                if core.returns_work:
+                    return CopyBack(work, outputs, targets)
+                copy_back(outputs, targets)
+                return None
+
+        return copied
+
+    def prepare(
+        self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *constants: Any
+    ) -> Call:
+        """Return a call that may be made many times, with addresses and counts computed now."""
+        used = self._used(core, outputs, inputs, constants)
+        if core.returns_work or not all(is_dense(tensor) for tensors in used for tensor in tensors):
+            return self.call(core, outputs, inputs, *constants)
+        return core.prepare(self.name, *self._arranged(core, *used), *constants)
+
+    def _used(
+        self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor], constants: Sequence[Any]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return the tensors that this rank writes and reads; ValueError unless they fit together."""
+        root = None
+        if self.root is not None:
+            root = existing_rank(self.name, "the root", constants[self.root], core.size)
+            outputs = outputs if _takes_part(self.writers, core.rank, root) else []
+            inputs = inputs if _takes_part(self.readers, core.rank, root) else []
+        same_type(self.name, [*outputs, *inputs])
+        if self.root is not None and "parts" in (self.reads, self.writes):
+            self._check_rooted(core, outputs, inputs, root, constants[-1])
+        elif outputs and inputs:
+            self._check_counts(core, outputs, inputs)
+        return outputs, inputs
+
+    def _check_counts(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        name, size, rank = self.name, core.size, core.rank
+        for what, form, tensors in ("output", self.writes, outputs), ("input", self.reads, inputs):
+            if form == "parts" and len(tensors) != 1:
+                same_count(name, f"the {what} list", len(tensors), "the group", size)
+        own_output = outputs[rank if len(outputs) > 1 else 0].numel()
+        own_input = inputs[rank if len(inputs) > 1 else 0].numel()
+        if self.writes == "parts" == self.reads:
+            if len(outputs) == len(inputs) == 1 and own_input % size:
+                raise ValueError(
+                    f"{name}: expected a multiple of {size} elements, got {own_input}; try splits"
+                )
+            same_count(name, "this rank's part of the input", own_input, "of the output", own_output)
+        elif self.writes == "parts" and len(outputs) == 1:
+            same_count(name, "the output", own_output, "inputs of all", own_input * size)
+        elif self.reads == "parts" and len(inputs) == 1:
+            same_count(name, "the input", own_input, "outputs of all", own_output * size)
+        elif "parts" in (self.writes, self.reads):
+            same_count(name, "this rank's input", own_input, "this rank's output", own_output)
+        else:
+            same_count(name, "the input", own_input, "the output", own_output)
+
+    def _check_rooted(
+        self,
+        core: Core,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        root: int | None,
+        counts: Sequence[int] | None,
+    ) -> None:
+        """Gather and scatter: the root has one tensor per rank."""
+        parts, (own,) = (outputs, inputs) if self.writes == "parts" else (inputs, outputs)
+        if counts is not None:
+            same_count(self.name, "the list of counts", len(counts), "the group", core.size)
+            same_count(self.name, "this rank's tensor", own.numel(), "its count", counts[core.rank])
+        if core.rank != root:
+            return
+        same_count(
+            self.name,
+            f"the {'output' if parts is outputs else 'input'} list",
+            len(parts),
+            "the group",
+            core.size,
+        )
+        for rank, part in enumerate(parts):
+            expected = own.numel() if counts is None else counts[rank]
+            if part.numel() != expected:
+                hint = (
+                    "give `counts`, on all ranks, for tensors of different lengths"
+                    if counts is None
+                    else "fix `counts`"
+                )
+                raise ValueError(
+                    f"{self.name}: expected {expected} elements for rank {rank}, got {part.numel()}; {hint}"
+                )
+
+    def _scaled(self, core: Core, tensors: Sequence[Tensor], constants: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the constants with counts in bytes where tensors are passed as bytes."""
+        if core.returns_work and self in (GATHER, SCATTER) and constants[-1] is not None:
+            width = tensors[0].element_size()
+            return *constants[:-1], [count * width for count in constants[-1]]
+        return constants
+
+    def _arranged(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any]:
+        """Return the first arguments of the method."""
+        if self.reduces or core.returns_work:  # Gloo does not move all types
+            view = as_real if self.reduces else as_bytes
+            views = {id(tensor): view(tensor) for tensor in (*outputs, *inputs)}  # in place stays in place
+            outputs, inputs = [views[id(t)] for t in outputs], [views[id(t)] for t in inputs]
+        return [
+            tensors if form == "parts" else tensors[0] if tensors else None
+            for form, tensors in ((self.writes, outputs), (self.reads, inputs))
+            if form != "nothing"
+        ]
+
+
+ALL_REDUCE = Operation("all_reduce", "one tensor", "one tensor", reduces=True)
+REDUCE = Operation("reduce", "one tensor", "one tensor", writers="root", root=1, reduces=True)
+REDUCE_SCATTER = Operation("reduce_scatter", "parts", "one tensor", reduces=True)
+SCAN = Operation("scan", "one tensor", "one tensor", reduces=True)
+ALL_GATHER = Operation("all_gather", "one tensor", "parts")
+BROADCAST = Operation("broadcast", "one tensor", "one tensor", readers="root", writers="others", root=0)
+GATHER = Operation("gather", "one tensor", "parts", writers="root", root=0)
+SCATTER = Operation("scatter", "parts", "one tensor", readers="root", root=0)
+ALL_TO_ALL = Operation("all_to_all", "parts", "parts")
+BARRIER = Operation("barrier", "nothing", "nothing")
+
+
+class CopyBack(dist.Work):
+    """Work of a torch process group whose results are copied to the user's tensors by `wait`."""
+
+    def __init__(self, work: dist.Work, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._work, self._tensors, self._buffers = work, tensors, buffers
+
+    def is_completed(self) -> bool:
+        """Return whether the results may be copied."""
+        return self._work.is_completed()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the results are in the user's tensors."""
+        self._work.wait(*([] if timeout is None else [timeout]))
+        with torch.no_grad():
+            copy_back(self._tensors, self._buffers)
+        return True
+
+
+# ---- arguments ----
+
+
+def reduction_number(op: Any, dtype: torch.dtype) -> int:
+    """Return the number of a reduction, given as a name or as torch's `ReduceOp`; ValueError where none exists."""
+    if isinstance(op, str):
+        number = REDUCTION_NAMES.index(op) if op in REDUCTION_NAMES else None
+    else:
+        number = REDUCTIONS.get(hash(op))
+    if number is None:
+        raise ValueError(f"reduction {op} is not supported; these are: {', '.join(REDUCTION_NAMES)}")
+    name = REDUCTION_NAMES[number]
+    exists = name in ("sum", "avg") if dtype.is_complex else reducible(dtype, number)
+    if not exists:
+        raise ValueError(f"reduction {name} does not exist for {dtype}")
+    return number
+
+
+def existing_rank(call: str, what: str, rank: int, size: int) -> int:
+    """Return `rank`; ValueError unless the group has it."""
+    if not 0 <= rank < size:
+        raise ValueError(f"{call}: {what} is rank {rank}; the group has ranks 0 to {size - 1}")
+    return rank
+
+
+def same_type(call: str, tensors: Sequence[Tensor]) -> None:
+    """Raise ValueError unless all tensors have one type."""
+    for tensor in tensors[1:]:
+        if tensor.dtype is not tensors[0].dtype:
+            raise ValueError(
+                f"{call}: expected tensors of one type, got {tensors[0].dtype} and {tensor.dtype}; convert one"
+            )
+
+
+def same_count(call: str, what: str, found: int, which: str, expected: int) -> None:
+    """Raise ValueError unless two counts are equal."""
+    if found != expected:
+        raise ValueError(f"{call}: {what} has {found}, {which} {expected}; make them equal")
+
+
+def split_rows(tensor: Tensor, splits: Sequence[int] | None, ranks: int, what: str) -> list[Tensor]:
+    """Return the parts of a tensor for each rank, along dimension 0; ValueError if the splits do not fit."""
+    tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
+    rows = tensor.shape[0]
+    if not splits:
+        if rows % ranks:
+            raise ValueError(
+                f"all_to_all: the {rows} rows of the {what} do not divide among {ranks} ranks; give splits"
+            )
+        splits = [rows // ranks] * ranks
+    if len(splits) != ranks or sum(splits) != rows or min(splits) < 0:
+        raise ValueError(
+            f"all_to_all: the {what} splits {list(splits)} must be {ranks} numbers whose sum is its {rows} rows"
+        )
+    return list(tensor.split(list(splits)))
+
+
+def exchanged(
+    output: Tensor,
+    input: Tensor,
+    output_splits: Sequence[int] | None,
+    input_splits: Sequence[int] | None,
+    ranks: int,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the outputs and inputs of an all-to-all of two tensors, split along dimension 0."""
+    outputs = split_rows(output, output_splits, ranks, "output")
+    inputs = split_rows(input, input_splits, ranks, "input")
+    even = not output_splits and not input_splits and is_dense(output) and is_dense(input)
+    return ([output], [input]) if even else (outputs, inputs)
+
+
+def _takes_part(who: Who, rank: int, root: int) -> bool:
+    return who == "all" or (rank == root) == (who == "root")
+
+
+def _without_grad(call: Call) -> Call:
+    def run(flags: int) -> Any:
+        with torch.no_grad():
+            return call(flags)
+
+    return run

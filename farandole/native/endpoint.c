@@ -1,0 +1,298 @@
+/* This process among the processes of its job: whose memory it can reach, and how; and its staging slots. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "messages.h"
+
+static struct frd_endpoint *closing; /* closed; their memory is freed when the peers have closed theirs, too */
+static pthread_mutex_t closing_lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* Unique among all that this process makes; two processes never compare theirs. */
+uint64_t new_nonce(void)
+{
+    static _Atomic uint64_t count;
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    return ((uint64_t)t.tv_sec << 32 ^ (uint64_t)t.tv_nsec << 8 ^ (uint64_t)getpid() << 40) + 0x9e3779b97f4a7c15u * ++count;
+}
+
+bool is_alive(const struct peer *peer)
+{
+    struct pollfd process = {.fd = peer->process_descriptor, .events = POLLIN};
+    return process.fd < 0 || poll(&process, 1, 0) != 1;
+}
+
+/* How reading from a process failed: its memory is gone a moment before the kernel says that it has ended. */
+int why_unreadable(const struct peer *peer)
+{
+    struct pollfd process = {.fd = peer->process_descriptor, .events = POLLIN};
+    return process.fd >= 0 && poll(&process, 1, 1000) == 1 ? FRD_DIED : FRD_UNREADABLE;
+}
+
+static bool has_closed(const struct peer *peer)
+{
+    const struct process_block *block = peer->block;
+    return atomic_load(&block->identity.nonce) != peer->nonce || atomic_load(&block->identity.state) == GONE ||
+           !is_alive(peer);
+}
+
+static void free_endpoint(struct frd_endpoint *e)
+{
+    free_rings(e);
+    free_early(e);
+    for (int l = 0; l < e->locals; l++) {
+        const struct peer *peer = &e->peers[e->local_peers[l]];
+        if (peer->rank == e->rank) continue;
+        unmap_arena(peer->arena);
+        close(peer->process_descriptor);
+    }
+    atomic_store(&e->block->identity.nonce, 0);
+    arena_give(e->block, sizeof *e->block);
+    pthread_mutex_destroy(&e->lock);
+    free(e->free_transfers);
+    free(e->local_peers);
+    free(e->peers);
+    free(e);
+}
+
+static void free_closed_endpoints(void)
+{
+    pthread_mutex_lock(&closing_lock);
+    for (struct frd_endpoint **list = &closing, *e = *list; e; e = *list) {
+        bool all = true;
+        for (int l = 0; l < e->locals && all; l++) {
+            const struct peer *peer = &e->peers[e->local_peers[l]];
+            all = peer->rank == e->rank || has_closed(peer);
+        }
+        if (all) {
+            *list = e->next;
+            free_closed_groups(); /* those of this endpoint are among them */
+            free_endpoint(e);
+        } else {
+            list = &e->next;
+        }
+    }
+    pthread_mutex_unlock(&closing_lock);
+}
+
+struct frd_endpoint *frd_endpoint_open(int rank, int ranks)
+{
+    if (!arena_ready() || !is_rank(rank, ranks)) return NULL;
+    free_closed_endpoints();
+    struct frd_endpoint *e = calloc(1, sizeof *e);
+    struct process_block *block = arena_take(sizeof *block);
+    struct peer *peers = calloc((size_t)ranks, sizeof *peers);
+    int *local_peers = calloc(FRD_MAX_RANKS, sizeof *local_peers);
+    if (!e || !block || !peers || !local_peers) {
+        if (block) arena_give(block, sizeof *block);
+        free(e);
+        free(peers);
+        free(local_peers);
+        return NULL;
+    }
+    memset(block, 0, sizeof *block);
+    block->identity.arena = (uint64_t)(uintptr_t)arena_base();
+    atomic_store(&block->identity.state, PRESENT);
+    atomic_store(&block->identity.nonce, new_nonce());
+    pthread_mutex_init(&e->lock, NULL);
+    e->rank = rank;
+    e->ranks = ranks;
+    e->block = block;
+    e->peers = peers;
+    e->local_peers = local_peers;
+    for (int r = 0; r < ranks; r++)
+        peers[r] = (struct peer){.endpoint = e, .rank = r, .local = -1, .process_descriptor = -1, .transport = &over_tcp};
+    /* lets the processes of the same user on this host read this one's memory, where a security module (Yama) would
+     * allow it to its ancestors only; elsewhere it has no effect */
+    prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+    return e;
+}
+
+uint64_t frd_endpoint_block(struct frd_endpoint *e) { return arena_offset(e->block); }
+
+/* The system call takes about 2 GiB at a time. */
+static bool transfer_memory(ssize_t (*call)(pid_t, const struct iovec *, unsigned long, const struct iovec *,
+                                            unsigned long, unsigned long),
+                            const struct peer *peer, char *own, uint64_t address, size_t bytes)
+{
+    while (bytes) {
+        const struct iovec here = {own, bytes}, there = {(void *)(uintptr_t)address, bytes};
+        const ssize_t moved = call((pid_t)peer->pid, &here, 1, &there, 1, 0);
+        if (moved < 0 && errno == EINTR) continue;
+        if (moved <= 0) return false;
+        own += moved;
+        address += (uint64_t)moved;
+        bytes -= (size_t)moved;
+    }
+    return true;
+}
+
+static bool reading_is_forbidden;
+
+void frd_forbid_reading(void) { reading_is_forbidden = true; }
+
+int frd_endpoint_add(struct frd_endpoint *e, int rank, int descriptor, size_t bytes, uint64_t block, int64_t pid)
+{
+    if (!is_rank(rank, e->ranks) || e->locals == FRD_MAX_RANKS) return EINVAL;
+    struct peer *peer = &e->peers[rank];
+    const bool self = rank == e->rank;
+    int process = -1;
+    if (!self) {
+        process = (int)syscall(SYS_pidfd_open, pid, 0);
+        if (process < 0) return errno;
+        fcntl(process, F_SETFD, FD_CLOEXEC);
+    }
+    char *base = self ? arena_base() : map_arena(descriptor, bytes);
+    if (!base) {
+        const int error = errno;
+        close(process);
+        return error;
+    }
+    e->local_peers[e->locals] = rank;
+    peer->local = e->locals++;
+    peer->transport = &over_shared_memory;
+    peer->arena = base;
+    peer->arena_bytes = bytes;
+    peer->block = (struct process_block *)(base + block);
+    peer->nonce = atomic_load(&peer->block->identity.nonce);
+    peer->arena_there = peer->block->identity.arena;
+    peer->pid = pid;
+    peer->process_descriptor = process;
+    /* what the arena shows must be what the system call reads; it may be forbidden */
+    uint64_t nonce = 0;
+    const uint64_t there = peer->arena_there + block + offsetof(struct process_block, identity.nonce);
+    peer->readable =
+        !self && !reading_is_forbidden && transfer_memory(process_vm_readv, peer, (char *)&nonce, there, sizeof nonce) && nonce == peer->nonce;
+    atomic_store(&e->block->reads[peer->local], peer->readable || self);
+    return 0;
+}
+
+int frd_can_read(struct frd_endpoint *e, int rank) { return is_rank(rank, e->ranks) && e->peers[rank].readable; }
+
+void frd_endpoint_close(struct frd_endpoint *e)
+{
+    progress_stop(e);
+    tcp_stop(e);
+    atomic_store(&e->block->identity.state, GONE);
+    pthread_mutex_lock(&closing_lock);
+    e->next = closing;
+    closing = e;
+    pthread_mutex_unlock(&closing_lock);
+    free_closed_endpoints();
+}
+
+/* ---- other processes' memory ---- */
+
+char *memory_of(const struct peer *peer, uint64_t address, size_t bytes)
+{
+    const uint64_t offset = address - peer->arena_there;
+    return peer->arena && offset < peer->arena_bytes && bytes <= peer->arena_bytes - offset ? peer->arena + offset : NULL;
+}
+
+bool read_memory(const struct peer *peer, void *to, uint64_t address, size_t bytes)
+{
+    const char *shared = memory_of(peer, address, bytes);
+    if (peer->rank == peer->endpoint->rank) shared = (const char *)(uintptr_t)address; /* a message to itself */
+    if (shared) memcpy(to, shared, bytes);
+    return shared || transfer_memory(process_vm_readv, peer, to, address, bytes);
+}
+
+bool write_memory(const struct peer *peer, uint64_t address, const void *from, size_t bytes)
+{
+    char *shared = memory_of(peer, address, bytes);
+    if (shared) memcpy(shared, from, bytes);
+    return shared || transfer_memory(process_vm_writev, peer, (char *)(uintptr_t)from, address, bytes);
+}
+
+/* ---- staging slots ----
+ *
+ * A slot belongs to this process.  It may serve a call of group g
+ *     - if g used it last: the rule of phases covers that;
+ *     - if no group has used it, or the last one is closed;
+ *     - if every peer in its last group has finished reading, which each publishes after every call that was staged.
+ * The thread that makes a call is the only one that uses its slot until `release_stage`.
+ */
+
+static pthread_mutex_t slot_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct slot *slots;
+static pid_t slot_process;
+
+static bool is_finished(const struct slot *slot)
+{
+    const struct frd_group *g = slot->user;
+    for (int r = 0; g && r < g->ranks; r++) {
+        const struct rank_line *line = &g->local[r].block->line;
+        if (r == g->rank || has_gone(&g->local[r])) continue;
+        if (atomic_load(&line->finished) < slot->end && atomic_load(&line->phase) <= slot->end) return false;
+    }
+    return true;
+}
+
+static struct slot *find_slot(const struct frd_group *g)
+{
+    struct slot *found = NULL;
+    for (struct slot *slot = slots; slot; slot = slot->next) {
+        if (slot->busy) continue;
+        if (slot->user == g) return slot;
+        if (!found && is_finished(slot)) found = slot;
+    }
+    return found;
+}
+
+bool acquire_stage(struct frd_group *g)
+{
+    pthread_mutex_lock(&slot_lock);
+    if (slot_process != getpid()) { /* the first, or in a forked child */
+        slots = NULL;
+        slot_process = getpid();
+    }
+    struct slot *slot = find_slot(g);
+    if (!slot) {
+        slot = calloc(1, sizeof *slot);
+        if (slot) slot->memory = arena_take(2 * STAGE_BYTES);
+        if (slot && slot->memory) {
+            slot->next = slots;
+            slots = slot;
+        } else {
+            free(slot);
+            slot = NULL;
+        }
+    }
+    if (slot) {
+        slot->user = g;
+        slot->busy = true;
+    }
+    g->slot = slot;
+    g->local[g->rank].stage = slot ? slot->memory : NULL;
+    pthread_mutex_unlock(&slot_lock);
+    return slot;
+}
+
+void release_stage(struct frd_group *g, bool finished)
+{
+    if (finished) atomic_store_explicit(&g->line->finished, g->phase, memory_order_release);
+    g->local[g->rank].stage = NULL;
+    if (!g->slot) return;
+    pthread_mutex_lock(&slot_lock);
+    g->slot->end = finished ? g->phase : UINT64_MAX; /* a broken group's: until its ranks have gone */
+    g->slot->busy = false;
+    g->slot = NULL;
+    pthread_mutex_unlock(&slot_lock);
+}
+
+void forget_stages_of(const struct frd_group *g)
+{
+    pthread_mutex_lock(&slot_lock);
+    for (struct slot *slot = slots; slot; slot = slot->next)
+        if (slot->user == g) slot->user = NULL;
+    pthread_mutex_unlock(&slot_lock);
+}

@@ -1,0 +1,481 @@
+/* Which message goes into which receive.
+ *
+ * A receive takes the first message of its sender (or of any) that carries its tag, in its group.  A message that finds no
+ * receive is put aside while there is room for such; beyond that it waits in its stream, unless a receive wants what may
+ * be behind it.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "messages.h"
+
+struct frd_call call_of_message(const struct frd_message *m)
+{
+    const struct frd_group *g = m->group;
+    if (m->tag < 0) return g->current; /* a part of a collective */
+    return (struct frd_call){.index = g->calls, .operation = m->sends ? FRD_SEND : FRD_RECV,
+                             .type = (uint32_t)m->type, .root = m->peer,
+                             .count = m->bytes / element_bytes(m->type), .layout = (uint64_t)m->tag};
+}
+
+static struct frd_group *find_group(struct frd_endpoint *e, uint64_t context)
+{
+    struct frd_group *g = e->groups[context % CONTEXTS];
+    while (g && g->context != context) g = g->next;
+    return g;
+}
+
+/* ---- queues: messages and unexpected messages begin with `next` ---- */
+
+struct linked {
+    struct linked *next;
+};
+
+static void append(struct queue *queue, void *item)
+{
+    struct linked *last = queue->last;
+    ((struct linked *)item)->next = NULL;
+    if (last) last->next = item;
+    else queue->first = item;
+    queue->last = item;
+}
+
+static void take_out(struct queue *queue, void *item)
+{
+    struct linked *before = NULL;
+    for (struct linked *x = queue->first; x; before = x, x = x->next) {
+        if (x != item) continue;
+        if (before) before->next = x->next;
+        else queue->first = x->next;
+        if (queue->last == item) queue->last = before;
+        return;
+    }
+}
+
+void enqueue(struct queue *queue, struct frd_message *m) { append(queue, m); }
+void dequeue(struct queue *queue, struct frd_message *m) { take_out(queue, m); }
+
+void finish(struct frd_message *m, int status)
+{
+    if (m->detached) { /* its group may be gone */
+        free(m->data);
+        free(m);
+        return;
+    }
+    struct frd_endpoint *e = m->group->endpoint;
+    if (m->in_background) e->in_background--;
+    m->in_background = false;
+    atomic_store(&m->status, status);
+    ring_own_bell(e); /* another thread of this process may wait for it */
+}
+
+/* ---- sending ---- */
+
+bool push(struct peer *peer)
+{
+    const struct transport *way = peer->transport;
+    size_t total = 0;
+    for (struct frd_message *m = peer->sends.first; m && total < TURN_BYTES; m = peer->sends.first) {
+        const bool streamed = m->header.kind == EAGER && m->bytes;
+        const char *header = (const char *)&m->header;
+        const size_t opened = m->header_moved == HEADER
+            ? 0 : way->put(peer, header + m->header_moved, HEADER - m->header_moved, streamed);
+        m->header_moved += opened;
+        m->started |= opened > 0;
+        size_t moved = 0;
+        if (m->header_moved == HEADER && streamed && m->moved < m->bytes)
+            moved = way->put(peer, m->data + m->moved, smaller(m->bytes - m->moved, TURN_BYTES), false);
+        m->moved += moved;
+        total += opened + moved;
+        if (m->header_moved < HEADER || (streamed && m->moved < m->bytes)) {
+            if (opened + moved) continue; /* a ring or a socket may take more at once */
+            break;
+        }
+        dequeue(&peer->sends, m);
+        if (m->transfer) enqueue(&peer->transfers, m);
+        else finish(m, FRD_OK);
+    }
+    if (total) way->moved_out(peer);
+    if (total >= TURN_BYTES) way->again(peer);
+    return total > 0;
+}
+
+void post_send(struct frd_message *m)
+{
+    struct frd_group *g = m->group;
+    struct peer *peer = g->members[m->peer].peer;
+    m->header = (struct header){.bytes = m->bytes, .context = g->context, .kind = EAGER, .tag = m->tag,
+                                .type = (uint32_t)m->type, .source = g->group_rank};
+    offer_transfer(m);
+    enqueue(&peer->sends, m);
+    push(peer);
+}
+
+/* Owned by nobody: freed when it has gone out. */
+void send_control(struct frd_group *g, int rank, enum header_kind kind, int culprit)
+{
+    struct peer *peer = g->members[rank].peer;
+    struct frd_message *m = calloc(1, sizeof *m);
+    if (!m) return; /* the other host finds out when this process ends */
+    m->group = g;
+    m->sends = m->detached = true;
+    m->peer = rank;
+    m->status = FRD_PENDING;
+    m->header = (struct header){.context = g->context, .kind = kind, .source = culprit};
+    enqueue(&peer->sends, m);
+    push(peer);
+}
+
+/* ---- receiving ---- */
+
+static bool fits(const struct frd_message *m, const struct header *h)
+{
+    return m->bytes == h->bytes && m->type == (int)h->type;
+}
+
+static struct frd_message *first_with_tag(const struct queue *queue, int tag)
+{
+    struct frd_message *m = queue->first;
+    while (m && m->tag != tag) m = m->next;
+    return m;
+}
+
+/* The receive that was posted first, of those that name the source and those that do not.  Taken out. */
+static struct frd_message *match(struct frd_group *g, int source, int tag)
+{
+    struct queue *named = &g->members[source].posted;
+    struct frd_message *m = first_with_tag(named, tag), *any = first_with_tag(&g->posted_any, tag);
+    const bool takes_any = any && (!m || any->number < m->number);
+    if (takes_any) m = any;
+    if (m) dequeue(takes_any ? &g->posted_any : named, m);
+    return m;
+}
+
+static void refuse(struct frd_message *m, int source, const struct header *h)
+{
+    struct frd_group *g = m->group;
+    const struct frd_call theirs = {.index = g->calls, .operation = FRD_SEND, .type = h->type, .root = g->group_rank,
+                                    .count = h->bytes / (element_bytes((int)h->type) ? element_bytes((int)h->type) : 1),
+                                    .layout = (uint64_t)h->tag};
+    struct frd_call own = call_of_message(m);
+    int status = FRD_MISMATCH;
+    own.root = source;
+    if (m->tag < 0) { /* a part of a collective: as where shared memory finds uneven counts */
+        status = FRD_MISFIT;
+        own.count = theirs.count;
+        own.layout = m->bytes / element_bytes(m->type);
+        own.root = g->group_rank;
+    }
+    finish(m, break_between(g, status, source, m->tag < 0 ? &g->current : &theirs, &own));
+}
+
+/* Does any receive want a message of this process, in whatever group? */
+static bool is_wanted(const struct peer *from)
+{
+    const struct frd_endpoint *e = from->endpoint;
+    for (int c = 0; c < CONTEXTS; c++) {
+        for (const struct frd_group *g = e->groups[c]; g; g = g->next) {
+            if (g->posted_any.first) return true;
+            for (int r = 0; r < g->group_ranks; r++)
+                if (g->members[r].peer == from && g->members[r].posted.first) return true;
+        }
+    }
+    return false;
+}
+
+/* Starts a receive whose message has come; its payload is in the stream, or in the sender's memory. */
+static void start(struct frd_message *m, struct peer *from, const struct header *h)
+{
+    m->started = true;
+    m->source = h->source;
+    m->from = from;
+    if (h->kind != RENDEZVOUS) return;
+    open_transfer(m, from, h);
+    if (m->transfer) enqueue(&from->endpoint->copying, m);
+    else finish(m, break_group(m->group, FRD_INTERRUPTED, h->source, &m->group->current));
+}
+
+static struct unexpected *put_aside(struct queue *queue, struct peer *from, const struct header *h)
+{
+    const size_t payload = h->kind == EAGER ? h->bytes : 0;
+    struct unexpected *u = malloc(sizeof *u + payload);
+    if (!u) return NULL;
+    *u = (struct unexpected){.header = *h, .from = from, .complete = payload == 0};
+    append(queue, u);
+    from->in.put_aside += payload;
+    return u;
+}
+
+static void control(struct frd_group *g, const struct header *h)
+{
+    if (h->kind == GROUP_LEFT) g->members[h->source].gone = true;
+    else break_group(g, FRD_ELSEWHERE, h->source, &g->current);
+    ring_own_bell(g->endpoint);
+}
+
+static bool was_closed(const struct frd_endpoint *e, uint64_t context)
+{
+    for (int i = 0; i < e->closed_count; i++)
+        if (e->closed[i] == context) return true;
+    return false;
+}
+
+/* Decides where the payload of the next message goes; false: it stays in its stream for now. */
+static bool open_message(struct peer *from)
+{
+    struct frd_endpoint *e = from->endpoint;
+    struct incoming *in = &from->in;
+    const struct header *h = &in->header;
+    struct frd_group *g = find_group(e, h->context);
+    struct queue *aside = NULL;
+    in->receive = NULL;
+    in->unexpected = NULL;
+    if (!g) {
+        if (!was_closed(e, h->context)) aside = &e->early;
+    } else if (is_rank(h->source, g->group_ranks) && h->kind >= GROUP_LEFT) {
+        control(g, h);
+    } else if (is_rank(h->source, g->group_ranks) && g->members[h->source].peer == from) {
+        struct frd_message *m = match(g, h->source, h->tag);
+        if (m && !fits(m, h)) {
+            refuse(m, h->source, h); /* the group is broken; the payload goes nowhere */
+        } else if (m) {
+            start(m, from, h);
+            in->receive = h->kind == EAGER ? m : NULL;
+        } else {
+            aside = &g->members[h->source].unexpected;
+        }
+    }
+    if (aside) {
+        const bool crowded = h->kind == EAGER && in->put_aside + h->bytes > UNEXPECTED_BYTES;
+        if (g && crowded && !is_wanted(from)) return false;
+        in->unexpected = put_aside(aside, from, h);
+        if (!in->unexpected) return false; /* no memory: leave it there until its receive comes */
+    }
+    in->under_way = true;
+    in->moved = 0;
+    return true;
+}
+
+static void hand_over(struct unexpected *u, struct frd_message *m)
+{
+    struct incoming *in = &m->from->in;
+    memcpy(m->data, u->data, m->bytes);
+    in->put_aside -= u->header.bytes;
+    take_out(&m->group->members[m->source].unexpected, u);
+    free(u);
+    m->moved = m->bytes;
+    finish(m, FRD_OK);
+}
+
+static void close_message(struct peer *from)
+{
+    struct incoming *in = &from->in;
+    in->under_way = false;
+    in->header_moved = 0;
+    if (in->receive) {
+        finish(in->receive, FRD_OK);
+    } else if (in->unexpected) {
+        in->unexpected->complete = true;
+        if (in->unexpected->claimed_by) hand_over(in->unexpected, in->unexpected->claimed_by);
+    }
+    in->receive = NULL;
+    in->unexpected = NULL;
+}
+
+bool pull(struct peer *from)
+{
+    const struct transport *way = from->transport;
+    struct incoming *in = &from->in;
+    char nowhere[4096];
+    size_t total = 0;
+    in->blocked = false;
+    while (total < TURN_BYTES) {
+        if (!in->under_way) {
+            const size_t missing = HEADER - in->header_moved;
+            const size_t moved = missing ? way->take(from, (char *)&in->header + in->header_moved, missing) : 0;
+            in->header_moved += moved;
+            total += moved;
+            if (moved < missing) break;
+            if (!open_message(from)) {
+                in->blocked = true;
+                break;
+            }
+        }
+        const size_t left = (in->header.kind == EAGER ? in->header.bytes : 0) - in->moved;
+        char *target = in->receive ? in->receive->data : in->unexpected ? in->unexpected->data : NULL;
+        size_t payload = 0;
+        if (left && target) payload = way->take(from, target + in->moved, smaller(left, TURN_BYTES));
+        else if (left) payload = way->take(from, nowhere, smaller(left, sizeof nowhere));
+        in->moved += payload;
+        total += payload;
+        if (payload == left) close_message(from);
+        else if (!payload) break;
+    }
+    if (total) way->moved_in(from);
+    if (total >= TURN_BYTES) way->again(from);
+    return total > 0;
+}
+
+/* A message put aside earlier is older than any in a stream, so it goes first.  Of several sources any will do. */
+static bool claim_unexpected(struct frd_message *m)
+{
+    struct frd_group *g = m->group;
+    const int first = m->peer < 0 ? 0 : m->peer, last = m->peer < 0 ? g->group_ranks - 1 : m->peer;
+    for (int source = first; source <= last; source++) {
+        struct member *member = &g->members[source];
+        for (struct unexpected *u = member->unexpected.first; u; u = u->next) {
+            if (u->claimed_by || u->header.tag != m->tag) continue;
+            if (!fits(m, &u->header)) {
+                refuse(m, source, &u->header);
+                return true;
+            }
+            if (u->header.kind == RENDEZVOUS) {
+                const struct header h = u->header;
+                take_out(&member->unexpected, u);
+                free(u);
+                start(m, member->peer, &h);
+                return true;
+            }
+            start(m, member->peer, &u->header);
+            u->claimed_by = m;
+            if (u->complete) hand_over(u, m);
+            return true;
+        }
+    }
+    return false;
+}
+
+void post_receive(struct frd_message *m)
+{
+    struct frd_group *g = m->group;
+    if (claim_unexpected(m)) return;
+    m->number = g->receives_posted++;
+    enqueue(m->peer < 0 ? &g->posted_any : &g->members[m->peer].posted, m);
+    for (int r = m->peer < 0 ? 0 : m->peer; r < g->group_ranks && (r == m->peer || m->peer < 0); r++)
+        if (atomic_load(&m->status) == FRD_PENDING && g->members[r].peer->in.blocked) pull(g->members[r].peer);
+}
+
+/* ---- giving up ---- */
+
+/* A send that has begun must be completed, or nobody could tell its rest from the next message: it gets a copy of what is
+ * left. */
+static bool detach(struct frd_message *m)
+{
+    char *rest = malloc(m->bytes - m->moved);
+    if (!rest) return false;
+    memcpy(rest, m->data + m->moved, m->bytes - m->moved);
+    m->bytes -= m->moved;
+    m->moved = 0;
+    m->data = rest;
+    m->detached = true;
+    return true;
+}
+
+void give_up(struct frd_message *m)
+{
+    struct frd_group *g = m->group;
+    struct frd_endpoint *e = g->endpoint;
+    if (atomic_load(&m->status) == FRD_PENDING) {
+        const struct frd_call call = call_of_message(m);
+        if (m->started) break_group(g, FRD_INTERRUPTED, g->group_rank, &call);
+        if (m->in_background) e->in_background--;
+        m->in_background = false;
+        if (m->sends) {
+            struct peer *peer = g->members[m->peer].peer;
+            if (m->transfer) {
+                const bool offered = m->header_moved > 0;
+                dequeue(offered && m->header_moved == HEADER ? &peer->transfers : &peer->sends, m);
+                if (offered) abort_transfer(m);
+                else e->free_transfers[e->free_transfer_count++] = m->transfer;
+            } else if (m->started && detach(m)) {
+                return; /* freed when it is sent */
+            } else {
+                dequeue(&peer->sends, m);
+            }
+        } else if (m->transfer) {
+            dequeue(&e->copying, m);
+            abort_transfer(m);
+        } else if (m->started) {
+            if (m->from->in.receive == m) m->from->in.receive = NULL; /* the rest goes nowhere */
+            for (struct unexpected *u = g->members[m->source].unexpected.first; u; u = u->next)
+                if (u->claimed_by == m) u->claimed_by = NULL;
+        } else {
+            dequeue(m->peer < 0 ? &g->posted_any : &g->members[m->peer].posted, m);
+        }
+    }
+    free(m);
+}
+
+/* A rank may wait in a send whose receive is not posted, and send what this receive waits for only afterwards.  So what
+ * it has sent is copied to memory of this process, after a receive has waited for a while. */
+void buffer_unexpected(struct frd_message *m)
+{
+    struct frd_group *g = m->group;
+    if (m->sends || m->started) return;
+    for (int source = 0; source < g->group_ranks; source++) {
+        if (m->peer >= 0 && m->peer != source) continue;
+        struct queue *queue = &g->members[source].unexpected;
+        struct unexpected *before = NULL;
+        for (struct unexpected *u = queue->first; u; before = u, u = u->next) {
+            if (u->header.kind != RENDEZVOUS) continue;
+            struct unexpected *copy = malloc(sizeof *copy + u->header.bytes);
+            if (!copy) return;
+            *copy = (struct unexpected){.next = u->next, .header = u->header, .from = u->from, .complete = true};
+            if (!fetch(u->from, &u->header, copy->data)) {
+                free(copy);
+                continue;
+            }
+            copy->header.kind = EAGER;
+            u->from->in.put_aside += u->header.bytes;
+            if (before) before->next = copy;
+            else queue->first = copy;
+            if (queue->last == u) queue->last = copy;
+            free(u);
+            u = copy;
+        }
+    }
+}
+
+void claim_early(struct frd_group *g)
+{
+    struct queue *early = &g->endpoint->early;
+    for (struct unexpected *u = early->first, *next; u; u = next) {
+        next = u->next;
+        if (u->header.context != g->context) continue;
+        take_out(early, u);
+        if (is_rank(u->header.source, g->group_ranks) && u->header.kind < GROUP_LEFT) {
+            append(&g->members[u->header.source].unexpected, u);
+        } else {
+            if (is_rank(u->header.source, g->group_ranks)) control(g, &u->header);
+            free(u);
+        }
+    }
+}
+
+void free_early(struct frd_endpoint *e)
+{
+    for (struct unexpected *u = e->early.first, *next; u; u = next) {
+        next = u->next;
+        free(u);
+    }
+    free(e->closed);
+}
+
+void clear_unexpected(struct frd_group *g)
+{
+    struct frd_endpoint *e = g->endpoint;
+    uint64_t *closed = realloc(e->closed, (size_t)(e->closed_count + 1) * sizeof *closed);
+    if (closed) {
+        e->closed = closed;
+        e->closed[e->closed_count++] = g->context;
+    }
+    for (int r = 0; r < g->group_ranks; r++) {
+        struct incoming *in = &g->members[r].peer->in;
+        for (struct unexpected *u = g->members[r].unexpected.first, *next; u; u = next) {
+            next = u->next;
+            if (u->header.kind == EAGER) in->put_aside -= u->header.bytes;
+            if (in->unexpected == u) in->unexpected = NULL;
+            free(u);
+        }
+    }
+}

@@ -1,0 +1,170 @@
+"""Versions of torch other than the one that the suite is usually run with."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from farandole import _torch_versions
+from farandole.comm import default_backend
+
+# ---- a torch that lacks what registration needs ----
+
+IMPORT_TORCH = """
+import os
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import torch, torch.distributed as dist
+{change}
+torch._import_device_backends()  # what `import torch` does last
+print("imported")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.destroy_process_group()
+print("gloo works")
+dist.init_process_group({backend!r}, store=dist.HashStore(), rank=0, world_size=1)
+"""
+
+OTHER_ARGUMENTS = """
+register = dist.Backend.register_backend
+def refuse(name, *args, **options):
+    if "farandole" in name:
+        raise TypeError(f"register_backend() got unexpected arguments {sorted(options)}")
+    return register(name, *args, **options)
+dist.Backend.register_backend = refuse
+"""
+
+BROKEN = {
+    "other arguments": (
+        OTHER_ARGUMENTS,
+        "TypeError: register_backend() got unexpected arguments ['devices', ",
+    ),
+    "no function": ("del dist.register_rendezvous_handler", "has no attribute 'register_rendezvous_handler'"),
+}
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("backend", ["farandole", "cpu:farandole-mpi"])
+@pytest.mark.parametrize("change", BROKEN)
+def test_a_failed_registration_is_reported_without_stopping_torch(change, backend):
+    statement, cause = BROKEN[change]
+    done = run(IMPORT_TORCH.format(change=statement, backend=backend))
+    assert done.stdout.splitlines() == ["imported", "gloo works"]
+    warning, *trace = done.stderr.splitlines()
+    assert warning.startswith(f"farandole: cannot register its backends with torch {torch.__version__}: ")
+    assert cause in warning and "tested with torch 2.11 to 2.15" in warning
+    assert done.returncode == 1
+    assert any("RuntimeError: farandole: cannot register" in line and cause in line for line in trace)
+
+
+# ---- versions that nobody has tested ----
+
+MAKE_GROUPS = """
+import torch, torch.distributed as dist
+torch.__version__ = {version!r}
+print("imported")
+for _ in range(2):
+    dist.init_process_group("farandole", store=dist.HashStore(), rank=0, world_size=1)
+    dist.new_group([0])
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("version", ["2.99.0+cpu", "2.10.1", "next"])
+def test_an_untested_version_is_reported_once_when_a_group_is_made(version):
+    done = run(MAKE_GROUPS.format(version=version))
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"farandole: torch {version} is untested")
+    assert "2.11 to 2.15" in line
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.15.2+cu132", "2.15.0a0+git1234"])
+def test_a_tested_version_is_not_reported(version):
+    done = run(MAKE_GROUPS.format(version=version))
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_only_rank_0_reports_an_untested_version(monkeypatch, caplog):
+    monkeypatch.setattr(torch, "__version__", "3.0.0")
+    monkeypatch.setattr(_torch_versions, "_reported", False)
+    with caplog.at_level(logging.WARNING, "farandole"):
+        _torch_versions.report_untested(1)
+        assert not caplog.records
+        _torch_versions.report_untested(0)
+        _torch_versions.report_untested(0)
+    assert len(caplog.records) == 1
+
+
+# ---- what torch asks a group for while it makes it ----
+
+
+def check_default_backend(rank: int, size: int) -> None:
+    """torch 2.15 attaches its flight recorder to a new group, which needs the group's default backend."""
+    group = dist.group.WORLD
+    assert group.rank() == rank and group.size() == size
+    for question in ("supports_abort_hooks", "supports_completion_hooks", "supports_window"):
+        if hasattr(dist.ProcessGroup, question):
+            assert getattr(group, question) is False
+    if hasattr(dist, "get_backend_impl"):
+        assert dist.get_backend_impl(group).name() == "farandole"
+        assert dist.get_backend_impl(group, torch.device("cpu")).name() == "farandole"
+    assert group._fallback._group is None  # made for none of these questions
+
+
+def test_default_backend(ranks):
+    ranks(2).run(check_default_backend)
+
+
+def test_default_backend_is_registered_where_python_can_make_one(monkeypatch):
+    """As torch 2.14 and later can, simulated for earlier ones."""
+
+    class Backend:
+        def __init__(self, rank: int, size: int) -> None:
+            self.place = rank, size
+
+    class Group(dist.ProcessGroup):
+        def __init__(self) -> None:
+            super().__init__(1, 3)
+            self.calls = []
+
+        def _register_backend(self, device, kind, backend):
+            self.calls.append((device.type, kind, backend.place, backend.getBackendName()))
+
+        def _set_default_backend(self, kind):
+            self.calls.append(kind)
+
+    monkeypatch.setattr(default_backend, "c10d", SimpleNamespace(Backend=Backend))
+    default_backend._backend_class.cache_clear()
+    try:
+        group, custom = Group(), dist.ProcessGroup.BackendType.CUSTOM
+        default_backend.register_default_backend(group, 1, 3, "farandole")
+    finally:
+        default_backend._backend_class.cache_clear()
+    assert group.calls == [("cpu", custom, (1, 3), "farandole"), custom]
+
+
+def check_capabilities(rank: int, size: int) -> None:
+    """One rank alone gets an answer about every optional feature that a backend of torch may have."""
+    if rank == 0:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        capabilities = [
+            name for name in dir(_distributed_c10d.Backend) if name.lstrip("_").startswith("supports_")
+        ]
+        assert len(capabilities) >= 3
+        for name in capabilities:
+            value = getattr(backend, name)
+            assert (value(torch.device("cpu")) if callable(value) else value) is False, name
+    assert dist.group.WORLD._fallback._group is None
+
+
+def test_capabilities_are_answered_without_a_gloo_group(ranks):
+    ranks(2).run(check_capabilities)
