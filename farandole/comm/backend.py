@@ -19,9 +19,9 @@ from farandole.comm.hierarchical import HierarchicalCore
 from farandole.comm.host_group import HostGroup
 from farandole.comm.hosts import Hosts
 from farandole.comm.native_core import NativeCore
+from farandole.comm.notices import print_once
 from farandole.comm.options import Options
 from farandole.comm.process_group import FarandoleProcessGroup
-from farandole.comm.remark import say_once
 from farandole.comm.transport import TorchTransport, Transport
 
 _SPARE_TIMEOUT = timedelta(minutes=30)
@@ -44,7 +44,7 @@ def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
             endpoint = Endpoint.bootstrap(opts.store, rank, size, timeout, who, options.interface)
         except CannotShareMemory as reason:
             if rank == 0:
-                say_once(f"{who} communicates through Gloo: {reason}")
+                print_once(f"{who} communicates through Gloo: {reason}")
             return FarandoleProcessGroup(opts.store, rank, size, timeout, name, None, None)
     core = form(endpoint, members, ranks, name, who, timeout, options)
     return FarandoleProcessGroup(core.host.store, rank, size, timeout, name, core, endpoint.address)
@@ -69,8 +69,10 @@ def form(
     host = endpoint.form(members, ranks, name, who, timeout, signature)
     core: GroupCore = NativeCore(host)
     if table:
-        leg = _leg(options, host, hosts, timeout)
-        core = HierarchicalCore(Hosts(host, hosts, options.leaders, leg), Choice(options.algorithm, table))
+        transport = _inter_node_transport(options, host, hosts, timeout)
+        core = HierarchicalCore(
+            Hosts(host, hosts, options.leaders, transport), Choice(options.algorithm, table)
+        )
     count = itertools.count()
 
     def form_subgroup(chosen: Sequence[int]) -> GroupCore:
@@ -93,7 +95,9 @@ def _endpoint_of(ranks: Sequence[int], is_default: bool) -> Endpoint | None:
     return host.endpoint
 
 
-def _leg(options: Options, host: HostGroup, hosts: list[list[int]], timeout: timedelta) -> Transport | None:
+def _inter_node_transport(
+    options: Options, host: HostGroup, hosts: list[list[int]], timeout: timedelta
+) -> Transport | None:
     """The transport between the leaders that this rank is one of, where it is not our own."""
     if options.transport == "tcp":
         return None
@@ -101,10 +105,10 @@ def _leg(options: Options, host: HostGroup, hosts: list[list[int]], timeout: tim
     if number >= min(len(ranks) for ranks in hosts):
         return None
     index = next(index for index, ranks in enumerate(hosts) if host.group_rank in ranks)
-    store = dist.PrefixStore(f"leg-{number}/", host.store)
+    store = dist.PrefixStore(f"leaders-{number}/", host.store)
     if options.transport == "mpi":
         from farandole.comm.mpi.transport import MpiTransport  # loads MPI
 
-        who = f"the leaders {number} of {host.roster.group}"
-        return MpiTransport.meet(store, index, len(hosts), timeout, who)
+        who = f"the leaders {number} of {host.membership.group}"
+        return MpiTransport.connect(store, index, len(hosts), timeout, who)
     return TorchTransport(gloo_group(store, index, len(hosts), timeout, host.endpoint.address))

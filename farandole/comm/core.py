@@ -158,7 +158,7 @@ class GroupCore:
     def __init__(self, host: HostGroup) -> None:
         self.host = host
         self.rank = host.group_rank
-        self.size = len(host.roster.ranks)
+        self.size = len(host.membership.ranks)
         self.messages = Messages(host)
         self.check = host.check
         self.within = host.within

@@ -1,4 +1,4 @@
-"""Turning what the core recorded about a failure into the sentence that a person reads."""
+"""Convert the record of a failure into an error message."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _ROOTED = {
 _MESSAGES = (Operation.SEND, Operation.RECV)
 
 
-class Roster:
-    """The ranks of a group by the names that people know them by: global ranks, process ids, hosts."""
+class Membership:
+    """The ranks of a group as messages name them: global ranks, process ids, hosts."""
 
     def __init__(self, group: str, ranks: Sequence[int], pids: Sequence[int], hosts: Sequence[str]) -> None:
         self.group = group
@@ -36,7 +36,7 @@ class Roster:
         return f"rank {self.ranks[rank]} (process {self.pids[rank]}{where})"
 
 
-def describe_call(call: Call, roster: Roster) -> str:
+def describe_call(call: Call, membership: Membership) -> str:
     """`all_reduce(sum, 1024 x float32)`."""
     operation = Operation(call.operation)
     if operation is Operation.NOTHING:
@@ -50,75 +50,81 @@ def describe_call(call: Call, roster: Roster) -> str:
     elif operation is not Operation.BARRIER:
         details.append(f"{call.count} x {kind}")
     if operation in _ROOTED:
-        known = 0 <= call.root < len(roster.ranks)
-        details.append(f"{_ROOTED[operation]} {f'rank {roster.ranks[call.root]}' if known else 'any rank'}")
+        known = 0 <= call.root < len(membership.ranks)
+        details.append(
+            f"{_ROOTED[operation]} {f'rank {membership.ranks[call.root]}' if known else 'any rank'}"
+        )
     if operation in _MESSAGES and call.layout:
         details.append(f"tag {call.layout}")
     return f"{operation.name.lower()}({', '.join(details)})"
 
 
-def failure_to_error(failure: Failure, reader: int, roster: Roster, timeout_s: float) -> CommunicationError:
+def failure_to_error(
+    failure: Failure, reader: int, membership: Membership, timeout_s: float
+) -> CommunicationError:
     """The exception for a broken group, from the record that all its ranks share; rank `reader` will raise it."""
     status = Status(failure.status or Status.DIED)
-    culprit = roster.rank(failure.culprit)
+    culprit = membership.rank(failure.culprit)
     if failure.culprit == reader and status is Status.LEFT:
         culprit = "this rank, " + culprit + ","
     theirs, reported = failure.culprit_call, failure.reporter_call
     note = bytes(failure.note).split(b"\0")[0].decode(errors="replace")
     for_whom = "waiting" if failure.reporter == failure.culprit else "waiting for it"
-    waiting = f"{roster.rank(failure.reporter)} was {for_whom} in {_numbered(reported, roster)}"
+    waiting = f"{membership.rank(failure.reporter)} was {for_whom} in {_numbered(reported, membership)}"
 
     if status is Status.DIED:
-        return RankDied(f"{culprit} died (killed, or crashed) {_place(theirs, reported, roster)}; {waiting}")
+        return RankDied(
+            f"{culprit} died (killed, or crashed) {_place(theirs, reported, membership)}; {waiting}"
+        )
     if status is Status.LEFT:
         why = f" ({note})" if note else ""
-        return RankLeft(f"{culprit} left the group{why} {_place(theirs, reported, roster)}; {waiting}")
+        return RankLeft(f"{culprit} left the group{why} {_place(theirs, reported, membership)}; {waiting}")
     if status is Status.LATE:
-        return _late(failure, roster, timeout_s)
+        return _late(failure, membership, timeout_s)
     if status is Status.MISMATCH:
         return CallMismatch(
-            f"{culprit} called {describe_call(theirs, roster)} where {_witness(failure, roster)} "
-            f"{_numbered(reported, roster)}: {_difference(theirs, reported)}"
+            f"{culprit} called {describe_call(theirs, membership)} where {_witness(failure, membership)} "
+            f"{_numbered(reported, membership)}: {_difference(theirs, reported)}"
         )
     if status in (Status.UNEVEN, Status.MISFIT):
         return CallMismatch(
-            f"{culprit} sends {reported.count} elements to {roster.rank(reported.root)}, which expects "
-            f"{reported.layout} from it, in {_numbered(theirs, roster)}"
+            f"{culprit} sends {reported.count} elements to {membership.rank(reported.root)}, which expects "
+            f"{reported.layout} from it, in {_numbered(theirs, membership)}"
         )
     if status is Status.CLOSED:
         return RankDied(
-            f"{culprit} is gone: its connection to {roster.rank(failure.reporter)} was closed; {waiting}"
+            f"{culprit} is gone: its connection to {membership.rank(failure.reporter)} was closed; {waiting}"
         )
     if status is Status.INTERRUPTED:
         return CommunicationError(
-            f"{culprit} was interrupted (Ctrl-C, or another signal's handler) in {_numbered(reported, roster)}"
+            f"{culprit} was interrupted (Ctrl-C, or another signal's handler) in {_numbered(reported, membership)}"
         )
     return CommunicationError(f"{culprit}: {status.name.lower()}; {waiting}")
 
 
-def describe_whereabouts(calls: Mapping[int, Call], reader: int, roster: Roster) -> str:
+def describe_whereabouts(calls: Mapping[int, Call], reader: int, membership: Membership) -> str:
     """For whom rank `reader` waits, from the last calls of the ranks of its host."""
     own = calls[reader]
     behind = [
-        f"{roster.rank(rank)} has not arrived, its last call was {describe_call(call, roster)}"
+        f"{membership.rank(rank)} has not arrived, its last call was {describe_call(call, membership)}"
         for rank, call in calls.items()
         if call.index < own.index
     ]
-    what = f"{_numbered(own, roster)}, " if own.operation else ""
+    what = f"{_numbered(own, membership)}, " if own.operation else ""
     return what + ("; ".join(behind) if behind else "which all ranks have begun")
 
 
-def _numbered(call: Call, roster: Roster) -> str:
+def _numbered(call: Call, membership: Membership) -> str:
     if call.operation in _MESSAGES:
-        return f"{describe_call(call, roster)} of {roster.group}"
-    return f"{describe_call(call, roster)}, call number {call.index} of {roster.group}"
+        return f"{describe_call(call, membership)} of {membership.group}"
+    return f"{describe_call(call, membership)}, call number {call.index} of {membership.group}"
 
 
-def _place(theirs: Call, reported: Call, roster: Roster) -> str:
+def _place(theirs: Call, reported: Call, membership: Membership) -> str:
     """Where a rank was when it ended."""
     if theirs.operation == Operation.NOTHING:
-        return f"before its first call in {roster.group}"
-    call = describe_call(theirs, roster)
+        return f"before its first call in {membership.group}"
+    call = describe_call(theirs, membership)
     if theirs.operation in _MESSAGES:
         return f"after it called {call}"
     if theirs.index >= reported.index and reported.operation not in _MESSAGES:
@@ -126,35 +132,37 @@ def _place(theirs: Call, reported: Call, roster: Roster) -> str:
     return f"after {call}, its call number {theirs.index}"
 
 
-def _late(failure: Failure, roster: Roster, timeout_s: float) -> RankLate:
+def _late(failure: Failure, membership: Membership, timeout_s: float) -> RankLate:
     theirs, reported = failure.culprit_call, failure.reporter_call
-    who, waiter = roster.rank(failure.culprit), roster.rank(failure.reporter)
+    who, waiter = membership.rank(failure.culprit), membership.rank(failure.reporter)
     doing = (
-        f"its last call was {describe_call(theirs, roster)}" if theirs.operation else "it has made no call"
+        f"its last call was {describe_call(theirs, membership)}"
+        if theirs.operation
+        else "it has made no call"
     )
-    if roster.hosts[failure.culprit] != roster.hosts[failure.reporter]:
+    if membership.hosts[failure.culprit] != membership.hosts[failure.reporter]:
         doing = "what it does is not known here"
     if reported.operation in _MESSAGES:
         if reported.root < 0:
             return RankLate(
-                f"no rank sent, within {timeout_s:g} s, what {waiter} was waiting for in {_numbered(reported, roster)}"
+                f"no rank sent, within {timeout_s:g} s, what {waiter} was waiting for in {_numbered(reported, membership)}"
             )
         verb = "take" if reported.operation == Operation.SEND else "send"
         return RankLate(
             f"{who} did not {verb}, within {timeout_s:g} s, the message of {waiter} in "
-            f"{_numbered(reported, roster)}; {doing}"
+            f"{_numbered(reported, membership)}; {doing}"
         )
     others = f" and {failure.missing - 1} more" if failure.missing > 1 else ""
     return RankLate(
         f"{who}{others} did not arrive within {timeout_s:g} s ({doing}); {waiter} was waiting in "
-        f"{_numbered(reported, roster)}"
+        f"{_numbered(reported, membership)}"
     )
 
 
-def _witness(failure: Failure, roster: Roster) -> str:
+def _witness(failure: Failure, membership: Membership) -> str:
     if failure.reporter == failure.culprit:
         return "the others called"
-    return f"{roster.rank(failure.reporter)} called"
+    return f"{membership.rank(failure.reporter)} called"
 
 
 def _difference(a: Call, b: Call) -> str:

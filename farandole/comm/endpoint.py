@@ -29,11 +29,11 @@ import torch.distributed as dist
 
 from farandole import native
 from farandole.comm.addresses import is_loopback, own_address, socket_address
-from farandole.comm.describe import Roster
+from farandole.comm.describe import Membership
 from farandole.comm.errors import CommunicationError, RankLate
-from farandole.comm.host import Meeting, Segment, SegmentName, host_identity, open_segment
+from farandole.comm.failure_consensus import FailureConsensus
+from farandole.comm.host import Rendezvous, Segment, SegmentName, host_identity, open_segment
 from farandole.comm.host_group import HostGroup
-from farandole.comm.verdict import Verdict
 from farandole.native import LAST_STATUS, TRY, Status
 
 ARENA_BYTES = 1 << 38
@@ -108,8 +108,8 @@ class Endpoint:
     def bootstrap(
         cls, store: dist.Store, rank: int, size: int, timeout: timedelta, who: str, interface: str | None
     ) -> Endpoint:
-        """Meet the other ranks.  `CannotShareMemory`, on all ranks alike, if the core cannot serve them."""
-        meeting = Meeting(store, rank, size, timeout, who)
+        """Connect to the other ranks.  `CannotShareMemory`, on all ranks alike, if the core cannot serve them."""
+        rendezvous = Rendezvous(store, rank, size, timeout, who)
         reason, handle, fields = native.why_unavailable() or "", None, {}
         if not reason:
             try:
@@ -126,7 +126,7 @@ class Endpoint:
                 fields = asdict(own)
             except OSError as error:
                 reason = str(error)
-        told = [json.loads(text) for text in meeting.exchange("process", json.dumps([reason, fields]))]
+        told = [json.loads(text) for text in rendezvous.exchange("process", json.dumps([reason, fields]))]
         reasons = [reason for reason, _ in told if reason]
         processes = [
             Process(**each | {"arena": SegmentName(**each["arena"])}) for reason, each in told if not reason
@@ -137,20 +137,20 @@ class Endpoint:
             if handle:
                 native.library().frd_endpoint_close(handle)
             raise CannotShareMemory(reasons[0])
-        endpoint = cls(meeting.store, rank, processes)
+        endpoint = cls(rendezvous.store, rank, processes)
         endpoint._handle = handle
-        endpoint._connect(meeting, timeout, who, interface)
+        endpoint._connect(rendezvous, timeout, who, interface)
         return endpoint
 
-    def _connect(self, meeting: Meeting, timeout: timedelta, who: str, interface: str | None) -> None:
-        problems = meeting.exchange("mapped", self._map_neighbours())
+    def _connect(self, rendezvous: Rendezvous, timeout: timedelta, who: str, interface: str | None) -> None:
+        problems = rendezvous.exchange("mapped", self._map_neighbours())
         for rank, problem in enumerate(problems):
             if problem:
                 self.core.frd_endpoint_close(self._handle)
                 raise CannotShareMemory(f"rank {rank} cannot open the memory of its host: {problem}")
         if len(self.hosts) > 1:
             self.address = own_address(self.store, interface)
-            self._listen(meeting, timeout)
+            self._listen(rendezvous, timeout)
         blocks = [process.base for process in self.processes]
         self._base = self._open_group(0, range(len(blocks)), blocks)
         # a rank that uses the endpoint may be heard by one that has not opened it: what it says is kept until then
@@ -174,7 +174,7 @@ class Endpoint:
                     os.close(descriptor)
         return ""
 
-    def _listen(self, meeting: Meeting, timeout: timedelta) -> None:
+    def _listen(self, rendezvous: Rendezvous, timeout: timedelta) -> None:
         """Listen, tell the others where, and learn where they do.
 
         A token that only readers of the job's store know keeps strangers' connections out.
@@ -186,7 +186,7 @@ class Endpoint:
         place = {"address": self.address, "port": listener.getsockname()[1]}
         if self.rank == 0:
             place["token"] = secrets.token_hex(native.TOKEN_BYTES // 2)
-        places = [json.loads(text) for text in meeting.exchange("addresses", json.dumps(place))]
+        places = [json.loads(text) for text in rendezvous.exchange("addresses", json.dumps(place))]
         lonely = [r for r, each in enumerate(places) if is_loopback(each["address"])]
         if lonely and len(lonely) < size:
             process = self.processes[lonely[0]]
@@ -239,15 +239,15 @@ class Endpoint:
                 self.core.frd_group_unreserve(block)
                 raise
             processes = [self.processes[member] for member in members]
-            roster = Roster(
+            membership = Membership(
                 who, global_ranks, [process.pid for process in processes], [p.name for p in processes]
             )
             here = [r for r, process in enumerate(processes) if process.host == self.identity]
-            rank, verdict = list(members).index(self.rank), None
+            rank, consensus = list(members).index(self.rank), None
             store = dist.PrefixStore(f"group-{context}/", self.store)
             if len(here) < len(members):
-                verdict = Verdict(store, rank)
-            group = HostGroup(self, handle, rank, here, roster, verdict, store)
+                consensus = FailureConsensus(store, rank)
+            group = HostGroup(self, handle, rank, here, membership, consensus, store)
             group.set_timeout(timeout)
             return group
         except BaseException:

@@ -281,7 +281,7 @@ class HierarchicalCore(GroupCore):
         for number, (shares, lead) in enumerate(windows):
             own = shares[self.host.rank]
             self._host_reduce_scatter(shares, own, reduction, flags)
-            link = Running(lead(own, Tagged(self.hosts.leg, number)) if own.numel() else iter(()))
+            link = Running(lead(own, Tagged(self.hosts.transport, number)) if own.numel() else iter(()))
             under_way.append((shares, link))
             if not link.done:
                 waiting.append(link)
@@ -315,7 +315,7 @@ class HierarchicalCore(GroupCore):
             pieces.append(piece)
         if self.hosts.leads:
             combine = combine_in_core(self.host, source.dtype, in_core)
-            self._run(ring_reduce_scatter(self.hosts.leg, pieces, combine))
+            self._run(ring_reduce_scatter(self.hosts.transport, pieces, combine))
         block = torch.empty(sum(counts[r] for r in self.host.members), dtype=source.dtype)
         self._host_all_gather(pieces[self.hosts.index], self._shares(block), flags)
         before = sum(counts[r] for r in self.host.members[: self.host.rank])
@@ -333,7 +333,7 @@ class HierarchicalCore(GroupCore):
         self._host_all_gather(source, own_block, flags)
         shares = [self._shares(block) for block in blocks]
         if self.hosts.leads:
-            self._run(ring_all_gather(self.hosts.leg, [each[self.host.rank] for each in shares]))
+            self._run(ring_all_gather(self.hosts.transport, [each[self.host.rank] for each in shares]))
         for index, each in enumerate(shares):
             if index != self.hosts.index:
                 self._host_all_gather(each[self.host.rank], each, flags)
@@ -357,7 +357,7 @@ class HierarchicalCore(GroupCore):
                 self._host_broadcast(window, self.host.members.index(root), flags)
             shares = self._shares(window)
             own = shares[self.host.rank]
-            link = Running(tree.broadcast(self.hosts.leg, own, source)) if own.numel() else None
+            link = Running(tree.broadcast(self.hosts.transport, own, source)) if own.numel() else None
             under_way.append((shares, link))
             if len(under_way) > WINDOWS_AHEAD:
                 complete(*under_way.popleft())

@@ -1,4 +1,4 @@
-"""Which ranks share a host, and what the ranks of a job tell each other before they are connected."""
+"""Host identity, memory files that processes share, and the exchange of texts before ranks are connected."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def open_and_map(name: SegmentName, size: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-class Meeting:
-    """The ranks of a job tell each other things through a store.
+class Rendezvous:
+    """Exchange of texts among the ranks of a job through a store.
 
     A store may outlive a group, and a group of the same name bootstrap through it again (torchrun keeps one store for
     a job), so every key carries a number, which each rank counts in the store.  Rank 0 collects what the others say, so
@@ -94,8 +94,8 @@ class Meeting:
         self._size = size
         self._timeout = timeout
         self._who = who
-        number = store.add(f"meetings/{rank}", 1)
-        self.store = dist.PrefixStore(f"meeting-{number}/", store)
+        number = store.add(f"rendezvous/{rank}", 1)
+        self.store = dist.PrefixStore(f"rendezvous-{number}/", store)
 
     def exchange(self, topic: str, text: str) -> list[str]:
         """All-gather a text.  `RankLate` if a rank does not come in time."""

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from farandole import native
-from farandole.comm.describe import Roster, describe_call, describe_whereabouts, failure_to_error
+from farandole.comm.describe import Membership, describe_call, describe_whereabouts, failure_to_error
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
 from farandole.comm.errors import CommunicationError
+from farandole.comm.failure_consensus import FailureConsensus
 from farandole.comm.host import Segment, SegmentName, open_and_map
-from farandole.comm.verdict import Verdict
 from farandole.native import Call, Failure, Status
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class HostGroup:
         handle: int,
         group_rank: int,
         members: Sequence[int],
-        roster: Roster,
-        verdict: Verdict | None,
+        membership: Membership,
+        consensus: FailureConsensus | None,
         store: dist.Store,
     ) -> None:
         self.endpoint = endpoint
@@ -59,8 +59,8 @@ class HostGroup:
         self.members = list(members)
         self.rank = self.members.index(group_rank)
         self.size = len(members)
-        self.roster = roster
-        self.verdict = verdict  # of a group of several hosts
+        self.membership = membership
+        self.consensus = consensus  # of a group of several hosts
         self.store = store
         self.core = native.library()
         self._owner = os.getpid()
@@ -108,8 +108,8 @@ class HostGroup:
             raise ValueError(f"the group has ranks 0 to {self.size - 1}; a root or peer is outside of them")
         failure = Failure()
         self.core.frd_get_failure(self.handle, ctypes.byref(failure))
-        error = failure_to_error(failure, self.group_rank, self.roster, self.call_timeout_s)
-        if self.verdict is not None:
+        error = failure_to_error(failure, self.group_rank, self.membership, self.call_timeout_s)
+        if self.consensus is not None:
             error = self._shared_reason(failure, error)
         if status == Status.INTERRUPTED and threading.current_thread() is threading.main_thread():
             native.raise_pending_interrupt()
@@ -167,21 +167,21 @@ class HostGroup:
 
     def fail(self, error: CommunicationError, culprit: int) -> NoReturn:
         """Break the group on all its hosts, for a reason that was found out above the core, and raise it."""
-        assert self.verdict is not None
-        error = self.verdict.publish(error)
+        assert self.consensus is not None
+        error = self.consensus.publish(error)
         self.core.frd_break(self.handle, culprit)
         self.core.frd_tell_broken(self.handle)
         raise error
 
     def _shared_reason(self, failure: Failure, error: CommunicationError) -> CommunicationError:
         """The reason that all hosts give; the others are told, so that all look for it."""
-        assert self.verdict is not None
+        assert self.consensus is not None
         found = None
         if failure.status in (Status.CLOSED, Status.ELSEWHERE, Status.MISFIT) or (
             failure.status == Status.LATE and failure.culprit not in self.members
         ):  # on the other host they may know better: why it closed, or for whom it waits itself
-            found = self.verdict.find(failure.culprit if failure.status == Status.CLOSED else None)
-        found = self.verdict.publish(found or self._with_link(failure, error))
+            found = self.consensus.find(failure.culprit if failure.status == Status.CLOSED else None)
+        found = self.consensus.publish(found or self._with_link(failure, error))
         self.core.frd_tell_broken(self.handle)
         return found
 
@@ -193,7 +193,7 @@ class HostGroup:
         return type(error)(f"{error}; {self._link_to(failure.culprit, silence_s)}")
 
     def _link_to(self, peer: int, silence_s: float) -> str:
-        host = self.roster.hosts[peer]
+        host = self.membership.hosts[peer]
         if silence_s > SILENCE_S:
             return f"{host} has given no sign of life for {silence_s:.0f} s: it is down, or the link to it is"
         return f"{host} answers, so the link to it is up"
@@ -206,18 +206,18 @@ class HostGroup:
                 return "the group was destroyed meanwhile"
             for rank, call in enumerate(calls.values()):
                 self.core.frd_get_call(self.handle, rank, ctypes.byref(call))
-        return describe_whereabouts(calls, self.group_rank, self.roster)
+        return describe_whereabouts(calls, self.group_rank, self.membership)
 
     def _warn_of_stall(self) -> None:
-        me = self.roster.rank(self.group_rank)
+        me = self.membership.rank(self.group_rank)
         print(f"farandole: {me} waits in {self.whereabouts()}", file=sys.stderr, flush=True)
 
     def late_peer(self, peer: int, waited_s: float) -> str:
         """For a person: that this rank waits for a message of rank `peer`."""
         own = Call()
         self.core.frd_get_call(self.handle, self.rank, ctypes.byref(own))
-        me, other = self.roster.rank(self.group_rank), self.roster.rank(peer)
-        text = f"{me} has waited {waited_s:.0f} s for {other} in {describe_call(own, self.roster)}"
+        me, other = self.membership.rank(self.group_rank), self.membership.rank(peer)
+        text = f"{me} has waited {waited_s:.0f} s for {other} in {describe_call(own, self.membership)}"
         silence_s = self.core.frd_silence(self.handle, peer)
         return f"{text}; {self._link_to(peer, silence_s)}" if silence_s >= 0 else text
 
@@ -281,8 +281,10 @@ class HostGroup:
             if not self.handle or self._left:
                 return
             self._left = True
-        if self.verdict is not None:
-            self.verdict.leave(f"{self.roster.rank(self.group_rank)} left {self.roster.group} ({note})")
+        if self.consensus is not None:
+            self.consensus.leave(
+                f"{self.membership.rank(self.group_rank)} left {self.membership.group} ({note})"
+            )
         with self._closing:
             if self.handle:
                 self.core.frd_leave(self.handle, note.encode()[: native.NOTE_BYTES - 1])

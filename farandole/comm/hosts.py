@@ -1,4 +1,4 @@
-"""The hosts of a group: who is where, who leads, and the way between the leaders."""
+"""The hosts of a group: which ranks each has, which of them lead, and the transports between hosts."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from farandole.comm.host_group import HostGroup
 from farandole.comm.transport import Transport, WireTransport
 from farandole.native import Call, Failure, Status
 
-_LEG, _ALL = 1, 2  # channels
+_LEADERS, _ALL = 1, 2  # channels
 
 
 class Hosts:
     """The ranks of a group, by host: `members[h]` are those of host h.
 
-    `leg` carries messages between the leaders of the same number on all hosts, where this rank is one (`leads`);
+    `transport` carries messages between the leaders of the same number on all hosts, where this rank is one (`leads`);
     `all` between any two ranks.  Its ranks are the numbers of hosts, or of ranks.
     """
 
     def __init__(
-        self, host: HostGroup, members: Sequence[Sequence[int]], leaders: int | None, leg: Transport | None
+        self,
+        host: HostGroup,
+        members: Sequence[Sequence[int]],
+        leaders: int | None,
+        transport: Transport | None,
     ) -> None:
         self.host = host
         self.members = [list(ranks) for ranks in members]
         self.count = len(members)
         self.index = self.index_of(host.group_rank)
-        self.ranks = len(host.roster.ranks)
+        self.ranks = len(host.membership.ranks)
         fewest = min(len(ranks) for ranks in members)
         self.leaders = fewest if leaders is None else leaders
         if not 1 <= self.leaders <= fewest:
@@ -41,15 +45,15 @@ class Hosts:
         self.all = WireTransport(host, range(self.ranks), _ALL)
         self._agreement: WireTransport | None = None
         if self.leads:
-            self._agreement = WireTransport(host, [ranks[host.rank] for ranks in members], _LEG)
+            self._agreement = WireTransport(host, [ranks[host.rank] for ranks in members], _LEADERS)
             self._agreement.connect()
-        self._leg = leg or self._agreement
+        self._transport = transport or self._agreement
 
     @property
-    def leg(self) -> Transport:
-        """The way to the leaders of the same number."""
-        assert self._leg is not None, "only leaders have one"
-        return self._leg
+    def transport(self) -> Transport:
+        """Messages to the leaders of the same number on the other hosts."""
+        assert self._transport is not None, "only leaders have one"
+        return self._transport
 
     def index_of(self, rank: int) -> int:
         """The number of a rank's host."""
@@ -93,7 +97,7 @@ class Hosts:
                 reporter_call=own,
             )
             error = failure_to_error(
-                failure, self.host.group_rank, self.host.roster, self.host.call_timeout_s
+                failure, self.host.group_rank, self.host.membership, self.host.call_timeout_s
             )
             self.host.fail(error, culprit)
 

@@ -17,7 +17,7 @@ from farandole.comm.host_group import HostGroup
 from farandole.comm.work import flags_here
 from farandole.native import TRY, Status
 
-REMARK_S = 5.0
+STALL_WARNING_S = 5.0
 """After this time a person is told for whom a rank waits; then each time after twice as long."""
 
 
@@ -62,20 +62,24 @@ class WireMessage:
     def wait(self, timeout_s: float) -> None:
         """Block until it is complete."""
         if self._message is not None:
-            self._settle(self._wait(timeout_s, REMARK_S))
+            self._settle(self._wait(timeout_s, STALL_WARNING_S))
 
-    def _wait(self, timeout_s: float, remark_s: float) -> int:
+    def _wait(self, timeout_s: float, warn_after_s: float) -> int:
         assert self._message is not None
         wait, flags = self._host.wait_message, flags_here()
         begun, status = time.monotonic(), int(Status.PENDING)
         while status == Status.PENDING:
             waited = time.monotonic() - begun
-            if timeout_s <= remark_s:
+            if timeout_s <= warn_after_s:
                 return wait(self._message, max(0.0, timeout_s - waited), flags)
-            status = wait(self._message, max(0.0, remark_s - waited), flags | TRY)
+            status = wait(self._message, max(0.0, warn_after_s - waited), flags | TRY)
             if status == Status.PENDING:
-                print(f"farandole: {self._host.late_peer(self._peer, remark_s)}", file=sys.stderr, flush=True)
-                remark_s *= 2
+                print(
+                    f"farandole: {self._host.late_peer(self._peer, warn_after_s)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                warn_after_s *= 2
         return status
 
     def _settle(self, outcome: int) -> bool:

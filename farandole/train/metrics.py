@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from farandole.comm.remark import say_once
+from farandole.comm.notices import print_once
 from farandole.train.board import Board
 from farandole.train.disk import DiskError, reason
 
@@ -71,7 +71,7 @@ class MetricsWriter:
     def _do_without_board(self, error: OSError) -> None:
         self._board = None
         why = reason(error, self._path.parent)
-        say_once(
+        print_once(
             f"TensorBoard's files cannot be written: {why}; training goes on, its numbers are in {self._path}"
         )
 

@@ -27,5 +27,5 @@ def spanning_group(host_of: Sequence[int], rank: int, **options) -> dist.Process
     """A group of the first ranks of the world, on hosts as said."""
     with on_hosts(host_of, rank):
         group = dist.new_group(list(range(len(host_of))), backend="farandole", pg_options=Options(**options))
-    assert rank >= len(host_of) or group._host.verdict is not None
+    assert rank >= len(host_of) or group._host.consensus is not None
     return group

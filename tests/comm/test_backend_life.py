@@ -98,7 +98,7 @@ def check_several_hosts(rank: int, size: int) -> None:
         mine = [dist.new_group([r for r in range(size) if r % 2 == parity]) for parity in (0, 1)][rank % 2]
     finally:
         endpoint.host_identity = identity
-    assert world._host.verdict is not None and mine._host.verdict is None
+    assert world._host.consensus is not None and mine._host.consensus is None
     tensor = torch.full((5,), float(rank))
     dist.all_reduce(tensor, group=world)
     assert (tensor == sum(range(size))).all()

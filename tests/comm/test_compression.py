@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farandole.comm import CallMismatch, Communicator, remark
+from farandole.comm import CallMismatch, Communicator, notices
 from farandole.comm.compression import Cast, Compression, Int8, PowerSGD, TopK, compression_named
 from tests.comm.hosts import spanning_group
 from tests.comm.jobs import Job
@@ -251,7 +251,7 @@ def test_what_cannot_be_compressed_is_refused(ranks):
 
 def on_one_host(rank: int, size: int) -> str:
     said = io.StringIO()
-    remark._said.clear()
+    notices._printed.clear()
     group = dist.new_group(list(range(size)), backend="farandole")
     with contextlib.redirect_stderr(said):
         for _ in range(2):

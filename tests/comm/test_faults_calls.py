@@ -54,7 +54,7 @@ def check_disagreements(rank: int, size: int) -> None:
     ]  # fmt: skip
     for usual, other, saying, difference in cases:
         group = dist.new_group()
-        pids = group._host.roster.pids
+        pids = group._host.membership.pids
         start = time.monotonic()
         with pytest.raises(CallMismatch) as caught:
             all_but(rank, usual, other, odd)
@@ -113,7 +113,7 @@ def test_messages_of_another_size_are_refused(ranks):
 
 def check_late(rank: int, size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=0.5))
-    pids = group._host.roster.pids
+    pids = group._host.membership.pids
     if rank:
         start = time.monotonic()
         work = None if rank == 1 else dist.all_reduce(torch.ones(LARGE), group=group, async_op=True)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,15 @@ def mounted(folder: Path, *words: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        _unmount(folder)
+
+
+def _unmount(folder: Path) -> None:
+    """Unmount; the kernel may still be releasing the file of a loop device that was unmounted just before."""
+    deadline = time.monotonic() + 20
+    while (run := subprocess.run(["umount", str(folder)], capture_output=True, text=True)).returncode:
+        assert "busy" in run.stderr and time.monotonic() < deadline, run.stderr
+        time.sleep(0.05)
 
 
 def in_memory(folder: Path, size: str) -> contextlib.AbstractContextManager[Path]:

@@ -80,7 +80,9 @@ class Compressor(ABC):
             yield [start + size * leader // leaders for leader in range(leaders + 1)]
 
     @abstractmethod
-    def reduce(self, share: Tensor, leg: Transport, start: int, factor: float, exactly: Reduce) -> Steps:
+    def reduce(
+        self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
+    ) -> Steps:
         """Sum `share` times `factor` over the hosts, in place; all hosts get the same bits.
 
         The share is fp32 and begins at element `start` of the tensor; `exactly` sums a tensor without compression.

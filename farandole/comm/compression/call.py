@@ -12,8 +12,8 @@ from farandole.comm.compression.base import Compression, Compressor
 from farandole.comm.dense import copy_back, readable
 from farandole.comm.fallback import TorchCore
 from farandole.comm.hierarchical import HierarchicalCore
+from farandole.comm.notices import print_once
 from farandole.comm.operations import ALL_REDUCE, reduction_number
-from farandole.comm.remark import say_once
 
 if TYPE_CHECKING:
     from farandole.comm.communicator import Communicator
@@ -65,7 +65,7 @@ def compressed_all_reduce(
     core, compressor = comm.dispatcher.core, compression
     if not isinstance(core, HierarchicalCore):
         if comm.rank == 0:
-            say_once("nothing is compressed: all ranks are on this host, and share its memory")
+            print_once("nothing is compressed: all ranks are on this host, and share its memory")
         reduction = reduction_number(op, tensor.dtype)
         work = comm.dispatcher.run(ALL_REDUCE, [tensor], [tensor], reduction, async_op=async_op)
         return work if async_op else None

@@ -100,6 +100,8 @@ class CodecCompressor(Compressor):
         super().__init__(compression, count, parameters, exact)
         self._codec = codec
 
-    def reduce(self, share: Tensor, leg: Transport, start: int, factor: float, exactly: Reduce) -> Steps:
+    def reduce(
+        self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
+    ) -> Steps:
         """Every host sums one part of the share: see `direct`."""
-        return all_reduce(leg, share, self._codec, self.residual(start, share), factor)
+        return all_reduce(transport, share, self._codec, self.residual(start, share), factor)

@@ -90,7 +90,9 @@ class PowerSGDCompressor(Compressor):
             ideal = [first + (last - first) * leader / leaders for leader in range(1, leaders)]
             yield [first, *(min(inside, key=lambda cut: abs(cut - at)) for at in ideal), last]
 
-    def reduce(self, share: Tensor, leg: Transport, start: int, factor: float, exactly: Reduce) -> Steps:
+    def reduce(
+        self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
+    ) -> Steps:
         """Two all-reduces: of M Q and all that is not compressed, then of M^T P."""
         residual = self.residual(start, share)
         values = compensated(share, factor, residual)
@@ -101,7 +103,7 @@ class PowerSGDCompressor(Compressor):
         packed = torch.cat(
             [*(p.reshape(-1) for p in left), *(values[a - start : b - start] for a, b in rest)]
         )
-        yield from exactly(packed, leg)
+        yield from exactly(packed, transport)
 
         sizes = [m.rank * m.rows for m in matrices] + [b - a for a, b in rest]
         pieces = packed.split(sizes)
@@ -114,7 +116,7 @@ class PowerSGDCompressor(Compressor):
         for p, m in zip(left, matrices, strict=True):
             core.frd_orthonormalise(p.data_ptr(), m.rows, m.rank)
         packed = torch.cat([(p @ matrix).view(-1) for p, matrix in zip(left, local, strict=True)])
-        yield from exactly(packed, leg)
+        yield from exactly(packed, transport)
 
         right = packed.split([m.rank * m.columns for m in matrices])
         for m, p, q, matrix in zip(matrices, left, right, local, strict=True):
@@ -123,7 +125,7 @@ class PowerSGDCompressor(Compressor):
             if q.isfinite().all():
                 self.state[f"right.{m.start}"] = q.view(m.rank, m.columns).clone()
             if residual is not None:  # every host has missed its part of what the sum misses
-                missed = matrix.view(-1).sub_(own, alpha=1 / leg.size)
+                missed = matrix.view(-1).sub_(own, alpha=1 / transport.size)
                 remember(residual[m.start - start : m.end - start], missed)
 
     def _matrices_in(self, start: int, count: int) -> list[_Matrix]:

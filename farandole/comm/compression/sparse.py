@@ -41,7 +41,9 @@ class TopKCompressor(Compressor):
         super().__init__(compression, count, parameters, exact)
         self._ratio = compression.ratio
 
-    def reduce(self, share: Tensor, leg: Transport, start: int, factor: float, exactly: Reduce) -> Steps:
+    def reduce(
+        self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
+    ) -> Steps:
         """Sum what all hosts have chosen, in the order of the hosts."""
         residual = self.residual(start, share)
         values = compensated(share, factor, residual)
@@ -50,11 +52,11 @@ class TopKCompressor(Compressor):
         chosen = values[places]
         values[places] = torch.where(chosen.isfinite(), 0.0, torch.nan)  # an infinity is not remembered
         remember(residual, values)
-        messages = [torch.empty(2 * kept, dtype=torch.int32) for _ in range(leg.size)]
-        own_places, own_values = messages[leg.rank].split(kept)
+        messages = [torch.empty(2 * kept, dtype=torch.int32) for _ in range(transport.size)]
+        own_places, own_values = messages[transport.rank].split(kept)
         own_places.copy_(places)
         own_values.view(torch.float32).copy_(chosen)
-        yield from all_gather(leg, messages)
+        yield from all_gather(transport, messages)
         share.zero_()
         for message in messages:
             places, found = message.split(kept)

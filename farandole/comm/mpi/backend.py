@@ -14,8 +14,8 @@ from torch.distributed import distributed_c10d
 
 from farandole._torch_versions import report_untested
 from farandole.comm import dense
-from farandole.comm.describe import Roster
-from farandole.comm.host import Meeting
+from farandole.comm.describe import Membership
+from farandole.comm.host import Rendezvous
 from farandole.comm.mpi import cuda
 from farandole.comm.mpi.core import MpiCore
 from farandole.comm.mpi.engine import engine
@@ -43,8 +43,8 @@ def core_over(comm: Any, timeout: timedelta) -> MpiCore:
         told = copy.allgather((os.getpid(), socket.gethostname()))
         store = _store_over(copy, timeout)
     pids, hosts = [pid for pid, _ in told], [host for _, host in told]
-    roster = Roster("the MPI communicator", range(len(told)), pids, hosts)
-    return _core(MpiGroup(copy, way, roster, store, timeout))
+    membership = Membership("the MPI communicator", range(len(told)), pids, hosts)
+    return _core(MpiGroup(copy, way, membership, store, timeout))
 
 
 def _make_group(
@@ -59,10 +59,10 @@ def _make_group(
     report_untested(ranks[rank])
     is_default = name in ("0", "default", "default_pg")
     who = "the default group" if is_default else f"group {name!r} (ranks {', '.join(map(str, ranks))})"
-    meeting = Meeting(store, rank, len(ranks), timeout, who)
-    group = MpiGroup.meet(meeting, len(ranks), timeout, who, ranks)
+    rendezvous = Rendezvous(store, rank, len(ranks), timeout, who)
+    group = MpiGroup.connect(rendezvous, len(ranks), timeout, who, ranks)
     core = _core(group, backend)
-    return FarandoleProcessGroup(meeting.store, group.rank, group.size, timeout, name, core, None, backend)
+    return FarandoleProcessGroup(rendezvous.store, group.rank, group.size, timeout, name, core, None, backend)
 
 
 def _core(group: MpiGroup, name: str = "farandole-mpi") -> MpiCore:
@@ -80,13 +80,13 @@ def rendezvous(
     """Serve `init_method="mpi://"`: rank and size are MPI's, and rank 0 keeps a store."""
     world = engine().mpi.COMM_WORLD
     yield _world_store(timeout), world.Get_rank(), world.Get_size()
-    raise RuntimeError("ranks of MPI cannot meet a second time through one rendezvous")
+    raise RuntimeError("ranks of MPI cannot connect a second time through one rendezvous")
 
 
 def _world_store(timeout: timedelta) -> dist.Store:
     """Return a part of the store of the job's ranks, a new one at each call; called by all ranks."""
     number = next(_meetings())
-    return dist.PrefixStore(f"meeting-{number}/", _job_store(timeout))
+    return dist.PrefixStore(f"rendezvous-{number}/", _job_store(timeout))
 
 
 @functools.cache
@@ -155,4 +155,4 @@ def enable(timeout_s: float = DEFAULT_TIMEOUT.total_seconds()) -> None:
 
 
 _stores: list[dist.Store] = []
-"""The store of the default group, through which sub-groups meet: torch passes such groups no store."""
+"""The store of the default group, through which sub-groups connect: torch passes such groups no store."""

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from farandole.comm.describe import Roster, describe_call, failure_to_error
+from farandole.comm.describe import Membership, describe_call, failure_to_error
 from farandole.comm.errors import CommunicationError, RankDied, RankLate
-from farandole.comm.host import Meeting
+from farandole.comm.host import Rendezvous
 from farandole.comm.mpi.engine import SPINS, Engine, engine
 from farandole.comm.mpi.library import NO_FORK, MpiUnavailable, describe_library
 from farandole.comm.mpi.messages import Messages
@@ -33,15 +33,17 @@ GRACE_S = 0.5
 
 
 class MpiGroup:
-    """The ranks of one group and their communicator.  Made by every rank of the group at once with `meet`."""
+    """The ranks of one group and their communicator.  Made by every rank of the group at once with `connect`."""
 
-    def __init__(self, comm: Any, way: Engine, roster: Roster, store: dist.Store, timeout: timedelta) -> None:
+    def __init__(
+        self, comm: Any, way: Engine, membership: Membership, store: dist.Store, timeout: timedelta
+    ) -> None:
         self.comm = comm
         self.engine = way
         self.rank: int = comm.Get_rank()
         self.group_rank = self.rank
         self.size: int = comm.Get_size()
-        self.roster = roster
+        self.membership = membership
         self.handle: int | None = 1  # what the core is called with; None after `close`
         messages = Messages(self)
         self.send, self.recv = messages.send, messages.recv
@@ -61,8 +63,8 @@ class MpiGroup:
         self.set_timeout(timeout)
 
     @classmethod
-    def meet(
-        cls, meeting: Meeting, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
+    def connect(
+        cls, rendezvous: Rendezvous, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
     ) -> MpiGroup:
         """Make it with the other ranks.
 
@@ -72,7 +74,7 @@ class MpiGroup:
         way = engine()
         world, mpi = way.mpi.COMM_WORLD, way.mpi
         with way.making_group():
-            told = meeting.exchange(
+            told = rendezvous.exchange(
                 "mpi", f"{world.Get_rank()} {os.getpid()} {gethostname()} {describe_library(mpi)}"
             )
             numbers = [int(text.split()[0]) for text in told]
@@ -91,25 +93,25 @@ class MpiGroup:
                 comm = world.Create_group(members.Incl(numbers), tag)
                 comm.Set_errhandler(mpi.ERRORS_RETURN)
         pids, hosts = [int(text.split()[1]) for text in told], [text.split()[2] for text in told]
-        roster = Roster(name, ranks, pids, hosts)
-        return cls(comm, way, roster, meeting.store, timeout)
+        membership = Membership(name, ranks, pids, hosts)
+        return cls(comm, way, membership, rendezvous.store, timeout)
 
     def subgroup(self, members: Sequence[int]) -> MpiGroup:
         """Return a group of some ranks, in this order; called by them."""
-        way, name = self.engine, f"ranks {', '.join(str(self.roster.ranks[rank]) for rank in members)}"
+        way, name = self.engine, f"ranks {', '.join(str(self.membership.ranks[rank]) for rank in members)}"
         self._subgroups += 1
         with way.making_group(), way.lock:
             comm = self.comm.Create_group(self.comm.Get_group().Incl(list(members)), self._subgroups % 32768)
             comm.Set_errhandler(way.mpi.ERRORS_RETURN)
-        old = self.roster
-        roster = Roster(
+        old = self.membership
+        membership = Membership(
             f"{old.group}, {name}",
             [old.ranks[rank] for rank in members],
             [old.pids[rank] for rank in members],
             [old.hosts[rank] for rank in members],
         )
         store = dist.PrefixStore(f"{'-'.join(map(str, members))}/{self._subgroups}/", self._store)
-        return MpiGroup(comm, way, roster, store, timedelta(seconds=self.timeout_s))
+        return MpiGroup(comm, way, membership, store, timedelta(seconds=self.timeout_s))
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long a call waits for the other ranks."""
@@ -134,8 +136,8 @@ class MpiGroup:
 
     def whereabouts(self) -> str:
         """For a person: the call under way, and which ranks are not known to be in it."""
-        what = f"{self._in_words()}, call number {self._index} of {self.roster.group}"
-        behind = [f"{self.roster.rank(rank)} has not said that it arrived" for rank in self._missing()]
+        what = f"{self._in_words()}, call number {self._index} of {self.membership.group}"
+        behind = [f"{self.membership.rank(rank)} has not said that it arrived" for rank in self._missing()]
         return "; ".join([what, *behind])
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
@@ -190,7 +192,7 @@ class MpiGroup:
             raise self._failed(error) from error
         except BaseException:
             self._broken = CommunicationError(
-                f"{self.roster.group} was interrupted in {self._in_words()} and cannot be used any more"
+                f"{self.membership.group} was interrupted in {self._in_words()} and cannot be used any more"
             )
             self.engine.abandon(request)
             raise
@@ -226,7 +228,7 @@ class MpiGroup:
             culprit_call=_call(*calls[culprit].tolist()),
             reporter_call=_call(*calls[common].tolist()),
         )
-        self._broken = failure_to_error(failure, self.rank, self.roster, self.timeout_s)
+        self._broken = failure_to_error(failure, self.rank, self.membership, self.timeout_s)
         raise self._broken
 
     def message_buffer(self, address: int, nbytes: int) -> Any:
@@ -243,7 +245,7 @@ class MpiGroup:
     # ---- errors ----
 
     def _in_words(self) -> str:
-        return describe_call(_call(self._index, *self._call), self.roster)
+        return describe_call(_call(self._index, *self._call), self.membership)
 
     def _failed(self, error: Any) -> CommunicationError:
         mpi = self.engine.mpi
@@ -253,8 +255,8 @@ class MpiGroup:
             else CommunicationError
         )
         self._broken = kind(
-            f"MPI failed on {self.roster.rank(self.rank)} in {self._in_words()}, call number {self._index} of "
-            f"{self.roster.group}: {error.Get_error_string()}"
+            f"MPI failed on {self.membership.rank(self.rank)} in {self._in_words()}, call number {self._index} of "
+            f"{self.membership.group}: {error.Get_error_string()}"
         )
         return self._broken
 
@@ -263,15 +265,15 @@ class MpiGroup:
         deadline = time.monotonic() + GRACE_S
         while (missing := self._missing()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        waiting = f"in {self._in_words()}, call number {self._index} of {self.roster.group}"
+        waiting = f"in {self._in_words()}, call number {self._index} of {self.membership.group}"
         if not missing:
             return RankLate(
                 f"all ranks have arrived, and the transfer did not end within {seconds:g} s, {waiting}: a rank is "
                 f"stopped, or the network is"
             )
-        names = ", ".join(self.roster.rank(rank) for rank in missing)
+        names = ", ".join(self.membership.rank(rank) for rank in missing)
         return RankLate(
-            f"{names} did not arrive within {seconds:g} s; {self.roster.rank(self.rank)} was waiting {waiting}"
+            f"{names} did not arrive within {seconds:g} s; {self.membership.rank(self.rank)} was waiting {waiting}"
         )
 
     def _tell(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from farandole.comm.errors import CommunicationError
-from farandole.comm.remark import say_once
+from farandole.comm.notices import print_once
 
 _SIZES = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
@@ -56,7 +56,7 @@ def load() -> Any:
     if MPI.Is_finalized():
         raise MpiUnavailable("this program has finalized MPI already, which cannot be started twice")
     if not MPI.Is_initialized():
-        _remark_on_launcher(os.environ, describe_library(MPI))
+        _warn_of_launcher(os.environ, describe_library(MPI))
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
         for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
             comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py makes exceptions of errors
@@ -102,11 +102,11 @@ def check_world(environ: Mapping[str, str], size: int, library: str) -> None:
     )
 
 
-def _remark_on_launcher(environ: Mapping[str, str], library: str) -> None:
+def _warn_of_launcher(environ: Mapping[str, str], library: str) -> None:
     """Before MPI begins: most builds of other MPIs end the process there, under Open MPI's mpirun."""
     variable = "OMPI_COMM_WORLD_SIZE"
     if environ.get(variable, "1") != "1" and not library.startswith("Open MPI"):
-        say_once(
+        print_once(
             f"{_SIZES[variable]} started this process, and mpi4py loads {library}; if that does not begin here, "
             f"{_remedy(variable)}"
         )

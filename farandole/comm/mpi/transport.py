@@ -1,4 +1,4 @@
-"""Bytes between ranks through MPI: a leg across hosts for collectives that have two levels."""
+"""Bytes between ranks through MPI: the inter-node transport of hierarchical collectives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from farandole.comm.host import Meeting
+from farandole.comm.host import Rendezvous
 from farandole.comm.mpi.group import MpiGroup
 from farandole.comm.mpi.messages import MpiMessage, late_message
 
@@ -17,7 +17,7 @@ from farandole.comm.mpi.messages import MpiMessage, late_message
 class MpiTransport:
     """Sends and receives among the ranks of a group, none of which waits.
 
-        transport = MpiTransport.meet(store, rank, size, timeout)       # all ranks
+        transport = MpiTransport.connect(store, rank, size, timeout)       # all ranks
         received = transport.recv(buffer, source, tag)
         transport.send(tensor, peer, tag).wait(60.0)
         received.wait(60.0)
@@ -32,7 +32,7 @@ class MpiTransport:
         self._group = group
 
     @classmethod
-    def meet(
+    def connect(
         cls,
         store: dist.Store,
         rank: int,
@@ -41,12 +41,12 @@ class MpiTransport:
         name: str = "a transport",
         ranks: Sequence[int] | None = None,
     ) -> MpiTransport:
-        """Make it with the other ranks, which meet through `store`; `ranks` are their numbers in messages.
+        """Make it with the other ranks, which connect through `store`; `ranks` are their numbers in messages.
 
         `RankLate` if a rank does not come in time, `MpiUnavailable` where there is no MPI among them.
         """
-        meeting = Meeting(store, rank, size, timeout, name)
-        return cls(MpiGroup.meet(meeting, size, timeout, name, ranks or range(size)))
+        rendezvous = Rendezvous(store, rank, size, timeout, name)
+        return cls(MpiGroup.connect(rendezvous, size, timeout, name, ranks or range(size)))
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> MpiPending:
         """Begin to send a contiguous CPU tensor to rank `peer`."""

@@ -93,7 +93,7 @@ def tags_without_order(rank: int, size: int) -> None:
 def transport(rank: int, size: int) -> None:
     """Both directions at once, in order per tag, small and large, empty, and a receive that is late."""
     store = dist.PrefixStore("transport", dist.distributed_c10d._get_default_store())
-    way = MpiTransport.meet(store, rank, size, dist.distributed_c10d.default_pg_timeout)
+    way = MpiTransport.connect(store, rank, size, dist.distributed_c10d.default_pg_timeout)
     assert (way.rank, way.size) == (rank, size)
     peer, source = (rank + 1) % size, (rank - 1) % size
     sent = [torch.randn(count) + rank for count in (0, 1, 1000, 400_000, 3)]

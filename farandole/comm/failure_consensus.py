@@ -1,11 +1,11 @@
-"""Why a group of several hosts broke: one sentence, the same on all hosts.
+"""Agree over all hosts on the reason for which a group failed.
 
-Inside a host the shared segment carries the reason.  Between hosts there are connections, and all that a
-closed connection says is that it is closed.  So whoever finds out a reason writes it into the store of the
-group, if none is there yet, and closes its connections; whoever sees its connection closed looks into the
-store.  A rank that leaves the group says so there, too.
+Inside a host, shared memory holds the reason.  Between hosts, a closed connection does not carry one.  So the rank
+that detects a failure writes the reason to the store of the group, unless the store has a reason already, and then
+closes its connections.  A rank that finds a connection closed reads the store.  A rank that leaves the group also
+writes this to the store.
 
-The store may itself be gone, or behind the link that is down: nobody waits for it longer than `PATIENCE_S`.
+The store may be unreachable: no rank waits for it longer than `PATIENCE_S`.
 """
 
 from __future__ import annotations
@@ -23,54 +23,58 @@ from farandole.comm import errors
 from farandole.comm.errors import CommunicationError, RankLeft
 
 PATIENCE_S = 1.2
-_LOOK_S = 0.05
-_KEY = "verdict"
+_POLL_S = 0.05
+_KEY = "failure"
 
 Answer = TypeVar("Answer")
 
 
-class Verdict:
-    """The reason that all ranks of a group give."""
+class FailureConsensus:
+    """The failure that all ranks of a group report."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = store
         self._rank = rank
 
     def publish(self, error: CommunicationError) -> CommunicationError:
-        """Give this reason, unless another one was given before; returns the one that holds."""
+        """Publish this failure unless another one was published before; return the published one."""
         mine = json.dumps({"kind": type(error).__name__, "text": str(error)})
         found = self._ask(lambda: self._store.compare_set(_KEY, "", mine))
         return error if found is None or _as_bytes(found) == mine.encode() else _to_error(_as_bytes(found))
 
     def find(self, gone: int | None) -> CommunicationError | None:
-        """The reason that another rank gave, or will give in a moment; `gone`: the rank that closed its connection."""
+        """Return the failure published by another rank, waiting briefly for it.
 
-        def look() -> bytes | CommunicationError | None:
-            deadline = time.monotonic() + PATIENCE_S - _LOOK_S
+        Args:
+            gone: The rank that closed its connection.
+        """
+
+        def poll() -> bytes | CommunicationError | None:
+            deadline = time.monotonic() + PATIENCE_S - _POLL_S
             while time.monotonic() < deadline:
                 if self._store.check([_KEY]):
                     return self._store.get(_KEY)
                 if gone is not None and self._store.check([f"left/{gone}"]):
                     return RankLeft(self._store.get(f"left/{gone}").decode())
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
             return None
 
-        found = self._ask(look)
+        found = self._ask(poll)
         return _to_error(found) if isinstance(found, bytes) else found
 
     def leave(self, words: str) -> None:
-        """Say that this rank leaves, and how, in a sentence."""
+        """Publish that this rank leaves, with a sentence that says why."""
         self._ask(lambda: self._store.set(f"left/{self._rank}", words))
 
     def _ask(self, question: Callable[[], Answer]) -> Answer | None:
-        """What the store answers; None if it does not in time."""
+        """Return the answer of the store, or None after `PATIENCE_S`."""
         answers: list[Answer] = []
 
         def run() -> None:
-            with contextlib.suppress(RuntimeError):  # the store is gone: nobody has the answer
+            with contextlib.suppress(RuntimeError):  # the store is unreachable
                 answers.append(question())
 
-        thread = threading.Thread(target=run, name="farandole-verdict", daemon=True)
+        thread = threading.Thread(target=run, name="farandole-consensus", daemon=True)
         thread.start()
         thread.join(PATIENCE_S)
         return answers[0] if answers else None
