@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from farandole._torch_versions import report_untested
 from farandole.comm.algorithms.choice import Choice
 from farandole.comm.core import GroupCore
 from farandole.comm.endpoint import CannotShareMemory, Endpoint
-from farandole.comm.fallback import gloo_group
+from farandole.comm.fallback import gloo_group, has_nccl, nccl_group
 from farandole.comm.hierarchical import HierarchicalCore
 from farandole.comm.host_group import HostGroup
 from farandole.comm.hosts import Hosts
@@ -22,7 +23,7 @@ from farandole.comm.native_core import NativeCore
 from farandole.comm.notices import print_once
 from farandole.comm.options import Options
 from farandole.comm.process_group import FarandoleProcessGroup
-from farandole.comm.transport import TorchTransport, Transport
+from farandole.comm.transport import DeviceTransport, TorchTransport, Transport
 
 _SPARE_TIMEOUT = timedelta(minutes=30)
 
@@ -65,13 +66,13 @@ def form(
     """
     hosts = endpoint.hosts_of(members)
     table = options.measurements() if len(hosts) > 1 else None
-    signature = zlib.crc32(f"{options.algorithm} {table.dump()}".encode()) if table else 0
+    signature = zlib.crc32(f"{options.algorithm} {options.exchange} {table.dump()}".encode()) if table else 0
     host = endpoint.form(members, ranks, name, who, timeout, signature)
     core: GroupCore = NativeCore(host)
     if table:
         transport = _inter_node_transport(options, host, hosts, timeout)
         core = HierarchicalCore(
-            Hosts(host, hosts, options.leaders, transport), Choice(options.algorithm, table)
+            Hosts(host, hosts, options.leaders, transport), Choice(options.algorithm, table, options.exchange)
         )
     count = itertools.count()
 
@@ -101,6 +102,10 @@ def _inter_node_transport(
     """The transport between the leaders that this rank is one of, where it is not our own."""
     if options.transport == "tcp":
         return None
+    if options.transport == "nccl" and not has_nccl():
+        raise ValueError(
+            "transport='nccl': torch finds no CUDA device, or was built without NCCL; try transport='tcp'"
+        )
     number = host.rank
     if number >= min(len(ranks) for ranks in hosts):
         return None
@@ -111,4 +116,9 @@ def _inter_node_transport(
 
         who = f"the leaders {number} of {host.membership.group}"
         return MpiTransport.connect(store, index, len(hosts), timeout, who)
+    if options.transport == "nccl":
+        upward, downward = (
+            nccl_group(dist.PrefixStore(name, store), index, len(hosts), timeout) for name in ("up/", "down/")
+        )
+        return DeviceTransport(upward, downward, torch.device("cuda", torch.cuda.current_device()))
     return TorchTransport(gloo_group(store, index, len(hosts), timeout, host.endpoint.address))

@@ -143,6 +143,21 @@ class Communicator:
         self.dispatcher.serves()
         return (device is None or device.type == "cpu") and self.dispatcher.core.shares_memory
 
+    def algorithm(self, operation: str, nbytes: int) -> str:
+        """Return how an operation on `nbytes` bytes per rank is done.
+
+        Args:
+            operation: The name of a collective method, such as "all_reduce".
+            nbytes: The size of this rank's input.
+
+        Returns:
+            The name of the algorithm between hosts for a group on several hosts, "shared memory" for a group on one
+            host, or the library that chooses.
+        """
+        if not hasattr(self, f"{operation}_init"):
+            raise ValueError(f"expected the name of a collective, such as 'all_reduce', got {operation!r}")
+        return self.dispatcher.core.algorithm(operation, nbytes)
+
     # ---- reductions ----
 
     def all_reduce(

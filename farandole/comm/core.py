@@ -52,6 +52,9 @@ class Core(Protocol):
         A result other than None or 0 is for `check`.
         """
 
+    def algorithm(self, operation: str, nbytes: int) -> str:
+        """Return how an operation on `nbytes` bytes per rank is done, for a person."""
+
     def check(self, status: Any) -> None:
         """Raise the error that a result of `prepare`'s call stands for."""
 
@@ -174,6 +177,10 @@ class GroupCore:
     def supports(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether all tensors are strided CPU tensors."""
         return all(tensor.is_cpu and tensor.layout is torch.strided for tensor in tensors)
+
+    def algorithm(self, operation: str, nbytes: int) -> str:
+        """Return what the ranks communicate through, where there is no choice of algorithms."""
+        return "shared memory"
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
         """Return a call of an operation with all arguments but the flags."""

@@ -48,6 +48,13 @@ def gloo_group(
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
+def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupNCCL:
+    """Return an NCCL group on the current CUDA device of each rank."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
 def torch_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, address: str | None
 ) -> dist.ProcessGroup:
@@ -58,9 +65,7 @@ def torch_group(
     group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
     group._set_default_backend(kinds.GLOO)
     if has_nccl():
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, options)
+        nccl = nccl_group(dist.PrefixStore("nccl/", store), rank, size, timeout)
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
     group._set_group_name(f"{name}/torch")  # type: ignore[arg-type]  # a NewType of str
     return group
@@ -102,6 +107,10 @@ class TorchCore:
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
         """Return a call of an operation with all arguments but the flags."""
         return partial(getattr(self, operation), *arguments)
+
+    def algorithm(self, operation: str, nbytes: int) -> str:
+        """Return the name of the backend: torch chooses."""
+        return self.name
 
     def check(self, status: dist.Work) -> None:
         """Wait for work under way."""

@@ -18,6 +18,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 
@@ -25,17 +26,18 @@ import torch
 from torch import Tensor
 
 from farandole.comm.algorithms import tree
-from farandole.comm.algorithms.choice import Choice
+from farandole.comm.algorithms.choice import ALL_REDUCE, Choice
 from farandole.comm.algorithms.ring import all_gather as ring_all_gather
 from farandole.comm.algorithms.ring import reduce_scatter as ring_reduce_scatter
-from farandole.comm.algorithms.steps import Combine, Running, Steps, split
+from farandole.comm.algorithms.steps import Combine, Running, Steps, Store, split
 from farandole.comm.compression.base import Compressor
 from farandole.comm.core import GroupCore, Parts
-from farandole.comm.dense import counts_of, pointers_to
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
 from farandole.comm.errors import CommunicationError
+from farandole.comm.host_exchange import HostExchange
 from farandole.comm.host_group import HostGroup
 from farandole.comm.hosts import Hosts
+from farandole.comm.native_core import NativeCore
 from farandole.comm.reduce_rows import reduce_rows
 from farandole.comm.transport import Tagged, Transport
 from farandole.native import Call as CallRecord
@@ -46,10 +48,50 @@ WINDOW_BYTES = 2 << 20
 WINDOWS_AHEAD = 4
 """How many windows may wait for the link while shared memory continues with the next."""
 
-Window = tuple[list[Tensor], Callable[[Tensor, Transport], Steps]]
-"""A piece of a tensor in shares, one per rank of this host, and how its leader reduces one share over the hosts."""
+_SUM, _AVG, _PRODUCT = (REDUCTION_NAMES.index(name) for name in ("sum", "avg", "product"))
 
-_SUM, _AVG = REDUCTION_NAMES.index("sum"), REDUCTION_NAMES.index("avg")
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How a reduction is accumulated over ranks and hosts.
+
+    16-bit floats are accumulated in fp32 and rounded once.  So for N ranks a sum s of values x differs from the exact
+    one by at most u |s| + (1 + u) (N - 1) 2^-24 sum(|x|), where u = 2^-8 for bf16 and 2^-11 for fp16 (N. Higham:
+    Accuracy and Stability of Numerical Algorithms, 2002, section 4.2); u = 0 for fp32.
+    """
+
+    dtype: torch.dtype
+    reduction: int
+    store: Store | None  # None: totals are results
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, reduction: int, ranks: int) -> Accumulation:
+        """Return the accumulation of a reduction of `ranks` tensors."""
+        averages, whole = reduction == _AVG, not dtype.is_floating_point
+        wide = dtype
+        if averages and whole:
+            wide = torch.int64
+        elif not whole and dtype.itemsize < 4 and reduction in (_SUM, _AVG, _PRODUCT):
+            wide = torch.float32
+
+        def store(result: Tensor, total: Tensor) -> None:
+            if averages:
+                total.div_(ranks, rounding_mode="trunc" if whole else None)
+            if result is not total:
+                result.copy_(total)
+
+        stores = averages or wide is not dtype
+        return cls(wide, _SUM if averages else reduction, store if stores else None)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A piece of a tensor in shares, one per rank of this host."""
+
+    shares: list[Tensor]  # to be reduced
+    results: list[Tensor]
+    lead: Callable[[Tensor, Transport], Steps]
+    """How a leader reduces its share over the hosts and puts it into its result."""
 
 
 class HierarchicalCore(GroupCore):
@@ -59,8 +101,21 @@ class HierarchicalCore(GroupCore):
         super().__init__(hosts.host)
         self.hosts = hosts
         self._choice = choice
+        self._local = NativeCore(hosts.host)  # operations among the ranks of this host
+        self._exchange = HostExchange(hosts, self._local, choice, self._run)
         self._deadline = 0.0  # of the call under way
         self._agreement = Running(iter(()))
+
+    def algorithm(self, operation: str, nbytes: int) -> str:
+        """Return the name of the algorithm between hosts."""
+        if operation in ("all_to_all", "gather", "scatter"):
+            return self._choice.exchange(operation, nbytes // self.size)
+        if operation == "all_reduce":
+            return self._choice.all_reduce(self.hosts.count, min(nbytes, WINDOW_BYTES) // self.hosts.leaders)
+        if operation in ("broadcast", "reduce"):
+            size = min(nbytes, WINDOW_BYTES) // self.hosts.leaders
+            return "binomial tree" if size < tree.CHAIN_BYTES else "chain"
+        return "ring"
 
     # ---- collectives ----
 
@@ -90,11 +145,9 @@ class HierarchicalCore(GroupCore):
 
     def reduce(self, output: Tensor | None, input: Tensor, reduction: int, root: int, flags: int) -> None:
         """Reduce `input` into `output` of rank `root`."""
-        flat = input.view(-1).clone()
+        flat = input.view(-1)
         with self._declared(flags, Operation.REDUCE, flat, op=reduction, root=root):
-            self._all_reduce(flat, reduction, flags)
-        if output is not None:
-            output.copy_(flat.view(output.shape))
+            self._reduce(flat, flat if output is None else output.view(-1), reduction, root, flags)
 
     def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> None:
         """Reduce `inputs` and keep this rank's part."""
@@ -134,7 +187,8 @@ class HierarchicalCore(GroupCore):
         """Collect every rank's `input` in `outputs` of rank `root`."""
         record = _record_of(input, counts)
         with self._declared(flags, Operation.GATHER, root=root, record=record):
-            self._run(self._gather(input, outputs, root))
+            everyones = [input.numel()] * self.size if counts is None else counts
+            self._exchange.gather(outputs, input, root, everyones, flags)
 
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
@@ -142,7 +196,8 @@ class HierarchicalCore(GroupCore):
         """Give rank r the tensor `inputs[r]` of rank `root`."""
         record = _record_of(output, counts)
         with self._declared(flags, Operation.SCATTER, root=root, record=record):
-            self._run(self._scatter(output, inputs, root))
+            everyones = [output.numel()] * self.size if counts is None else counts
+            self._exchange.scatter(output, inputs, root, everyones, flags)
 
     def all_to_all(self, outputs: Parts, inputs: Parts, flags: int) -> None:
         """Send input j to rank j and receive output i from rank i."""
@@ -151,7 +206,9 @@ class HierarchicalCore(GroupCore):
             inputs = inputs[0].view(-1).tensor_split(self.size)
         record = CallRecord(type=TYPES[inputs[0].dtype])
         with self._declared(flags, Operation.ALL_TO_ALL, record=record):
-            self._run(self._all_to_all(outputs, inputs))
+            self._exchange.all_to_all(
+                [output.view(-1) for output in outputs], [input.view(-1) for input in inputs], flags
+            )
 
     def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> None:
         """Reduce the inputs of ranks 0 to this one (without this one if `exclusive`)."""
@@ -211,21 +268,20 @@ class HierarchicalCore(GroupCore):
 
     def _all_reduce(self, flat: Tensor, reduction: int, flags: int) -> None:
         """Reduce over all ranks, in place."""
-        if reduction == _AVG:
-            self._average(flat, flags)
-            return
-        self._reduce_in_windows(self._windows(flat, reduction), reduction, flags)
+        how = Accumulation.of(flat.dtype, reduction, self.size)
+        self._reduce_in_windows(self._windows(flat, how), how.reduction, flags)
 
-    def _windows(self, flat: Tensor, reduction: int) -> Iterator[Window]:
+    def _windows(self, flat: Tensor, how: Accumulation) -> Iterator[Window]:
         """Divide a tensor into windows that the chosen algorithm reduces."""
-        length = max(1, WINDOW_BYTES // flat.element_size())
-        for window in flat.split(length) if flat.numel() else ():
-            yield self._shares(window), partial(self._lead, reduction=reduction)
+        for window in _windows_of(flat, how):
+            results = self._shares(window)
+            shares = results if how.dtype is flat.dtype else self._shares(window.to(how.dtype))
+            yield Window(shares, results, partial(self._lead, how=how, result=results[self.host.rank]))
 
-    def _lead(self, share: Tensor, link: Transport, reduction: int) -> Steps:
-        size = share.numel() * share.element_size()
-        combine = combine_in_core(self.host, share.dtype, reduction)
-        return self._choice.all_reduce(self.hosts.count, size)(link, share, combine)
+    def _lead(self, share: Tensor, link: Transport, how: Accumulation, result: Tensor) -> Steps:
+        name = self._choice.all_reduce(self.hosts.count, share.numel() * share.element_size())
+        combine = combine_in_core(self.host, share.dtype, how.reduction)
+        return ALL_REDUCE[name](link, share, combine, result, how.store)
 
     def _all_reduce_compressed(
         self, flat: Tensor, averages: bool, compressor: Compressor, flags: int
@@ -233,62 +289,85 @@ class HierarchicalCore(GroupCore):
         """Sum or average, compressed between hosts."""
         factor = 1 / self.hosts.ranks if averages else 1.0
         exact = flat[flat.numel() - compressor.exact :]
-        windows = chain(self._compressed_windows(flat, factor, compressor), self._windows(exact, _SUM))
+        how = Accumulation.of(flat.dtype, _AVG if averages else _SUM, self.size)
+        windows = chain(self._compressed_windows(flat, factor, compressor), self._windows(exact, how))
         self._reduce_in_windows(windows, _SUM, flags)
-        if averages:
-            exact.div_(self.hosts.ranks)
 
     def _compressed_windows(self, flat: Tensor, factor: float, compressor: Compressor) -> Iterator[Window]:
         spare = [flat[:0]] * (self.host.size - self.hosts.leaders)
+        how = Accumulation.of(flat.dtype, _SUM, self.size)
         for bounds in compressor.windows(self.hosts.leaders, WINDOW_BYTES // flat.element_size()):
             start = bounds[min(self.host.rank, self.hosts.leaders)]
-            exactly = partial(self._lead, reduction=_SUM)
-            lead = partial(compressor.reduce, start=start, factor=factor, exactly=exactly)
-            yield [flat[a:b] for a, b in pairwise(bounds)] + spare, lead
 
-    def _average(self, flat: Tensor, flags: int) -> None:
-        """Sum and divide; in a wider type where the sum may overflow."""
-        n = self.hosts.ranks
-        if not flat.dtype.is_floating_point:
-            wide = flat.to(torch.int64)
-            self._all_reduce(wide, _SUM, flags)
-            flat.copy_(wide.div_(n, rounding_mode="trunc"))
-        elif flat.element_size() >= 4:
-            self._all_reduce(flat, _SUM, flags)
-            flat.div_(n)
-        else:
-            wide = flat.to(torch.float32)
-            self._all_reduce(wide, _SUM, flags)
-            flat.copy_(wide.div_(n))
+            def exactly(share: Tensor, link: Transport) -> Steps:
+                return self._lead(share, link, how, share)
+
+            shares = [flat[a:b] for a, b in pairwise(bounds)] + spare
+            yield Window(
+                shares, shares, partial(compressor.reduce, start=start, factor=factor, exactly=exactly)
+            )
 
     def _reduce_in_windows(self, windows: Iterable[Window], reduction: int, flags: int) -> None:
         """Reduce inside the host, reduce this rank's shares over the hosts, distribute the results: a pipeline.
 
         Windows advance in turns: the second message of one window is sent while the first of later windows arrive.
         """
-        under_way: deque[tuple[list[Tensor], Running]] = deque()
+        me = self.host.rank
+        under_way: deque[tuple[Window, Running]] = deque()
         waiting: deque[Running] = deque()  # in the order in which messages arrive
 
-        def complete(shares: list[Tensor], link: Running) -> None:
+        def complete(window: Window, link: Running) -> None:
             while not link.done:
                 self._agreement.finish(self._deadline)
                 first = waiting.popleft()
                 first.advance(self._deadline)
                 if not first.done:
                     waiting.append(first)
-            self._host_all_gather(shares[self.host.rank], shares, flags)
+            self._local.all_gather(window.results, window.results[me], flags)
 
-        for number, (shares, lead) in enumerate(windows):
-            own = shares[self.host.rank]
-            self._host_reduce_scatter(shares, own, reduction, flags)
-            link = Running(lead(own, Tagged(self.hosts.transport, number)) if own.numel() else iter(()))
-            under_way.append((shares, link))
+        for number, window in enumerate(windows):
+            own = window.shares[me]
+            self._local.reduce_scatter(own, window.shares, reduction, flags)
+            link = Running(
+                window.lead(own, Tagged(self.hosts.transport, number)) if own.numel() else iter(())
+            )
+            under_way.append((window, link))
             if not link.done:
                 waiting.append(link)
             if len(under_way) > WINDOWS_AHEAD:
                 complete(*under_way.popleft())
         while under_way:
             complete(*under_way.popleft())
+
+    def _reduce(self, source: Tensor, target: Tensor, reduction: int, root: int, flags: int) -> None:
+        """Reduce `source` of all ranks into `target` of rank `root`, in windows."""
+        how = Accumulation.of(source.dtype, reduction, self.size)
+        combine = combine_in_core(self.host, how.dtype, how.reduction)
+        root_host, me = self.hosts.index_of(root), self.host.rank
+        results = _windows_of(target, how)
+
+        def begin(number: int, window: Tensor) -> tuple[Tensor, Tensor, Running]:
+            shares = self._shares(window.to(how.dtype))
+            own = torch.empty_like(shares[me])  # the tensors of other ranks stay as they are
+            self._local.reduce_scatter(own, shares, how.reduction, flags)
+            steps: Steps = iter(())
+            if own.numel():
+                steps = tree.reduce(Tagged(self.hosts.transport, number), own, root_host, combine)
+            return next(results), own, Running(steps)
+
+        def complete(result: Tensor, own: Tensor, link: Running) -> None:
+            self._finish(link)
+            if self.hosts.index != root_host:
+                return
+            parts = self._shares(result)
+            narrow = own if how.dtype is result.dtype else torch.empty_like(parts[me])
+            if how.store:
+                how.store(narrow, own)
+            is_root = self.host.group_rank == root
+            counts = [part.numel() for part in parts]
+            self._local.gather(parts if is_root else [], narrow, self.host.members.index(root), counts, flags)
+
+        _in_windows(_windows_of(source, how), begin, complete)
 
     def _shares(self, flat: Tensor) -> list[Tensor]:
         """Divide a tensor into one share per rank of this host; only leaders have elements."""
@@ -299,29 +378,26 @@ class HierarchicalCore(GroupCore):
         self, source: Tensor, counts: Sequence[int], own: Tensor, reduction: int, flags: int
     ) -> None:
         """Reduce `source`, of `counts[r]` elements for rank r, and put this rank's part into `own`."""
-        if reduction == _AVG and (not source.dtype.is_floating_point or source.element_size() < 4):
-            wide = source.to(torch.float32 if source.dtype.is_floating_point else torch.int64)
-            result = torch.empty(own.numel(), dtype=wide.dtype)
-            self._reduce_scatter(wide, counts, result, _SUM, flags)
-            whole = not source.dtype.is_floating_point
-            own.copy_(result.div_(self.hosts.ranks, rounding_mode="trunc" if whole else None))
-            return
-        in_core = _SUM if reduction == _AVG else reduction
+        how = Accumulation.of(source.dtype, reduction, self.size)
+        me = self.host.rank
         pieces = []  # this leader's share of what is for each host
         for block in self.hosts.blocks(source, counts):
-            shares = self._shares(block)
-            piece = torch.empty_like(shares[self.host.rank])
-            self._host_reduce_scatter(shares, piece, in_core, flags)
+            shares = self._shares(block.to(how.dtype))
+            piece = torch.empty_like(shares[me])
+            self._local.reduce_scatter(piece, shares, how.reduction, flags)
             pieces.append(piece)
         if self.hosts.leads:
-            combine = combine_in_core(self.host, source.dtype, in_core)
+            combine = combine_in_core(self.host, how.dtype, how.reduction)
             self._run(ring_reduce_scatter(self.hosts.transport, pieces, combine))
         block = torch.empty(sum(counts[r] for r in self.host.members), dtype=source.dtype)
-        self._host_all_gather(pieces[self.hosts.index], self._shares(block), flags)
-        before = sum(counts[r] for r in self.host.members[: self.host.rank])
+        parts, total = self._shares(block), pieces[self.hosts.index]
+        if how.store:
+            how.store(parts[me], total)
+        elif total.numel():
+            parts[me].copy_(total)
+        self._local.all_gather(parts, parts[me], flags)
+        before = sum(counts[r] for r in self.host.members[:me])
         own.copy_(block[before : before + own.numel()])
-        if reduction == _AVG:
-            own.div_(self.hosts.ranks)
 
     def _all_gather(
         self, source: Tensor, counts: Sequence[int], targets: Sequence[Tensor], flags: int
@@ -330,13 +406,13 @@ class HierarchicalCore(GroupCore):
         whole = torch.empty(sum(counts), dtype=source.dtype)
         blocks = self.hosts.blocks(whole, counts)
         own_block = list(blocks[self.hosts.index].split([counts[r] for r in self.host.members]))
-        self._host_all_gather(source, own_block, flags)
+        self._local.all_gather(own_block, source, flags)
         shares = [self._shares(block) for block in blocks]
         if self.hosts.leads:
             self._run(ring_all_gather(self.hosts.transport, [each[self.host.rank] for each in shares]))
         for index, each in enumerate(shares):
             if index != self.hosts.index:
-                self._host_all_gather(each[self.host.rank], each, flags)
+                self._local.all_gather(each, each[self.host.rank], flags)
         for members, block in zip(self.hosts.members, blocks, strict=True):
             for rank, part in zip(members, block.split([counts[r] for r in members]), strict=True):
                 targets[rank].copy_(part)
@@ -344,80 +420,42 @@ class HierarchicalCore(GroupCore):
     def _broadcast(self, flat: Tensor, root: int, flags: int) -> None:
         """Copy the values of rank `root` to all ranks, in windows."""
         source = self.hosts.index_of(root)
-        length = max(1, WINDOW_BYTES // flat.element_size())
-        under_way: deque[tuple[list[Tensor], Running | None]] = deque()
 
-        def complete(shares: list[Tensor], link: Running | None) -> None:
-            self._finish(link)
-            if self.hosts.index != source:
-                self._host_all_gather(shares[self.host.rank], shares, flags)
-
-        for window in flat.split(length) if flat.numel() else ():
+        def begin(number: int, window: Tensor) -> tuple[list[Tensor], Running]:
             if self.hosts.index == source:
-                self._host_broadcast(window, self.host.members.index(root), flags)
+                self._local.broadcast(window, None, self.host.members.index(root), flags)
             shares = self._shares(window)
             own = shares[self.host.rank]
-            link = Running(tree.broadcast(self.hosts.transport, own, source)) if own.numel() else None
-            under_way.append((shares, link))
-            if len(under_way) > WINDOWS_AHEAD:
-                complete(*under_way.popleft())
-        while under_way:
+            steps: Steps = iter(())
+            if own.numel():
+                steps = tree.broadcast(Tagged(self.hosts.transport, number), own, source)
+            return shares, Running(steps)
+
+        def complete(shares: list[Tensor], link: Running) -> None:
+            self._finish(link)
+            if self.hosts.index != source:
+                self._local.all_gather(shares, shares[self.host.rank], flags)
+
+        length = max(1, WINDOW_BYTES // flat.element_size())
+        _in_windows(flat.split(length) if flat.numel() else (), begin, complete)
+
+
+def _windows_of(flat: Tensor, how: Accumulation) -> Iterator[Tensor]:
+    length = max(1, WINDOW_BYTES // how.dtype.itemsize)
+    return iter(flat.split(length) if flat.numel() else ())
+
+
+def _in_windows(
+    windows: Iterable[Tensor], begin: Callable[[int, Tensor], tuple], complete: Callable[..., None]
+) -> None:
+    """Begin windows ahead of their completion, so that shared memory and the link work at the same time."""
+    under_way: deque[tuple] = deque()
+    for number, window in enumerate(windows):
+        under_way.append(begin(number, window))
+        if len(under_way) > WINDOWS_AHEAD:
             complete(*under_way.popleft())
-
-    def _gather(self, source: Tensor, targets: Sequence[Tensor], root: int) -> Steps:
-        """Send every rank's `source` to rank `root`, one message each."""
-        if self.host.group_rank != root:
-            yield self.hosts.all.send(source, root)
-            return
-        arrivals = [self.hosts.all.recv(target, r) for r, target in enumerate(targets) if r != root]
-        targets[root].copy_(source.view(targets[root].shape))
-        yield from arrivals
-
-    def _scatter(self, target: Tensor, sources: Sequence[Tensor], root: int) -> Steps:
-        """Send `sources` of rank `root`, one message each."""
-        if self.host.group_rank != root:
-            yield self.hosts.all.recv(target, root)
-            return
-        departures = [self.hosts.all.send(source, r) for r, source in enumerate(sources) if r != root]
-        target.copy_(sources[root].view(target.shape))
-        yield from departures
-
-    def _all_to_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Steps:
-        """Exchange one message for each pair of ranks."""
-        me, n = self.host.group_rank, self.hosts.ranks
-        # every rank begins with another peer, so that no rank receives from all at once
-        turns = [(me + turn) % n for turn in range(1, n)]
-        arrivals = [self.hosts.all.recv(targets[(me - turn) % n], (me - turn) % n) for turn in range(1, n)]
-        departures = [self.hosts.all.send(sources[r], r) for r in turns]
-        targets[me].copy_(sources[me].view(targets[me].shape))
-        yield from arrivals
-        yield from departures
-
-    # ---- the core, inside the host ----
-
-    def _host_reduce_scatter(self, parts: Sequence[Tensor], own: Tensor, reduction: int, flags: int) -> None:
-        host = self.host
-        pointers, counts = pointers_to(parts), counts_of(parts)
-        kind = TYPES[own.dtype]
-        host.check(
-            host.core.frd_reduce_scatter(
-                host.handle, pointers, counts, own.data_ptr(), kind, reduction, flags
-            )
-        )
-
-    def _host_all_gather(self, own: Tensor, parts: Sequence[Tensor], flags: int) -> None:
-        host = self.host
-        pointers, counts = pointers_to(parts), counts_of(parts)
-        kind = TYPES[own.dtype]
-        host.check(host.core.frd_all_gather(host.handle, own.data_ptr(), pointers, counts, kind, flags))
-
-    def _host_broadcast(self, flat: Tensor, root: int, flags: int) -> None:
-        host = self.host
-        host.check(
-            host.core.frd_broadcast(
-                host.handle, flat.data_ptr(), flat.numel(), TYPES[flat.dtype], root, flags
-            )
-        )
+    while under_way:
+        complete(*under_way.popleft())
 
 
 def combine_in_core(host: HostGroup, dtype: torch.dtype, reduction: int) -> Combine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -56,11 +57,11 @@ class Hosts:
         return self._transport
 
     def index_of(self, rank: int) -> int:
-        """The number of a rank's host."""
+        """Return the number of a rank's host."""
         return next(index for index, ranks in enumerate(self.members) if rank in ranks)
 
     def blocks(self, flat: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """What of a tensor of one part per rank belongs to each host; a copy where a host's ranks are not in a row."""
+        """Divide a tensor with one part per rank by host; copies where the ranks of a host are not consecutive."""
         starts = [0]
         for count in counts:
             starts.append(starts[-1] + count)
@@ -79,8 +80,7 @@ class Hosts:
         """
         if self._agreement is None:
             return
-        own = Call()
-        self.host.core.frd_get_call(self.host.handle, self.host.rank, ctypes.byref(own))
+        own = self._own_call()
         theirs = bytearray(ctypes.sizeof(Call))
         after, before = (self.index + 1) % self.count, (self.index - 1) % self.count
         sent = self._agreement.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), after)
@@ -88,18 +88,28 @@ class Hosts:
         yield sent
         other = Call.from_buffer(theirs)
         if not _same(own, other):
-            culprit = self._agreement.group_rank(before)
-            failure = Failure(
-                status=Status.MISMATCH,
-                culprit=culprit,
-                reporter=self.host.group_rank,
-                culprit_call=other,
-                reporter_call=own,
-            )
-            error = failure_to_error(
-                failure, self.host.group_rank, self.host.membership, self.host.call_timeout_s
-            )
-            self.host.fail(error, culprit)
+            self._fail(Status.MISMATCH, self._agreement.group_rank(before), other, own)
+
+    def fail_uneven(self, sender: int, receiver: int, sent: int, expected: int) -> NoReturn:
+        """Break the group: `sender` sends `sent` elements to `receiver`, which expects another number."""
+        call, counts = self._own_call(), Call(count=sent, layout=expected, root=receiver)
+        self._fail(Status.UNEVEN, sender, call, counts)
+
+    def _own_call(self) -> Call:
+        call = Call()
+        self.host.core.frd_get_call(self.host.handle, self.host.rank, ctypes.byref(call))
+        return call
+
+    def _fail(self, status: Status, culprit: int, theirs: Call, own: Call) -> NoReturn:
+        host = self.host
+        failure = Failure(
+            status=status,
+            culprit=culprit,
+            reporter=host.group_rank,
+            culprit_call=theirs,
+            reporter_call=own,
+        )
+        host.fail(failure_to_error(failure, host.group_rank, host.membership, host.call_timeout_s), culprit)
 
     def release(self) -> None:
         """After a collective: give up what an error has left under way."""

@@ -26,12 +26,13 @@ Native = tuple[str, tuple[Any, ...]]
 
 
 class NativeCore(GroupCore):
-    """The operations of a group whose ranks all share this host."""
+    """The operations of the ranks of a group that share this host; their numbers count on this host only."""
 
     shares_memory = True
 
     def __init__(self, host: HostGroup) -> None:
         super().__init__(host)
+        self.rank, self.size = host.rank, host.size
         self._library = host.core
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
@@ -183,7 +184,7 @@ def _broadcast(output: Tensor | None, input: Tensor | None, root: int) -> Native
 
 def _all_to_all(outputs: Parts, inputs: Parts, size: int) -> Native:
     kind = TYPES[inputs[0].dtype]
-    if len(inputs) == 1:
+    if len(inputs) == 1 and inputs[0].numel() == outputs[0].numel():
         arguments = inputs[0].data_ptr(), outputs[0].data_ptr(), inputs[0].numel() // size, kind
         return "frd_all_to_all_even", arguments
     sources, targets = pointers_to(inputs), pointers_to(outputs)

@@ -8,8 +8,9 @@ from typing import Any, Literal, get_args
 
 from farandole.comm.algorithms.table import Table
 
-Transports = Literal["tcp", "gloo", "mpi"]
+Transports = Literal["tcp", "gloo", "mpi", "nccl"]
 Algorithms = Literal["auto", "ring", "doubling", "rabenseifner"]
+Exchanges = Literal["auto", "aggregated", "direct"]
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,12 @@ class Options:
     leaders: int | None = None
     """How many ranks of a host lead, each its share of a tensor; by default as many as the smallest host has."""
     transport: Transports = "tcp"
-    """What carries messages between leaders."""
+    """What carries messages between leaders; `nccl` copies them through each leader's CUDA device."""
     algorithm: Algorithms = "auto"
-    """How leaders reduce; `auto` takes what was measured to be fastest for the size."""
+    """How leaders all-reduce; `auto` takes what was measured to be fastest for the size."""
+    exchange: Exchanges = "auto"
+    """Messages of all-to-all, gather and scatter between hosts: `aggregated`, one for each pair of hosts, or `direct`, one
+    for each pair of ranks; `auto` aggregates small ones."""
     table: str | None = None
     """The file of measurements by which `auto` decides, as `farandole tune --output` writes it, with the same content
     on all hosts; by default the package's own."""
@@ -30,7 +34,8 @@ class Options:
     else the one through which the store of the job is reached."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("transport", Transports), ("algorithm", Algorithms)):
+        kinds = {"transport": Transports, "algorithm": Algorithms, "exchange": Exchanges}
+        for name, kind in kinds.items():
             value, allowed = getattr(self, name), get_args(kind)
             if value not in allowed:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
@@ -39,7 +44,7 @@ class Options:
         if self.table is not None:
             if self.algorithm != "auto":
                 raise ValueError(
-                    f"table={self.table!r} is of no use with algorithm={self.algorithm!r}; leave one of them away"
+                    f"table={self.table!r} is of no use with algorithm={self.algorithm!r}; omit one of them"
                 )
             self.measurements()
 

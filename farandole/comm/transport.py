@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -155,14 +156,18 @@ class Tagged:
 
 
 class TorchMessage:
-    """A message of a torch process group."""
+    """A message of a torch process group; `arrived` runs when it is complete."""
 
-    def __init__(self, work: dist.Work) -> None:
+    def __init__(self, work: dist.Work, arrived: Callable[[], object] | None = None) -> None:
         self._work = work
+        self._arrived = arrived
 
     def test(self) -> bool:
-        """Whether it is complete."""
-        return self._work.is_completed()
+        """Return whether it is complete."""
+        if not self._work.is_completed():
+            return False
+        self._complete()
+        return True
 
     def wait(self, timeout_s: float) -> None:
         """Block until it is complete.  Gloo breaks its connections at the deadline."""
@@ -170,10 +175,16 @@ class TorchMessage:
             self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise RankLate(f"torch's transport: {error}") from error
+        self._complete()
+
+    def _complete(self) -> None:
+        arrived, self._arrived = self._arrived, None
+        if arrived is not None:
+            arrived()
 
 
 class TorchTransport:
-    """Messages of a torch process group: Gloo for CPU tensors, NCCL for CUDA tensors."""
+    """Messages of a torch process group that takes CPU tensors, such as Gloo."""
 
     def __init__(self, group: Any) -> None:
         self.rank: int = group.rank()
@@ -187,3 +198,33 @@ class TorchTransport:
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> TorchMessage:
         """Begin to receive."""
         return TorchMessage(self._group.recv([tensor], peer, tag))
+
+
+class DeviceTransport:
+    """Messages of CPU tensors through process groups that take tensors of a device only, such as NCCL.
+
+    NCCL runs the messages of a pair of ranks in the order of their calls, and a large send waits for its receive.  Two
+    ranks that send to each other before they receive would wait forever.  So each direction has its own group.
+
+    Args:
+        upward: A group for messages to higher ranks.
+        downward: A group of the same ranks for messages to lower ranks.
+        device: Through which tensors are copied.
+    """
+
+    def __init__(self, upward: Any, downward: Any, device: torch.device) -> None:
+        self.rank: int = upward.rank()
+        self.size: int = upward.size()
+        self._upward, self._downward = upward, downward
+        self._device = device
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> TorchMessage:
+        """Begin to send."""
+        group = self._upward if peer > self.rank else self._downward
+        return TorchMessage(group.send([tensor.to(self._device)], peer, tag))
+
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> TorchMessage:
+        """Begin to receive."""
+        staged = torch.empty_like(tensor, device=self._device)
+        group = self._upward if peer < self.rank else self._downward
+        return TorchMessage(group.recv([staged], peer, tag), lambda: tensor.copy_(staged))

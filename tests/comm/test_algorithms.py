@@ -116,6 +116,38 @@ def test_all_reduce_among_threads(name, size):
 
 
 @pytest.mark.parametrize("size", ALL_COUNTS)
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_all_reduce_into_a_narrower_type(name, size):
+    def store(result: Tensor, total: Tensor) -> None:
+        result.copy_(total.div_(size))
+
+    for length in lengths(size):
+        given = inputs(size, length, "sum", length)
+        results = torch.full((size, length), 7.0, dtype=torch.bfloat16)
+        totals = given.clone()
+
+        def steps(transport: Transport, totals: Tensor = totals, results: Tensor = results) -> Steps:
+            own = transport.rank
+            return ALL_REDUCE[name](transport, totals[own], COMBINE["sum"], results[own], store)
+
+        in_threads(size, steps)
+        wanted = given.double().mean(0)
+        assert ((results[0].double() - wanted).abs() <= 2.0**-8 * wanted.abs() + 1e-6).all()
+        assert all(torch.equal(each, results[0]) for each in results), "ranks differ in their bits"
+
+
+@pytest.mark.parametrize("size", ALL_COUNTS)
+@pytest.mark.parametrize("reduce", [tree.reduce, tree.reduce_binomial, tree.reduce_chain])
+def test_reduce_among_threads(reduce, size):
+    for length in lengths(size):
+        for root in {0, size // 2, size - 1}:
+            given = inputs(size, length, "sum", length)
+            found = given.clone()
+            in_threads(size, lambda t: reduce(t, found[t.rank], root, COMBINE["sum"]))  # noqa: B023
+            assert right(found[root], given.sum(0)), (root, length)
+
+
+@pytest.mark.parametrize("size", ALL_COUNTS)
 def test_reduce_scatter_and_all_gather_among_threads(size):
     for length in lengths(size):
         given = inputs(size, length, "sum", length)

@@ -102,11 +102,14 @@ def uneven(rank: int, size: int, tell: Callable) -> None:
     dist.barrier()
 
 
-def test_uneven_exchanges_are_named():
-    with Job(2, uneven, hosts=[0, 1]) as job:
-        ends = [job.end(rank) for rank in range(2)]
+@pytest.mark.parametrize("layout", [[0, 1], [0, 0, 1, 1], [0, 1, 1, 1]], ids=str)
+def test_uneven_exchanges_are_named(layout):
+    size = len(layout)
+    with Job(size, uneven, hosts=layout) as job:
+        ends = [job.end(rank) for rank in range(size)]
     assert {end.kind for end in ends} == {"CallMismatch"}, [end.trace for end in ends]
-    assert re.search(r"^rank 0 .* sends 4 elements to rank 1 .* expects 3", ends[0].text), ends[0].text
+    for end in ends:
+        assert re.search(rf"^rank 0 .* sends 4 elements to rank {size - 1} .* expects 3", end.text), end.text
 
 
 def late(rank: int, size: int, tell: Callable) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from farandole.comm import Communicator
 from tests.comm.hosts import spanning_group
 
 LAYOUTS = {
@@ -143,9 +144,65 @@ def test_reductions_by_option(ranks, options):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_movements(ranks, layout):
+@pytest.mark.parametrize("exchange", ["auto", "aggregated", "direct"])
+def test_movements(ranks, layout, exchange):
     host_of = LAYOUTS[layout]
-    ranks(len(host_of)).run(movements, host_of, {}, 1)
+    ranks(len(host_of)).run(movements, host_of, {"exchange": exchange}, 1)
+
+
+def round_once(rank: int, size: int, host_of: list[int], options: dict) -> None:
+    """Sums differ from those of fp64 by no more than `Accumulation` states."""
+    group = spanning_group(host_of, rank, **options)
+    for dtype in (torch.bfloat16, torch.float16):
+        for length in (1000, 300_000):
+            inputs = [values(r, length, (length,), dtype) for r in range(size)]
+            exact, magnitude = sum(x.double() for x in inputs), sum(x.double().abs() for x in inputs)
+            u = torch.finfo(dtype).eps / 2
+            bound = u * exact.abs() + (1 + u) * (size - 1) * 2.0**-24 * magnitude
+            bound += torch.finfo(dtype).smallest_normal * u  # results below the smallest normal number
+            tensor = inputs[rank].clone()
+            dist.all_reduce(tensor, group=group)
+            assert ((tensor.double() - exact).abs() <= bound).all()
+            tensor = inputs[rank].clone()
+            dist.reduce(tensor, size - 1, group=group)
+            assert rank < size - 1 or ((tensor.double() - exact).abs() <= bound).all()
+            own = slice(rank * (length // size), (rank + 1) * (length // size))
+            part = torch.empty(length // size, dtype=dtype)
+            dist.reduce_scatter_tensor(part, inputs[rank][: length // size * size], group=group)
+            assert ((part.double() - exact[own]).abs() <= bound[own]).all()
+    large = torch.full((5,), 60_000.0, dtype=torch.float16)
+    dist.all_reduce(large, dist.ReduceOp.AVG, group=group)  # the sum is above the largest fp16
+    assert (large == 60_000).all()
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "doubling", "rabenseifner"])
+@pytest.mark.parametrize("layout", ["2 x 2", "3 x 1", "4 x 1"])
+def test_sums_of_16_bit_floats_are_rounded_once(ranks, layout, algorithm):
+    host_of = LAYOUTS[layout]
+    ranks(len(host_of)).run(round_once, host_of, {"algorithm": algorithm})
+
+
+def name_algorithms(rank: int, size: int) -> None:
+    for algorithm in ("ring", "doubling", "rabenseifner"):
+        comm = Communicator(spanning_group([0, 0, 1, 1], rank, algorithm=algorithm, exchange="direct"))
+        assert comm.algorithm("all_reduce", 8) == comm.algorithm("all_reduce", 1 << 28) == algorithm
+        assert comm.algorithm("all_to_all", 8) == comm.algorithm("gather", 8) == "direct"
+        with pytest.raises(ValueError, match="expected the name of a collective"):
+            comm.algorithm("all-reduce", 8)
+        dist.destroy_process_group(comm.group)
+    comm = Communicator(spanning_group([0, 0, 1, 1], rank))
+    assert comm.algorithm("all_to_all", 8) == "aggregated" and comm.algorithm("scatter", 1 << 28) == "direct"
+    assert comm.algorithm("reduce", 8) == "binomial tree" and comm.algorithm("broadcast", 1 << 28) == "chain"
+    assert Communicator(dist.group.WORLD).algorithm("all_reduce", 8) == "shared memory"
+    dist.destroy_process_group(comm.group)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="torch finds no CUDA device.*try transport='tcp'"):
+            spanning_group([0, 0, 1, 1], rank, transport="nccl")
+
+
+def test_the_algorithm_can_be_chosen_and_is_visible(ranks):
+    ranks(4).run(name_algorithms)
 
 
 def messages(rank: int, size: int, host_of: list[int]) -> None:

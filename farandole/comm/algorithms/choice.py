@@ -1,17 +1,16 @@
-"""Which algorithm for how many bytes among how many hosts."""
+"""The algorithm for an operation: the one that the user named, or the one that was measured to be fastest."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
-from torch import Tensor
-
 from farandole.comm.algorithms import doubling, rabenseifner, ring
-from farandole.comm.algorithms.steps import Combine, Steps
+from farandole.comm.algorithms.steps import Steps
 from farandole.comm.algorithms.table import Table
-from farandole.comm.transport import Transport
 
-AllReduce = Callable[[Transport, Tensor, Combine], Steps]
+AllReduce = Callable[..., Steps]
+"""With the arguments of `ring.all_reduce`."""
 
 ALL_REDUCE: dict[str, AllReduce] = {
     "ring": ring.all_reduce,
@@ -19,22 +18,53 @@ ALL_REDUCE: dict[str, AllReduce] = {
     "rabenseifner": rabenseifner.all_reduce,
 }
 
+AGGREGATED_BYTES = 1 << 15
+"""Up to this size of a message between two ranks, messages are aggregated per pair of hosts; measured."""
+
+log = logging.getLogger(__name__)
+
 
 class Choice:
-    """The algorithm that the user named, or the best one for each size by a table of measurements."""
+    """Which algorithms a group on several hosts uses.
 
-    def __init__(self, algorithm: str = "auto", table: Table | None = None) -> None:
-        self._named = None if algorithm == "auto" else ALL_REDUCE[algorithm]
+    The logger `farandole.comm.algorithms.choice` reports every choice once at level DEBUG.
+
+    Args:
+        algorithm: The name of an all-reduce, or "auto": the best one for each size by `table`.
+        table: Measurements; by default the package's.
+        exchange: "aggregated" or "direct" messages of all-to-all, gather and scatter; "auto" decides by size.
+    """
+
+    def __init__(self, algorithm: str = "auto", table: Table | None = None, exchange: str = "auto") -> None:
+        self._algorithm, self._exchange = algorithm, exchange
         self._table = table or Table.default()
-        self._chosen: dict[tuple[int, int], AllReduce] = {}
+        self._chosen: dict[tuple[int, int], str] = {}
+        self._reported: set[tuple[str, str, int]] = set()
 
-    def all_reduce(self, ranks: int, size: int) -> AllReduce:
-        """For `size` bytes among `ranks` ranks; sizes between two powers of two have the same."""
-        if self._named is not None:
-            return self._named
-        key = ranks, size.bit_length()
-        chosen = self._chosen.get(key)
-        if chosen is None:
-            name = self._table.best(ranks, 1 << max(0, size.bit_length() - 1)) if ranks > 1 else "ring"
-            chosen = self._chosen[key] = ALL_REDUCE[name]
-        return chosen
+    def all_reduce(self, hosts: int, size: int) -> str:
+        """Return the name of the all-reduce for `size` bytes among `hosts` hosts, a key of `ALL_REDUCE`.
+
+        Sizes between two powers of two have the same.
+        """
+        if self._algorithm != "auto":
+            return self._report("all_reduce", self._algorithm, size)
+        key = hosts, size.bit_length()
+        name = self._chosen.get(key)
+        if name is None:
+            name = self._table.best(hosts, 1 << max(0, size.bit_length() - 1)) if hosts > 1 else "ring"
+            self._chosen[key] = name
+        return self._report("all_reduce", name, size)
+
+    def exchange(self, operation: str, size: int) -> str:
+        """Return "aggregated" or "direct" for messages of `size` bytes between two ranks of different hosts."""
+        name = self._exchange
+        if name == "auto":
+            name = "aggregated" if size <= AGGREGATED_BYTES else "direct"
+        return self._report(operation, name, size)
+
+    def _report(self, operation: str, name: str, size: int) -> str:
+        key = operation, name, size.bit_length()
+        if key not in self._reported:
+            self._reported.add(key)
+            log.debug("%s of about %d bytes between hosts: %s", operation, size, name)
+        return name

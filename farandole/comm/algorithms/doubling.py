@@ -10,29 +10,38 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from farandole.comm.algorithms.steps import Circle, Combine, Steps, in_order, joined, power_of_two
+from farandole.comm.algorithms.steps import Combine, PowerOfTwo, Steps, Store, in_order, joined, power_of_two
 from farandole.comm.transport import Transport
 
 
-def all_reduce(transport: Transport, tensor: Tensor, combine: Combine) -> Steps:
-    """Reduce in place: log2(p) (latency + S per byte), and 2 more of each if p is no power of two.
+def all_reduce(
+    transport: Transport,
+    tensor: Tensor,
+    combine: Combine,
+    result: Tensor | None = None,
+    store: Store | None = None,
+) -> Steps:
+    """All-reduce as `ring.all_reduce`: log2(p) (latency + S per byte), and 2 more of each if p is no power of two.
 
     Partners combine in the order of their ranks, so that all ranks get the same bits.
     """
-    circle = Circle(transport)
-    if circle.outside:
-        yield from circle.stand_by(tensor)
+    result = tensor if result is None else result
+    inner = PowerOfTwo(transport)
+    if inner.outside:
+        yield from inner.delegate(tensor, result)
         return
-    yield from circle.take_in(tensor, combine)
+    yield from inner.combine_outside(tensor, combine)
     spare, distance = torch.empty_like(tensor), 1
-    while distance < circle.size:
-        partner = circle.rank ^ distance
-        send = circle.send(tensor, partner)
-        yield circle.recv(spare, partner)
+    while distance < inner.size:
+        partner = inner.rank ^ distance
+        send = inner.send(tensor, partner)
+        yield inner.recv(spare, partner)
         yield send  # before the values that it sends are changed
-        in_order(combine, tensor, spare, circle.rank < partner)
+        in_order(combine, tensor, spare, inner.rank < partner)
         distance *= 2
-    yield from circle.give_out(tensor)
+    if store:
+        store(result, tensor)
+    yield from inner.send_outside(result)
 
 
 def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:

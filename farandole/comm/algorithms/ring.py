@@ -10,18 +10,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from farandole.comm.algorithms.steps import Combine, Steps, split
+from farandole.comm.algorithms.steps import Combine, Steps, Store, split
 from farandole.comm.transport import Pending, Transport
 
 
-def all_reduce(transport: Transport, tensor: Tensor, combine: Combine) -> Steps:
-    """Reduce a one-dimensional tensor in place: 2 (p - 1) latency + 2 (p - 1)/p S per byte.
+def all_reduce(
+    transport: Transport,
+    tensor: Tensor,
+    combine: Combine,
+    result: Tensor | None = None,
+    store: Store | None = None,
+) -> Steps:
+    """All-reduce a one-dimensional tensor: 2 (p - 1) latency + 2 (p - 1)/p S per byte.
 
-    Part i is reduced along the ring, in the same order whoever looks, so all ranks get the same bits.
+    Part i is reduced along the ring in the same order on all ranks, so all ranks get the same bits.
+
+    Args:
+        transport: Messages among the ranks.
+        tensor: The values; totals replace them.
+        combine: The reduction.
+        result: Where the results go, if not into `tensor`; it may be of a narrower type, which then is the one that
+            is sent after the reduction.
+        store: Puts totals into results; without it the totals are the results.
     """
     parts = split(tensor, transport.size)
+    results = parts if result is None else split(result, transport.size)
     yield from reduce_scatter(transport, parts, combine)
-    yield from all_gather(transport, parts)
+    if store:
+        store(results[transport.rank], parts[transport.rank])
+    yield from all_gather(transport, results)
 
 
 def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combine) -> Steps:

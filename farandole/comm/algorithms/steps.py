@@ -16,6 +16,9 @@ Steps = Iterator[Pending]
 Combine = Callable[[Tensor, Tensor, Tensor], object]
 """`combine(result, a, b)`: result = a op b, element by element; result may be a or b."""
 
+Store = Callable[[Tensor, Tensor], object]
+"""`store(result, total)`: put a total, which may be changed, into the result, which may be of another type."""
+
 COMBINE: dict[str, Combine] = {
     "sum": lambda result, a, b: torch.add(a, b, out=result),
     "product": lambda result, a, b: torch.mul(a, b, out=result),
@@ -81,10 +84,10 @@ def power_of_two(ranks: int) -> int:
     return ranks
 
 
-class Circle:
-    """The first ranks of a transport, as many as there is a power of two: a transport among them.
+class PowerOfTwo:
+    """The first 2^k ranks of a transport, for the largest k: a transport among them.
 
-    Each rank too many gives its values to one of the circle, and gets the results from it.
+    Each other rank sends its values to a partner of these ranks and receives the results from it.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -95,22 +98,22 @@ class Circle:
         self._partner = self.rank - self.size if self.outside else self.rank + self.size
         self._has_partner = self._partner < transport.size
 
-    def stand_by(self, tensor: Tensor) -> Steps:
-        """All that a rank outside does."""
+    def delegate(self, tensor: Tensor, result: Tensor) -> Steps:
+        """Send the values to the partner and receive the result: all that a rank outside does."""
         yield self.send(tensor, self._partner)
-        yield self.recv(tensor, self._partner)
+        yield self.recv(result, self._partner)
 
-    def take_in(self, tensor: Tensor, combine: Combine) -> Steps:
-        """Before the circle begins: add the values of the rank outside."""
+    def combine_outside(self, tensor: Tensor, combine: Combine) -> Steps:
+        """Before the exchange: combine with the values of the partner outside."""
         if self._has_partner:
             spare = torch.empty_like(tensor)
             yield self.recv(spare, self._partner)
             combine(tensor, tensor, spare)
 
-    def give_out(self, tensor: Tensor) -> Steps:
-        """After it: the results."""
+    def send_outside(self, result: Tensor) -> Steps:
+        """After the exchange: send the result to the partner outside."""
         if self._has_partner:
-            yield self.send(tensor, self._partner)
+            yield self.send(result, self._partner)
 
 
 def in_order(combine: Combine, own: Tensor, other: Tensor, own_first: bool) -> None:

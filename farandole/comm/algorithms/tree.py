@@ -1,12 +1,13 @@
-"""Broadcast: down a binomial tree for few bytes, along a chain for many."""
+"""Broadcast and reduce: over a binomial tree for few bytes, along a chain for many."""
 
 from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
-from farandole.comm.algorithms.steps import Steps
+from farandole.comm.algorithms.steps import Combine, Steps
 from farandole.comm.transport import Transport
 
 CHAIN_BYTES = 1 << 16
@@ -43,6 +44,38 @@ def chain(transport: Transport, tensor: Tensor, root: int) -> Steps:
         yield transport.recv(tensor, (transport.rank - 1) % n)
     if place < n - 1:
         yield transport.send(tensor, (transport.rank + 1) % n)
+
+
+def reduce(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
+    """Reduce the tensors of all ranks into that of the root; those of other ranks may be overwritten."""
+    small = tensor.numel() * tensor.element_size() < CHAIN_BYTES
+    return (reduce_binomial if small else reduce_chain)(transport, tensor, root, combine)
+
+
+def reduce_binomial(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
+    """log2(p) (latency + S per byte): in step k, ranks at distance 2^k send their totals towards the root."""
+    n = transport.size
+    place = (transport.rank - root) % n
+    spare, distance = torch.empty_like(tensor), 1
+    while distance < n and not place & distance:
+        if place + distance < n:
+            yield transport.recv(spare, (place + distance + root) % n)
+            combine(tensor, tensor, spare)
+        distance *= 2
+    if place:
+        yield transport.send(tensor, (place - distance + root) % n)
+
+
+def reduce_chain(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
+    """(p - 1) (latency + S per byte), but every link carries S once: windows of a large tensor follow each other."""
+    n = transport.size
+    place = (transport.rank - root) % n
+    if place < n - 1:
+        spare = torch.empty_like(tensor)
+        yield transport.recv(spare, (transport.rank + 1) % n)
+        combine(tensor, tensor, spare)
+    if place:
+        yield transport.send(tensor, (transport.rank - 1) % n)
 
 
 def binomial_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:

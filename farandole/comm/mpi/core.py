@@ -78,6 +78,10 @@ class MpiCore(GroupCore):
                     plan = getattr(self.mpi, kind), getattr(self.mpi, ops[reduction])
                     self._reductions[dtype, number] = plan
 
+    def algorithm(self, operation: str, nbytes: int) -> str:
+        """Return the name of the backend: MPI chooses."""
+        return self.name
+
     def supports(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether all tensors are strided, on the CPU or CUDA; wait until kernels have written them."""
         for tensor in tensors:
