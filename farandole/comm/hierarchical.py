@@ -109,7 +109,7 @@ class HierarchicalCore(GroupCore):
     def algorithm(self, operation: str, nbytes: int) -> str:
         """Return the name of the algorithm between hosts."""
         if operation in ("all_to_all", "gather", "scatter"):
-            return self._choice.exchange(operation, nbytes // self.size)
+            return self._choice.exchange(operation, nbytes // self.size, self.hosts.largest)
         if operation == "all_reduce":
             return self._choice.all_reduce(self.hosts.count, min(nbytes, WINDOW_BYTES) // self.hosts.leaders)
         if operation in ("broadcast", "reduce"):

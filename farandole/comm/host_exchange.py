@@ -123,7 +123,10 @@ class HostExchange:
     def _aggregates(self, counts: Tensor, element_size: int) -> bool:
         """Decide from the mean size of a message; both hosts know the same counts, or `_compare` fails."""
         size = int(counts.sum()) * element_size // counts.numel()
-        return counts.numel() > 1 and self._choice.exchange("all_to_all", size) == "aggregated"
+        return counts.numel() > 1 and self._aggregated("all_to_all", size, max(counts.shape))
+
+    def _aggregated(self, operation: str, size: int, ranks: int) -> bool:
+        return self._choice.exchange(operation, size, ranks) == "aggregated"
 
     def _compare(self, pair: HostPair, sent: Tensor) -> None:
         """Check that the other host sends what this host expects."""
@@ -198,7 +201,7 @@ class HostExchange:
     ) -> None:
         """Collect every rank's `input`, of `counts[r]` elements, in `outputs` of rank `root`."""
         hosts, host = self._hosts, self._host
-        aggregated = self._choice.exchange("gather", max(counts) * input.element_size()) == "aggregated"
+        aggregated = self._aggregated("gather", max(counts) * input.element_size(), hosts.largest)
         if hosts.index == hosts.index_of(root):
             blocks: dict[tuple[int, ...], Tensor] = {}
             arrivals: list[Pending] = []
@@ -226,7 +229,7 @@ class HostExchange:
     ) -> None:
         """Give rank r the tensor `inputs[r]` of rank `root`, of `counts[r]` elements."""
         hosts, host = self._hosts, self._host
-        aggregated = self._choice.exchange("scatter", max(counts) * output.element_size()) == "aggregated"
+        aggregated = self._aggregated("scatter", max(counts) * output.element_size(), hosts.largest)
         if hosts.index == hosts.index_of(root):
             departures: list[Pending] = []
             if host.group_rank == root:

@@ -37,6 +37,7 @@ class Hosts:
         self.count = len(members)
         self.index = self.index_of(host.group_rank)
         self.ranks = len(host.membership.ranks)
+        self.largest = max(len(ranks) for ranks in members)
         fewest = min(len(ranks) for ranks in members)
         self.leaders = fewest if leaders is None else leaders
         if not 1 <= self.leaders <= fewest:

@@ -95,7 +95,7 @@ struct transport {
     void (*moved_out)(struct peer *);  /* after `put` */
     void (*moved_in)(struct peer *);   /* after `take` */
     void (*again)(struct peer *);      /* it was left before it had to be: have it looked at again */
-    bool (*has_ended)(const struct peer *);
+    bool (*has_ended)(const struct peer *, bool sends); /* in one direction: to the peer, or from it */
 };
 extern const struct transport over_shared_memory, over_tcp;
 
@@ -197,7 +197,7 @@ void abort_transfer(struct frd_message *);
 void free_rings(struct frd_endpoint *);
 
 /* tcp.c */
-bool tcp_is_in_use(const struct peer *);       /* has there been a connection in any direction, and is it up? */
+bool tcp_is_in_use(const struct peer *);       /* has there been a connection, and can more be sent? */
 void tcp_stop(struct frd_endpoint *);
 void tcp_wake(struct frd_endpoint *);
 void tcp_wait(struct frd_endpoint *, double seconds); /* the progress thread: until events, and handle them */

@@ -262,10 +262,11 @@ static int move_along(struct frd_message *m)
 }
 
 /* How a rank ended, if it did: FRD_LEFT or FRD_DIED on this host, FRD_CLOSED on another. */
-static int end_of(const struct frd_group *g, int rank)
+static int end_of(const struct frd_group *g, int rank, bool sends)
 {
     const struct member *member = &g->members[rank];
-    if (member->local < 0) return member->gone || member->peer->transport->has_ended(member->peer) ? FRD_CLOSED : FRD_OK;
+    if (member->local < 0)
+        return member->gone || member->peer->transport->has_ended(member->peer, sends) ? FRD_CLOSED : FRD_OK;
     const struct rank_line *line = &g->local[member->local].block->line;
     if (atomic_load(&line->life.state) == GONE) return FRD_LEFT;
     if (is_alive(member->peer)) return FRD_OK;
@@ -280,7 +281,7 @@ static int end_of_peers(const struct frd_message *m, int *gone)
     int end = FRD_OK;
     for (int r = 0; r < g->group_ranks; r++) {
         if (r == g->group_rank || (m->peer >= 0 && r != m->peer)) continue;
-        end = end_of(g, r);
+        end = end_of(g, r, m->sends);
         if (!end) return FRD_OK; /* somebody can still answer */
         *gone = r;
     }

@@ -9,7 +9,9 @@
  * stream is always moved until the socket has no more, or until the message at its head has no receive, and then posting
  * the receive moves it on.
  *
- * When a connection ends, that is all that is noted here: `has_ended`.  Why is for the caller to find out.
+ * The two directions end separately: a process that has sent its last message closes both connections, and its last data
+ * may still be on a slow link when the end of the other connection is seen.  A receive fails at the end of the inward
+ * stream, after all its data; a send fails at the end of the outward one.  The caller finds out why they ended.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -46,7 +48,8 @@ struct connection {
     socklen_t address_bytes;
     int out, in;             /* -1: none */
     enum out_state state;    /* of `out` */
-    bool ended;              /* no data will come or go any more */
+    bool out_ended;          /* nothing can be sent any more */
+    bool in_ended;           /* everything that the other end has sent was received */
 };
 
 /* A connection whose other end has not said who it is. */
@@ -91,13 +94,20 @@ static void prepare_socket(const struct tcp_state *tcp, int socket)
     set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, (int)smaller((size_t)(1e3 * tcp->timeout) + 1000, 0x7fffffff));
 }
 
-static void end_connection(struct peer *peer)
+static void end_stream(struct peer *peer, bool *ended)
 {
-    if (!peer->connection->ended) ring_own_bell(peer->endpoint); /* threads that wait for it look again */
-    peer->connection->ended = true;
+    if (!*ended) ring_own_bell(peer->endpoint); /* threads that wait for it look again */
+    *ended = true;
 }
 
-static bool has_connection_ended(const struct peer *peer) { return peer->connection && peer->connection->ended; }
+static void end_outward(struct peer *peer) { end_stream(peer, &peer->connection->out_ended); }
+static void end_inward(struct peer *peer) { end_stream(peer, &peer->connection->in_ended); }
+
+static bool has_stream_ended(const struct peer *peer, bool sends)
+{
+    const struct connection *c = peer->connection;
+    return c && (sends ? c->out_ended : c->in_ended || (c->in < 0 && c->out_ended));
+}
 
 void tcp_wake(struct frd_endpoint *e)
 {
@@ -115,7 +125,7 @@ static void say_hello(struct peer *peer)
     memcpy(hello.token, e->tcp->token, FRD_TOKEN_BYTES);
     /* the socket's buffer is empty, so it is taken whole */
     if (send(c->out, &hello, HELLO, MSG_NOSIGNAL | MSG_DONTWAIT) == HELLO) c->state = CONNECTED;
-    else end_connection(peer);
+    else end_outward(peer);
 }
 
 static void connect_to(struct peer *peer)
@@ -125,13 +135,13 @@ static void connect_to(struct peer *peer)
     c->state = CONNECTING;
     c->out = socket(c->address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (c->out < 0) {
-        end_connection(peer);
+        end_outward(peer);
         return;
     }
     prepare_socket(tcp, c->out);
     set_option(c->out, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
     if (tcp->own_bytes) bind(c->out, (struct sockaddr *)&tcp->own, tcp->own_bytes);
-    if (connect(c->out, (struct sockaddr *)&c->address, c->address_bytes) && errno != EINPROGRESS) end_connection(peer);
+    if (connect(c->out, (struct sockaddr *)&c->address, c->address_bytes) && errno != EINPROGRESS) end_outward(peer);
     watch(tcp, c->out, OUTWARD, (uint64_t)peer->rank, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
 }
 
@@ -143,20 +153,20 @@ static void on_outward(struct peer *peer, uint32_t events)
         socklen_t bytes = sizeof error;
         getsockopt(c->out, SOL_SOCKET, SO_ERROR, &error, &bytes);
         if (!error) say_hello(peer);
-        else end_connection(peer);
+        else end_outward(peer);
     }
     if (peer->sends.first) push(peer);
-    if (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) end_connection(peer);
+    if (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) end_outward(peer);
 }
 
 static size_t put(struct peer *peer, const char *data, size_t bytes, bool more)
 {
     struct connection *c = peer->connection;
-    if (!c || c->ended || !bytes) return 0;
+    if (!c || c->out_ended || !bytes) return 0;
     if (c->state == UNCONNECTED) connect_to(peer);
     if (c->state != CONNECTED) return 0;
     const ssize_t sent = send(c->out, data, bytes, MSG_NOSIGNAL | MSG_DONTWAIT | (more ? MSG_MORE : 0));
-    if (sent < 0 && errno != EAGAIN && errno != EINTR) end_connection(peer);
+    if (sent < 0 && errno != EAGAIN && errno != EINTR) end_outward(peer);
     return sent < 0 ? 0 : (size_t)sent;
 }
 
@@ -196,7 +206,7 @@ static struct peer *known(struct frd_endpoint *e, const struct hello *hello)
     if (difference || hello->magic != MAGIC || hello->ranks != e->ranks) return NULL;
     if (!is_rank(hello->rank, e->ranks)) return NULL;
     struct peer *peer = &e->peers[hello->rank];
-    return peer->connection && peer->connection->in < 0 && !peer->connection->ended ? peer : NULL;
+    return peer->connection && peer->connection->in < 0 ? peer : NULL;
 }
 
 static void on_stranger(struct frd_endpoint *e, struct stranger *stranger)
@@ -222,15 +232,16 @@ static size_t take(struct peer *peer, char *data, size_t bytes)
     struct connection *c = peer->connection;
     if (!c || c->in < 0) return 0;
     const ssize_t got = recv(c->in, data, bytes, MSG_DONTWAIT);
-    if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) end_connection(peer);
+    if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) end_inward(peer);
     return got < 0 ? 0 : (size_t)got;
 }
 
-/* Data that came before the other end closed still count, so the end is noted when they have been taken, or
- * when nobody wants them. */
+/* There will be no other event after the end, so all data are taken now, unless the first ones wait for a receive. */
 static void on_inward(struct peer *peer, uint32_t events)
 {
-    if (!pull(peer) && events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) end_connection(peer);
+    const bool closed = events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
+    while (pull(peer) && closed) continue;
+    if (closed && !peer->in.blocked) end_inward(peer);
 }
 
 /* Streams that were left before they had to be, so that others have their turn. */
@@ -251,7 +262,7 @@ static void again(struct peer *peer) { tcp_wake(peer->endpoint); }
 
 const struct transport over_tcp = {
     .put = put, .take = take, .moved_out = nothing, .moved_in = nothing, .again = again,
-    .has_ended = has_connection_ended,
+    .has_ended = has_stream_ended,
 };
 
 /* ---- the progress thread ---- */
@@ -322,7 +333,7 @@ void frd_connect(struct frd_group *g, int rank)
 bool tcp_is_in_use(const struct peer *peer)
 {
     const struct connection *c = peer->connection;
-    return c && !c->ended && (c->in >= 0 || c->state != UNCONNECTED);
+    return c && !c->out_ended && (c->in >= 0 || c->state != UNCONNECTED);
 }
 
 double frd_silence(struct frd_group *g, int rank)

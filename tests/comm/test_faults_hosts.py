@@ -152,6 +152,27 @@ class TestNamespaces:
                 rf"{other} has given no sign of life for \d+ s: it is down, or the link to it is", end.text
             )
 
+    def test_the_last_message_arrives_over_a_slow_link(self):
+        with (
+            two_hosts(rate="200mbit") as hosts,
+            Job(2, send_and_leave, hosts=[0, 1], namespaces=hosts) as job,
+        ):
+            assert job.end(1).kind == "returned"
+            assert (end := job.end(0)).text == "1.0", end.trace
+
+
+def send_and_leave(rank: int, size: int, tell: Callable) -> float | None:
+    """Rank 1 ends while its last message is still on the link."""
+    tensor = torch.full((1 << 20,), float(rank))
+    if rank == 1:
+        dist.recv(torch.empty(1), 0)  # so that there is a connection in each direction
+        dist.send(tensor, 0)
+        dist.destroy_process_group()
+        return None
+    dist.send(torch.ones(1), 1)
+    dist.recv(tensor, 1)
+    return tensor.unique().item()
+
 
 def agree(rank: int, size: int, tell: Callable) -> str:
     tensor = torch.full((2_000_000,), rank + 1.0)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from farandole.comm import Communicator
+from farandole.comm.algorithms.choice import Choice
 from tests.comm.hosts import spanning_group
 
 LAYOUTS = {
@@ -192,7 +193,7 @@ def name_algorithms(rank: int, size: int) -> None:
             comm.algorithm("all-reduce", 8)
         dist.destroy_process_group(comm.group)
     comm = Communicator(spanning_group([0, 0, 1, 1], rank))
-    assert comm.algorithm("all_to_all", 8) == "aggregated" and comm.algorithm("scatter", 1 << 28) == "direct"
+    assert comm.algorithm("all_to_all", 8) == "direct" and Choice().exchange("gather", 8, 16) == "aggregated"
     assert comm.algorithm("reduce", 8) == "binomial tree" and comm.algorithm("broadcast", 1 << 28) == "chain"
     assert Communicator(dist.group.WORLD).algorithm("all_reduce", 8) == "shared memory"
     dist.destroy_process_group(comm.group)
