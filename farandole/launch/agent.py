@@ -33,15 +33,9 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs)
         self.verbose = verbose
         self.rendezvous = rendezvous
-        self._rank_monitor: RankMonitor | None = None
+        self.rank_monitor = RankMonitor({}, {})
+        """The monitor of the ranks; without any until they have been started."""
         self._to_handle = signals_to_handle()
-
-    @property
-    def rank_monitor(self) -> RankMonitor:
-        """The monitor of the ranks, once they have been started."""
-        if self._rank_monitor is None:
-            raise RuntimeError("no rank has been started yet")
-        return self._rank_monitor
 
     def failures(self, result: RunResult) -> list[RankFailure]:
         """Return the ranks of this host that failed."""
@@ -69,7 +63,7 @@ class Agent(LocalElasticAgent):
         if not isinstance(context, SubprocessContext):
             raise TypeError(f"ranks are started as commands, not in a {type(context).__name__}")
         processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
-        self._rank_monitor = RankMonitor(processes, context.error_files)
+        self.rank_monitor = RankMonitor(processes, context.error_files)
         for number in SIGNALS:
             signal.signal(number, self._on_signal if number in self._to_handle else signal.SIG_IGN)
         if self.verbose:

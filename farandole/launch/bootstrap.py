@@ -163,5 +163,4 @@ def _request_port(name: str, placement: Placement, timeout_s: float) -> int:
 def _user_of(peer: socket.socket) -> int:
     """Return the user of the process at the other end, as the kernel reports it."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    user: int = struct.unpack("3i", credentials)[1]
-    return user
+    return int(struct.unpack("3i", credentials)[1])

@@ -5,9 +5,9 @@ no other rank uses.  The launcher divides the processors of its own affinity mas
 its container grants.  The hardware threads of a physical core stay together.
 
 A job reserves a processor by binding a name in Linux's *abstract* socket space.  A name has one owner at a time,
-whoever the user is, and leaves nothing on disk.  The kernel releases it when the launcher ends, however it ends; the
-ranks end with the launcher.  Reservations are advisory: no process is kept from any processor.  Containers with
-their own network namespace do not see each other's reservations.
+also among different users, and leaves nothing on disk.  The kernel releases it when the launcher ends, however it
+ends; the ranks end with the launcher.  Reservations are advisory: no process is kept from any processor.  Containers
+with their own network namespace do not see each other's reservations.
 """
 
 from __future__ import annotations

@@ -57,15 +57,8 @@ def _torchrun(environ: Mapping[str, str]) -> Placement | None:
         launcher = "environment variables"
     else:
         launcher = "farandole launch" if run_id.startswith(RUN_ID_PREFIX) else "torchrun"
-    found = read_placement(
-        environ,
-        launcher,
-        TorchVariables(),
-        rank="RANK",
-        size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_size="LOCAL_WORLD_SIZE",
-    )
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    found = read_placement(environ, launcher, TorchVariables(), *names)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing and found.size > 1:
         raise LaunchError(
@@ -87,16 +80,11 @@ def _hydra(environ: Mapping[str, str]) -> Placement | None:
         return None
     one_host = environ.get("MPI_LOCALNRANKS") == environ.get("PMI_SIZE")
     advice = "start them on the first host with mpiexec -genv MASTER_ADDR $(hostname) -genv MASTER_PORT 29500"
-    return read_placement(
-        environ,
-        "mpirun (Hydra)",
-        master_address(environ, "mpirun (Hydra)")
-        or (SameHost(_job_of_ancestor("hydra_pmi_proxy")) if one_host else NoRendezvous(advice)),
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_size="MPI_LOCALNRANKS",
+    rendezvous = master_address(environ, "mpirun (Hydra)") or (
+        SameHost(_job_of_ancestor("hydra_pmi_proxy")) if one_host else NoRendezvous(advice)
     )
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return read_placement(environ, "mpirun (Hydra)", rendezvous, *names)
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Placement | None:
@@ -109,15 +97,11 @@ def _open_mpi(environ: Mapping[str, str]) -> Placement | None:
     one_host = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environ.get("OMPI_COMM_WORLD_SIZE")
     job = environ.get("PMIX_NAMESPACE") or _job_of_ancestor("mpirun", "orterun", "orted", "prterun", "prted")
     advice = "start them on the first host with mpirun -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500"
-    return read_placement(
-        environ,
-        "mpirun (Open MPI)",
-        master_address(environ, "mpirun (Open MPI)") or (SameHost(job) if one_host else NoRendezvous(advice)),
-        rank="OMPI_COMM_WORLD_RANK",
-        size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    rendezvous = master_address(environ, "mpirun (Open MPI)") or (
+        SameHost(job) if one_host else NoRendezvous(advice)
     )
+    names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    return read_placement(environ, "mpirun (Open MPI)", rendezvous, *names)
 
 
 def _pmi(environ: Mapping[str, str]) -> Placement | None:
@@ -125,7 +109,7 @@ def _pmi(environ: Mapping[str, str]) -> Placement | None:
     if "PMI_RANK" in environ:
         advice = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
         rendezvous = master_address(environ, "PMI") or NoRendezvous(advice)
-        return read_placement(environ, "PMI", rendezvous, rank="PMI_RANK", size="PMI_SIZE")
+        return read_placement(environ, "PMI", rendezvous, "PMI_RANK", "PMI_SIZE")
     if "PMIX_RANK" in environ:
         raise LaunchError(
             f"a PMIx launcher started this process as rank {environ['PMIX_RANK']}, and no variable says of "
@@ -175,15 +159,11 @@ def _slurm(environ: Mapping[str, str]) -> Placement | None:
         environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
     )
     node = int(environ.get("SLURM_NODEID", "0"))
-    return read_placement(
-        {**environ, "tasks on this node": str(tasks[node]) if node < len(tasks) else ""},
-        "srun (Slurm)",
-        master_address(environ, "srun (Slurm)") or _slurm_rendezvous(environ),
-        rank="SLURM_PROCID",
-        size=next((n for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if n in environ), "SLURM_NPROCS"),
-        local_rank="SLURM_LOCALID",
-        local_size="tasks on this node",
-    )
+    local_size = str(tasks[node]) if node < len(tasks) else ""
+    size = next((n for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if n in environ), "SLURM_NPROCS")
+    rendezvous = master_address(environ, "srun (Slurm)") or _slurm_rendezvous(environ)
+    names = ("SLURM_PROCID", size, "SLURM_LOCALID", "tasks on this node")
+    return read_placement({**environ, "tasks on this node": local_size}, "srun (Slurm)", rendezvous, *names)
 
 
 def first_host(nodes: str) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from farandole._startup import uncollected
@@ -136,25 +136,18 @@ def parse_rendezvous(
             f"--node-rank {node_rank} of --nodes {nodes}: the hosts of a job of {max(nodes, 1)} are numbered "
             f"from 0 to {max(nodes, 1) - 1}"
         )
+    config = RendezvousConfig(nodes, node_rank, interfaces=interfaces, timeout_s=timeout_s)
     if address is None:
         if nodes > 1:
             raise LaunchError(
                 f"--nodes {nodes} needs --rendezvous HOST:PORT, a free port on the first host; "
                 f"or --hosts a:4,b:4, which starts all hosts from here"
             )
-        return RendezvousConfig(interfaces=interfaces, timeout_s=timeout_s)
+        return config
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise LaunchError(f"--rendezvous {address!r} is not HOST:PORT, as in node0:29500")
-    return RendezvousConfig(
-        nodes,
-        node_rank,
-        (host.strip("[]"),),
-        int(port),
-        serves_store=node_rank == 0,
-        interfaces=interfaces,
-        timeout_s=timeout_s,
-    )
+    return replace(config, addresses=(host.strip("[]"),), port=int(port), serves_store=node_rank == 0)
 
 
 def find_interfaces(names: str | None) -> dict[str, str]:

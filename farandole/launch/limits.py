@@ -126,16 +126,13 @@ def _free_cgroup_memory() -> int | None:
     """
     found = []
     for folder in _cgroups("memory"):
-        for limit_name, current_name, cached in (
-            ("memory.max", "memory.current", ("inactive_file", "active_file")),
-            (
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                ("total_inactive_file", "total_active_file"),
-            ),
+        for limit_name, current_name, prefix in (  # version 2, version 1
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
             limit, current = _read_number(folder / limit_name), _read_number(folder / current_name)
             if limit is not None and current is not None and limit < CGROUP_UNLIMITED:
+                cached = (f"{prefix}inactive_file", f"{prefix}active_file")
                 cached_bytes = sum(_read_field(folder / "memory.stat", name) or 0 for name in cached)
                 found.append(limit - current + cached_bytes)
                 break

@@ -18,13 +18,7 @@ from farandole._startup import uncollected
 from farandole.launch.child import RankSpec
 from farandole.launch.cores import reserve_cores, usable_cores
 from farandole.launch.environments import RUN_ID_PREFIX
-from farandole.launch.hosts import (
-    START_TIMEOUT_S,
-    RendezvousConfig,
-    find_interfaces,
-    parse_rendezvous,
-    use_interfaces,
-)
+from farandole.launch.hosts import RendezvousConfig, find_interfaces, use_interfaces
 from farandole.launch.limits import check_rank_limits, count_oom_kills, oversubscription_warning
 from farandole.launch.monitor import restored_handlers
 from farandole.launch.placement import LaunchError
@@ -45,19 +39,7 @@ SCRATCH_PREFIX = "farandole-launch-"
 
 
 def launch(
-    target: str,
-    arguments: Sequence[str] = (),
-    *,
-    ranks: int,
-    module: bool = False,
-    pin: bool = True,
-    threads: int | None = None,
-    output: str | None = None,
-    verbose: bool = False,
-    nodes: int = 1,
-    node_rank: int = 0,
-    rendezvous: str | None = None,
-    start_timeout_s: float = START_TIMEOUT_S,
+    target: str, arguments: Sequence[str] = (), *, ranks: int, module: bool = False, pin: bool = True
 ) -> int:
     """Run a Python script, or a module, in `ranks` processes on this host; return the exit status.
 
@@ -68,13 +50,6 @@ def launch(
 
     Args:
         pin: Pin each rank to its own cores.  One line on stderr describes how the cores are divided.
-        threads: The threads of each rank; None uses OMP_NUM_THREADS, or divides the cores by the ranks.
-        output: The folder for the output of the ranks; None passes the output through.
-        verbose: Print the processes that are started.
-        nodes: The number of hosts.  Call this function on every host, with its own `node_rank`;
-            `remote.launch_on_hosts` starts all hosts from one.
-        rendezvous: "HOST:PORT" on the first host, where the launchers of all hosts rendezvous.
-        start_timeout_s: How long to wait for the other hosts, in seconds.
 
     Returns:
         The exit status of the rank that failed first, or 0.  When a rank fails the others are stopped, and the
@@ -83,8 +58,7 @@ def launch(
     Raises:
         LaunchError: The ranks cannot be started.
     """
-    program = Program(target, tuple(arguments), module, pin, threads, output, verbose)
-    return run_on_this_host(program, ranks, parse_rendezvous(nodes, node_rank, rendezvous, start_timeout_s))
+    return run_on_this_host(Program(target, arguments, module, pin), ranks, RendezvousConfig())
 
 
 def run_on_this_host(

@@ -68,7 +68,6 @@ def read_placement(
     environ: Mapping[str, str],
     launcher: str,
     rendezvous: Rendezvous,
-    *,
     rank: str,
     size: str,
     local_rank: str | None = None,

@@ -37,11 +37,6 @@ HOST_VARIABLES = re.compile(
 )
 """Variables that describe the host or the session, and are not sent to other hosts."""
 
-SSH_FAILED = 255
-"""The exit status of ssh if it could not connect."""
-NOT_FOUND = 127
-"""The exit status of `env` if it did not find a command."""
-
 
 @dataclass(frozen=True)
 class RemoteShell:
@@ -229,9 +224,9 @@ class _RemoteJob:
 
 
 def _explain(host: str, status: int) -> str:
-    if status == SSH_FAILED:
+    if status == 255:  # ssh could not connect
         return f"the remote shell could not reach {host}, or lost the connection (exit status {status})"
-    if status == NOT_FOUND:
+    if status == 127:  # `env` did not find the interpreter
         return f"{host} has no {sys.executable}: the hosts of a job need the same Python at the same path"
     if status < 0:
         return f"the launcher of {host} was killed by {signal.Signals(-status).name}"

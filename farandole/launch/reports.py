@@ -69,10 +69,8 @@ def write_report(path: str, report: ErrorReport) -> None:
 
 def read_report(data: dict[str, object]) -> ErrorReport | None:
     """Return the report in the data that torch's elastic agent read from a rank's error file, if there is one."""
-    match data:
-        case {"farandole": dict(fields)}:
-            return ErrorReport(**fields)
-    return None
+    fields = data.get("farandole")
+    return ErrorReport(**fields) if isinstance(fields, dict) else None
 
 
 def explain_failures(failures: Sequence[RankFailure], oom_kills: int | None = None) -> str:
