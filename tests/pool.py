@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 
 from farandole.comm import register
-from farandole.launch.child import die_with
-from farandole.launch.meeting import LOOPBACK, host_store
+from farandole.launch.bootstrap import loopback_store
+from farandole.launch.child import die_with_parent
+from farandole.launch.hosts import LOOPBACK
 from tests.forking import CONTEXT
 
 LARGEST = 8
@@ -101,7 +102,7 @@ class Pool:
     def _grow(self, size: int) -> None:
         if any(not process.is_alive() for process, _ in self._members):
             self.close()
-        self._store = self._store or host_store()
+        self._store = self._store or loopback_store()
         new = []
         for rank in range(len(self._members), size):
             ours, theirs = CONTEXT.Pipe()
@@ -188,7 +189,7 @@ def _is_secondary(failure: Failure) -> bool:
 
 def _serve(rank: int, pipe: Connection, port: int, stack_file: str) -> None:
     """The life of a process of the pool."""
-    die_with(os.getppid())  # the fork server, which ends with the session
+    die_with_parent(os.getppid())  # the fork server, which ends with the session
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test session's
     torch.set_num_threads(1)
     store = dist.TCPStore(LOOPBACK, port, is_master=False)

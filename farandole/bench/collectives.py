@@ -121,7 +121,7 @@ class _Benchmark:
         processors = division.shares[self.runtime.local_rank].processors
         if processors:
             os.sched_setaffinity(0, processors)
-        self.say(f"# {division.line.split(';')[0]}")
+        self.say(f"# {division.summary.split(';')[0]}")
 
     def report(self) -> None:
         if self.setup.json is not None:

@@ -28,12 +28,12 @@ from socket import gethostname
 import torch.distributed as dist
 
 from farandole import native
-from farandole.comm.addresses import is_loopback, own_address, socket_address
 from farandole.comm.describe import Membership
 from farandole.comm.errors import CommunicationError, RankLate
 from farandole.comm.failure_consensus import FailureConsensus
 from farandole.comm.host import Rendezvous, Segment, SegmentName, host_identity, open_segment
 from farandole.comm.host_group import HostGroup
+from farandole.comm.interfaces import is_loopback, own_address, socket_address
 from farandole.native import LAST_STATUS, TRY, Status
 
 ARENA_BYTES = 1 << 38

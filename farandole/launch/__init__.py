@@ -1,4 +1,4 @@
-"""Starting ranks, and finding out inside a rank which one it is.
+"""Start the ranks of a job, and find the rank of a process in its job.
 
-`runtime.init` is what every program calls; `local.launch` is the launcher behind `--ranks`.
+Every program calls `runtime.init`.  `local.launch` is the launcher behind `--ranks`.
 """

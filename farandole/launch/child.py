@@ -1,8 +1,8 @@
-"""What runs in each rank of `farandole launch`: `python -m farandole.launch.child ORDERS TARGET ARGS...`.
+"""Run the program in one rank of `farandole launch`: `python -m farandole.launch.child SPEC TARGET ARGS...`.
 
-It takes this rank's cores, arranges to die with the launcher, and runs the program as Python would have
-run it.  An exception that ends the program is written to a file for the launcher, which shows it once.
-Imports nothing heavy: the number of threads must be set before torch is loaded.
+This module takes the rank's cores, lets the kernel kill the rank with the launcher, and runs the program as Python
+would.  An exception that ends the program is written to a file for the launcher, which prints it once.  Nothing heavy
+is imported: the number of threads must be set before torch is loaded.
 """
 
 from __future__ import annotations
@@ -27,48 +27,43 @@ PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class Orders:
-    """What the launcher wants of its ranks; one argument of their command lines, as JSON."""
+class RankSpec:
+    """How the ranks of a host run; one argument of their command lines, as JSON."""
 
     launcher_pid: int
     shares: tuple[Share, ...]
     module: bool
     output: str | None = None
-    """The folder for what the ranks print."""
+    """The folder for the output of the ranks."""
 
     def dump(self) -> str:
-        """As JSON."""
+        """Return the spec as JSON."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @staticmethod
-    def load(text: str) -> Orders:
-        """From JSON."""
+    def load(text: str) -> RankSpec:
+        """Return the spec from JSON."""
         fields = json.loads(text)
-        shares = tuple(Share(share["threads"], tuple(share["processors"])) for share in fields["shares"])
-        return Orders(fields["launcher_pid"], shares, fields["module"], fields["output"])
+        return RankSpec(**fields | {"shares": tuple(Share(**share) for share in fields["shares"])})
 
 
 def main(arguments: list[str]) -> None:
-    """Run the program that the launcher asked for, as rank LOCAL_RANK of this host."""
-    orders, target, *program_arguments = arguments
-    run(Orders.load(orders), target, program_arguments)
-
-
-def run(orders: Orders, target: str, arguments: list[str]) -> None:
-    """Run a script or a module; does not return where it fails."""
-    die_with(orders.launcher_pid)
-    take_share(orders.shares[int(os.environ["LOCAL_RANK"])])
-    if orders.output is not None:
-        print_to(orders.output)
+    """Run the program that the launcher named, as rank LOCAL_RANK of this host; exit with its status if it fails."""
+    text, target, *program_arguments = arguments
+    spec = RankSpec.load(text)
+    die_with_parent(spec.launcher_pid)
+    _apply_share(spec.shares[int(os.environ["LOCAL_RANK"])])
+    if spec.output is not None:
+        _redirect_output(spec.output)
     if hasattr(sys.stdout, "reconfigure"):
-        # Lines of several ranks stay whole, and none is lost with a rank that is killed.
+        # Lines of different ranks do not mix, and a rank that is killed loses none.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    sys.argv = [target, *arguments]
-    own = orders.module and target.startswith("farandole.")
+    sys.argv = [target, *program_arguments]
+    own = spec.module and target.startswith("farandole.")
     try:
         if own:
             pause_collection()
-        if orders.module:
+        if spec.module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             run_script(os.path.abspath(target))
@@ -81,8 +76,8 @@ def run(orders: Orders, target: str, arguments: list[str]) -> None:
             raise
         _fail(_exit_report(end.code))
     except BaseException as error:  # reported, and the process ends
-        sys.last_value = error  # as the interpreter would: the other ranks are told what ended this one
-        _fail(_report(error))
+        sys.last_value = error  # as the interpreter does: this rank tells the other ranks why it ended
+        _fail(_error_report(error))
 
 
 def run_script(path: str) -> None:
@@ -96,8 +91,8 @@ def run_script(path: str) -> None:
     exec(code, program.__dict__)
 
 
-def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when `parent_pid`, its parent, ends in whatever way (Linux)."""
+def die_with_parent(parent_pid: int) -> None:
+    """Let the kernel kill this process when its parent `parent_pid` ends, however it ends (Linux)."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -105,42 +100,39 @@ def die_with(parent_pid: int) -> None:
         sys.exit(128 + signal.SIGKILL)
 
 
-def take_share(share: Share) -> None:
-    """Keep to this rank's cores; the libraries that are loaded later read the number of threads."""
+def _apply_share(share: Share) -> None:
+    """Pin this process, and set the number of threads for libraries that are loaded later."""
     os.environ["OMP_NUM_THREADS"] = str(share.threads)
     if share.processors:
         os.sched_setaffinity(0, share.processors)
 
 
-def print_to(folder: str) -> None:
-    """Let this rank, and what it starts, print to files: FOLDER/rank.N/stdout and stderr, as horovodrun has it."""
+def _redirect_output(folder: str) -> None:
+    """Redirect the output of this rank to FOLDER/rank.N/stdout and stderr, as horovodrun does."""
     width = len(str(int(os.environ["WORLD_SIZE"]) - 1))
     own = os.path.join(folder, f"rank.{os.environ['RANK']:0>{width}}")
     os.makedirs(own, exist_ok=True)
     for stream in (sys.stdout, sys.stderr):
-        file = os.open(
-            os.path.join(own, stream.name.strip("<>")), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666
-        )
+        path = os.path.join(own, stream.name.strip("<>"))
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         os.dup2(file, stream.fileno())
         os.close(file)
 
 
-def _report(error: BaseException) -> ErrorReport:
-    trace = "".join(traceback.format_exception(type(error), error, _of_program(error.__traceback__)))
-    return ErrorReport.now(
-        kind=type(error).__name__, message=str(error), trace=trace, consequence=_is_consequence(error)
-    )
+def _error_report(error: BaseException) -> ErrorReport:
+    trace = "".join(traceback.format_exception(type(error), error, _program_frames(error.__traceback__)))
+    return ErrorReport(type(error).__name__, str(error), trace, _is_consequence(error))
 
 
 def _exit_report(code: object) -> ErrorReport:
-    """The report of sys.exit(7), or of sys.exit("message"), which has a message and no trace."""
+    """Return the report of sys.exit(7), or of sys.exit("message"), which has a message and no traceback."""
     if isinstance(code, int):
-        return ErrorReport.now(kind="SystemExit", message=f"exit status {code}", trace="", status=code & 0xFF)
-    return ErrorReport.now(kind="SystemExit", message=str(code), trace=f"{code}\n")
+        return ErrorReport(kind="SystemExit", message=f"exit status {code}", trace="", status=code & 0xFF)
+    return ErrorReport(kind="SystemExit", message=str(code), trace=f"{code}\n")
 
 
 def _fail(report: ErrorReport) -> NoReturn:
-    """Leave the report for the launcher; without one (it could not be written) show it here."""
+    """Write the report for the launcher, or print it if it cannot be written, and exit."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     try:
         write_report(path or "", report)
@@ -149,8 +141,8 @@ def _fail(report: ErrorReport) -> NoReturn:
     sys.exit(report.status)
 
 
-def _of_program(trace: TracebackType | None) -> TracebackType | None:
-    """The trace without the frames that start the program; None where it did not start (a syntax error)."""
+def _program_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Remove the frames that start the program; return None if it did not start (a syntax error)."""
     starting = (__file__, runpy.__file__)
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -161,7 +153,7 @@ def _of_program(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Whether an exception tells that *another* rank failed: a communication error, ours or Gloo's."""
+    """Return whether *another* rank's failure caused `error`: a communication error of this package or of Gloo."""
     errors = sys.modules.get("farandole.comm.errors")
     while error is not None:
         if errors is not None and isinstance(error, errors.CommunicationError):

@@ -1,53 +1,70 @@
-"""Dividing the cores of a host among its ranks.
+"""Divide the cores of a host among the ranks of a job, without the cores that other jobs have reserved.
 
-Every rank of a data-parallel job waits for the slowest, so that each gets the same number of threads, on
-cores that no other rank uses.  What is divided is what the launcher itself may use: its affinity mask,
-and the processor time that a container grants.  The threads of one physical core stay together.
+Every rank of a data-parallel job waits for the slowest, so all ranks get the same number of threads, on cores that
+no other rank uses.  The launcher divides the processors of its own affinity mask, within the processor time that
+its container grants.  The hardware threads of a physical core stay together.
+
+A job reserves a processor by binding a name in Linux's *abstract* socket space.  A name has one owner at a time,
+also among different users, and leaves nothing on disk.  The kernel releases it when the launcher ends, however it
+ends; the ranks end with the launcher.  Reservations are advisory: no process is kept from any processor.  Containers
+with their own network namespace do not see each other's reservations.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 import os
+import socket
 import sys
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from farandole.launch.reports import count
 
 Core = tuple[int, ...]
 """The logical processors (hardware threads) of one physical core."""
 
+LOCK_S = 2.0
+"""How long to wait, in seconds, while another launcher reserves its processors."""
+
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank computes with: `threads`, on `processors`, or on any where that is empty."""
+    """The number of threads of one rank, and its processors; empty if the rank is not pinned."""
 
     threads: int
-    processors: tuple[int, ...] = ()
+    processors: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class Division:
-    """How the cores of a host are divided among its ranks, and the line that says so."""
+    """The share of each rank of a host, and a line for the user that describes the division."""
 
     shares: tuple[Share, ...]
-    line: str
+    summary: str
 
     @property
     def processors(self) -> frozenset[int]:
-        """The logical processors to which the ranks keep; none where they are not pinned."""
+        """The logical processors to which ranks are pinned."""
         return frozenset(p for share in self.shares for p in share.processors)
 
 
+# ---- the cores of this host ----
+
+
 def affinity(pid: int = 0) -> frozenset[int]:
-    """The logical processors that a process may use (this one: 0)."""
+    """Return the logical processors that a process may use; `pid` 0 is this process."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(pid))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def usable_cores() -> int:
-    """How many physical cores this process may use, a container's quota included."""
+    """Return how many physical cores this process may use, within the quota of its container."""
     cores = len(physical_cores(affinity()))
     quota = processor_quota()
     return cores if quota is None else max(1, min(cores, math.floor(quota)))
@@ -56,18 +73,38 @@ def usable_cores() -> int:
 def physical_cores(
     processors: frozenset[int], siblings: Callable[[int], frozenset[int]] | None = None
 ) -> list[Core]:
-    """Group logical processors by the physical core that runs them, in the order of their numbers."""
+    """Group logical processors by physical core, in the order of their numbers."""
     find = siblings or _siblings
     return sorted({tuple(sorted((find(p) | {p}) & processors)) for p in processors})
 
 
 def processor_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
-    """How many processors' time the control group grants (docker run --cpus, Kubernetes limits), or None."""
+    """Return the processor time, in processors, that the control group grants; None if it is unlimited.
+
+    `docker run --cpus` and the limits of Kubernetes are such quotas.
+    """
     try:
         quota, period = path.read_text().split()
     except (OSError, ValueError):
         return None
     return None if quota == "max" else int(quota) / int(period)
+
+
+def _siblings(processor: int) -> frozenset[int]:
+    """Return the logical processors on the physical core of `processor`, as Linux lists them."""
+    path = Path(f"/sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list")
+    try:
+        text = path.read_text()
+    except OSError:
+        return frozenset({processor})
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+# ---- division among ranks ----
 
 
 def divide_cores(
@@ -77,18 +114,21 @@ def divide_cores(
     quota: float | None = None,
     pin: bool = True,
     threads: int | None = None,
-    taken: Collection[int] = (),
+    reserved: Collection[int] = (),
 ) -> Division:
     """Divide `cores` among the `ranks` of this host.
 
-    With `pin`, each rank keeps to its own cores, none of them `taken` by another job; not so where there are
-    more ranks than such cores, or less time than cores (`quota`, in processors).  `threads` overrides the
-    number of threads of each rank.
+    Args:
+        quota: The processor time that is granted, in processors; None if it is unlimited.
+        pin: Pin each rank to its own cores.  Ranks are not pinned if there are more ranks than free cores, or if
+            `quota` grants less time than there are cores.
+        threads: The number of threads of each rank; None divides the cores by the ranks.
+        reserved: The processors that other jobs have reserved.
     """
-    free = [core for core in cores if not set(core).intersection(taken)]
-    others = len(cores) - len(free) if pin else 0
-    crowded_out = others > 0 and len(_units(free, ranks)) < ranks
-    if others and not crowded_out:
+    free = [core for core in cores if not set(core).intersection(reserved)]
+    reserved_cores = len(cores) - len(free) if pin else 0
+    too_few_free = reserved_cores > 0 and len(_units(free, ranks)) < ranks
+    if reserved_cores and not too_few_free:
         cores = free
     units = _units(cores, ranks)
     number = len(units) if quota is None else min(len(units), max(1, math.floor(quota)))
@@ -97,12 +137,12 @@ def divide_cores(
         f"{count(ranks, 'rank')} on {count(number, 'free core' if cores is free else 'core')}: "
         f"{count(each, 'thread')}{' each' if ranks > 1 else ''}"
     )
-    if ranks == 1 and not others:
+    if ranks == 1 and not reserved_cores:
         why_not = ""
     elif number < ranks:
-        why_not = ", more ranks than cores: they take turns"
-    elif crowded_out:
-        why_not = f", not pinned: other jobs keep {others} of them for their ranks"
+        why_not = ", not pinned: there are more ranks than cores"
+    elif too_few_free:
+        why_not = f", not pinned: other jobs have reserved {reserved_cores} of them"
     elif number < len(units):
         why_not = ", not pinned: a quota limits the time, not the cores"
     elif not pin:
@@ -117,21 +157,21 @@ def divide_cores(
 
 
 def _units(cores: Sequence[Core], ranks: int) -> list[Core]:
-    """What is dealt out: physical cores; hardware threads where there are fewer cores than ranks."""
+    """Return the units to divide: physical cores, or hardware threads if there are fewer cores than ranks."""
     if len(cores) >= ranks:
         return list(cores)
     return [(processor,) for core in cores for processor in core]
 
 
 def _describe(shares: Sequence[Share]) -> str:
-    words = [f"rank {rank}: {_processors(share.processors)}" for rank, share in enumerate(shares)]
+    words = [f"rank {rank}: {_format_processors(share.processors)}" for rank, share in enumerate(shares)]
     if len(words) > 4:
         words = [*words[:2], "...", words[-1]]
     return ", ".join(words)
 
 
-def _processors(processors: Sequence[int]) -> str:
-    """`core 3`, `cores 0-3`, `cores 0-3,8-11`."""
+def _format_processors(processors: Sequence[int]) -> str:
+    """Return `core 3`, `cores 0-3` or `cores 0-3,8-11`."""
     runs: list[list[int]] = []
     for processor in sorted(processors):
         if runs and processor == runs[-1][-1] + 1:
@@ -142,20 +182,94 @@ def _processors(processors: Sequence[int]) -> str:
     return f"core {text}" if len(processors) == 1 else f"cores {text}"
 
 
-def count(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+# ---- reservation against other jobs ----
 
 
-def _siblings(processor: int) -> frozenset[int]:
-    """The logical processors that share a physical core with this one, as Linux lists them."""
-    path = Path(f"/sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list")
+class CoreReservation:
+    """The processors that this job has reserved, until `release` or the end of the process."""
+
+    def __init__(self) -> None:
+        self._sockets: dict[int, socket.socket] = {}
+        self.reserved_by_others: set[int] = set()
+        self.error: OSError | None = None
+        """Why the reservations of other jobs are not visible, if they are not."""
+
+    @property
+    def held(self) -> frozenset[int]:
+        """The processors that this job has reserved."""
+        return frozenset(self._sockets)
+
+    def reserve(self, processors: Collection[int]) -> None:
+        """Reserve those of `processors` that no other job has reserved."""
+        for processor in sorted(processors):
+            try:
+                self._sockets[processor] = _bind(f"processor {processor}")
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    self.error = error
+                    return
+                self.reserved_by_others.add(processor)
+
+    def keep_only(self, processors: Collection[int]) -> None:
+        """Release all processors but these."""
+        for processor in self.held.difference(processors):
+            self._sockets.pop(processor).close()
+
+    def release(self) -> None:
+        """Release all processors."""
+        self.keep_only(())
+
+
+@contextlib.contextmanager
+def reserve_cores(ranks: int, pin: bool, threads: int | None) -> Iterator[Division]:
+    """Divide the cores of this host that no other job has reserved, and reserve them during the block."""
+    processors = affinity()
+    reservation = CoreReservation()
     try:
-        text = path.read_text()
+        with _lock():
+            if pin and sys.platform == "linux":
+                reservation.reserve(processors)
+            division = divide_cores(
+                ranks,
+                physical_cores(processors),
+                quota=processor_quota(),
+                pin=pin,
+                threads=threads,
+                reserved=reservation.reserved_by_others,
+            )
+            reservation.keep_only(division.processors)
+        if reservation.error is not None:
+            unknown = f"; the cores that other jobs have reserved are not known: {reservation.error}"
+            division = replace(division, summary=division.summary + unknown)
+        yield division
+    finally:
+        reservation.release()
+
+
+@contextlib.contextmanager
+def _lock() -> Iterator[None]:
+    """Keep two jobs that start at the same time from reserving half of the cores that each needs."""
+    deadline = time.monotonic() + LOCK_S
+    held = None
+    while held is None and time.monotonic() < deadline:
+        try:
+            held = _bind("lock")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                break  # processors cannot be reserved either, and `CoreReservation.error` says why
+            time.sleep(0.01)
+    try:
+        yield
+    finally:
+        if held is not None:
+            held.close()
+
+
+def _bind(name: str) -> socket.socket:
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        bound.bind(f"\0farandole-{name}")
     except OSError:
-        return frozenset({processor})
-    found: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+        bound.close()
+        raise
+    return bound

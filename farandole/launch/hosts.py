@@ -1,27 +1,35 @@
-"""The hosts of a job, as people name them (`a:4,b:4`, or a file), and how many ranks each gets."""
+"""The hosts of a job: their names and slots, and where their launchers rendezvous.  Imports no torch."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from farandole.launch.cores import count
+from farandole._startup import uncollected
 from farandole.launch.placement import LaunchError
+from farandole.launch.reports import count
+
+LOOPBACK = "127.0.0.1"
+START_TIMEOUT_S = 600.0
+"""How long launchers wait for each other by default, in seconds."""
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""The variables from which Gloo and NCCL read the network interfaces to use."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host, by the name with which the remote shell reaches it, and how many ranks it takes."""
+    """The name by which the remote shell reaches a host, and how many ranks the host takes."""
 
     name: str
     slots: int
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """The hosts of `--hosts`: names with slots, 1 where none are given.
+    """Parse `--hosts`: names with slots, by default 1.
 
     >>> parse_hosts("a:4,b")
     [Host(name='a', slots=4), Host(name='b', slots=1)]
@@ -30,7 +38,7 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a file with lines like `a slots=4` or `a:4`; what follows a # is a remark."""
+    """Read a file with lines like `a slots=4` or `a:4`; a comment starts with a #."""
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
@@ -41,12 +49,15 @@ def read_hostfile(path: Path) -> list[Host]:
         if words:
             hosts.append(_host(words, f"{path}, line {number}"))
     if not hosts:
-        raise LaunchError(f"--hostfile {path} names no host; a line is like: node0 slots=4")
+        raise LaunchError(f"--hostfile {path} names no host; expected lines such as: node0 slots=4")
     return _distinct(hosts, f"--hostfile {path}")
 
 
-def spread(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
-    """The hosts that get ranks, and how many: the first are filled first; without `ranks` all are filled."""
+def assign_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
+    """Return the hosts that get ranks, with as many slots; the first hosts are filled first.
+
+    If `ranks` is None every slot gets a rank.
+    """
     slots = sum(host.slots for host in hosts)
     if ranks is None:
         return list(hosts)
@@ -61,8 +72,8 @@ def spread(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
     return filled
 
 
-def is_here(name: str) -> bool:
-    """Whether a host's name is this machine's: a process can listen at its address."""
+def is_this_host(name: str) -> bool:
+    """Return whether `name` is a name of this machine: a process can listen at its address."""
     if name in ("localhost", socket.gethostname()):
         return True
     with contextlib.suppress(OSError):
@@ -73,15 +84,98 @@ def is_here(name: str) -> bool:
     return False
 
 
-def _host(words: str, where: str) -> Host:
+def _host(words: str, source: str) -> Host:
     name, colon, slots = words.strip().partition(":")
     if not name or name.startswith("-") or (colon and not (slots.isdecimal() and int(slots) > 0)):
-        raise LaunchError(f"{where}: {words.strip()!r} is not HOST:SLOTS, as in node0:4")
+        raise LaunchError(f"{source}: {words.strip()!r} is not HOST:SLOTS, as in node0:4")
     return Host(name, int(slots) if colon else 1)
 
 
-def _distinct(hosts: list[Host], where: str) -> list[Host]:
+def _distinct(hosts: list[Host], source: str) -> list[Host]:
     names = [host.name for host in hosts]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise LaunchError(f"{where}: named twice: {', '.join(twice)}; give a host all its slots at once")
+        raise LaunchError(
+            f"{source}: named twice: {', '.join(twice)}; name each host once, with all its slots"
+        )
     return hosts
+
+
+@dataclass(frozen=True)
+class RendezvousConfig:
+    """Launcher `node_rank` of `nodes`, one per host, and the address of the store that they share.
+
+    On one host there is no address: the store is at a free port that only this host reaches.
+    """
+
+    nodes: int = 1
+    node_rank: int = 0
+    addresses: Sequence[str] = ()
+    """Where the store may be reached; the first address that answers is used."""
+    port: int = 0
+    serves_store: bool = True
+    """Whether this launcher serves the store, which then ends with it."""
+    on_store_host: bool = True
+    """Whether this launcher runs on the host of the store; True if that is unknown."""
+    interfaces: str | None = None
+    """The network interfaces that the user named for the ranks ("eth0,eth1")."""
+    choose_interface: bool = False
+    """Whether the ranks use the network interface by which the store was reached."""
+    timeout_s: float = START_TIMEOUT_S
+    """How long to wait for the other launchers, in seconds."""
+
+
+def parse_rendezvous(
+    nodes: int, node_rank: int, address: str | None, timeout_s: float, interfaces: str | None = None
+) -> RendezvousConfig:
+    """Return the configuration of a launcher that a user starts on each host.
+
+    `address` is the value of `--rendezvous`: "HOST:PORT" on the first host, or None for one host.
+    """
+    if nodes < 1 or not 0 <= node_rank < nodes:
+        raise LaunchError(
+            f"--node-rank {node_rank} of --nodes {nodes}: the hosts of a job of {max(nodes, 1)} are numbered "
+            f"from 0 to {max(nodes, 1) - 1}"
+        )
+    config = RendezvousConfig(nodes, node_rank, interfaces=interfaces, timeout_s=timeout_s)
+    if address is None:
+        if nodes > 1:
+            raise LaunchError(
+                f"--nodes {nodes} needs --rendezvous HOST:PORT, a free port on the first host; "
+                f"or --hosts a:4,b:4, which starts all hosts from here"
+            )
+        return config
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise LaunchError(f"--rendezvous {address!r} is not HOST:PORT, as in node0:29500")
+    return replace(config, addresses=(host.strip("[]"),), port=int(port), serves_store=node_rank == 0)
+
+
+def find_interfaces(names: str | None) -> dict[str, str]:
+    """Return the addresses of the named interfaces ("eth0,eth1"), or of all but the loopback.
+
+    Raises:
+        LaunchError: This host lacks one of the named interfaces.
+    """
+    with uncollected():  # this loads torch
+        from farandole.comm.interfaces import interface_addresses, is_loopback
+
+    found = interface_addresses()
+    if names is None:
+        return {name: address for name, address in found.items() if not is_loopback(address)}
+    for name in names.split(","):
+        if name not in found:
+            raise LaunchError(
+                f"--network-interface {name}: this host ({socket.gethostname()}) has no such interface with an "
+                f"IPv4 address; it has {', '.join(f'{n} ({a})' for n, a in found.items()) or 'none'}"
+            )
+    return {name: found[name] for name in names.split(",")}
+
+
+def use_interfaces(names: Iterable[str]) -> None:
+    """Let the ranks that this process starts use these network interfaces between hosts."""
+    os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, ",".join(names)))
+
+
+def interfaces_are_set() -> bool:
+    """Return whether the user has named interfaces in the environment."""
+    return any(variable in os.environ for variable in INTERFACE_VARIABLES)

@@ -1,8 +1,8 @@
-"""The launcher of one host of a job that was started elsewhere: `python -m farandole.launch.node`.
+"""The launcher of one host of a job that another host started: `python -m farandole.launch.node`.
 
-Who started it speaks through standard input: first a line of orders, then the number of a signal on each line.
-When that input ends, so has whoever wrote it, however it ended and however far away it was, and so does this
-launcher.
+The command that started the job writes to this launcher's standard input: first a line with a `NodeSpec`, then a
+line with the number of each signal.  The end of the input means that the command has ended, however it ended, so
+this launcher ends too.
 """
 
 from __future__ import annotations
@@ -17,96 +17,88 @@ from dataclasses import asdict, dataclass
 from io import TextIOWrapper
 
 from farandole._startup import leave
-from farandole.launch.gathering import Gathering
-from farandole.launch.interfaces import chosen, use
-from farandole.launch.local import run_here
+from farandole.launch.hosts import RendezvousConfig
+from farandole.launch.local import run_on_this_host
+from farandole.launch.monitor import restore_ignored_signals
 from farandole.launch.placement import LaunchError
 from farandole.launch.program import Program
-from farandole.launch.signals import restore_ignored_signals
+from farandole.launch.reports import notify
 
 
 @dataclass(frozen=True)
-class NodeOrders:
-    """What the launcher of a host is told."""
+class NodeSpec:
+    """The part of a job that the launcher of one host runs."""
 
     host: str
-    """The name by which it was reached."""
+    """The name by which the remote shell reached the host."""
     folder: str
-    """Where to run."""
+    """The working directory of the ranks."""
     environment: Mapping[str, str]
-    """Variables to set."""
+    """The variables to set."""
     program: Program
     ranks: int
-    """How many ranks this host gets."""
-    gathering: Gathering
-    interfaces: str | None = None
-    """The network interfaces that the user wants to be used."""
+    """The number of ranks on this host."""
+    rendezvous: RendezvousConfig
 
     def dump(self) -> str:
-        """As JSON, in one line."""
+        """Return the spec as JSON, in one line."""
         return json.dumps(asdict(self))
 
     @staticmethod
-    def load(text: str) -> NodeOrders:
-        """From JSON."""
+    def load(text: str) -> NodeSpec:
+        """Return the spec from JSON."""
         fields = json.loads(text)
-        program, gathering = fields.pop("program"), fields.pop("gathering")
-        return NodeOrders(
-            **fields,
-            program=Program(**program | {"arguments": tuple(program["arguments"])}),
-            gathering=Gathering(**gathering | {"addresses": tuple(gathering["addresses"])}),
-        )
+        program, rendezvous = Program(**fields["program"]), RendezvousConfig(**fields["rendezvous"])
+        return NodeSpec(**fields | {"program": program, "rendezvous": rendezvous})
 
 
 def main() -> None:
-    """Carry out the orders that come through standard input."""
-    restore_ignored_signals()  # signals come through standard input only, and `_obey` needs them
-    lifeline = _take_input()
-    text = lifeline.readline()
+    """Run the part of the job that standard input describes."""
+    restore_ignored_signals()  # signals come through standard input only, and `_raise_signals` needs them
+    control = _detach_input()
+    text = control.readline()
     if not text:
-        sys.exit("farandole.launch.node is started by `farandole launch --hosts`, which tells it what to do")
-    orders = NodeOrders.load(text)
-    # A signal that comes before the ranks are watched ends this process.
-    threading.Thread(target=_obey, args=(lifeline,), daemon=True).start()
+        sys.exit("farandole.launch.node is started by `farandole launch --hosts`, which writes to its input")
+    spec = NodeSpec.load(text)
+    # A signal that arrives before the ranks are monitored ends this process.
+    threading.Thread(target=_raise_signals, args=(control,), daemon=True).start()
     try:
-        status = _carry_out(orders)
+        status = _run(spec)
     except LaunchError as error:
-        print(f"farandole launch, on {orders.host}: {error}", file=sys.stderr, flush=True)
+        notify(f"farandole launch, on {spec.host}: {error}")
         status = 2
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     leave(status)
 
 
-def _carry_out(orders: NodeOrders) -> int:
-    os.environ.update(orders.environment)
+def _run(spec: NodeSpec) -> int:
+    os.environ.update(spec.environment)
     try:
-        os.chdir(orders.folder)
+        os.chdir(spec.folder)
     except OSError as error:
         raise LaunchError(
-            f"cannot run in {orders.folder}: {error.strerror}; hosts share the folder of the job"
+            f"cannot run in {spec.folder}: {error.strerror}; all hosts need the folder of the job"
         ) from error
-    if not orders.program.module:
+    if not spec.program.module:
         sys.path[0] = ""
-    if orders.interfaces is not None:
-        use(",".join(chosen(orders.interfaces)))
-    return run_here(orders.program, orders.ranks, orders.gathering, name=orders.host)
+    return run_on_this_host(spec.program, spec.ranks, spec.rendezvous, name=spec.host)
 
 
-def _take_input() -> TextIOWrapper:
-    """Standard input, which is no longer that of this process: its ranks must not read from it."""
+def _detach_input() -> TextIOWrapper:
+    """Return standard input, and replace it with an empty one: the ranks must not read from it."""
     own = os.dup(0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
     return TextIOWrapper(os.fdopen(own, "rb"))
 
 
-def _obey(lifeline: TextIOWrapper) -> None:
-    """Pass on the signals that are told; at the end of input, end at once."""
-    for line in lifeline:
+def _raise_signals(control: TextIOWrapper) -> None:
+    """Raise the signals that the input names; at the end of the input, end at once."""
+    for line in control:
         os.kill(os.getpid(), int(line))
-    # Two signals, which are not merged into one because they differ: the second kills the ranks.
+    # Two different signals, because equal ones may be merged into one: the second kills the ranks.
     os.kill(os.getpid(), signal.SIGHUP)
     os.kill(os.getpid(), signal.SIGTERM)
 

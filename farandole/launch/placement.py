@@ -1,8 +1,8 @@
-"""Where a process stands among the ranks of its job, as the job's launcher says it.
+"""The rank of a process in its job, and where the ranks of the job rendezvous.
 
-A launcher (torchrun, mpirun, srun, our own) tells each process its rank through environment variables,
-each in its own words.  `environments/` translates them, one small file per launcher, into a `Placement`;
-from there on nobody asks who launched the job.  Nothing here imports torch or touches the network.
+A launcher (torchrun, mpirun, srun, `farandole launch`) tells each process its rank through environment variables
+with names of its own.  `environments/` reads them into a `Placement`; no other code depends on the launcher.
+This module imports no torch and does not use the network.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class TorchVariables:
-    """The ranks meet as torch's own do: at MASTER_ADDR and MASTER_PORT, with torchrun's store."""
+    """Rendezvous as torch does: at MASTER_ADDR and MASTER_PORT, in torchrun's store."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """The ranks meet at a TCP port that rank 0 opens on `host`."""
+    """Rendezvous at a TCP port that rank 0 opens on `host`."""
 
     host: str
     port: int
@@ -30,27 +30,27 @@ class Address:
 
 @dataclass(frozen=True)
 class SameHost:
-    """The ranks share a host and meet under a name that only this `job` has there."""
+    """All ranks share a host; they rendezvous under the name `job`, which is unique on the host."""
 
     job: str
 
 
 @dataclass(frozen=True)
-class NoMeeting:
-    """The ranks span hosts and nothing says where to meet; `advice` tells the user what to set."""
+class NoRendezvous:
+    """The ranks span hosts and no variable says where to rendezvous; `advice` tells the user what to set."""
 
     advice: str
 
 
-Meeting = TorchVariables | Address | SameHost | NoMeeting
+Rendezvous = TorchVariables | Address | SameHost | NoRendezvous
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One rank's place: `rank` of `size` in the world, `local_rank` of `local_size` on its host.
+    """One rank: `rank` of `size` in the world, `local_rank` of `local_size` on its host.
 
-    The local numbers are None where the launcher does not tell them; the ranks then find them out
-    among themselves once they have met.
+    The local numbers are None if the launcher does not provide them.  The ranks then exchange the names of their
+    hosts.
     """
 
     launcher: str
@@ -58,49 +58,48 @@ class Placement:
     size: int
     local_rank: int | None
     local_size: int | None
-    meeting: Meeting
+    rendezvous: Rendezvous
 
 
-ALONE = Placement("alone", rank=0, size=1, local_rank=0, local_size=1, meeting=SameHost("alone"))
+ALONE = Placement("alone", rank=0, size=1, local_rank=0, local_size=1, rendezvous=SameHost("alone"))
 
 
 def read_placement(
     environ: Mapping[str, str],
     launcher: str,
-    meeting: Meeting,
-    *,
+    rendezvous: Rendezvous,
     rank: str,
     size: str,
     local_rank: str | None = None,
     local_size: str | None = None,
 ) -> Placement:
-    """Build a placement from variables of the given names; `rank` and `size` must be there.
+    """Build a placement from the variables of the given names.
 
-    Raises `LaunchError` where a variable is missing or not a number, or where the numbers contradict
-    each other.
+    Raises:
+        LaunchError: `rank` or `size` is missing, a variable is not a number, or the numbers contradict each other.
     """
     found = Placement(
         launcher,
-        rank=_required(environ, launcher, rank, beside=size),
-        size=_required(environ, launcher, size, beside=rank),
+        rank=_required(environ, launcher, rank, other=size),
+        size=_required(environ, launcher, size, other=rank),
         local_rank=_optional(environ, launcher, local_rank),
         local_size=_optional(environ, launcher, local_size),
-        meeting=meeting,
+        rendezvous=rendezvous,
     )
     _check_range(launcher, "rank", found.rank, found.size, f"{rank}={found.rank}, {size}={found.size}")
     if found.local_rank is not None and found.local_size is not None:
-        words = f"{local_rank}={found.local_rank}, {local_size}={found.local_size}"
-        _check_range(launcher, "local rank", found.local_rank, found.local_size, words)
+        variables = f"{local_rank}={found.local_rank}, {local_size}={found.local_size}"
+        _check_range(launcher, "local rank", found.local_rank, found.local_size, variables)
     if found.local_size is not None and found.local_size > found.size:
         raise LaunchError(
             f"{launcher} says that this host has {found.local_size} of the job's {found.size} ranks "
-            f"({local_size}={found.local_size}, {size}={found.size}); a host cannot have more than all"
+            f"({local_size}={found.local_size}, {size}={found.size}); a host cannot have more ranks than the job"
         )
     return found
 
 
-def chosen_address(environ: Mapping[str, str], launcher: str) -> Address | None:
-    """The meeting point that the user chose with MASTER_ADDR and MASTER_PORT, or None."""
+def master_address(environ: Mapping[str, str], launcher: str) -> Address | None:
+    """Return the address that the user chose with MASTER_ADDR and MASTER_PORT, or None."""
     names = ("MASTER_ADDR", "MASTER_PORT")
     given = [name for name in names if environ.get(name)]
     if not given:
@@ -109,27 +108,27 @@ def chosen_address(environ: Mapping[str, str], launcher: str) -> Address | None:
         missing = names[1 - names.index(given[0])]
         raise LaunchError(
             f"{given[0]}={environ[given[0]]} is set and {missing} is not, under {launcher}; "
-            f"set both, or neither where all ranks share a host"
+            f"set both, or neither if all ranks share a host"
         )
-    return Address(environ["MASTER_ADDR"], _required(environ, launcher, "MASTER_PORT", beside="MASTER_ADDR"))
+    return Address(environ["MASTER_ADDR"], _required(environ, launcher, "MASTER_PORT", other="MASTER_ADDR"))
 
 
-def _check_range(launcher: str, what: str, number: int, count: int, words: str) -> None:
+def _check_range(launcher: str, what: str, number: int, count: int, variables: str) -> None:
     if count < 1:
-        raise LaunchError(f"{launcher} started a job of {count} ranks ({words}); a job has at least 1")
+        raise LaunchError(f"{launcher} started a job of {count} ranks ({variables}); a job has at least 1")
     if not 0 <= number < count:
         raise LaunchError(
-            f"{launcher} gave this process {what} {number} of {count} ({words}); "
+            f"{launcher} gave this process {what} {number} of {count} ({variables}); "
             f"{what}s of {count} go from 0 to {count - 1}"
         )
 
 
-def _required(environ: Mapping[str, str], launcher: str, name: str, beside: str) -> int:
+def _required(environ: Mapping[str, str], launcher: str, name: str, other: str) -> int:
     number = _optional(environ, launcher, name)
     if number is None:
-        there = f"{beside}={environ[beside]} is set" if beside in environ else f"{beside} is not set either"
+        found = f"{other}={environ[other]} is set" if other in environ else f"{other} is not set either"
         raise LaunchError(
-            f"this looks like a rank of {launcher}, but {name} is not set ({there}); "
+            f"this looks like a rank of {launcher}, but {name} is not set ({found}); "
             f"set both to join a job, or unset both to run alone"
         )
     return number

@@ -1,22 +1,93 @@
-"""What a job runs, and how each of its ranks is to run it."""
+"""The program that a job runs, and a check that it exists.
+
+The check finds a module as `python -m` would, but imports nothing, not even the packages around the module.
+"""
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from farandole.launch.placement import LaunchError
 
 
 @dataclass(frozen=True)
 class Program:
-    """A script, or a module, with its arguments."""
+    """A script, or a module, with its arguments, and how each rank runs it."""
 
     target: str
-    arguments: tuple[str, ...] = ()
+    arguments: Sequence[str] = ()
     module: bool = False
     pin: bool = True
-    """Whether each rank keeps to cores of its own."""
+    """Whether each rank is pinned to its own cores."""
     threads: int | None = None
-    """Threads of each rank; None: the cores divided by the ranks."""
+    """The threads of each rank; None divides the cores by the ranks."""
     output: str | None = None
-    """A folder for what the ranks print, one folder in it for each; None: it passes through."""
+    """The folder for the output of the ranks, with a folder for each rank; None passes the output through."""
     verbose: bool = False
-    """Whether to say what is started."""
+    """Whether to print the processes that are started."""
+
+    def check(self) -> None:
+        """Raise `LaunchError` if there is no such script or module to run."""
+        if self.module:
+            _check_module(self.target)
+        else:
+            _check_script(Path(self.target), self.target)
+
+
+def _check_script(path: Path, target: str) -> None:
+    if path.is_file():
+        return
+    if path.is_dir():
+        if (path / "__main__.py").is_file():
+            raise LaunchError(f"{target!r} is a package, not a script; launch it with -m: -m {path.name}")
+        scripts = sorted(str(p) for p in path.glob("*.py"))
+        hint = f"; scripts in it: {', '.join(scripts[:4])}" if scripts else ""
+        raise LaunchError(f"{target!r} is a folder, not a script{hint}")
+    if not path.parent.is_dir():
+        raise LaunchError(f"there is no script {target!r}: there is no folder {str(path.parent)!r}")
+    siblings = {p.name: p for p in path.parent.glob("*.py")}
+    nearest = difflib.get_close_matches(path.name, siblings, 1)
+    hint = f"; nearest: {siblings[nearest[0]]}" if nearest else ""
+    place = "here" if path.parent == Path(".") else f"in {path.parent}"
+    raise LaunchError(f"there is no script {target!r} {place}{hint} (launch a module with -m)")
+
+
+def _check_module(target: str) -> None:
+    found = _find(target)
+    if found is None:
+        script = Path(target if target.endswith(".py") else f"{target.replace('.', '/')}.py")
+        hint = f"; launch the script {script} without -m" if script.is_file() else ""
+        raise LaunchError(f"there is no module {target!r} for this Python ({sys.executable}){hint}")
+    if found.submodule_search_locations is not None and _find_in(found, "__main__") is None:
+        raise LaunchError(
+            f"{target!r} is a package without a module to run, {target}.__main__; name one of its modules"
+        )
+
+
+def _find(name: str) -> ModuleSpec | None:
+    first, *rest = name.split(".")
+    found = PathFinder.find_spec(first, [os.getcwd(), *sys.path]) or _find_installed(first)
+    for part in rest:
+        found = found and _find_in(found, part)
+    return found
+
+
+def _find_in(package: ModuleSpec, name: str) -> ModuleSpec | None:
+    folders = package.submodule_search_locations
+    # The last name alone: for a dotted name Python would import the packages around it.
+    return None if folders is None else PathFinder.find_spec(name, list(folders))
+
+
+def _find_installed(name: str) -> ModuleSpec | None:
+    """Find a module that only other finders know, such as those of editable installations."""
+    try:
+        return importlib.util.find_spec(name) if name else None
+    except ValueError:  # it is loaded, and has no spec
+        return None

@@ -1,4 +1,4 @@
-"""`farandole.init()`: join the job that this process was started in, however it was started."""
+"""`farandole.init()`: join the job of this process, under any launcher."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
 from farandole._startup import resume_collection
 from farandole.comm import Communicator, register
+from farandole.launch.bootstrap import open_store, wait_for_readers
 from farandole.launch.cores import affinity, usable_cores
 from farandole.launch.environments import find_placement
-from farandole.launch.meeting import open_store, wait_for_readers
 from farandole.launch.placement import LaunchError, Placement
 
 
 @dataclass
 class Runtime:
-    """This process as a rank of its job: who it is, where it is, and the way to the others.
+    """This process as a rank of its job: its numbers, its device and its communicator.
 
     with farandole.init() as runtime:
         print(f"rank {runtime.rank} of {runtime.size} on {runtime.host}")
@@ -31,72 +30,73 @@ class Runtime:
     """
 
     rank: int
-    """This rank's number in the world, 0 to `size` - 1."""
+    """The number of this rank in the world, from 0 to `size` - 1."""
     size: int
-    """How many ranks the world has."""
+    """The number of ranks in the world."""
     local_rank: int
-    """This rank's number among those of its host."""
+    """The number of this rank on its host, from 0 to `local_size` - 1."""
     local_size: int
-    """How many ranks this host has."""
+    """The number of ranks on this host."""
     host: str
     """The name of this host."""
     device: torch.device
-    """The device for this rank's tensors: an accelerator chosen by `local_rank`, or the CPU."""
+    """The device of this rank's tensors: an accelerator chosen by `local_rank`, or the CPU."""
     launcher: str
-    """Who started the ranks: `farandole launch`, `torchrun`, `mpirun (Hydra)`, ..., or `alone`."""
+    """The launcher of the ranks: `farandole launch`, `torchrun`, `mpirun (Hydra)`, ..., or `alone`."""
     _comm: Communicator | None
     _owns_group: bool
 
     @property
     def comm(self) -> Communicator:
-        """The collectives among all ranks of the world."""
+        """The communicator of all ranks of the world."""
         if self._comm is None:
-            raise LaunchError("this runtime is closed; farandole.init() joins the job anew")
+            raise LaunchError("this runtime is closed; call farandole.init() to join the job again")
         return self._comm
 
     @property
-    def world_is_gone(self) -> bool:
-        """Whether this runtime is closed, or the program has destroyed the process group that it stands on."""
+    def is_closed(self) -> bool:
+        """Whether `close` was called, or the program has destroyed the process group of this runtime."""
         return self._comm is None or self._comm.group is not dist.group.WORLD
 
     def close(self) -> None:
-        """Leave the job: destroy torch's process group, unless the caller of `init` had made it.
+        """Leave the job: destroy torch's process group, unless the program made it before `init`.
 
-        Done at the latest when the interpreter ends.  Without effect the second time.
+        The interpreter calls this function at its end.  A repeated call does nothing.
         """
         comm, self._comm = self._comm, None
         if comm is not None and self._owns_group and comm.group is dist.group.WORLD:
             dist.destroy_process_group()
-            # A Gloo group that is still referred to when the interpreter ends aborts the process.
+            # A Gloo group that is still referenced when the interpreter ends aborts the process.
             del comm.group
 
     def __enter__(self) -> Runtime:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Runtime:
-    """Join this process's job and return its `Runtime`; a process that is in no job is a world of one.
+    """Join the job of this process and return its `Runtime`; a process without a launcher is a world of one.
 
-    Finds its place under `farandole launch`, torchrun, mpirun (MPICH and other Hydras, Open MPI) and srun,
-    and meets the other ranks through torch's process group, which it makes, or takes as it is where
-    the program has made one already.  Called by all ranks.
+    All ranks call this function.  It finds the rank under `farandole launch`, torchrun, mpirun (MPICH and other
+    Hydras, Open MPI) and srun, and makes torch's process group.  A group that the program has already made is used
+    as it is.
 
-    backend: any backend of `torch.distributed`; by default ours, which uses Gloo where its core is missing.
-    timeout_s: how long, in seconds, to wait for the other ranks: here, and in every collective.
+    Args:
+        backend: Any backend of `torch.distributed`; None is "farandole", which falls back to Gloo if its C core is
+            not available.
+        timeout_s: How long to wait for the other ranks, in seconds: here, and in every collective.
 
-    Raises `LaunchError` where the launcher's variables contradict each other, or where the ranks do
-    not meet in time.
+    Raises:
+        LaunchError: The launcher's variables contradict each other, or the ranks do not rendezvous in time.
     """
-    if dist.is_initialized():
-        return _take_existing_group()
     placement = find_placement(os.environ)
+    if dist.is_initialized():
+        placed = (placement.rank, placement.size) == (dist.get_rank(), dist.get_world_size())
+        return _runtime(placement if placed else None, None, owns_group=False)
     if placement.launcher.startswith(("mpirun", "srun")):
-        _share_cores(placement, os.environ)
+        _limit_threads(placement, os.environ)
     device = _device(placement.local_rank)
     register()
     store = open_store(placement, timeout_s)
@@ -109,25 +109,16 @@ def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Runtime:
     )
     wait_for_readers(store, placement)
     resume_collection()
-    return _runtime(placement.launcher, placement, device, owns_group=True)
+    return _runtime(placement, device, owns_group=True)
 
 
-def _take_existing_group() -> Runtime:
-    """The runtime of a program that has called `init_process_group` itself."""
-    placement = find_placement(os.environ)
-    if (placement.rank, placement.size) == (dist.get_rank(), dist.get_world_size()):
-        return _runtime(placement.launcher, placement, None, owns_group=False)
-    return _runtime("torch.distributed", None, None, owns_group=False)
-
-
-def _runtime(
-    launcher: str, placement: Placement | None, device: torch.device | None, *, owns_group: bool
-) -> Runtime:
+def _runtime(placement: Placement | None, device: torch.device | None, *, owns_group: bool) -> Runtime:
+    """Return the runtime on torch's process group; `placement` is None if no launcher describes this group."""
     assert dist.group.WORLD is not None  # for the type checker: a group exists here
     comm = Communicator(dist.group.WORLD)
     host = socket.gethostname()
     if placement is None or placement.local_rank is None or placement.local_size is None:
-        local_rank, local_size = _find_neighbours(host, comm)
+        local_rank, local_size = _find_local_rank(host, comm)
     else:
         local_rank, local_size = placement.local_rank, placement.local_size
     runtime = Runtime(
@@ -137,7 +128,7 @@ def _runtime(
         local_size=local_size,
         host=host,
         device=device or _device(local_rank),
-        launcher=launcher,
+        launcher=placement.launcher if placement else "torch.distributed",
         _comm=comm,
         _owns_group=owns_group,
     )
@@ -145,15 +136,15 @@ def _runtime(
     return runtime
 
 
-def _find_neighbours(host: str, comm: Communicator) -> tuple[int, int]:
-    """Local rank and size, where no launcher told them: every rank says its host's name."""
+def _find_local_rank(host: str, comm: Communicator) -> tuple[int, int]:
+    """Return the local rank and size if the launcher does not provide them: all ranks exchange host names."""
     hosts: list[str] = [""] * comm.size
     dist.all_gather_object(hosts, host, group=comm.group)
     return hosts[: comm.rank].count(host), hosts.count(host)
 
 
 def _device(local_rank: int | None) -> torch.device:
-    """The accelerator of this rank, taken in turn where a host has more ranks than accelerators."""
+    """Return the accelerator of this rank; ranks share accelerators if a host has more ranks than accelerators."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", (local_rank or 0) % torch.cuda.device_count())
@@ -161,11 +152,11 @@ def _device(local_rank: int | None) -> torch.device:
     return device
 
 
-def _share_cores(placement: Placement, environ: Mapping[str, str]) -> None:
-    """Keep the ranks of mpirun or srun from using every core each: torch's threads, divided among the ranks.
+def _limit_threads(placement: Placement, environ: Mapping[str, str]) -> None:
+    """Divide the cores among the ranks of mpirun or srun: by default torch uses every core in each rank.
 
-    A launcher that binds its ranks (they may use less than it may) has divided the cores already, and
-    OMP_NUM_THREADS is the user's word.
+    Two cases are left alone: a launcher that binds its ranks (they may use fewer cores than the launcher) has
+    already divided the cores, and OMP_NUM_THREADS is the user's choice.
     """
     bound = affinity() < affinity(os.getppid())
     if placement.local_size is None or bound or environ.get("OMP_NUM_THREADS"):

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.namespaces import Host
-from farandole.launch.meeting import LOOPBACK, host_store
+from farandole.launch.bootstrap import loopback_store
+from farandole.launch.hosts import LOOPBACK
 from tests.comm.hosts import on_hosts
 from tests.forking import CONTEXT
 
@@ -84,7 +85,7 @@ class Job:
 
         `before` is called in each rank before its group is made.
         """
-        self._store = None if namespaces else host_store()
+        self._store = None if namespaces else loopback_store()
         self.ranks: list[tuple[Any, Connection]] = []
         for rank in range(size):
             ours, theirs = CONTEXT.Pipe()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.namespaces import two_hosts, why_not
-from farandole.comm.addresses import own_address
+from farandole.comm.interfaces import own_address
 from tests.comm.jobs import Job, survivors_of
 
 LARGE = 6_000_000

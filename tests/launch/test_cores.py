@@ -1,4 +1,4 @@
-"""Cores are divided: evenly, never twice, and said in a line."""
+"""Cores are divided evenly, no core twice, and one line describes the division."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EIGHT = [(core,) for core in range(8)]
 
 
 @given(cores=st.integers(1, 64), threads=st.integers(1, 4), ranks=st.integers(1, 80))
-def test_no_processor_is_given_twice_and_none_is_wasted(cores, threads, ranks):
+def test_each_processor_is_given_to_one_rank(cores, threads, ranks):
     units = [tuple(core + cores * t for t in range(threads)) for core in range(cores)]
     shares = divide_cores(ranks, units).shares
     given_out = [p for share in shares for p in share.processors]
@@ -27,7 +27,7 @@ def test_no_processor_is_given_twice_and_none_is_wasted(cores, threads, ranks):
 def test_two_ranks_on_two_cores():
     division = divide_cores(2, EIGHT[:2])
     assert [share.processors for share in division.shares] == [(0,), (1,)]
-    assert division.line == (
+    assert division.summary == (
         "2 ranks on 2 cores: 1 thread each, pinned (rank 0: core 0, rank 1: core 1); --no-pin turns it off"
     )
 
@@ -37,28 +37,30 @@ def test_hardware_threads_stay_with_their_core():
     division = divide_cores(2, cores)
     assert [share.processors for share in division.shares] == [(0, 4, 1, 5), (2, 6, 3, 7)]
     assert [share.threads for share in division.shares] == [2, 2]
-    assert "rank 0: cores 0-1,4-5" in division.line
+    assert "rank 0: cores 0-1,4-5" in division.summary
 
 
-def test_hardware_threads_are_dealt_out_when_cores_do_not_suffice():
+def test_hardware_threads_are_divided_if_there_are_fewer_cores_than_ranks():
     division = divide_cores(4, [(0, 2), (1, 3)])
     assert [share.processors for share in division.shares] == [(0,), (2,), (1,), (3,)]
 
 
-def test_more_ranks_than_cores_take_turns():
+def test_more_ranks_than_cores_are_not_pinned():
     division = divide_cores(4, EIGHT[:2])
     assert all(share.threads == 1 and not share.processors for share in division.shares)
-    assert division.line == "4 ranks on 2 cores: 1 thread each, more ranks than cores: they take turns"
+    assert (
+        division.summary == "4 ranks on 2 cores: 1 thread each, not pinned: there are more ranks than cores"
+    )
 
 
 def test_no_pin():
     division = divide_cores(2, EIGHT, pin=False)
     assert [(share.threads, share.processors) for share in division.shares] == [(4, ()), (4, ())]
-    assert division.line == "2 ranks on 8 cores: 4 threads each, not pinned"
+    assert division.summary == "2 ranks on 8 cores: 4 threads each, not pinned"
 
 
-def test_one_rank_is_left_alone():
-    assert divide_cores(1, EIGHT).line == "1 rank on 8 cores: 8 threads"
+def test_one_rank_is_not_pinned():
+    assert divide_cores(1, EIGHT).summary == "1 rank on 8 cores: 8 threads"
 
 
 def test_threads_override():
@@ -69,7 +71,7 @@ def test_threads_override():
 def test_a_quota_limits_threads_and_pins_nothing():
     division = divide_cores(2, EIGHT, quota=4.0)
     assert [(share.threads, share.processors) for share in division.shares] == [(2, ()), (2, ())]
-    assert "a quota limits the time" in division.line
+    assert "a quota limits the time" in division.summary
 
 
 def test_uneven_division_gives_every_rank_the_same_threads():
@@ -95,24 +97,26 @@ def test_no_quota_without_control_groups(tmp_path):
     assert processor_quota(tmp_path / "missing") is None
 
 
-def test_cores_of_other_jobs_are_left_to_them():
-    division = divide_cores(2, EIGHT[:4], taken={0, 1})
+def test_reserved_cores_are_not_divided():
+    division = divide_cores(2, EIGHT[:4], reserved={0, 1})
     assert [share.processors for share in division.shares] == [(2,), (3,)]
-    assert division.line.startswith("2 ranks on 2 free cores: 1 thread each, pinned (rank 0: core 2,")
+    assert division.summary.startswith("2 ranks on 2 free cores: 1 thread each, pinned (rank 0: core 2,")
 
 
-def test_a_core_whose_other_thread_is_taken_is_not_free():
-    division = divide_cores(1, [(0, 2), (1, 3)], taken={2})
+def test_a_core_with_a_reserved_thread_is_not_free():
+    division = divide_cores(1, [(0, 2), (1, 3)], reserved={2})
     assert [share.processors for share in division.shares] == [(1, 3)]
 
 
-def test_without_enough_free_cores_nobody_is_pinned():
-    division = divide_cores(2, EIGHT[:2], taken={1})
+def test_without_enough_free_cores_no_rank_is_pinned():
+    division = divide_cores(2, EIGHT[:2], reserved={1})
     assert division.processors == frozenset()
-    assert division.line == (
-        "2 ranks on 2 cores: 1 thread each, not pinned: other jobs keep 1 of them for their ranks"
+    assert division.summary == (
+        "2 ranks on 2 cores: 1 thread each, not pinned: other jobs have reserved 1 of them"
     )
 
 
-def test_without_pinning_nobody_is_in_the_way():
-    assert divide_cores(2, EIGHT[:2], pin=False, taken={0, 1}).line.endswith("1 thread each, not pinned")
+def test_without_pinning_reservations_do_not_matter():
+    assert divide_cores(2, EIGHT[:2], pin=False, reserved={0, 1}).summary.endswith(
+        "1 thread each, not pinned"
+    )

@@ -1,12 +1,11 @@
-"""What each launcher's variables say, without a launcher: dictionaries in, placements out."""
+"""Each launcher's variables give the right placement; no launcher runs here."""
 
 from __future__ import annotations
 
 import pytest
 
-from farandole.launch.environments import find_placement
-from farandole.launch.environments.slurm import first_host, tasks_per_node
-from farandole.launch.placement import Address, LaunchError, NoMeeting, SameHost, TorchVariables
+from farandole.launch.environments import find_placement, first_host, tasks_per_node
+from farandole.launch.placement import Address, LaunchError, NoRendezvous, SameHost, TorchVariables
 
 TORCHRUN = {
     "RANK": "3",
@@ -50,7 +49,7 @@ def test_no_launcher_is_a_world_of_one():
 
 def test_torchrun():
     assert numbers(TORCHRUN) == ("torchrun", 3, 4, 1, 2)
-    assert find_placement(TORCHRUN).meeting == TorchVariables()
+    assert find_placement(TORCHRUN).rendezvous == TorchVariables()
 
 
 def test_our_launcher_is_told_from_torchrun_by_its_run():
@@ -66,33 +65,33 @@ def test_variables_set_by_hand():
 
 def test_hydra_on_one_host():
     assert numbers(HYDRA) == ("mpirun (Hydra)", 1, 2, 1, 2)
-    assert isinstance(find_placement(HYDRA).meeting, SameHost)
+    assert isinstance(find_placement(HYDRA).rendezvous, SameHost)
 
 
 def test_hydra_on_two_hosts_needs_an_address():
     two_hosts = {**HYDRA, "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
-    meeting = find_placement(two_hosts).meeting
-    assert isinstance(meeting, NoMeeting)
-    assert "MASTER_ADDR" in meeting.advice
+    rendezvous = find_placement(two_hosts).rendezvous
+    assert isinstance(rendezvous, NoRendezvous)
+    assert "MASTER_ADDR" in rendezvous.advice
     chosen = find_placement({**two_hosts, "MASTER_ADDR": "node0", "MASTER_PORT": "29501"})
-    assert chosen.meeting == Address("node0", 29501)
+    assert chosen.rendezvous == Address("node0", 29501)
 
 
 def test_open_mpi():
     assert numbers(OPEN_MPI) == ("mpirun (Open MPI)", 1, 2, 1, 2)
-    assert find_placement(OPEN_MPI).meeting == SameHost("prterun-host-3458@1")
+    assert find_placement(OPEN_MPI).rendezvous == SameHost("prterun-host-3458@1")
 
 
 def test_slurm_on_several_hosts():
     assert numbers(SLURM) == ("srun (Slurm)", 5, 6, 1, 2)
-    meeting = find_placement(SLURM).meeting
-    assert isinstance(meeting, Address)
-    assert meeting.host == "gpu007"
-    assert 10_000 <= meeting.port < 30_000
+    rendezvous = find_placement(SLURM).rendezvous
+    assert isinstance(rendezvous, Address)
+    assert rendezvous.host == "gpu007"
+    assert 10_000 <= rendezvous.port < 30_000
 
 
-def test_two_slurm_steps_do_not_meet():
-    ports = {find_placement({**SLURM, "SLURM_STEP_ID": str(s), "SLURM_JOB_ID": str(j)}).meeting.port
+def test_slurm_steps_have_their_own_ports():
+    ports = {find_placement({**SLURM, "SLURM_STEP_ID": str(s), "SLURM_JOB_ID": str(j)}).rendezvous.port
              for s in range(4) for j in range(4711, 4715)}  # fmt: skip
     assert len(ports) == 16
 
@@ -100,7 +99,7 @@ def test_two_slurm_steps_do_not_meet():
 def test_slurm_on_one_host():
     one_host = {**SLURM, "SLURM_PROCID": "1", "SLURM_STEP_NODELIST": "gpu007", "SLURM_NODEID": "0"}
     one_host |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    assert find_placement(one_host).meeting == SameHost("slurm-4711.2")
+    assert find_placement(one_host).rendezvous == SameHost("slurm-4711.2")
     assert numbers(one_host) == ("srun (Slurm)", 1, 2, 1, 2)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import namespaces
-from farandole.launch.hosts import Host, is_here, parse_hosts, read_hostfile, spread
+from farandole.launch.hosts import Host, assign_ranks, is_this_host, parse_hosts, read_hostfile
 from farandole.launch.placement import LaunchError
 from farandole.launch.remote import RemoteShell
 from tests.launch.jobs import Job, all_ended, finish, ours, run, start, wait_for_lines, write
@@ -149,7 +149,7 @@ def test_hosts_that_do_not_come_in_time(tmp_path):
     command = ours("-H", "localhost,slow", "--start-timeout", "1", write(tmp_path, HELLO))
     status, _, err = run(command, FARANDOLE_REMOTE_SHELL=shell)
     assert status == 2
-    assert "not here after 1 s: node 1" in err
+    assert "missing after 1 s: node 1" in err
 
 
 def test_a_remote_shell_that_does_not_exist(tmp_path):
@@ -163,8 +163,8 @@ def test_a_hostfile(tmp_path):
     file.write_text("# the cluster\nnode0 slots=4\n\nnode1:2  # the small one\nnode2\n")
     hosts = read_hostfile(file)
     assert hosts == [Host("node0", 4), Host("node1", 2), Host("node2", 1)]
-    assert spread(hosts, None) == hosts
-    assert spread(hosts, 5) == [Host("node0", 4), Host("node1", 1)]
+    assert assign_ranks(hosts, None) == hosts
+    assert assign_ranks(hosts, 5) == [Host("node0", 4), Host("node1", 1)]
 
 
 @pytest.mark.parametrize(
@@ -183,22 +183,22 @@ def test_hosts_that_are_not(text, message):
 
 def test_too_many_ranks_for_the_hosts():
     with pytest.raises(LaunchError, match=r"--ranks 7: the hosts have 6 slots together \(a:4, b:2\)"):
-        spread(parse_hosts("a:4,b:2"), 7)
+        assign_ranks(parse_hosts("a:4,b:2"), 7)
 
 
 def test_this_host():
-    assert is_here("localhost")
-    assert is_here("127.0.0.1")
-    assert not is_here("192.0.2.77")  # an address for documentation: nobody has it
+    assert is_this_host("localhost")
+    assert is_this_host("127.0.0.1")
+    assert not is_this_host("192.0.2.77")  # an address for documentation: nobody has it
 
 
 def test_ssh_gets_its_options():
-    words = RemoteShell("ssh", 2222, Path("/keys/id")).reach("node1", ["env", "A=b c", "python"])
+    words = RemoteShell("ssh", 2222, Path("/keys/id")).command_on("node1", ["env", "A=b c", "python"])
     assert words == [
         *("ssh", "-o", "BatchMode=yes", "-p", "2222", "-i", "/keys/id", "node1"),
         *("env", "'A=b c'", "python"),
     ]
     with pytest.raises(LaunchError, match="--remote-shell is empty"):
-        RemoteShell("").reach("node1", ["true"])
+        RemoteShell("").command_on("node1", ["true"])
     with pytest.raises(LaunchError, match="the remote shell is 'rsh'"):
-        RemoteShell("rsh", 2222).reach("node1", ["true"])
+        RemoteShell("rsh", 2222).command_on("node1", ["true"])

@@ -1,4 +1,4 @@
-"""What a host cannot start is refused, what is unwise is said, and a kill for lack of memory is told as one."""
+"""Ranks that a host cannot start are refused, too many cause a warning, and a kill for lack of memory is named."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch.cgroup import MOUNT
-from farandole.launch.limits import advice
+from farandole.launch.limits import CGROUP_MOUNT, oversubscription_warning
 from tests.launch.jobs import ours, run, write
 
 EAT = """
@@ -35,8 +34,10 @@ MIB = 1 << 20
 @pytest.fixture
 def memory_group(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A control group of 700 MiB, or as many as asked for, in which nothing runs yet."""
-    first_version = MOUNT / "memory"
-    group = (first_version if first_version.is_dir() else MOUNT) / f"farandole-test-{uuid.uuid4().hex[:8]}"
+    first_version = CGROUP_MOUNT / "memory"
+    group = (
+        first_version if first_version.is_dir() else CGROUP_MOUNT
+    ) / f"farandole-test-{uuid.uuid4().hex[:8]}"
     try:
         group.mkdir()
     except OSError as error:
@@ -90,9 +91,9 @@ def test_more_ranks_than_can_be_started(tmp_path, limit, ranks, message):
     assert len(err.splitlines()) == 1
 
 
-def test_a_crowd_is_warned_of():
-    assert advice(8, 2) is None
-    warning = advice(100, 2)
+def test_many_ranks_per_core_cause_a_warning():
+    assert oversubscription_warning(8, 2) is None
+    warning = oversubscription_warning(100, 2)
     assert warning is not None
     assert warning.startswith(
         "warning: 100 ranks on 2 cores take about 100 s to start and 13.7 GiB of memory"
@@ -100,11 +101,11 @@ def test_a_crowd_is_warned_of():
     assert warning.endswith("--ranks 2 uses every core")
 
 
-def test_a_crowd_runs_with_its_warning(tmp_path):
+def test_many_ranks_per_core_run_with_a_warning(tmp_path):
     ranks = str(4 * (os.cpu_count() or 1) + 1)
     if int(ranks) > 17:
         pytest.skip("too many processes for a quick test")
     status, out, err = run(ours("-n", ranks, write(tmp_path, "import os\nprint(os.environ['RANK'])\n")))
     assert status == 0
     assert sorted(map(int, out.split())) == list(range(int(ranks)))
-    assert "more ranks than cores: they take turns\nwarning: " in err
+    assert "there are more ranks than cores\nwarning: " in err

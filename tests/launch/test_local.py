@@ -1,4 +1,4 @@
-"""`farandole launch` with real processes: how jobs end, well and badly, and that nothing stays behind."""
+"""`farandole launch` with real processes: how jobs end, well and badly, and that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -166,9 +166,9 @@ def test_what_stands_after_the_script_is_the_scripts(tmp_path):
     program = write(tmp_path, "import sys\nprint(sys.argv[1:])\n")
     status, out, err = run(ours(program, "--ranks", "3"))
     assert (status, out) == (0, "['--ranks', '3']\n" * 2)
-    assert f"--ranks stands after {program} and is passed to it" in err
+    assert f"--ranks follows {program} and is passed to it" in err
     _, _, err = run(ours("-n", "1", program, "--ranks", "3"))
-    assert "stands after" not in err
+    assert "follows" not in err
 
 
 @pytest.mark.parametrize("name", ["hello_module", "namespace.inside.hello_module"])
@@ -309,7 +309,7 @@ def test_ranks_die_with_the_launcher(start_waiting):
     assert all_ended(pids)
 
 
-def test_what_a_killed_launcher_leaves_is_swept_by_the_next(tmp_path, start_waiting):
+def test_the_next_launcher_removes_the_folder_of_a_killed_one(tmp_path, start_waiting):
     job, _ = start_waiting("ignore")
     job.kill()
     job.communicate()
@@ -390,10 +390,10 @@ def test_a_failure_on_one_host_stops_the_other(tmp_path):
         (["progam.py"], "there is no script 'progam.py' here; nearest: program.py"),
         (["no/such/program.py"], "there is no folder 'no/such'"),
         (["folder"], "'folder' is a folder, not a script; scripts in it: folder/inner.py"),
-        (["package"], "'package' is a package, not a script; it is launched with -m: -m package"),
+        (["package"], "'package' is a package, not a script; launch it with -m: -m package"),
         (["folder/iner.py"], "there is no script 'folder/iner.py' in folder; nearest: folder/inner.py"),
         (["-m", "no.such.module"], "there is no module 'no.such.module'"),
-        (["-m", "program.py"], "the script program.py is launched without -m"),
+        (["-m", "program.py"], "launch the script program.py without -m"),
         (["-m", "folder"], "'folder' is a package without a module to run, folder.__main__"),
         (
             ["--output-filename", "program.py/x", "program.py"],

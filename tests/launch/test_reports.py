@@ -1,21 +1,21 @@
-"""The cause of a failure is found among its consequences, and said once."""
+"""The cause of a failure is found among its consequences, and printed once."""
 
 from __future__ import annotations
 
-from farandole.launch.reports import Ending, ErrorReport, exit_status, explain, find_cause
+from farandole.launch.reports import ErrorReport, RankFailure, exit_status, explain_failures, find_cause
 
 
 def raised(rank, when, kind="ValueError", message="bad", consequence=False, status=1):
     trace = f"Traceback (most recent call last):\n  ...\n{kind}: {message}\n"
     report = ErrorReport(kind, message, trace, consequence, when)
-    return Ending(rank, 100 + rank, status, when, report)
+    return RankFailure(rank, 100 + rank, status, when, report)
 
 
 def test_a_communication_error_is_not_the_cause_even_if_it_came_first():
     late = raised(0, 1.0, "RankLeft", consequence=True)
     cause = raised(1, 2.0)
     assert find_cause([late, cause]) is cause
-    text = explain([late, cause])
+    text = explain_failures([late, cause])
     assert text.startswith("rank 1 (pid 101) failed:\n\nTraceback")
     assert text.endswith("Rank 0 then failed with RankLeft.")
     assert text.count("Traceback") == 1
@@ -23,38 +23,38 @@ def test_a_communication_error_is_not_the_cause_even_if_it_came_first():
 
 def test_alone_a_communication_error_is_the_cause():
     only = raised(0, 1.0, "RankLate", consequence=True)
-    stopped = Ending(1, 101, -15, 2.0, stopped=True)
+    stopped = RankFailure(1, 101, -15, 2.0, stopped=True)
     assert find_cause([only, stopped]) is only
-    assert explain([only, stopped]).endswith("Rank 1 was stopped.")
+    assert explain_failures([only, stopped]).endswith("Rank 1 was stopped.")
 
 
 def test_a_killed_rank_comes_with_a_hint():
-    killed = Ending(1, 123, -9, 5.0)
+    killed = RankFailure(1, 123, -9, 5.0)
     consequence = raised(0, 4.9, "RankDied", consequence=True)
-    text = explain([consequence, killed])
+    text = explain_failures([consequence, killed])
     assert text.startswith("rank 1 (pid 123) was killed by SIGKILL")
     assert "memory ran out" in text
     assert exit_status(killed) == 137
 
 
 def test_the_same_error_everywhere_is_shown_once():
-    text = explain([raised(rank, float(rank)) for rank in range(4)])
+    text = explain_failures([raised(rank, float(rank)) for rank in range(4)])
     assert text.count("ValueError: bad") == 1
     assert "The same happened on ranks 1 to 3." in text
 
 
 def test_an_exit_status_without_a_word():
-    ended = Ending(2, 55, 7, 1.0)
-    stopped = [Ending(rank, rank, -15, 2.0, stopped=True) for rank in (0, 1, 3)]
-    assert explain([ended, *stopped]) == (
+    ended = RankFailure(2, 55, 7, 1.0)
+    stopped = [RankFailure(rank, rank, -15, 2.0, stopped=True) for rank in (0, 1, 3)]
+    assert explain_failures([ended, *stopped]) == (
         "rank 2 (pid 55) ended with exit status 7\nRanks 0, 1 and 3 were stopped."
     )
     assert exit_status(ended) == 7
 
 
 def test_many_failures_are_summarized():
-    endings = [raised(0, 0.0)] + [raised(r, 1.0 + r, "RankDied", consequence=True) for r in range(1, 6)]
+    failures = [raised(0, 0.0)] + [raised(r, 1.0 + r, "RankDied", consequence=True) for r in range(1, 6)]
     # the same report on every other rank, though not the cause's
-    assert explain(endings).splitlines()[-1] == (
+    assert explain_failures(failures).splitlines()[-1] == (
         "Rank 1 then failed with RankDied; rank 2 then failed with RankDied; so did ranks 3 to 5."
     )

@@ -123,7 +123,7 @@ class Horovod:
 
     def _world_is_gone(self) -> bool:
         """Whether the program has destroyed the world that it had when it called `init`."""
-        return self.runtime is None or self.runtime.world_is_gone
+        return self.runtime is None or self.runtime.is_closed
 
     # ---- elastic programs ----
 

@@ -1,4 +1,4 @@
-"""Ranks of one host meet without an address: in threads here, in processes in `test_launchers`."""
+"""Ranks of one host open a store without an address: in threads here, in processes in `test_launchers`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from uuid import uuid4
 
 import pytest
 
-from farandole.launch.meeting import meeting_name, open_store
-from farandole.launch.placement import ALONE, LaunchError, NoMeeting, Placement, SameHost
+from farandole.launch.bootstrap import open_store, rendezvous_name
+from farandole.launch.placement import ALONE, LaunchError, NoRendezvous, Placement, SameHost
 
 
 def place(rank, size, job):
     return Placement("mpirun (Hydra)", rank, size, rank, size, SameHost(job))
 
 
-def meet(size, job, delay_s=0.0):
-    """Open the store in `size` ranks, rank 0 last; return what each sees there of rank 0."""
+def open_stores(size, job, delay_s=0.0):
+    """Open the store in `size` ranks, rank 0 last; return the value from rank 0 that each reads."""
 
-    def rank_meets(rank):
+    def open_as(rank):
         if rank == 0:
             time.sleep(delay_s)
         store = open_store(place(rank, size, job), 20)
@@ -30,20 +30,20 @@ def meet(size, job, delay_s=0.0):
         return store.get("greeting").decode(), store
 
     with ThreadPoolExecutor(size) as threads:
-        met = list(threads.map(rank_meets, range(size)))  # rank 0's store must live until all have met
-    return [word for word, _ in met]
+        opened = list(threads.map(open_as, range(size)))  # rank 0's store must live until all have read
+    return [word for word, _ in opened]
 
 
-def test_ranks_meet_whoever_comes_first():
+def test_ranks_open_one_store_in_any_order():
     job = uuid4().hex
-    assert meet(4, job, delay_s=0.3) == [job] * 4
-    assert meet(4, job) == [job] * 4  # and again: nothing is left of the first time
+    assert open_stores(4, job, delay_s=0.3) == [job] * 4
+    assert open_stores(4, job) == [job] * 4  # again: the first time leaves nothing behind
 
 
-def test_jobs_at_once_do_not_mix():
+def test_concurrent_jobs_have_their_own_stores():
     jobs = [uuid4().hex for _ in range(3)]
     with ThreadPoolExecutor(len(jobs)) as threads:
-        assert list(threads.map(lambda job: meet(2, job), jobs)) == [[job] * 2 for job in jobs]
+        assert list(threads.map(lambda job: open_stores(2, job), jobs)) == [[job] * 2 for job in jobs]
 
 
 def test_no_rank_0():
@@ -53,24 +53,24 @@ def test_no_rank_0():
         open_store(place(1, 2, uuid4().hex), 0.3)
 
 
-def test_a_meeting_that_is_taken():
+def test_a_name_that_is_in_use():
     job = uuid4().hex
     keep = open_store(place(0, 2, job), 5)
-    with pytest.raises(LaunchError, match="another process already meets"):
+    with pytest.raises(LaunchError, match="another process already serves"):
         open_store(place(0, 2, job), 5)
     del keep
     for thread in threading.enumerate():
-        if thread.name == "farandole-meeting":
+        if thread.name == "farandole-bootstrap":
             thread.join(10)
 
 
 def test_several_hosts_without_an_address():
-    lost = Placement("mpirun (Hydra)", 0, 4, 0, 2, NoMeeting("set MASTER_ADDR"))
+    lost = Placement("mpirun (Hydra)", 0, 4, 0, 2, NoRendezvous("set MASTER_ADDR"))
     with pytest.raises(LaunchError, match="4 ranks on several hosts.*set MASTER_ADDR"):
         open_store(lost, 5)
 
 
-def test_alone_there_is_nobody_to_meet():
+def test_a_world_of_one_needs_no_rendezvous():
     store = open_store(ALONE, 1)
     store.set("a", "b")
     assert store.get("a") == b"b"
@@ -79,6 +79,6 @@ def test_alone_there_is_nobody_to_meet():
 @pytest.mark.skipif(not Path("/proc/net/unix").exists(), reason="looks at Linux's list of sockets")
 def test_nothing_is_left_behind():
     job = uuid4().hex
-    meet(2, job)
+    open_stores(2, job)
     time.sleep(0.2)
-    assert meeting_name(job) not in Path("/proc/net/unix").read_text()
+    assert rendezvous_name(job) not in Path("/proc/net/unix").read_text()

@@ -1,0 +1,91 @@
+"""The network interfaces of this host, and the address at which other hosts reach this host."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from typing import Any
+
+_SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface (Linux)
+
+
+def interface_addresses() -> dict[str, str]:
+    """Return the IPv4 address of each interface that has one."""
+    found = {}
+    for _, name in socket.if_nameindex():
+        try:
+            found[name] = _address_of(name)
+        except OSError:  # it has no IPv4 address
+            continue
+    return found
+
+
+def interface_towards(host: str) -> str | None:
+    """Return the interface that sends packets to `host`, or None if it is not known."""
+    source = _source_address(host, socket.AF_INET)
+    return next((name for name, address in interface_addresses().items() if address == source), None)
+
+
+def own_address(store: Any, interface: str | None) -> str:
+    """Return the address at which other hosts reach this host.
+
+    This is the address of `interface`.  If `interface` is None, the address that reaches the host of `store` comes
+    first, then the address of any interface.  A loopback address is the last choice: it reaches at best the network
+    namespaces of one machine.
+
+    Raises:
+        OSError: `interface` has no IPv4 address, or no interface of this host has one.
+    """
+    if interface:
+        try:
+            return _address_of(interface)
+        except OSError as error:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise OSError(
+                f"network interface {interface!r} has no IPv4 address here ({error.strerror}); "
+                f"the interfaces are: {names}"
+            ) from error
+    host = _host_of(store)
+    source = _source_address(host) if host else None
+    found = [*([source] if source else []), *interface_addresses().values()]
+    if not found:
+        raise OSError("this host has no network interface that is up, not even its loopback")
+    return next((address for address in found if not is_loopback(address)), found[0])
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether `address` reaches only the host that uses it."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+def socket_address(address: str, port: int) -> bytes:
+    """Return `struct sockaddr_in` or `sockaddr_in6` as bytes."""
+    packed = ipaddress.ip_address(address).packed
+    if len(packed) == 4:
+        return struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + packed + bytes(8)
+    return struct.pack("=H", socket.AF_INET6) + struct.pack("!HI", port, 0) + packed + bytes(4)
+
+
+def _host_of(store: Any) -> str | None:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "host", None)
+
+
+def _source_address(host: str, family: int = socket.AF_UNSPEC) -> str | None:
+    """Return the local address of packets to `host`; sends no packet."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, family, socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _address_of(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    return socket.inet_ntoa(answer[20:24])

@@ -1,0 +1,155 @@
+"""Monitor the ranks of one host and stop them: the rules for ending a job, and the signals that stop one.
+
+1. When a rank fails, the other ranks get half a second to end by themselves (their collectives raise an error),
+   then SIGTERM, then, after a few seconds, SIGKILL.
+2. The first signal to the launcher (Ctrl-C, SIGTERM, SIGHUP, SIGQUIT) is forwarded to every rank once.  The ranks
+   get a minute to save and end.  A second signal kills them.
+3. The processes that a rank has started (data loaders, for example) end with the rank, unless it succeeded.
+
+A signal that was ignored when the launcher started stays ignored.  `nohup` ignores SIGHUP, and a shell without
+job control ignores SIGINT and SIGQUIT for its background jobs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from subprocess import Popen
+
+from farandole.launch.reports import notify, signal_name
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""The signals that stop a job."""
+
+FAILURE_GRACE_S = 0.5
+TERMINATION_GRACE_S = 5.0
+SIGNAL_GRACE_S = 60.0
+SLOW_STOP_S = 1.0
+"""Ranks that take longer than this to stop, in seconds, are reported."""
+
+
+def signals_to_handle() -> tuple[signal.Signals, ...]:
+    """Return `SIGNALS` without those that this process ignores."""
+    return tuple(number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
+
+
+def restore_ignored_signals() -> None:
+    """Restore Python's default handlers for those of `SIGNALS` that this process ignores."""
+    for number in set(SIGNALS).difference(signals_to_handle()):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def restored_handlers() -> Iterator[None]:
+    """Restore the handlers of `SIGNALS` after the block, which may install its own."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class RankMonitor:
+    """The processes of the ranks, by local rank, and the signals that they have received.
+
+    Call `poll` repeatedly until it returns True: all ranks have ended.  `interrupt` may be called from a signal
+    handler.
+    """
+
+    def __init__(self, processes: Mapping[int, Popen[bytes]], error_files: Mapping[int, str]) -> None:
+        self._processes = processes
+        self._error_files = error_files
+        self._signals: list[int] = []
+        self._forwarded = 0
+        self._forwarded_at: float | None = None
+        self._failed_at: float | None = None
+        self._kill_at: float | None = None
+        self.ended_at: dict[int, float] = {}
+        """When the end of each rank was detected, in seconds since the epoch."""
+        self.stopped: set[int] = set()
+        """The ranks that were signalled before they had ended."""
+        self.killed: set[int] = set()
+        """The stopped ranks that were killed: too slow to end, or after a second signal."""
+
+    @property
+    def interrupted_by(self) -> int:
+        """The first signal that the launcher received; 0 if none."""
+        return self._signals[0] if self._signals else 0
+
+    def interrupt(self, number: int) -> None:
+        """Record a signal to the launcher; the next `poll` forwards it."""
+        self._signals.append(number)
+
+    def fail(self) -> None:
+        """Record a failure of the job outside this host; the next `poll` stops the ranks."""
+        if self._failed_at is None:
+            self._failed_at = time.monotonic()
+
+    def poll(self) -> bool:
+        """Check every rank, send the signals that are due, and return whether all ranks have ended."""
+        running = self._find_running()
+        if not running:
+            return True
+        self._forward_signals(running)
+        now = time.monotonic()
+        if self._kill_at is not None and now >= self._kill_at:
+            self._send(signal.SIGKILL, running)
+            self.killed.update(running)
+            self._kill_at = now + TERMINATION_GRACE_S
+        elif (
+            self._failed_at is not None and self._kill_at is None and now >= self._failed_at + FAILURE_GRACE_S
+        ):
+            self._send(signal.SIGTERM, running)
+            self._kill_at = now + TERMINATION_GRACE_S
+        return False
+
+    def _find_running(self) -> list[int]:
+        """Return the ranks that still run; record those that ended or failed since the last call."""
+        running = []
+        for rank, process in self._processes.items():
+            status = self._poll(process)
+            if status is None:
+                running.append(rank)
+            elif rank not in self.ended_at:
+                self.ended_at[rank] = time.time()
+            failed = status not in (None, 0) or os.path.exists(self._error_files[rank])
+            if failed and not self._signals:
+                self.fail()
+        return running
+
+    def _poll(self, process: Popen[bytes]) -> int | None:
+        """Return a rank's exit status, or None while it runs; if it failed, kill the processes that it started.
+
+        Until the rank is reaped, its process id names its process group and no other.
+        """
+        if process.returncode is None and sys.platform == "linux":
+            ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None and ended.si_status != 0:
+                os.killpg(process.pid, signal.SIGKILL)
+        return process.poll()
+
+    def _forward_signals(self, running: list[int]) -> None:
+        now = time.monotonic()
+        if len(self._signals) > self._forwarded:
+            if self._forwarded == 0:
+                self._send(signal.Signals(self._signals[0]), running)
+                self._forwarded_at = now
+            self._kill_at = now + SIGNAL_GRACE_S if len(self._signals) == 1 else now
+            self._forwarded = len(self._signals)
+        elif self._forwarded_at is not None and now >= self._forwarded_at + SLOW_STOP_S:
+            self._forwarded_at = None
+            notify(
+                f"{signal_name(self._signals[0])}: {len(running)} of {len(self._processes)} ranks are still "
+                f"stopping; they have {SIGNAL_GRACE_S:g} s, and a second signal kills them"
+            )
+
+    def _send(self, number: signal.Signals, running: list[int]) -> None:
+        """Signal each rank's process group: the rank and the processes that it started."""
+        for rank in running:
+            self.stopped.add(rank)
+            os.killpg(self._processes[rank].pid, number)
