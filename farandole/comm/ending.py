@@ -1,8 +1,8 @@
-"""How a process takes leave of its groups when its program ends without having destroyed them.
+"""Leave the groups of a process at the end of its program, if it has not destroyed them.
 
-The others are told, so that a rank that ends early is named at once, with the exception that ended it if
-that is known.  Then the threads of the groups come to rest: a thread in torch's C++ code when the
-interpreter shuts down would crash the process.
+The other ranks are told, so that a rank that ends early is named at once, with the exception that ended it if that is
+known.  Then the threads of the groups are stopped: a thread in torch's C++ code when the interpreter shuts down would
+abort the process.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 REST_S = 1.0
+LOCK_S = 0.01
+"""For so long the interpreter lock is free before the interpreter shuts down.
+
+A thread of Gloo frees the tensors of a completed operation after it has reported the completion, and needs the lock for it.
+If it gets the lock during the shutdown, the process aborts ("terminate called without an active exception").
+"""
 
 
 class Abandonable(Protocol):
@@ -45,6 +51,7 @@ def _leave_all() -> None:
     deadline = time.monotonic() + REST_S
     for group in list(_open):
         group.abandon(note, max(0.0, deadline - time.monotonic()))
+    time.sleep(LOCK_S)
 
 
 def _in_words(error: BaseException) -> str:

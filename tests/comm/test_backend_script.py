@@ -113,3 +113,24 @@ def test_what_a_process_without_a_rank_is_told(tmp_path):
     assert "mpirun" not in said["farandole"] and "mpirun" not in said["gloo under mpirun"]
     absent = said["a backend that wheels lack"]
     assert "doesn't have MPI built in" in absent and "call farandole.comm.mpi.enable() before" in absent
+
+
+GLOO_AT_EXIT = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("farandole")
+gloo = dist.new_group(backend="gloo")
+values = torch.ones(1 << 18)
+for _ in range(20):
+    dist.all_to_all_single(torch.empty_like(values), values, group=gloo)
+dist.destroy_process_group()
+"""
+
+
+def test_a_thread_of_gloo_does_not_abort_the_end(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(GLOO_AT_EXIT)
+    for _ in range(3):  # without a pause before the interpreter shuts down, most runs abort
+        status, _, err = run([sys.executable, "-m", "farandole", "launch", "-n", "2", str(script)])
+        assert status == 0, err
