@@ -34,7 +34,6 @@ def _facts() -> list[tuple[str, str]]:
         ("cores", _cores()),
         ("accelerators", _accelerators()),
         ("native core", _native()),
-        ("large copies", _copies()),
         ("placement", _placement()),
         ("launchers", _launchers()),
     ]
@@ -65,16 +64,6 @@ def _native() -> str:
     if not native.available():
         return f"not available: {native.why_unavailable()}; ranks communicate through Gloo"
     return f"available, {native.vector_level().name} code"
-
-
-def _copies() -> str:
-    from farandole import native
-
-    if not native.available():
-        return "by Gloo, over sockets"
-    if native.can_be_read():
-        return "once, with process_vm_readv, from 256 KiB (messages: from 16 KiB)"
-    return "twice, through shared memory: this system does not permit process_vm_readv"
 
 
 def _placement() -> str:

@@ -11,7 +11,6 @@ import ctypes
 import functools
 import importlib.machinery
 import os
-import subprocess
 import sys
 from ctypes import (
     POINTER,
@@ -29,7 +28,7 @@ from ctypes import (
 from enum import IntEnum
 from pathlib import Path
 
-ABI = 5
+ABI = 6
 MAX_RANKS = 256
 NOTE_BYTES = 160
 TOKEN_BYTES = 32
@@ -55,7 +54,6 @@ class Status(IntEnum):
     MISFIT = 11
     INVALID = 12
     NO_MEMORY = 13
-    UNREADABLE = 14
 
 
 class Operation(IntEnum):
@@ -138,8 +136,6 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_endpoint_open": (c_void_p, [c_int, c_int]),
     "frd_endpoint_block": (c_uint64, [c_void_p]),
     "frd_endpoint_add": (c_int, [c_void_p, c_int, c_int, c_size_t, c_uint64, c_int64]),
-    "frd_forbid_reading": (None, []),
-    "frd_can_read": (c_int, [c_void_p, c_int]),
     "frd_endpoint_close": (None, [c_void_p]),
     "frd_tcp_open": (c_int, [c_void_p, c_int, ctypes.c_char_p, c_size_t, ctypes.c_char_p, c_double]),
     "frd_tcp_add": (c_int, [c_void_p, c_int, ctypes.c_char_p, c_size_t]),
@@ -230,27 +226,6 @@ def library() -> ctypes.CDLL:
         )
     _connect_signals(core)
     return core
-
-
-_READER = """
-import ctypes, sys
-class Span(ctypes.Structure):
-    _fields_ = [("address", ctypes.c_void_p), ("size", ctypes.c_size_t)]
-own = ctypes.create_string_buffer(4)
-here, there = Span(ctypes.addressof(own), 4), Span(int(sys.argv[2]), 4)
-read = ctypes.CDLL(None).process_vm_readv
-read.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
-sys.exit(read(int(sys.argv[1]), ctypes.byref(here), 1, ctypes.byref(there), 1, 0) != 4)
-"""
-
-
-def can_be_read() -> bool:
-    """Whether another process of this user may read this process's memory, as ranks of a host do for single copies."""
-    allow_any = (0x59616D61, c_uint64(-1))  # PR_SET_PTRACER, PR_SET_PTRACER_ANY
-    ctypes.CDLL(None).prctl(*allow_any, 0, 0, 0)
-    memory = ctypes.create_string_buffer(4)
-    reader = [sys.executable, "-c", _READER, str(os.getpid()), str(ctypes.addressof(memory))]
-    return subprocess.run(reader, check=False, stderr=subprocess.DEVNULL).returncode == 0
 
 
 def vector_level() -> VectorLevel:

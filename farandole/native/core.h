@@ -16,7 +16,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define FRD_ABI 5
+#define FRD_ABI 6
 #define FRD_MAX_RANKS 256 /* of one host */
 #define FRD_NOTE_BYTES 160
 #define FRD_TOKEN_BYTES 32
@@ -41,8 +41,7 @@ enum frd_status {
     FRD_ELSEWHERE,  /* the group was broken on another host */
     FRD_MISFIT,     /* a part of a hierarchical collective has another size than expected */
     FRD_INVALID,    /* a root or peer that the group does not have */
-    FRD_NO_MEMORY,
-    FRD_UNREADABLE  /* the memory of another process could not be read */
+    FRD_NO_MEMORY
 };
 enum frd_vector_level { FRD_PLAIN, FRD_AVX2, FRD_AVX512 };
 
@@ -56,8 +55,8 @@ struct frd_call {
     uint64_t count;      /* elements */
     uint64_t layout;     /* fingerprint of uneven counts; for point-to-point the tag */
     uint64_t stage;      /* 1 + offset in this rank's arena of its staging slot; 0: the payload follows the record */
-    uint64_t source;     /* address, in this rank's process, of what the others may read; 0: nothing */
-    uint64_t target;     /* likewise of what they may write, if it is in this rank's arena */
+    uint64_t source;     /* address, in this rank's process, of its tensor if that lies in its arena: the others may read it */
+    uint64_t target;     /* likewise of what they may write */
 };
 
 /* Why a group broke: written once, by the first rank that sees it, and read by all others. */
@@ -103,8 +102,6 @@ uint64_t frd_endpoint_block(struct frd_endpoint *);   /* where the own arena has
 /* A process of this host, this one too: a descriptor of its arena (the caller closes it), and where its block is there.
  * 0, or the error number of what the system refused. */
 int frd_endpoint_add(struct frd_endpoint *, int rank, int descriptor, size_t bytes, uint64_t block, int64_t pid);
-void frd_forbid_reading(void); /* for tests: endpoints opened from now on do not read other processes' memory */
-int frd_can_read(struct frd_endpoint *, int rank);    /* can this process read the other one's memory? */
 void frd_endpoint_close(struct frd_endpoint *);       /* after all its groups */
 
 /* Processes of other hosts, over TCP.  `listener` is a listening socket, which the endpoint takes over; `own` the

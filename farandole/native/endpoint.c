@@ -5,9 +5,7 @@
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -31,13 +29,6 @@ bool is_alive(const struct peer *peer)
     return process.fd < 0 || poll(&process, 1, 0) != 1;
 }
 
-/* How reading from a process failed: its memory is gone a moment before the kernel says that it has ended. */
-int why_unreadable(const struct peer *peer)
-{
-    struct pollfd process = {.fd = peer->process_descriptor, .events = POLLIN};
-    return process.fd >= 0 && poll(&process, 1, 1000) == 1 ? FRD_DIED : FRD_UNREADABLE;
-}
-
 static bool has_closed(const struct peer *peer)
 {
     const struct process_block *block = peer->block;
@@ -58,7 +49,6 @@ static void free_endpoint(struct frd_endpoint *e)
     atomic_store(&e->block->identity.nonce, 0);
     arena_give(e->block, sizeof *e->block);
     pthread_mutex_destroy(&e->lock);
-    free(e->free_transfers);
     free(e->local_peers);
     free(e->peers);
     free(e);
@@ -111,34 +101,10 @@ struct frd_endpoint *frd_endpoint_open(int rank, int ranks)
     e->local_peers = local_peers;
     for (int r = 0; r < ranks; r++)
         peers[r] = (struct peer){.endpoint = e, .rank = r, .local = -1, .process_descriptor = -1, .transport = &over_tcp};
-    /* lets the processes of the same user on this host read this one's memory, where a security module (Yama) would
-     * allow it to its ancestors only; elsewhere it has no effect */
-    prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
     return e;
 }
 
 uint64_t frd_endpoint_block(struct frd_endpoint *e) { return arena_offset(e->block); }
-
-/* The system call takes about 2 GiB at a time. */
-static bool transfer_memory(ssize_t (*call)(pid_t, const struct iovec *, unsigned long, const struct iovec *,
-                                            unsigned long, unsigned long),
-                            const struct peer *peer, char *own, uint64_t address, size_t bytes)
-{
-    while (bytes) {
-        const struct iovec here = {own, bytes}, there = {(void *)(uintptr_t)address, bytes};
-        const ssize_t moved = call((pid_t)peer->pid, &here, 1, &there, 1, 0);
-        if (moved < 0 && errno == EINTR) continue;
-        if (moved <= 0) return false;
-        own += moved;
-        address += (uint64_t)moved;
-        bytes -= (size_t)moved;
-    }
-    return true;
-}
-
-static bool reading_is_forbidden;
-
-void frd_forbid_reading(void) { reading_is_forbidden = true; }
 
 int frd_endpoint_add(struct frd_endpoint *e, int rank, int descriptor, size_t bytes, uint64_t block, int64_t pid)
 {
@@ -165,18 +131,9 @@ int frd_endpoint_add(struct frd_endpoint *e, int rank, int descriptor, size_t by
     peer->block = (struct process_block *)(base + block);
     peer->nonce = atomic_load(&peer->block->identity.nonce);
     peer->arena_there = peer->block->identity.arena;
-    peer->pid = pid;
     peer->process_descriptor = process;
-    /* what the arena shows must be what the system call reads; it may be forbidden */
-    uint64_t nonce = 0;
-    const uint64_t there = peer->arena_there + block + offsetof(struct process_block, identity.nonce);
-    peer->readable =
-        !self && !reading_is_forbidden && transfer_memory(process_vm_readv, peer, (char *)&nonce, there, sizeof nonce) && nonce == peer->nonce;
-    atomic_store(&e->block->reads[peer->local], peer->readable || self);
     return 0;
 }
-
-int frd_can_read(struct frd_endpoint *e, int rank) { return is_rank(rank, e->ranks) && e->peers[rank].readable; }
 
 void frd_endpoint_close(struct frd_endpoint *e)
 {
@@ -196,21 +153,6 @@ char *memory_of(const struct peer *peer, uint64_t address, size_t bytes)
 {
     const uint64_t offset = address - peer->arena_there;
     return peer->arena && offset < peer->arena_bytes && bytes <= peer->arena_bytes - offset ? peer->arena + offset : NULL;
-}
-
-bool read_memory(const struct peer *peer, void *to, uint64_t address, size_t bytes)
-{
-    const char *shared = memory_of(peer, address, bytes);
-    if (peer->rank == peer->endpoint->rank) shared = (const char *)(uintptr_t)address; /* a message to itself */
-    if (shared) memcpy(to, shared, bytes);
-    return shared || transfer_memory(process_vm_readv, peer, to, address, bytes);
-}
-
-bool write_memory(const struct peer *peer, uint64_t address, const void *from, size_t bytes)
-{
-    char *shared = memory_of(peer, address, bytes);
-    if (shared) memcpy(shared, from, bytes);
-    return shared || transfer_memory(process_vm_writev, peer, (char *)(uintptr_t)from, address, bytes);
 }
 
 /* ---- staging slots ----

@@ -2,8 +2,7 @@
  * all-to-all.
  *
  * Three ways, by size and place:
- *   pulled   large tensors: a call says where its tensor is, and whoever wants it copies it from there to its place, once:
- *            in shared memory, or with process_vm_readv where the system allows it.  Two phases.
+ *   pulled   from tensors in shared memory: whoever wants a part copies it from there to its place, once.  Two phases.
  *   pushed   all-gather into tensors that all lie in shared memory: every rank writes its part into all of them.
  *   staged   the rest, in windows that stay in cache, one phase per window: offer window k while the others take window
  *            k - 1.  The first window arrives with the call, so one phase serves a small call.
@@ -14,11 +13,6 @@
 
 #include "internal.h"
 
-/* From here on a call is pulled; measured, see docs/benchmarks.md. */
-#ifndef PULL_BYTES
-#define PULL_BYTES ((size_t)1 << 18)
-#endif
-
 static void copy_unless_same(char *to, const char *from, size_t bytes)
 {
     if (to && from && to != from && bytes) memcpy(to, from, bytes);
@@ -28,11 +22,10 @@ static size_t windows_in(size_t bytes, size_t window) { return (bytes + window -
 
 static uint64_t address(const void *data) { return (uint64_t)(uintptr_t)data; }
 
-/* Copies from a rank's own memory. */
-static int pull(struct frd_group *g, int rank, void *to, uint64_t from, size_t bytes)
+/* Copies from a rank's tensor in shared memory. */
+static void pull(struct frd_group *g, int rank, void *to, uint64_t from, size_t bytes)
 {
-    if (!bytes || read_memory(g->local[rank].peer, to, from, bytes)) return FRD_OK;
-    return break_group(g, why_unreadable(g->local[rank].peer), g->rank_of[rank], &g->current);
+    if (bytes) memcpy(to, memory_of(g->local[rank].peer, from, bytes), bytes);
 }
 
 int frd_barrier(struct frd_group *g, int flags)
@@ -89,12 +82,11 @@ static int spread_in_windows(struct frd_group *g, const struct spread *x, bool o
 
 static int pull_streams(struct frd_group *g, const struct spread *x)
 {
-    int status = FRD_OK;
-    for (int step = 1; step < g->ranks && !status; step++) { /* every rank begins with another one */
+    for (int step = 1; step < g->ranks; step++) { /* every rank begins with another one */
         const int r = (g->rank + step) % g->ranks;
-        if (x->wanted[r]) status = pull(g, r, x->wanted[r], call_of(g, r)->source, x->bytes[r]);
+        if (x->wanted[r]) pull(g, r, x->wanted[r], call_of(g, r)->source, x->bytes[r]);
     }
-    return status ? status : end_phase(g); /* from here on the sources may be changed */
+    return end_phase(g); /* from here on the sources may be changed */
 }
 
 /* This rank's stream into the results of all ranks, which lie in shared memory. */
@@ -130,9 +122,8 @@ static int spread(struct frd_group *g, struct frd_call call, const struct spread
     size_t total = 0;
     for (int r = 0; r < g->ranks; r++) total += x->bytes[r];
     if (longest > SMALL_BYTES) {
-        const bool pulls = g->pulls && longest >= PULL_BYTES;
-        if (x->own && (pulls || is_shared(x->own, x->bytes[me]))) call.source = address(x->own);
-        if (target && is_shared(target, total)) call.target = address(target);
+        if (x->own) call.source = address_if_shared(x->own, x->bytes[me]);
+        if (target) call.target = address_if_shared(target, total);
     }
     if (x->own && x->bytes[me] > PAYLOAD_BYTES && !acquire_stage(g)) return FRD_NO_MEMORY;
     begin_call(g, call, flags);
@@ -236,23 +227,26 @@ int frd_scatter(struct frd_group *g, const void *const *in, void *out, size_t co
     if (!is_rank(root, g->ranks)) return FRD_INVALID;
     const int me = g->rank;
     const size_t bytes = count * element_bytes(type), total = bytes * (size_t)g->ranks;
-    const bool small = total <= SMALL_BYTES, pulled = g->pulls && bytes >= PULL_BYTES;
-    const size_t offered = small ? total : pulled ? (size_t)g->ranks * sizeof(uint64_t) : STAGE_BYTES;
+    const bool small = total <= SMALL_BYTES;
+    struct frd_call call = {.operation = FRD_SCATTER, .type = (uint32_t)type, .root = root, .count = count};
+    bool shared = !small && me == root;
+    for (int d = 0; d < g->ranks && shared; d++) shared = is_shared(in[d], bytes);
+    if (shared) call.source = address(in[0]); /* tells the others that all parts are in shared memory */
+    const size_t offered = small ? total : STAGE_BYTES;
     if (me == root && offered > PAYLOAD_BYTES && !acquire_stage(g)) return FRD_NO_MEMORY;
-    begin_call(g, (struct frd_call){.operation = FRD_SCATTER, .type = (uint32_t)type, .root = root, .count = count},
-               flags);
+    begin_call(g, call, flags);
     char *offer = offer_of(g, me, half_of(g->phase));
     for (int d = 0; d < g->ranks && me == root; d++) {
         if (small) memcpy(offer + (size_t)d * bytes, in[d], bytes);
-        else if (pulled) ((uint64_t *)offer)[d] = address(in[d]);
+        else if (shared) ((uint64_t *)offer)[d] = address(in[d]);
     }
     int status = agree(g);
     const char *theirs = offer_of(g, root, half_of(g->phase - 1));
-    if (!status && pulled) {
-        if (me != root) status = pull(g, root, out, ((const uint64_t *)theirs)[me], bytes);
-        if (!status) status = end_phase(g);
-    } else if (!status && small) {
+    if (!status && small) {
         memcpy(out, theirs + (size_t)me * bytes, bytes);
+    } else if (!status && call_of(g, root)->source) {
+        if (me != root) pull(g, root, out, ((const uint64_t *)theirs)[me], bytes);
+        status = end_phase(g);
     } else if (!status) {
         struct delivery x = {.longest = bytes};
         for (int d = 0; d < g->ranks && me == root; d++) x.out[d] = in[d], x.out_bytes[d] = bytes;
@@ -323,7 +317,7 @@ int frd_all_to_all(struct frd_group *g, const void *const *in, const size_t *in_
     for (int r = 0; r < g->ranks; r++) {
         tables[me].sends[r] = in_counts[r];
         tables[me].receives[r] = out_counts[r];
-        tables[me].addresses[r] = address(in[r]);
+        tables[me].addresses[r] = address_if_shared(in[r], in_counts[r] * element);
         const size_t bytes = small && r != me ? in_counts[r] * element : 0;
         if (bytes) memcpy(values, in[r], bytes);
         values += bytes;
@@ -334,12 +328,14 @@ int frd_all_to_all(struct frd_group *g, const void *const *in, const size_t *in_
     for (int r = 0; r < g->ranks && !status; r++) tables[r] = table_at(g, offer_of(g, r, half_of(g->phase - 1)));
     if (!status) status = check_pairs(g, tables, &x.longest, few);
     x.longest *= element;
-    const bool pulled = g->pulls && x.longest >= PULL_BYTES;
+    bool pulled = true; /* every rank sees the same tables */
+    for (int s = 0; s < g->ranks && !status; s++)
+        for (int d = 0; d < g->ranks && !few[s]; d++) pulled &= s == d || !tables[s].sends[d] || tables[s].addresses[d];
     for (int s = 0; s < g->ranks && !status; s++) {
         const size_t bytes = s == me ? 0 : out_counts[s] * element;
         all_few &= few[s];
         if (few[s] && bytes) memcpy(out[s], tables[s].values + bytes_sent(&tables[s], s, me, element), bytes);
-        else if (pulled) status = pull(g, s, out[s], tables[s].addresses[me], bytes);
+        else if (pulled) pull(g, s, out[s], tables[s].addresses[me], bytes);
         else x.in[s] = out[s], x.in_bytes[s] = few[s] ? 0 : bytes;
         x.out[s] = in[s];
         x.out_bytes[s] = small || s == me ? 0 : in_counts[s] * element;

@@ -95,10 +95,6 @@ struct frd_group *frd_group_open(struct frd_endpoint *e, uint64_t context, int r
         g->local[g->ranks++] =
             (struct local_rank){.block = block, .nonce = atomic_load(&block->line.life.nonce), .peer = peer};
     }
-    g->pulls = true;
-    for (int a = 0; a < g->ranks; a++)
-        for (int b = 0; b < g->ranks; b++)
-            g->pulls &= atomic_load(&g->local[a].peer->block->reads[g->local[b].peer->local]);
     g->own = g->local[g->rank].block;
     g->line = &g->own->line;
     pthread_mutex_lock(&e->lock);
@@ -114,7 +110,8 @@ static void tell_other_hosts(struct frd_group *g, enum header_kind kind, int cul
 {
     pthread_mutex_lock(&g->endpoint->lock);
     for (int r = 0; r < g->group_ranks; r++)
-        if (g->members[r].local < 0 && tcp_is_in_use(g->members[r].peer)) send_control(g, r, kind, culprit);
+        if (g->members[r].local < 0 && tcp_is_in_use(g->members[r].peer))
+            send_control(g->members[r].peer, (struct header){.context = g->context, .kind = kind, .source = culprit});
     pthread_mutex_unlock(&g->endpoint->lock);
 }
 

@@ -98,6 +98,7 @@ struct member {
     int local;                   /* its number on this host, -1 if it is on another */
     bool gone;                   /* it is on another host, and has left the group */
     struct queue posted;         /* receives */
+    struct queue cleared;        /* receives that wait for a payload that was offered */
     struct queue unexpected;     /* messages that no receive has claimed, oldest first */
 };
 
@@ -109,7 +110,6 @@ struct frd_group {
     int group_rank, group_ranks; /* in the whole group */
     struct local_rank *local;
     struct member *members;
-    bool pulls;                  /* every rank of this host may read the memory of every other one */
     int *rank_of;                /* local rank -> rank in the whole group */
     struct queue posted_any;     /* receives from any rank */
     uint64_t receives_posted;
@@ -159,9 +159,6 @@ void free_closed_groups(void);                 /* group.c */
 void forget_stages_of(const struct frd_group *);
 uint64_t new_nonce(void);
 char *memory_of(const struct peer *, uint64_t address, size_t bytes); /* as mapped here; NULL if it is not shared */
-bool read_memory(const struct peer *, void *to, uint64_t address, size_t bytes);
-bool write_memory(const struct peer *, uint64_t address, const void *from, size_t bytes);
-int why_unreadable(const struct peer *);       /* after `read_memory` or `write_memory` failed: a status */
 
 /* waiting.c */
 double seconds_now(void);
@@ -186,6 +183,10 @@ const struct frd_call *call_of(const struct frd_group *, int local_rank); /* aft
 bool find_sources(struct frd_group *, size_t bytes, char **sources);
 bool find_targets(struct frd_group *, size_t bytes, char **targets);
 bool is_shared(const void *data, size_t bytes); /* in this process's arena? */
+static inline uint64_t address_if_shared(const void *data, size_t bytes)
+{
+    return is_shared(data, bytes) ? (uint64_t)(uintptr_t)data : 0;
+}
 
 static inline bool is_rank(int rank, int ranks) { return rank >= 0 && rank < ranks; }
 static inline int half_of(uint64_t phase) { return (int)(phase & 1); }

@@ -76,7 +76,7 @@ bool push(struct peer *peer)
     const struct transport *way = peer->transport;
     size_t total = 0;
     for (struct frd_message *m = peer->sends.first; m && total < TURN_BYTES; m = peer->sends.first) {
-        const bool streamed = m->header.kind == EAGER && m->bytes;
+        const bool streamed = m->header.kind != OFFER && m->bytes;
         const char *header = (const char *)&m->header;
         const size_t opened = m->header_moved == HEADER
             ? 0 : way->put(peer, header + m->header_moved, HEADER - m->header_moved, streamed);
@@ -92,8 +92,9 @@ bool push(struct peer *peer)
             break;
         }
         dequeue(&peer->sends, m);
-        if (m->transfer) enqueue(&peer->transfers, m);
-        else finish(m, FRD_OK);
+        /* a receiver that has given up meanwhile has broken the group */
+        if (m->header.kind == OFFER) enqueue(&peer->offered, m);
+        else finish(m, m->header.kind == PAYLOAD && !m->detached ? broken_status(m->group) : FRD_OK);
     }
     if (total) way->moved_out(peer);
     if (total >= TURN_BYTES) way->again(peer);
@@ -106,22 +107,40 @@ void post_send(struct frd_message *m)
     struct peer *peer = g->members[m->peer].peer;
     m->header = (struct header){.bytes = m->bytes, .context = g->context, .kind = EAGER, .tag = m->tag,
                                 .type = (uint32_t)m->type, .source = g->group_rank};
-    offer_transfer(m);
+    if (peer->transport->offers && m->bytes > EAGER_BYTES) {
+        m->header.kind = OFFER;
+        m->header.number = ++g->endpoint->offers;
+        m->header.place = is_shared(m->data, m->bytes) ? 1 + arena_offset(m->data) : 0;
+    }
     enqueue(&peer->sends, m);
     push(peer);
 }
 
 /* Owned by nobody: freed when it has gone out. */
-void send_control(struct frd_group *g, int rank, enum header_kind kind, int culprit)
+void send_control(struct peer *peer, struct header header)
 {
-    struct peer *peer = g->members[rank].peer;
     struct frd_message *m = calloc(1, sizeof *m);
-    if (!m) return; /* the other host finds out when this process ends */
-    m->group = g;
+    if (!m) return; /* the other process finds out when this one ends */
     m->sends = m->detached = true;
-    m->peer = rank;
     m->status = FRD_PENDING;
-    m->header = (struct header){.context = g->context, .kind = kind, .source = culprit};
+    m->header = header;
+    enqueue(&peer->sends, m);
+    push(peer);
+}
+
+/* The receiver has a place for a payload that was offered, or has copied it.  It may have been given up meanwhile. */
+static void answer_offer(struct peer *peer, const struct header *h)
+{
+    struct frd_message *m = peer->offered.first;
+    while (m && m->header.number != h->number) m = m->next;
+    if (!m) return;
+    dequeue(&peer->offered, m);
+    if (h->kind == DONE) {
+        finish(m, FRD_OK);
+        return;
+    }
+    m->header.kind = PAYLOAD;
+    m->header_moved = 0;
     enqueue(&peer->sends, m);
     push(peer);
 }
@@ -183,16 +202,31 @@ static bool is_wanted(const struct peer *from)
     return false;
 }
 
-/* Starts a receive whose message has come; its payload is in the stream, or in the sender's memory. */
+/* Asks for a payload that was offered. */
+static void clear_offer(struct peer *from, const struct header *h)
+{
+    send_control(from, (struct header){.kind = CLEAR, .number = h->number, .context = h->context});
+}
+
+/* Starts a receive whose message has come; its payload is in the stream, or was offered. */
 static void start(struct frd_message *m, struct peer *from, const struct header *h)
 {
+    struct frd_group *g = m->group;
     m->started = true;
     m->source = h->source;
     m->from = from;
-    if (h->kind != RENDEZVOUS) return;
-    open_transfer(m, from, h);
-    if (m->transfer) enqueue(&from->endpoint->copying, m);
-    else finish(m, break_group(m->group, FRD_INTERRUPTED, h->source, &m->group->current));
+    if (h->kind != OFFER) return;
+    if (h->place) {
+        memcpy(m->data, from->arena + h->place - 1, m->bytes);
+        m->moved = m->bytes;
+        send_control(from, (struct header){.kind = DONE, .number = h->number, .context = h->context});
+        /* a sender that gives up breaks the group before it changes the payload, so this one was whole */
+        finish(m, broken_status(g));
+    } else {
+        m->header = *h;
+        enqueue(&g->members[m->source].cleared, m);
+        clear_offer(from, h);
+    }
 }
 
 static struct unexpected *put_aside(struct queue *queue, struct peer *from, const struct header *h)
@@ -220,6 +254,21 @@ static bool was_closed(const struct frd_endpoint *e, uint64_t context)
     return false;
 }
 
+/* Where a payload goes that this process has asked for; nowhere if its receive was given up. */
+static void open_payload(struct frd_group *g, struct peer *from)
+{
+    struct incoming *in = &from->in;
+    if (!g || !is_rank(in->header.source, g->group_ranks)) return;
+    struct member *member = &g->members[in->header.source];
+    struct frd_message *m = member->cleared.first;
+    while (m && m->header.number != in->header.number) m = m->next;
+    if (m) dequeue(&member->cleared, m);
+    in->receive = m;
+    struct unexpected *u = m ? NULL : member->unexpected.first;
+    while (u && !(u->header.kind == PAYLOAD && u->header.number == in->header.number)) u = u->next;
+    in->unexpected = u;
+}
+
 /* Decides where the payload of the next message goes; false: it stays in its stream for now. */
 static bool open_message(struct peer *from)
 {
@@ -230,7 +279,11 @@ static bool open_message(struct peer *from)
     struct queue *aside = NULL;
     in->receive = NULL;
     in->unexpected = NULL;
-    if (!g) {
+    if (h->kind == CLEAR || h->kind == DONE) {
+        answer_offer(from, h);
+    } else if (h->kind == PAYLOAD) {
+        open_payload(g, from);
+    } else if (!g) {
         if (!was_closed(e, h->context)) aside = &e->early;
     } else if (is_rank(h->source, g->group_ranks) && h->kind >= GROUP_LEFT) {
         control(g, h);
@@ -301,7 +354,8 @@ bool pull(struct peer *from)
                 break;
             }
         }
-        const size_t left = (in->header.kind == EAGER ? in->header.bytes : 0) - in->moved;
+        const bool streamed = in->header.kind == EAGER || in->header.kind == PAYLOAD;
+        const size_t left = (streamed ? in->header.bytes : 0) - in->moved;
         char *target = in->receive ? in->receive->data : in->unexpected ? in->unexpected->data : NULL;
         size_t payload = 0;
         if (left && target) payload = way->take(from, target + in->moved, smaller(left, TURN_BYTES));
@@ -329,7 +383,7 @@ static bool claim_unexpected(struct frd_message *m)
                 refuse(m, source, &u->header);
                 return true;
             }
-            if (u->header.kind == RENDEZVOUS) {
+            if (u->header.kind == OFFER) {
                 const struct header h = u->header;
                 take_out(&member->unexpected, u);
                 free(u);
@@ -382,21 +436,12 @@ void give_up(struct frd_message *m)
         m->in_background = false;
         if (m->sends) {
             struct peer *peer = g->members[m->peer].peer;
-            if (m->transfer) {
-                const bool offered = m->header_moved > 0;
-                dequeue(offered && m->header_moved == HEADER ? &peer->transfers : &peer->sends, m);
-                if (offered) abort_transfer(m);
-                else e->free_transfers[e->free_transfer_count++] = m->transfer;
-            } else if (m->started && detach(m)) {
-                return; /* freed when it is sent */
-            } else {
-                dequeue(&peer->sends, m);
-            }
-        } else if (m->transfer) {
-            dequeue(&e->copying, m);
-            abort_transfer(m);
+            const bool begun = m->header_moved > 0, offers = m->header.kind == OFFER;
+            if (begun && (!offers || m->header_moved < HEADER) && detach(m)) return; /* freed when it is sent */
+            dequeue(offers && m->header_moved == HEADER ? &peer->offered : &peer->sends, m);
         } else if (m->started) {
             if (m->from->in.receive == m) m->from->in.receive = NULL; /* the rest goes nowhere */
+            dequeue(&g->members[m->source].cleared, m);
             for (struct unexpected *u = g->members[m->source].unexpected.first; u; u = u->next)
                 if (u->claimed_by == m) u->claimed_by = NULL;
         } else {
@@ -406,8 +451,8 @@ void give_up(struct frd_message *m)
     free(m);
 }
 
-/* A rank may wait in a send whose receive is not posted, and send what this receive waits for only afterwards.  So what
- * it has sent is copied to memory of this process, after a receive has waited for a while. */
+/* A rank may wait in a send whose receive is not posted, and send what this receive waits for only afterwards.  So after a
+ * receive has waited for a while, this process asks for what was offered to it, and keeps it. */
 void buffer_unexpected(struct frd_message *m)
 {
     struct frd_group *g = m->group;
@@ -417,21 +462,19 @@ void buffer_unexpected(struct frd_message *m)
         struct queue *queue = &g->members[source].unexpected;
         struct unexpected *before = NULL;
         for (struct unexpected *u = queue->first; u; before = u, u = u->next) {
-            if (u->header.kind != RENDEZVOUS) continue;
-            struct unexpected *copy = malloc(sizeof *copy + u->header.bytes);
-            if (!copy) return;
-            *copy = (struct unexpected){.next = u->next, .header = u->header, .from = u->from, .complete = true};
-            if (!fetch(u->from, &u->header, copy->data)) {
-                free(copy);
-                continue;
-            }
-            copy->header.kind = EAGER;
+            if (u->header.kind != OFFER) continue;
+            struct unexpected *buffered = malloc(sizeof *buffered + u->header.bytes);
+            if (!buffered) return;
+            *buffered = *u;
+            buffered->header.kind = PAYLOAD;
+            buffered->complete = false;
             u->from->in.put_aside += u->header.bytes;
-            if (before) before->next = copy;
-            else queue->first = copy;
-            if (queue->last == u) queue->last = copy;
+            if (before) before->next = buffered;
+            else queue->first = buffered;
+            if (queue->last == u) queue->last = buffered;
             free(u);
-            u = copy;
+            u = buffered;
+            clear_offer(u->from, &u->header);
         }
     }
 }
@@ -473,7 +516,7 @@ void clear_unexpected(struct frd_group *g)
         struct incoming *in = &g->members[r].peer->in;
         for (struct unexpected *u = g->members[r].unexpected.first, *next; u; u = next) {
             next = u->next;
-            if (u->header.kind == EAGER) in->put_aside -= u->header.bytes;
+            if (u->header.kind != OFFER) in->put_aside -= u->header.bytes;
             if (in->unexpected == u) in->unexpected = NULL;
             free(u);
         }

@@ -6,8 +6,14 @@
  *     tcp.c          to a process of another host: a TCP connection in each direction
  *
  * To each process there is a stream of bytes in each direction, with one writer and one reader.  A message is a 64-byte
- * header and its payload.  The payload of a large message on one host does not go through the stream: the header says
- * where it is, and the receiver copies it (rendezvous).
+ * header and its payload.  On one host the payload of a large message follows later (rendezvous):
+ *
+ *     sender   -> receiver   OFFER    its size, tag and number; the sender keeps the payload
+ *     receiver -> sender     CLEAR    its receive is there: send the payload of this number
+ *     sender   -> receiver   PAYLOAD  its number, and the payload
+ *
+ * So a payload is copied into its place, and never holds up the messages behind it in a stream.  If it lies in the sender's
+ * arena, the receiver copies it from there, and sends DONE instead of CLEAR.
  */
 #ifndef FARANDOLE_MESSAGES_H
 #define FARANDOLE_MESSAGES_H
@@ -15,16 +21,16 @@
 #include "internal.h"
 
 #define HEADER 64
-#define EAGER_BYTES ((size_t)1 << 14)      /* up to here a payload follows its header, whatever else is possible */
+#define EAGER_BYTES ((size_t)1 << 15)      /* up to here a payload follows its header; measured, see docs/benchmarks.md */
 #define TURN_BYTES ((size_t)4 << 20)       /* after so many bytes of one stream the others have their turn */
 #define UNEXPECTED_BYTES ((size_t)4 << 20) /* of one process, put aside though nobody waits for what is behind them */
 
-enum header_kind { EAGER, RENDEZVOUS, GROUP_LEFT, GROUP_BROKEN };
+enum header_kind { EAGER, OFFER, CLEAR, PAYLOAD, DONE, GROUP_LEFT, GROUP_BROKEN };
 
 struct header {
     uint64_t bytes;
-    uint64_t address;            /* RENDEZVOUS: of the payload, in the sender's process */
-    uint64_t transfer;           /* RENDEZVOUS: 1 + offset of its record in the sender's arena */
+    uint64_t number;             /* of an offered payload: unique among those of its sender */
+    uint64_t place;              /* OFFER: 1 + offset of the payload in the sender's arena; 0: it is not there */
     uint64_t context;
     uint32_t kind;
     int32_t tag;
@@ -32,18 +38,6 @@ struct header {
     int32_t source;              /* rank of the sender in the group; GROUP_BROKEN: the culprit */
     char padding[HEADER - 48];
 };
-
-/* A rendezvous, in the sender's arena.  Chunks are claimed by whoever copies: the receiver, and the sender while it
- * waits.  States: the sender offers, the receiver opens, the receiver closes as its last access; then the record is the
- * sender's again.  The sender may withdraw before that; then the payload is not valid and the record is not used again. */
-enum transfer_state { OFFERED, OPEN, WITHDRAWN, CLOSED };
-struct transfer {
-    _Atomic uint32_t state;
-    uint32_t failed;             /* written before CLOSED */
-    uint64_t target;             /* address in the receiver's process; written before OPEN */
-    _Atomic uint64_t claimed;    /* chunks */
-    _Atomic uint64_t copied;     /* chunks */
-} ALIGNED;
 
 struct frd_message {
     struct frd_message *next;    /* in the list that it is in */
@@ -54,11 +48,8 @@ struct frd_message {
     char *data;
     size_t bytes, moved;
     size_t header_moved;
-    struct header header;        /* of a send */
-    struct transfer *transfer;   /* of a rendezvous under way */
-    bool pinned;                 /* a thread copies chunks of it without the lock, and ends it itself */
+    struct header header;        /* of a send; of a receive that waits for a PAYLOAD */
     struct peer *from;           /* of a receive under way: the sender */
-    uint64_t address;            /* likewise: of the payload, in its process */
     uint64_t number;             /* of a receive: the order in which they were posted in the group */
     bool in_background;          /* counted as work for the progress thread */
     double inspected;            /* when somebody last looked whether its other end lives */
@@ -71,7 +62,7 @@ struct unexpected {
     struct peer *from;
     struct frd_message *claimed_by;
     bool complete;
-    char data[];
+    char data[];                 /* of an offer: none */
 };
 
 /* What comes from one process: the message under way. */
@@ -95,6 +86,7 @@ struct transport {
     void (*moved_out)(struct peer *);  /* after `put` */
     void (*moved_in)(struct peer *);   /* after `take` */
     void (*again)(struct peer *);      /* it was left before it had to be: have it looked at again */
+    bool offers;                       /* large payloads wait for their receive */
     bool (*has_ended)(const struct peer *, bool sends); /* in one direction: to the peer, or from it */
 };
 extern const struct transport over_shared_memory, over_tcp;
@@ -107,16 +99,14 @@ struct peer {
     const struct transport *transport;
     struct queue sends;          /* oldest first */
     struct incoming in;
-    struct queue transfers;      /* sends whose header has gone out, to be copied by the receiver */
+    struct queue offered;        /* sends whose OFFER has gone out */
     /* on this host */
     char *arena;
     size_t arena_bytes;
     struct process_block *block;
     uint64_t nonce;              /* of its block */
     uint64_t arena_there;        /* address of its arena in its own process */
-    int64_t pid;
     int process_descriptor;
-    bool readable;
     struct ring *outward, *inward; /* NULL until used */
     /* on another host; NULL until its address is known */
     struct connection *connection;
@@ -137,7 +127,6 @@ struct process_block {
         uint64_t arena;              /* address of the arena in its own process */
     } ALIGNED identity;
     _Atomic uint64_t ring_to[FRD_MAX_RANKS]; /* 1 + offset of the ring to each process of the host; 0: none yet */
-    _Atomic uint8_t reads[FRD_MAX_RANKS];    /* may this process read that one's memory? */
 };
 
 #define CONTEXTS 64
@@ -150,16 +139,12 @@ struct frd_endpoint {
     struct process_block *block;
     struct frd_group *groups[CONTEXTS]; /* lists, by context */
     pthread_mutex_t lock;        /* held by whoever moves data; group lists, too */
-    struct transfer **free_transfers;
-    int free_transfer_count;
-    void **transfer_blocks;      /* in the arena */
-    int transfer_block_count;
+    uint64_t offers;             /* how many this process has made */
     pthread_t thread;            /* moves data while nobody waits */
     bool thread_runs, stopping;
     struct queue early;          /* messages of groups that this process has not opened yet */
     uint64_t *closed;            /* contexts of groups that it has closed */
     int closed_count;
-    struct queue copying;        /* receives that copy from another process's memory */
     int in_background;           /* messages that the thread must see to */
     bool thread_deep_asleep;     /* it must be woken when a message is posted */
     _Atomic uint32_t naps;       /* the word on which it naps */
@@ -181,19 +166,11 @@ void buffer_unexpected(struct frd_message *);  /* let the senders go on that may
 void claim_early(struct frd_group *);          /* when a group is opened */
 void clear_unexpected(struct frd_group *);     /* when it is closed */
 void free_early(struct frd_endpoint *);
-void send_control(struct frd_group *, int rank, enum header_kind, int culprit);
+void send_control(struct peer *, struct header); /* a header without a payload */
 
 /* shared_memory.c */
 void ring_bell(struct peer *);                 /* something about the streams between it and this process has changed */
 void ring_own_bell(struct frd_endpoint *);     /* threads of this process look again */
-bool offer_transfer(struct frd_message *);     /* a send: make its record; false: send it through the stream */
-void open_transfer(struct frd_message *, struct peer *from, const struct header *);
-bool can_copy(const struct frd_message *);     /* is there a chunk of its transfer that nobody has claimed? */
-bool copy_chunk(struct frd_message *);         /* the message is pinned, or the lock is held; false: none left */
-bool has_ended(const struct frd_message *);    /* is its transfer copied (a receive) or closed (a send)? */
-void end_transfer(struct frd_message *);
-bool fetch(struct peer *from, const struct header *, char *data); /* the payload of a message without a receive, at once */
-void abort_transfer(struct frd_message *);
 void free_rings(struct frd_endpoint *);
 
 /* tcp.c */

@@ -30,32 +30,10 @@ bool progress(struct frd_endpoint *e)
         for (uint64_t ready = atomic_exchange(word, 0); ready; ready &= ready - 1) {
             struct peer *peer = &e->peers[e->local_peers[w * 64 + __builtin_ctzll(ready)]];
             if (peer->sends.first) moved |= push(peer);
-            for (struct frd_message *m = peer->transfers.first, *next; m; m = next) {
-                next = m->next;
-                if (m->pinned || !has_ended(m)) continue;
-                dequeue(&peer->transfers, m);
-                end_transfer(m);
-                moved = true;
-            }
             moved |= pull(peer);
         }
     }
     return moved;
-}
-
-/* Copies for all receives that can; the lock is held. */
-static bool copy_for_all(struct frd_endpoint *e)
-{
-    bool copied = false;
-    for (struct frd_message *m = e->copying.first, *next; m; m = next) {
-        next = m->next;
-        if (m->pinned) continue;
-        copied |= copy_chunk(m);
-        if (!has_ended(m)) continue;
-        dequeue(&e->copying, m);
-        end_transfer(m);
-    }
-    return copied;
 }
 
 /* ---- the progress thread ---- */
@@ -86,7 +64,6 @@ static void *thread_main(void *endpoint)
         bool moved = false;
         if (e->in_background && !atomic_load(&block->bell.attended)) {
             moved = progress(e);
-            moved |= copy_for_all(e);
         }
         const double now = seconds_now();
         if (moved) active = now;
@@ -173,7 +150,7 @@ static struct frd_message *begin_send(struct frd_group *g, const void *data, siz
     pthread_mutex_lock(&e->lock);
     post_send(m);
     const bool complete = atomic_load(&m->status) == FRD_OK;
-    if (!complete && !waits && !m->transfer && g->members[peer].local >= 0) leave_to_thread(m);
+    if (!complete && !waits && g->members[peer].local >= 0) leave_to_thread(m);
     pthread_mutex_unlock(&e->lock);
     if (!complete) return m;
     free(m);
@@ -229,20 +206,6 @@ static bool is_remote(const struct frd_message *m)
     return m->peer >= 0 && m->group->members[m->peer].local < 0;
 }
 
-/* Copies its payload, without the lock; it is held before and after. */
-static void copy_own(struct frd_message *m)
-{
-    struct frd_endpoint *e = m->group->endpoint;
-    m->pinned = true;
-    pthread_mutex_unlock(&e->lock);
-    while (copy_chunk(m)) continue;
-    pthread_mutex_lock(&e->lock);
-    m->pinned = false;
-    if (!has_ended(m)) return;
-    dequeue(m->sends ? &m->group->members[m->peer].peer->transfers : &e->copying, m);
-    end_transfer(m);
-}
-
 /* Moves what can be moved for this message and for others. */
 static int move_along(struct frd_message *m)
 {
@@ -254,8 +217,6 @@ static int move_along(struct frd_message *m)
         if (m->sends) push(peer);
         else pull(peer);
     }
-    if (atomic_load(&m->status) == FRD_PENDING && can_copy(m)) copy_own(m);
-    copy_for_all(e);
     const int status = atomic_load(&m->status);
     pthread_mutex_unlock(&e->lock);
     return status;
@@ -355,7 +316,7 @@ int frd_message_wait(struct frd_group *g, struct frd_message *m, double timeout,
     for (int turn = 0; status == FRD_PENDING; turn++) {
         const uint32_t events = atomic_load(&block->bell.events);
         bool slept = false;
-        if (events != seen || can_copy(m) || (is_remote(m) && turn % 16 == 0)) {
+        if (events != seen || (is_remote(m) && turn % 16 == 0)) {
             seen = events;
             status = move_along(m);
         } else if (turn < SPINS && !(flags & FRD_BACKGROUND) && e->crowded <= 0) {

@@ -126,11 +126,6 @@ static int reduce_shared(struct frd_group *g, frd_reduce_fn kernel, char *const 
     return end_phase(g);
 }
 
-static uint64_t address_if_shared(const void *data, size_t bytes)
-{
-    return is_shared(data, bytes) ? (uint64_t)(uintptr_t)data : 0;
-}
-
 static int reduce_to(struct frd_group *g, const void *in, void *out, size_t count, int type, int op, int root, int flags)
 {
     const frd_reduce_fn kernel = frd_reduce_kernel(type, op);
