@@ -44,7 +44,7 @@ SIZES = [
 QUICK = [8, 1 << 10, 64 << 10, 4 << 20]
 OTHER_SIZES = [1 << 10, 64 << 10, 4 << 20, 64 << 20]
 OTHERS = ["all_gather", "reduce_scatter", "broadcast", "all_to_all"]
-COLUMNS = ["farandole", "shared buffer", "core", "gloo", "mpich", "copy"]
+COLUMNS = ["persistent", "communicator", "farandole", "shared buffer", "core", "gloo", "mpich", "copy"]
 
 
 class Bench:
@@ -69,6 +69,8 @@ class Bench:
             self.host,
         )
         contenders: dict[str, Callable[[], Any]] = {
+            "persistent": self.comm.all_reduce_init(ours),
+            "communicator": lambda: self.comm.all_reduce(ours),
             "farandole": lambda: dist.all_reduce(ours),
             "shared buffer": lambda: dist.all_reduce(shared),
             "core": lambda: core(host.handle, address, count, kind, 0, 0),
@@ -85,18 +87,30 @@ class Bench:
         count = size // 4 // self.size * self.size
         whole, part, target = torch.zeros(count), torch.zeros(count // self.size), torch.zeros(count)
         shared = self.comm.empty(count).zero_()
+        # `copy`: as many bytes as a rank receives
+        received = whole if operation == "broadcast" else part
+        copied = torch.empty_like(received)
         calls: dict[str, Callable[[torch.Tensor, Any], Any]] = {
             "all_gather": lambda t, group: dist.all_gather_into_tensor(t, part, group=group),
             "reduce_scatter": lambda t, group: dist.reduce_scatter_tensor(part, t, group=group),
             "broadcast": lambda t, group: dist.broadcast(t, 0, group=group),
             "all_to_all": lambda t, group: dist.all_to_all_single(target, t, group=group),
         }
-        call = calls[operation]
+        call, comm = calls[operation], self.comm
+        prepared, direct = {
+            "all_gather": (comm.all_gather_init, lambda: comm.all_gather(whole, part)),
+            "reduce_scatter": (comm.reduce_scatter_init, lambda: comm.reduce_scatter(part, whole)),
+            "broadcast": (comm.broadcast_init, lambda: comm.broadcast(whole)),
+            "all_to_all": (comm.all_to_all_init, lambda: comm.all_to_all(target, whole)),
+        }[operation]
+        arguments = {"all_gather": (whole, part), "reduce_scatter": (part, whole), "broadcast": (whole,)}
         contenders: dict[str, Callable[[], Any]] = {
+            "persistent": prepared(*arguments.get(operation, (target, whole))),
+            "communicator": direct,
             "farandole": lambda: call(whole, None),
             "shared buffer": lambda: call(shared, None),
             "gloo": lambda: call(whole, self.gloo),
-            "copy": lambda: target.copy_(whole),
+            "copy": lambda: copied.copy_(received),
         }
         if self.mpi is not None:
             world, w, p, t = self.mpi.COMM_WORLD, whole.numpy(), part.numpy(), target.numpy()
@@ -162,7 +176,7 @@ def table(operation: str, figures: dict[Any, dict[str, float]]) -> str:
     if "core" in present:
         head += ["core x mpich", "core / copy limit"]
     elif "mpich" in present:
-        head += ["x mpich"]
+        head += ["persistent x mpich", "x mpich", "copy limit"]
     rows = []
     for size, row in figures.items():
         cells = [human_bytes(int(size)), *(human_seconds(row[name]) for name in present)]
@@ -171,7 +185,8 @@ def table(operation: str, figures: dict[Any, dict[str, float]]) -> str:
             cells.append(f"{row['mpich'] / row['core']:.1f}" if "mpich" in row else "-")
             cells.append(f"{100 * row['copy'] / row['core']:.0f} %")
         elif "mpich" in present:
-            cells.append(f"{row['mpich'] / row['farandole']:.1f}")
+            cells += [f"{row['mpich'] / row[name]:.2f}" for name in ("persistent", "farandole")]
+            cells.append(f"{100 * row['copy'] / row['farandole']:.0f} %")
         rows.append(cells)
     return markdown_table(head, rows)
 
@@ -200,12 +215,16 @@ def main() -> None:
     if options.as_rank:
         run_rank(options.quick, options.pin)
         return
-    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     flags = [flag for flag in ("--quick", "--pin") if getattr(options, flag.strip("-"))]
-    program = ["-m", "benchmarks.collectives", "--as-rank", *flags]
-    crowded = options.ranks > (os.cpu_count() or 1)
+    sys.exit(start_with_mpi("benchmarks.collectives", options.ranks, ["--as-rank", *flags]))
+
+
+def start_with_mpi(module: str, ranks: int, arguments: list[str]) -> int:
+    """Run a module as ranks started by mpiexec, where there is one; return the exit status."""
+    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    crowded = ranks > (os.cpu_count() or 1)
     if mpiexec and importlib.util.find_spec("mpi4py") and not crowded:
-        command = [mpiexec, "-n", str(options.ranks), sys.executable, *program]
+        command = [mpiexec, "-n", str(ranks), sys.executable, "-m", module, *arguments]
     else:
         why = (
             "more ranks than cores, and it waits by spinning"
@@ -213,17 +232,9 @@ def main() -> None:
             else "pip install mpi4py mpich adds it"
         )
         print(f"without MPICH: {why}")
-        command = [
-            sys.executable,
-            "-m",
-            "farandole",
-            "launch",
-            "--no-pin",
-            "--ranks",
-            str(options.ranks),
-            *program,
-        ]
-    sys.exit(subprocess.run(command, check=False).returncode)
+        launcher = [sys.executable, "-m", "farandole", "launch", "--no-pin", "--ranks", str(ranks)]
+        command = [*launcher, "-m", module, *arguments]
+    return subprocess.run(command, check=False).returncode
 
 
 if __name__ == "__main__":

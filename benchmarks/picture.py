@@ -14,6 +14,8 @@ from matplotlib.ticker import FuncFormatter
 from benchmarks.measure import human_bytes, human_seconds
 
 COLOURS = {
+    "persistent": "#7b2d8b",
+    "communicator": "#c58bd0",
     "farandole": "#0b6e4f",
     "shared buffer": "#35b07f",
     "core": "#9fd8c0",
@@ -35,7 +37,9 @@ ZERO_COLOURS = {
 }
 LIMITS = ("copy", "stream")
 NAMES = {
-    "farandole": "farandole, through torch.distributed",
+    "persistent": "farandole, persistent operation",
+    "communicator": "farandole, Communicator",
+    "farandole": "farandole, torch.distributed",
     "shared buffer": "farandole, buffer in shared memory",
     "core": "farandole, the C core alone",
     "gloo": "Gloo",
@@ -64,6 +68,8 @@ def draw_latencies(result: dict[str, Any], path: Path) -> None:
                 )
         axis.set_xscale("log", base=2)
         axis.set(yscale="log", title=f"{operation}, {result['ranks']} ranks", xlabel="bytes")
+        sizes = [int(size) for size in result[operation]]
+        axis.set_xticks([1 << power for power in range(3, 40, 4) if min(sizes) <= 1 << power <= max(sizes)])
         axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human_bytes(int(x))))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: human_seconds(y)))
         axis.grid(alpha=0.25)

@@ -381,10 +381,17 @@ class Communicator:
 
     def isend(self, tensor: Array, to: int, tag: int = 0) -> dist.Work:
         """Begin to send `tensor` to rank `to`; it may be changed after `wait()`."""
+        if isinstance(tensor, Tensor) and (work := self._direct.post(tensor, to, tag, sends=True)):
+            return work
         return self.post(_read(tensor), to, tag, sends=True)
 
     def irecv(self, tensor: Array, source: int | None = None, tag: int = 0) -> dist.Work:
         """Begin to receive into `tensor` from rank `source`, or from any rank."""
+        work = None
+        if source is not None and isinstance(tensor, Tensor):
+            work = self._direct.post(tensor, source, tag, sends=False)
+        if work is not None:
+            return work
         return self.post(_written(tensor), source or 0, tag, sends=False, any_rank=source is None)
 
     def send(self, tensor: Array, to: int, tag: int = 0) -> None:

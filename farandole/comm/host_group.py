@@ -134,16 +134,15 @@ class HostGroup:
             self.check(message)
         return message
 
-    def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> None:
-        """Send bytes to a rank."""
-        if outcome := self._send(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag, flags):
-            self.source_of(outcome)
+    def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
+        """Send bytes to a rank; return an outcome."""
+        outcome: int = self._send(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag, flags)
+        return outcome
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
-        """Receive as many bytes from a rank, or from any (-1); return the source."""
-        return self.source_of(
-            self._recv(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag, flags)
-        )
+        """Receive as many bytes from a rank; return an outcome."""
+        outcome: int = self._recv(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag, flags)
+        return outcome
 
     def test_message(self, message: int) -> int:
         """Return `Status.PENDING` or an outcome."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from farandole.comm.dense import is_dense, readable, writable
 from farandole.comm.dtypes import TYPES
@@ -20,7 +20,7 @@ from farandole.comm.errors import CommunicationError, RankLate
 from farandole.comm.work import CompletedWork, FarandoleWork, OutcomeFuture, flags_here, seconds_of
 from farandole.native import TRY, Status
 
-ANY_RANK = -1
+_PENDING = int(Status.PENDING)  # comparing with a member of the enumeration takes longer
 FEW = 8
 """So many messages may be open before complete ones are looked for."""
 
@@ -40,11 +40,11 @@ class MessagePassing(Protocol):
     def post_recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> Any:
         """Begin to receive as many bytes from a rank, or from any (-1)."""
 
-    def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> None:
-        """Send bytes to a rank; block until they may be changed."""
+    def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> Any:
+        """Send bytes to a rank; block until they may be changed; return an outcome, 0 for success."""
 
-    def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
-        """Receive as many bytes from a rank, or from any (-1); block until they are there, and return the source."""
+    def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> Any:
+        """Receive as many bytes from a rank; block until they are there; return an outcome."""
 
     def test_message(self, message: Any) -> Any:
         """Return `Status.PENDING` or an outcome."""
@@ -75,7 +75,10 @@ class MessageWork(FarandoleWork):
         sends: bool,
         done: Callable[[MessageWork], object],
     ) -> None:
-        super().__init__((tensor,))
+        Work.__init__(
+            self
+        )  # this constructor is most of the cost of a small message, so it calls no other one
+        self._tensors = [tensor]
         self.sends = sends
         self._host, self._message, self._buffer = host, message, buffer
         self._source = peer
@@ -91,7 +94,7 @@ class MessageWork(FarandoleWork):
         try:
             if self._message is not None:
                 outcome = self._host.test_message(self._message)
-                if outcome == Status.PENDING:
+                if outcome == _PENDING:
                     return False
                 with contextlib.suppress(CommunicationError):  # kept, for `wait`
                     self._complete(outcome)
@@ -106,27 +109,24 @@ class MessageWork(FarandoleWork):
         the group it has failed.
         """
         if self._message is not None:
-            seconds = None if timeout is None else seconds_of(timeout)
-            if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
+            seconds, host = None if timeout is None else seconds_of(timeout), self._host
+            if not (self._lock.acquire() if seconds is None else self._lock.acquire(timeout=seconds)):
                 raise RankLate(f"the message was not complete within {seconds:g} s")
             try:
-                if self._message is not None:
-                    self._wait(seconds)
+                if self._message is None:
+                    pass  # complete meanwhile
+                elif seconds is None:
+                    self._complete(host.wait_message(self._message, host.timeout_s, flags_here()))
+                else:
+                    outcome = host.wait_message(self._message, seconds, flags_here() | TRY)
+                    if outcome == _PENDING:
+                        raise RankLate(f"the message was not complete within {seconds:g} s")
+                    self._complete(outcome)
             finally:
                 self._lock.release()
         if self._error is not None:
             raise self._error
         return True
-
-    def _wait(self, seconds: float | None) -> None:
-        host = self._host
-        if seconds is None:
-            outcome = host.wait_message(self._message, host.timeout_s, flags_here())
-        else:
-            outcome = host.wait_message(self._message, seconds, flags_here() | TRY)
-        if outcome == Status.PENDING:
-            raise RankLate(f"the message was not complete within {seconds:g} s")
-        self._complete(outcome)
 
     def _complete(self, outcome: Any) -> None:
         """Keep the outcome of the message."""
@@ -229,35 +229,38 @@ class Messages:
             message = host.post_recv(address, nbytes, kind, peer, tag)
         work = MessageWork(host, message, tensor, buffer, peer, sends, self._forget)
         opened[id(work)] = work
-        if len(opened) > FEW:  # messages that nobody waits for: each new one checks two, in turn
-            for key in list(itertools.islice(opened, 2)):
-                eldest = opened.pop(key, None)
-                if eldest is not None and not eldest.is_completed():
-                    opened[key] = eldest  # now the last
+        if len(opened) > FEW:  # messages that nobody waits for: each new one checks another, in turn
+            key = next(iter(opened))
+            eldest = opened.pop(key, None)
+            if eldest is not None and not eldest.is_completed():
+                opened[key] = eldest  # now the last
         if self._is_closed():  # meanwhile, by another thread
             work.withdraw()
         return work
 
-    def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> None:
-        """Send bytes, and block until they may be changed."""
-        self._block(self._host.send, address, nbytes, kind, peer, tag)
+    def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> bool:
+        """Send bytes, and block until they may be changed; return True."""
+        return self._block(self._host.send, address, nbytes, kind, peer, tag)
 
-    def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> int:
-        """Receive bytes, and block until they have arrived; return the source."""
-        source: int = self._block(self._host.recv, address, nbytes, kind, peer, tag)
-        return source
+    def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> bool:
+        """Receive bytes from `peer`, and block until they have arrived; return True."""
+        return self._block(self._host.recv, address, nbytes, kind, peer, tag)
 
-    def _block(self, call: Callable[..., Any], *arguments: int) -> Any:
-        thread = _thread.get_ident()
-        self._blocked[thread] = None
+    def _block(
+        self, call: Callable[..., Any], address: int, nbytes: int, kind: int, peer: int, tag: int
+    ) -> bool:
+        thread, blocked = _thread.get_ident(), self._blocked
+        blocked[thread] = None
         try:
             if self._closed:
                 raise CommunicationError(
                     "the group was destroyed; no message can be sent or received any more"
                 )
-            return call(*arguments, flags_here())
+            if outcome := call(address, nbytes, kind, peer, tag, flags_here()):
+                self._host.source_of(outcome)
+            return True
         finally:
-            self._blocked.pop(thread, None)
+            del blocked[thread]
 
     def _is_closed(self) -> bool:
         return self._closed

@@ -304,24 +304,23 @@ class DirectCalls:
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> bool:
         """Send `tensor`, and block until it may be changed."""
-        if not self._is_message(tensor, peer):
-            return False
-        self._messages.send(tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag)
-        return True
+        return self._is_message(tensor, peer) and self._messages.send(
+            tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag
+        )
 
     def recv(self, tensor: Tensor, peer: int, tag: int) -> bool:
         """Receive into `tensor`, and block until it has arrived."""
-        if not self._is_message(tensor, peer):
-            return False
-        self._messages.recv(tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag)
-        return True
+        return self._is_message(tensor, peer) and self._messages.recv(
+            tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag
+        )
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> Work | None:
         """Begin a message; None where this path does not apply."""
         if not self._is_message(tensor, peer):
             return None
-        address, nbytes, kind = tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype]
-        return self._messages.begin(tensor, tensor, address, nbytes, kind, peer, tag, sends)
+        return self._messages.begin(
+            tensor, tensor, tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag, sends
+        )
 
     def _is_message(self, tensor: Tensor, peer: int) -> bool:
         return (
@@ -426,5 +425,5 @@ class DirectMethods(DirectCalls):
 class NoDirectCalls:
     """The direct path of implementations that have none."""
 
-    def __getattr__(self, name: str) -> Callable[..., bool]:
-        return lambda *_, **__: False
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None

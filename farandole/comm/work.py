@@ -56,6 +56,9 @@ def seconds_of(timeout: timedelta | None) -> float | None:
 class FarandoleWork(dist.Work):
     """The parts that all kinds of work share: the tensors that work writes, and its outcome."""
 
+    _tensors: list[torch.Tensor]
+    _error: BaseException | None = None
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         exclude_from_dynamo(cls)
@@ -63,7 +66,6 @@ class FarandoleWork(dist.Work):
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._tensors = list(tensors)
-        self._error: BaseException | None = None
 
     def is_success(self) -> bool:
         """Return whether the work is complete and without error."""

@@ -95,16 +95,17 @@ class Messages:
         """Begin to receive `nbytes` from rank `peer`, or from any (-1)."""
         return self._post(self.group.comm.Irecv, Operation.RECV, address, nbytes, kind, peer, tag)
 
-    def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> None:
-        """Send bytes to a rank; block until they may be changed."""
-        self._finish(self.post_send(address, nbytes, kind, peer, tag), flags)
+    def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
+        """Send bytes to a rank; block until they may be changed; return 0, or raise."""
+        return self._finish(self.post_send(address, nbytes, kind, peer, tag), flags)
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
-        """Receive as many bytes from a rank, or from any (-1); block until they are there, and return the source."""
+        """Receive as many bytes from a rank; block until they are there; return 0, or raise."""
         return self._finish(self.post_recv(address, nbytes, kind, peer, tag), flags)
 
     def _finish(self, message: MpiMessage, flags: int) -> int:
-        return self.source_of(self.wait_message(message, self.group.timeout_s, flags))
+        self.source_of(self.wait_message(message, self.group.timeout_s, flags))
+        return 0
 
     def _post(
         self, begin: Any, operation: Operation, address: int, nbytes: int, kind: int, peer: int, tag: int
