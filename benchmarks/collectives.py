@@ -87,9 +87,6 @@ class Bench:
         count = size // 4 // self.size * self.size
         whole, part, target = torch.zeros(count), torch.zeros(count // self.size), torch.zeros(count)
         shared = self.comm.empty(count).zero_()
-        # `copy`: as many bytes as a rank receives
-        received = whole if operation == "broadcast" else part
-        copied = torch.empty_like(received)
         calls: dict[str, Callable[[torch.Tensor, Any], Any]] = {
             "all_gather": lambda t, group: dist.all_gather_into_tensor(t, part, group=group),
             "reduce_scatter": lambda t, group: dist.reduce_scatter_tensor(part, t, group=group),
@@ -110,7 +107,7 @@ class Bench:
             "farandole": lambda: call(whole, None),
             "shared buffer": lambda: call(shared, None),
             "gloo": lambda: call(whole, self.gloo),
-            "copy": lambda: copied.copy_(received),
+            "copy": lambda: target.copy_(whole),
         }
         if self.mpi is not None:
             world, w, p, t = self.mpi.COMM_WORLD, whole.numpy(), part.numpy(), target.numpy()

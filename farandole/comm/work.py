@@ -12,17 +12,21 @@ callbacks (PowerSGD) depend on this.
 from __future__ import annotations
 
 import _thread
+import ctypes
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from farandole import native
 from farandole.comm.dynamo import exclude_from_dynamo
 from farandole.comm.errors import CommunicationError, RankLate
 from farandole.native import BACKGROUND, MAIN_THREAD
@@ -191,6 +195,44 @@ class QueuedWork(FarandoleWork):
         return self._outcome.future
 
 
+class Tickets:
+    """One ticket per call of a queue; `wait` returns to the queue's thread when nobody has taken one for a while.
+
+    The waiting is done in C without the interpreter lock (native/tickets.c).
+    """
+
+    def __init__(self) -> None:
+        core = native.library()
+        handle = core.frd_tickets_new()
+        if not handle:
+            raise OSError("no memory or no file descriptor for asynchronous calls")
+        weakref.finalize(self, core.frd_tickets_free, handle).atexit = False  # a thread may use it to the end
+        # by index: functions without argument types, which convert nothing
+        names = ("post", "take", "close", "wait")
+        self.post, self.take, self.close, self.wait = (
+            partial(core[f"frd_tickets_{name}"], ctypes.c_void_p(handle)) for name in names
+        )
+
+
+class PlainTickets:
+    """The same where the C core is missing."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[bool] = SimpleQueue()
+        self.wait = self._queue.get
+
+    def post(self) -> None:
+        """Add a ticket."""
+        self._queue.put(True)
+
+    def take(self) -> None:
+        """Do nothing: the thread finds no call for the ticket."""
+
+    def close(self) -> None:
+        """Have the thread end after the tickets so far."""
+        self._queue.put(False)
+
+
 class WorkQueue:
     """Runs the calls of one group in order, on its own thread or on a thread that waits.
 
@@ -206,7 +248,7 @@ class WorkQueue:
         self._running = _thread.allocate_lock()
         self._closed = False
         self._caller: int | None = None  # the thread that runs callbacks
-        self._tickets: SimpleQueue[bool] = SimpleQueue()  # one per work, for the thread
+        self._tickets: Tickets | PlainTickets | None = None  # with the thread
         self.acquire, self.release = self._running.acquire, self._running.release
         self._thread: threading.Thread | None = None
 
@@ -242,10 +284,12 @@ class WorkQueue:
             work.run(flags_here())
             return work
         self.waiting.append(work)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._main, name=f"farandole-{self._name}", daemon=True)
+        if self._tickets is None:
+            self._tickets = Tickets() if native.available() else PlainTickets()
+            name = f"farandole-{self._name}"
+            self._thread = threading.Thread(target=self._main, args=(self._tickets,), name=name, daemon=True)
             self._thread.start()
-        self._tickets.put(True)
+        self._tickets.post()
         return work
 
     def help(self) -> bool:
@@ -274,8 +318,8 @@ class WorkQueue:
         """
         if self._closed:
             return True
-        if self._thread is not None and not self.is_mine():
-            self._tickets.put(False)
+        if self._tickets is not None and self._thread is not None and not self.is_mine():
+            self._tickets.close()
             self._thread.join(patience_s)
             if self._thread.is_alive():
                 return False
@@ -287,16 +331,18 @@ class WorkQueue:
             work = self.waiting.popleft()
         except IndexError:
             return False
+        if self._tickets is not None:
+            self._tickets.take()
         work.run(flags)
         error = work.exception()
         if error is not None and not isinstance(error, Exception):
             raise error  # Ctrl-C interrupts this thread, whichever thread issued the work
         return True
 
-    def _main(self) -> None:
+    def _main(self, tickets: Tickets | PlainTickets) -> None:
         # Torch applies `set_num_threads` to a thread when asked for the number there; products do not ask.
         torch.get_num_threads()
-        while self._tickets.get():
+        while tickets.wait():
             with self._running:
                 self._run_next(BACKGROUND)
 

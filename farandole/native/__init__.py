@@ -28,7 +28,7 @@ from ctypes import (
 from enum import IntEnum
 from pathlib import Path
 
-ABI = 6
+ABI = 7
 MAX_RANKS = 256
 NOTE_BYTES = 160
 TOKEN_BYTES = 32
@@ -125,6 +125,12 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_abi": (c_int, []),
     "frd_vector_level": (c_int, []),
     "frd_use_vector_level": (c_int, [c_int]),
+    "frd_tickets_new": (c_void_p, []),
+    "frd_tickets_free": (None, [c_void_p]),
+    "frd_tickets_post": (None, [c_void_p]),
+    "frd_tickets_take": (None, [c_void_p]),
+    "frd_tickets_close": (None, [c_void_p]),
+    "frd_tickets_wait": (c_int, [c_void_p]),
     "frd_combine": (c_int, [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int]),
     "frd_set_interrupts": (None, [c_void_p] * 4),
     "frd_pending_interrupt": (None, [POINTER(c_void_p)] * 3),

@@ -16,7 +16,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define FRD_ABI 6
+#define FRD_ABI 7
 #define FRD_MAX_RANKS 256 /* of one host */
 #define FRD_NOTE_BYTES 160
 #define FRD_TOKEN_BYTES 32
@@ -179,6 +179,15 @@ int frd_message_wait(struct frd_group *, struct frd_message *, double timeout, i
 int frd_send(struct frd_group *, const void *data, size_t bytes, int type, int peer, int tag, int flags);
 int frd_recv(struct frd_group *, void *data, size_t bytes, int type, int peer, int tag, int flags);
 void frd_message_cancel(struct frd_group *, struct frd_message *); /* gives it up: an error, if it has begun to move */
+
+/* Calls of a queue that its thread runs unless another thread takes them first.  No group is involved. */
+struct frd_tickets;
+struct frd_tickets *frd_tickets_new(void); /* NULL: no memory, or no descriptor */
+void frd_tickets_free(struct frd_tickets *);
+void frd_tickets_post(struct frd_tickets *);
+void frd_tickets_take(struct frd_tickets *);
+void frd_tickets_close(struct frd_tickets *);
+int frd_tickets_wait(struct frd_tickets *); /* 1: a ticket has not been taken for a while; 0: closed, and none is left */
 
 /* Compression, of fp32: `type` is what a message is made of, bf16, fp16 or int8 (then a scale, amax / 127 in fp32, for
  * each `block` of values comes before the codes).  See codecs.h.  No group is involved. */

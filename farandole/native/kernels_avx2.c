@@ -7,6 +7,7 @@
 #pragma GCC target("avx2,f16c")
 #endif
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -25,6 +26,17 @@ static void narrow_f16(const float *from, uint16_t *to, size_t m)
     for (; i < m; i++) to[i] = _cvtss_sh(from[i], _MM_FROUND_TO_NEAREST_INT);
 }
 
+static inline bool pair_f16(const uint16_t *a, const uint16_t *b, uint16_t *to, size_t m)
+{
+    if (m % 8) return false;
+    for (size_t i = 0; i < m; i += 8) {
+        const __m256 x = _mm256_cvtph_ps(_mm_loadu_si128((const void *)(a + i))), y = _mm256_cvtph_ps(_mm_loadu_si128((const void *)(b + i)));
+        _mm_storeu_si128((void *)(to + i), _mm256_cvtps_ph(_mm256_add_ps(x, y), _MM_FROUND_TO_NEAREST_INT));
+    }
+    return true;
+}
+
+#define F16_PAIR pair_f16
 #define F16_TO_F32 widen_f16
 #define F32_TO_F16 narrow_f16
 #define TABLE frd_reduce_avx2

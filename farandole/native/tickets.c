@@ -1,0 +1,94 @@
+/* Calls that wait for a thread: one ticket each.
+ *
+ * The thread of a queue runs calls that nobody waits for.  Most calls are waited for soon after they were made, and then the
+ * waiting thread runs them itself.  Waking the queue's thread for such a call would cost several changes of threads,
+ * and it would disturb the call on the same core.  So a timer wakes it when a ticket is GRACE_NS old, and a ticket
+ * that is taken before stops the timer.
+ *
+ * The lock makes "count, then set the timer" one step, so the timer runs exactly while it should: from the first open ticket on
+ * until it fires or no ticket is open.  After it has fired the thread takes tickets until there are none.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+#define GRACE_NS 30000
+
+struct frd_tickets {
+    pthread_mutex_t lock;
+    int open;     /* tickets that no thread has taken */
+    bool armed;   /* the timer runs */
+    bool closed;
+    int timer;
+};
+
+static void set_timer(struct frd_tickets *t, long nanoseconds)
+{
+    const struct itimerspec when = {.it_value = {0, nanoseconds}};
+    t->armed = nanoseconds > 0;
+    timerfd_settime(t->timer, 0, &when, NULL);
+}
+
+struct frd_tickets *frd_tickets_new(void)
+{
+    struct frd_tickets *t = calloc(1, sizeof *t);
+    if (!t) return NULL;
+    t->timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC);
+    if (t->timer < 0) {
+        free(t);
+        return NULL;
+    }
+    pthread_mutex_init(&t->lock, NULL);
+    return t;
+}
+
+void frd_tickets_free(struct frd_tickets *t)
+{
+    close(t->timer);
+    pthread_mutex_destroy(&t->lock);
+    free(t);
+}
+
+void frd_tickets_post(struct frd_tickets *t)
+{
+    pthread_mutex_lock(&t->lock);
+    if (!t->open++) set_timer(t, GRACE_NS);
+    pthread_mutex_unlock(&t->lock);
+}
+
+void frd_tickets_take(struct frd_tickets *t)
+{
+    pthread_mutex_lock(&t->lock);
+    if (!--t->open && t->armed && !t->closed) set_timer(t, 0);
+    pthread_mutex_unlock(&t->lock);
+}
+
+void frd_tickets_close(struct frd_tickets *t)
+{
+    pthread_mutex_lock(&t->lock);
+    t->closed = true;
+    set_timer(t, 1);
+    pthread_mutex_unlock(&t->lock);
+}
+
+int frd_tickets_wait(struct frd_tickets *t)
+{
+    for (;;) {
+        pthread_mutex_lock(&t->lock);
+        const bool due = t->open > 0 && !t->armed, ends = t->closed && !t->open;
+        pthread_mutex_unlock(&t->lock);
+        if (due || ends) return due;
+        uint64_t times;
+        if (read(t->timer, &times, sizeof times) < 0) {
+            if (errno != EINTR) return 0;
+            continue;
+        }
+        pthread_mutex_lock(&t->lock);
+        t->armed = false;
+        pthread_mutex_unlock(&t->lock);
+    }
+}
