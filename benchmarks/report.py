@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from benchmarks import compression, horovod, hosts, mpi, offload, zero
+from benchmarks import compression, horovod, hosts, mpi, offload, overheads, point_to_point, zero
 from benchmarks.collectives import table
 from benchmarks.measure import RESULTS, human_seconds, markdown_table
 
@@ -33,6 +33,10 @@ def tables(name: str, operation: str, result: dict[str, Any]) -> str:
     """The table of one operation of a result."""
     if name.startswith("collectives"):
         return table(operation, result[operation])
+    if name == "point-to-point":
+        return point_to_point.table(operation, result[operation])
+    if name == "overheads":
+        return overheads.table(operation, result)
     if name.startswith("hosts"):
         return hosts.table(result[operation])
     if name == "compression":

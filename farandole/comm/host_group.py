@@ -208,8 +208,38 @@ class HostGroup:
         return describe_whereabouts(calls, self.group_rank, self.membership)
 
     def _warn_of_stall(self) -> None:
-        me = self.membership.rank(self.group_rank)
-        print(f"farandole: {me} waits in {self.whereabouts()}", file=sys.stderr, flush=True)
+        call = self._waited_message(self.group_rank)
+        text = self._stalled_message(call) if call else self.whereabouts()
+        if text:
+            me = self.membership.rank(self.group_rank)
+            print(f"farandole: {me} waits in {text}", file=sys.stderr, flush=True)
+
+    def _waited_message(self, rank: int) -> Call | None:
+        """Return the call in which a rank of this host has waited for a message for long."""
+        call = Call()
+        with self._closing:
+            if not self.handle or rank not in self.members:
+                return None
+            waits = self.core.frd_get_wait(self.handle, self.members.index(rank), ctypes.byref(call))
+        return call if waits else None
+
+    def _stalled_message(self, own: Call) -> str:
+        """Describe a message that does not move, and the calls of the ranks that wait for each other, if it is a cycle.
+
+        Only the first rank of a cycle describes it; the others return "".
+        """
+        text, ranks, call = describe_call(own, self.membership), [self.group_rank], own
+        while (peer := call.root) >= 0 and peer not in ranks:
+            theirs = self._waited_message(peer)
+            if theirs is None:
+                return text
+            text += f"; {self.membership.rank(peer)} waits in {describe_call(theirs, self.membership)}"
+            ranks.append(peer)
+            call = theirs
+        if call.root != self.group_rank:
+            return text
+        advice = "they wait for each other; post one of the receives first, or use isend and irecv"
+        return f"{text}: {advice}" if self.group_rank == min(ranks) else ""
 
     def late_peer(self, peer: int, waited_s: float) -> str:
         """For a person: that this rank waits for a message of rank `peer`."""

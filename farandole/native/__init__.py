@@ -14,6 +14,7 @@ import os
 import sys
 from ctypes import (
     POINTER,
+    c_bool,
     c_char,
     c_double,
     c_float,
@@ -155,6 +156,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_set_timeout": (None, [c_void_p, c_double]),
     "frd_set_stall_warning": (None, [c_void_p, StallWarning]),
     "frd_get_failure": (None, [c_void_p, POINTER(Failure)]),
+    "frd_get_wait": (c_bool, [c_void_p, c_int, POINTER(Call)]),
     "frd_get_call": (None, [c_void_p, c_int, POINTER(Call)]),
     "frd_connect": (None, [c_void_p, c_int]),
     "frd_silence": (c_double, [c_void_p, c_int]),

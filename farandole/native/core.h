@@ -13,6 +13,7 @@
 #ifndef FARANDOLE_CORE_H
 #define FARANDOLE_CORE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -129,6 +130,8 @@ void frd_set_timeout(struct frd_group *, double seconds);
 void frd_set_stall_warning(struct frd_group *, void (*)(void));
 void frd_get_failure(struct frd_group *, struct frd_failure *);
 void frd_get_call(struct frd_group *, int local_rank, struct frd_call *);
+/* Has the rank waited for a message for a second?  Then for which. */
+bool frd_get_wait(struct frd_group *, int local_rank, struct frd_call *);
 void frd_connect(struct frd_group *, int rank);        /* open the connection now, not with the first send */
 double frd_silence(struct frd_group *, int rank);      /* seconds since its host gave a sign of life; -1: unknown */
 void frd_break(struct frd_group *, int culprit);       /* what was found out on another host holds here, too */

@@ -79,6 +79,13 @@ void frd_get_failure(struct frd_group *g, struct frd_failure *failure)
     *failure = g->local[0].block->record.failure;
 }
 
+bool frd_get_wait(struct frd_group *g, int local_rank, struct frd_call *call)
+{
+    const struct rank_line *line = &g->local[local_rank].block->line;
+    *call = line->message_call;
+    return atomic_load(&line->waits);
+}
+
 void frd_get_call(struct frd_group *g, int local_rank, struct frd_call *call)
 {
     *call = last_call(&g->local[local_rank].block->line);

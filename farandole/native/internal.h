@@ -49,6 +49,7 @@
 #define PAYLOAD_BYTES ((size_t)1 << 11) /* up to here values follow the record of a call; beyond, a slot holds them */
 #define SMALL_BYTES ((size_t)1 << 14)   /* up to here one phase serves a whole call */
 
+#define NOTICEABLE_S 1.0
 #define STALL_WARNING_S 5.0
 
 enum rank_state { ABSENT, PRESENT, GONE };
@@ -66,6 +67,7 @@ struct rank_line {
     } ALIGNED life;
     struct frd_call ALIGNED call[2]; /* by half */
     struct frd_call message_call;    /* the last point-to-point call, for messages to people only */
+    _Atomic uint32_t waits;          /* this rank has waited in that call for NOTICEABLE_S */
 } ALIGNED;
 
 struct group_block {

@@ -276,6 +276,21 @@ static int inspect(struct frd_message *m, double deadline, int flags)
     return break_group(g, FRD_LATE, m->peer >= 0 ? m->peer : (g->group_rank + 1) % g->group_ranks, &call);
 }
 
+/* Shows the other ranks in which call this one waits; a person is told later, when ranks that wait for each other have shown
+ * it, too. */
+static void show_wait(const struct frd_message *m, double begun, double *warn_at)
+{
+    struct frd_group *g = m->group;
+    if (m->tag < 0 || m->inspected < begun + NOTICEABLE_S) return;
+    if (!atomic_load(&g->line->waits)) {
+        g->line->message_call = call_of_message(m);
+        atomic_store(&g->line->waits, 1);
+    }
+    if (!g->stall_warning || m->inspected < *warn_at) return;
+    *warn_at = m->inspected + (m->inspected - begun);
+    g->stall_warning();
+}
+
 void frd_message_cancel(struct frd_group *g, struct frd_message *m)
 {
     pthread_mutex_lock(&g->endpoint->lock);
@@ -309,6 +324,7 @@ int frd_message_wait(struct frd_group *g, struct frd_message *m, double timeout,
     struct frd_endpoint *e = g->endpoint;
     struct process_block *block = e->block;
     const double begun = seconds_now(), deadline = begun + timeout;
+    double warn_at = begun + STALL_WARNING_S;
     int status = atomic_load(&m->status);
     m->inspected = begun;
     atomic_fetch_add(&block->bell.attended, 1);
@@ -338,7 +354,9 @@ int frd_message_wait(struct frd_group *g, struct frd_message *m, double timeout,
         const int failed = inspect(m, deadline, flags);
         status = failed ? failed : atomic_load(&m->status);
         if (failed) break;
+        if (status == FRD_PENDING) show_wait(m, begun, &warn_at);
     }
+    if (m->tag >= 0 && atomic_load_explicit(&g->line->waits, memory_order_relaxed)) atomic_store(&g->line->waits, 0);
     if (e->crowded > 0) e->crowded--;
     atomic_fetch_sub(&block->bell.attended, 1);
     /* an event that came while this thread looked after things did not wake the progress thread */

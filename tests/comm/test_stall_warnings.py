@@ -42,3 +42,47 @@ def test_a_late_rank_is_named_after_five_seconds(size, hosts):
             rf"rank 0 .* has waited 5 s for {rank} in all_reduce\(sum, 5 x float32\); host1 answers", line
         )
     ), line
+
+
+def send_in_a_cycle(rank: int, size: int, tell: Callable) -> None:
+    with tempfile.TemporaryFile("w+") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+        try:
+            dist.send(torch.ones(100_000), (rank + 1) % size)
+        finally:
+            file.seek(0)
+            tell([line for line in file if line.startswith("farandole: ")])
+
+
+def test_sends_that_wait_for_each_other_are_named():
+    with Job(3, send_in_a_cycle, timeout_s=7) as job:
+        said = [job.hear(rank) for rank in range(3)]
+        assert {job.end(rank).kind for rank in range(3)} == {"RankLate"}
+        pids = [job.pid(rank) for rank in range(3)]
+    assert said[1:] == [[], []] and len(said[0]) == 1, said
+    calls = "; ".join(
+        f"rank {rank} (process {pids[rank]}) waits in send(100000 x float32, to rank {(rank + 1) % 3})"
+        for rank in range(3)
+    )
+    assert said[0][0].startswith(
+        f"farandole: {calls}: they wait for each other; post one of the receives first"
+    )
+
+
+def receive_late(rank: int, size: int, tell: Callable) -> None:
+    with tempfile.TemporaryFile("w+") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+        if rank == 0:
+            time.sleep(5.7)
+            dist.send(torch.ones(3), 1)
+        else:
+            dist.recv(torch.ones(3), 0)
+        file.seek(0)
+        tell([line for line in file if line.startswith("farandole: ")])
+
+
+def test_a_message_that_does_not_come_is_named_after_five_seconds():
+    with Job(2, receive_late) as job:
+        assert job.hear(0) == []
+        (line,) = job.hear(1)
+        assert line == f"farandole: rank 1 (process {job.pid(1)}) waits in recv(3 x float32, from rank 0)\n"
