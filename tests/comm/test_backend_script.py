@@ -21,7 +21,8 @@ def counts():
     gc.collect()
     maps = sum("memfd:farandole" in line for line in open("/proc/self/maps"))
     memory = sum("memfd" in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}"))
-    return maps, memory, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    # with the arena of another process a descriptor of that process is kept
+    return maps, memory, len(os.listdir("/proc/self/fd")) - maps, len(os.listdir("/proc/self/task"))
 
 report = {}
 history = []
