@@ -1,4 +1,4 @@
-"""Collectives through the `farandole` backend beside Gloo and MPICH, in the same processes, turn by turn.
+"""Collectives through the `farandole` backend next to Gloo and MPICH, in the same processes, turn by turn.
 
     python -m benchmarks.collectives [--ranks 2] [--pin] [--quick]
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import farandole
-from benchmarks.measure import human_bytes, human_seconds, markdown_table, save, take_turns
+from benchmarks.measure import human_bytes, human_seconds, markdown_table, one_thread_rank, save, take_turns
 from benchmarks.picture import draw_latencies
 from farandole.comm.dtypes import TYPES
 
@@ -141,11 +141,7 @@ def _mpi() -> Any:
 
 def run_rank(quick: bool, pin: bool) -> None:
     """Measure, as one rank; rank 0 reports."""
-    torch.set_num_threads(1)
-    with farandole.init() as runtime:
-        if pin:
-            cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[runtime.rank % len(cores)]})
+    with one_thread_rank(pin) as runtime:
         bench = Bench(runtime)
         result: dict[str, Any] = {"ranks": runtime.size, "pinned": pin, "all_reduce": {}}
         crowded = runtime.size > (os.cpu_count() or 1)

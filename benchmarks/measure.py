@@ -13,7 +13,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,23 @@ import torch
 
 import farandole
 from farandole.launch.local import launch
+from farandole.launch.runtime import Runtime
 
 RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks"
 """Where results are kept, as JSON and PNG."""
 
 Contender = Callable[[], Any]
+
+
+@contextmanager
+def one_thread_rank(pin: bool) -> Iterator[Runtime]:
+    """Start this rank with one thread, on a core of its own if `pin`."""
+    torch.set_num_threads(1)
+    with farandole.init() as runtime:
+        if pin:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[runtime.rank % len(cores)]})
+        yield runtime
 
 
 def take_turns(

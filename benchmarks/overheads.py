@@ -1,4 +1,4 @@
-"""What else communication costs: groups, objects, 16-bit types, and asynchronous calls beside a computation.
+"""What else communication costs: groups, objects, 16-bit types, and asynchronous calls next to a computation.
 
     python -m benchmarks.overheads
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import farandole
 from benchmarks.collectives import start_with_mpi
-from benchmarks.measure import human_seconds, markdown_table, save, take_turns
+from benchmarks.measure import human_seconds, markdown_table, one_thread_rank, save, take_turns
 
 GROUPS = 200
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -112,10 +112,7 @@ def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> Callab
 
 def run_rank() -> None:
     """Measure, as one rank; rank 0 reports."""
-    torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    with farandole.init() as runtime:
-        os.sched_setaffinity(0, {cores[runtime.rank % len(cores)]})
+    with one_thread_rank(pin=True) as runtime:
         bench = Bench(runtime)
         result: dict[str, Any] = {
             "ranks": runtime.size,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import farandole
 from benchmarks.collectives import start_with_mpi
-from benchmarks.measure import human_bytes, human_seconds, markdown_table, save, take_turns
+from benchmarks.measure import human_bytes, human_seconds, markdown_table, one_thread_rank, save, take_turns
 from benchmarks.picture import draw_latencies
 
 SIZES = [8, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
@@ -103,10 +103,7 @@ class Peer:
 
 def run_rank() -> None:
     """Measure, as one rank; rank 0 reports."""
-    torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    with farandole.init() as runtime:
-        os.sched_setaffinity(0, {cores[runtime.rank % len(cores)]})
+    with one_thread_rank(pin=True) as runtime:
         peer = Peer(runtime)
         result: dict[str, Any] = {"ranks": runtime.size, "latency": {}, "bandwidth": {}}
         for size in SIZES:

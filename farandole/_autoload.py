@@ -92,7 +92,7 @@ def _raise_when_used(failure: Exception) -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    from farandole.comm.backend import create
+    from farandole.comm.backend.groups import create
 
     return create(options, backend_options)
 

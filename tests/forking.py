@@ -12,7 +12,7 @@ CONTEXT.set_forkserver_preload(
         "torch.distributed.checkpoint",
         "torch.nn.parallel",
         "torch._dynamo",
-        "farandole.comm.backend",
+        "farandole.comm.backend.groups",
         "farandole.parallel.parallelize",
         "farandole.launch.agent",
         "farandole.train.memory",

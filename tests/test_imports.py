@@ -1,4 +1,4 @@
-"""The house: imports point one way, and importing the package is light."""
+"""Imports between packages point one way, and importing farandole is light."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ LEVELS = [
     {"cli"},
     {"__main__"},
 ]
-"""A room may import its own level and those before it."""
+"""A package may import its own level and those before it."""
 
 LOW = {"models", "data"}
-"""These import nothing of the package but themselves; any room from `parallel` up may import them."""
+"""These import nothing of the package but themselves; any package from `parallel` up may import them."""
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
-def level_of(room: str) -> int:
-    for level, rooms in enumerate(LEVELS):
-        if room in rooms:
+def level_of(package: str) -> int:
+    for level, packages in enumerate(LEVELS):
+        if package in packages:
             return level
-    raise AssertionError(f"farandole/{room} has no place in the house: add it to LEVELS in {__file__}")
+    raise AssertionError(f"farandole/{package} has no level: add it to LEVELS in {__file__}")
 
 
-def imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and room of every import from the package in a file, wherever it stands in it."""
+def imported_packages(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the package of every import of farandole in a file, also inside functions."""
     package = ["farandole", *path.relative_to(PACKAGE).parent.parts]
     for node in ast.walk(ast.parse(path.read_text())):
         names: list[str] = []
@@ -52,32 +52,32 @@ def imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
             names = [f"{module}.{alias.name}" for alias in node.names]
         for name in names:
             parts = name.split(".")
-            if parts[0] == "farandole" and len(parts) > 1 and is_room(parts[1]):
+            if parts[0] == "farandole" and len(parts) > 1 and is_package(parts[1]):
                 yield node.lineno, parts[1]
 
 
-def is_room(name: str) -> bool:
+def is_package(name: str) -> bool:
     return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_one_way(path):
-    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    for line, other in imported_rooms(path):
-        where = f"{path}:{line}: farandole.{room} imports farandole.{other}"
-        if room in LOW:
-            assert other == room, f"{where}, but {room} imports nothing above torch"
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    for line, other in imported_packages(path):
+        where = f"{path}:{line}: farandole.{own} imports farandole.{other}"
+        if own in LOW:
+            assert other == own, f"{where}, but {own} imports nothing above torch"
         elif other in LOW:
-            assert level_of(room) >= level_of("parallel"), f"{where}, which lies above it"
+            assert level_of(own) >= level_of("parallel"), f"{where}, which lies above it"
         else:
-            assert level_of(other) <= level_of(room), f"{where}, which lies above it"
+            assert level_of(other) <= level_of(own), f"{where}, which lies above it"
 
 
 def test_the_check_sees_imports_inside_functions(tmp_path, monkeypatch):
     file = PACKAGE / "comm" / "made_up.py"
     source = "def f():\n    from farandole.launch.runtime import init\n    from ..cli import main\n"
     monkeypatch.setattr(Path, "read_text", lambda self: source)
-    assert list(imported_rooms(file)) == [(2, "launch"), (3, "cli")]
+    assert list(imported_packages(file)) == [(2, "launch"), (3, "cli")]
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -103,7 +103,9 @@ def test_public_names_load_when_used():
 
 
 def test_a_process_group_does_not_load_the_compiler():
-    assert "torch._dynamo" not in loaded_by("import farandole.comm.backend, farandole.comm.mpi.backend")
+    assert "torch._dynamo" not in loaded_by(
+        "import farandole.comm.backend.groups, farandole.comm.mpi.backend"
+    )
 
 
 def test_an_unknown_name_lists_those_there_are():

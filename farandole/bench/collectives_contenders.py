@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farandole.bench.collectives_operations import ROOT, Operation
-from farandole.comm.communicator import REDUCE_OPS, Communicator
+from farandole.comm.communicator import Communicator
+from farandole.comm.dtypes import REDUCE_OPS
 from farandole.launch.runtime import Runtime
 
 Wait = Callable[[], Any]

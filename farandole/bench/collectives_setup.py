@@ -14,7 +14,7 @@ from farandole.bench.setup import BenchError, one_of
 from farandole.comm.dtypes import REDUCTION_NAMES
 from farandole.data.wording import counted
 from farandole.data.wording import size as in_words
-from farandole.train.memory import available_bytes
+from farandole.launch.control_groups import available_memory
 
 DTYPES = {
     str(kind).removeprefix("torch."): kind
@@ -137,7 +137,7 @@ class CollectivesSetup:
 
         copies: how many sets of buffers a rank has, one for each backend; a check needs another for each.
         """
-        have = available_bytes()
+        have = available_memory()
         for name in self.operations:
             operation = OPERATIONS[name]
             size = max(self.sizes(operation, ranks))

@@ -17,12 +17,12 @@ import torch
 from farandole.bench.machine import speeds
 from farandole.bench.plan_check import Order
 from farandole.bench.setup import BenchError
+from farandole.launch.control_groups import available_memory
 from farandole.launch.local import launch
 from farandole.memory.budget import measure_bandwidth
 from farandole.memory.estimate import Estimate, Machine, Workload, estimate_workload, plan_candidates
 from farandole.plan import Plan, Recompute
 from farandole.train.config import Precision, TrainConfig, load_config
-from farandole.train.memory import available_bytes
 from farandole.train.planning import workload_of
 from farandole.train.precision import WORTH_IT
 from farandole.train.start import read_request
@@ -192,7 +192,7 @@ def _machine(setup: PlanSetup) -> Machine:
     elif accelerated:
         memory = torch.cuda.get_device_properties(0).total_memory
     else:
-        memory = available_bytes() * setup.hosts // setup.ranks
+        memory = available_memory() * setup.hosts // setup.ranks
     flops = found.flops if setup.flops is None else dict.fromkeys(found.flops, setup.flops)
     return Machine(
         memory=memory,

@@ -35,7 +35,7 @@ from farandole.comm import Options
 from farandole.comm.algorithms.choice import ALL_REDUCE
 from farandole.comm.algorithms.steps import finish
 from farandole.comm.algorithms.table import Link, Table
-from farandole.comm.process_group import FarandoleProcessGroup
+from farandole.comm.backend.process_group import FarandoleProcessGroup
 from farandole.comm.transport import WireTransport
 from farandole.data.wording import counted
 from farandole.data.wording import size as in_words

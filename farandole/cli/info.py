@@ -40,7 +40,8 @@ def _facts() -> list[tuple[str, str]]:
 
 
 def _cores() -> str:
-    from farandole.launch.cores import affinity, physical_cores, processor_quota
+    from farandole.launch.control_groups import processor_quota
+    from farandole.launch.cores import affinity, physical_cores
 
     processors = affinity()
     cores, quota = len(physical_cores(processors)), processor_quota()

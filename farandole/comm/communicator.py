@@ -6,27 +6,25 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from farandole.comm import objects
 from farandole.comm import operations as table
+from farandole.comm.arrays import Array, read, read_list, written, written_list
+from farandole.comm.batch import Batch
 from farandole.comm.compression.base import Compression, Compressor
 from farandole.comm.compression.call import compressed_all_reduce
 from farandole.comm.dispatcher import Dispatcher, PersistentOperation
-from farandole.comm.fallback import REDUCE_OPS, TorchCore
+from farandole.comm.fallback import TorchCore
 from farandole.comm.operations import existing_rank, reduction_number
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 ReduceName = Literal["sum", "avg", "product", "min", "max", "and", "or", "xor"]
-Array = Tensor | np.ndarray[Any, Any]
-"""A tensor, or a NumPy array that is used in place."""
-
-__all__ = ["REDUCE_OPS", "Array", "Batch", "Communicator", "PersistentOperation", "ReduceName"]
+__all__ = ["Array", "Batch", "Communicator", "PersistentOperation", "ReduceName"]
 
 
 class Communicator:
@@ -187,7 +185,7 @@ class Communicator:
                 raise ValueError(
                     "all_reduce: expected one of `output` and `compression`, got both; copy first"
                 )
-            return compressed_all_reduce(self, _written(tensor), op, compression, async_op)
+            return compressed_all_reduce(self, written(tensor), op, compression, async_op)
         return self._reducing(table.ALL_REDUCE, *_in_place(tensor, output), op, async_op=async_op)
 
     def reduce(
@@ -206,7 +204,7 @@ class Communicator:
         if not async_op and self._direct.reduce_scatter(output, input, op):
             return None
         return self._reducing(
-            table.REDUCE_SCATTER, [_written(output)], _read_list(input), op, async_op=async_op
+            table.REDUCE_SCATTER, [written(output)], read_list(input), op, async_op=async_op
         )
 
     def scan(
@@ -236,7 +234,7 @@ class Communicator:
         """
         if not async_op and self._direct.all_gather(output, input):
             return None
-        return self._run(table.ALL_GATHER, _written_list(output), [_read(input)], async_op=async_op)
+        return self._run(table.ALL_GATHER, written_list(output), [read(input)], async_op=async_op)
 
     def broadcast(self, tensor: Array, root: int = 0, *, async_op: bool = False) -> dist.Work | None:
         """Copy the `tensor` of rank `root` to all ranks."""
@@ -258,7 +256,7 @@ class Communicator:
         Tensors of different lengths need `counts`, the number of elements of each rank, on all ranks.
         """
         return self._run(
-            table.GATHER, _written_list(outputs or []), [_read(tensor)], root, counts, async_op=async_op
+            table.GATHER, written_list(outputs or []), [read(tensor)], root, counts, async_op=async_op
         )
 
     def scatter(
@@ -275,7 +273,7 @@ class Communicator:
         Tensors of different lengths need `counts`, the number of elements of each rank, on all ranks.
         """
         return self._run(
-            table.SCATTER, [_written(tensor)], _read_list(inputs or []), root, counts, async_op=async_op
+            table.SCATTER, [written(tensor)], read_list(inputs or []), root, counts, async_op=async_op
         )
 
     def all_to_all(
@@ -319,7 +317,7 @@ class Communicator:
         self, output: Array, input: Array | Sequence[Array], op: ReduceName = "sum"
     ) -> PersistentOperation:
         """Return a persistent `reduce_scatter`."""
-        return self._prepare_reducing(table.REDUCE_SCATTER, [_written(output)], _read_list(input), op)
+        return self._prepare_reducing(table.REDUCE_SCATTER, [written(output)], read_list(input), op)
 
     def scan_init(
         self, tensor: Array, op: ReduceName = "sum", *, exclusive: bool = False, output: Array | None = None
@@ -330,7 +328,7 @@ class Communicator:
 
     def all_gather_init(self, output: Array | Sequence[Array], input: Array) -> PersistentOperation:
         """Return a persistent `all_gather`."""
-        return self.dispatcher.prepare(table.ALL_GATHER, _written_list(output), [_read(input)])
+        return self.dispatcher.prepare(table.ALL_GATHER, written_list(output), [read(input)])
 
     def broadcast_init(self, tensor: Array, root: int = 0) -> PersistentOperation:
         """Return a persistent `broadcast`."""
@@ -346,7 +344,7 @@ class Communicator:
     ) -> PersistentOperation:
         """Return a persistent `gather`."""
         return self.dispatcher.prepare(
-            table.GATHER, _written_list(outputs or []), [_read(tensor)], root, counts
+            table.GATHER, written_list(outputs or []), [read(tensor)], root, counts
         )
 
     def scatter_init(
@@ -359,7 +357,7 @@ class Communicator:
     ) -> PersistentOperation:
         """Return a persistent `scatter`."""
         return self.dispatcher.prepare(
-            table.SCATTER, [_written(tensor)], _read_list(inputs or []), root, counts
+            table.SCATTER, [written(tensor)], read_list(inputs or []), root, counts
         )
 
     def all_to_all_init(
@@ -383,7 +381,7 @@ class Communicator:
         """Begin to send `tensor` to rank `to`; it may be changed after `wait()`."""
         if isinstance(tensor, Tensor) and (work := self._direct.post(tensor, to, tag, sends=True)):
             return work
-        return self.post(_read(tensor), to, tag, sends=True)
+        return self.post(read(tensor), to, tag, sends=True)
 
     def irecv(self, tensor: Array, source: int | None = None, tag: int = 0) -> dist.Work:
         """Begin to receive into `tensor` from rank `source`, or from any rank."""
@@ -392,7 +390,7 @@ class Communicator:
             work = self._direct.post(tensor, source, tag, sends=False)
         if work is not None:
             return work
-        return self.post(_written(tensor), source or 0, tag, sends=False, any_rank=source is None)
+        return self.post(written(tensor), source or 0, tag, sends=False, any_rank=source is None)
 
     def send(self, tensor: Array, to: int, tag: int = 0) -> None:
         """Send `tensor` to rank `to`; return when it may be changed."""
@@ -476,7 +474,7 @@ class Communicator:
         return self.dispatcher.prepare(operation, outputs, inputs, reduction, *constants)
 
     def _broadcast_pair(self, tensor: Array, root: int) -> tuple[list[Tensor], list[Tensor]]:
-        used = _read(tensor) if root == self.rank else _written(tensor)
+        used = read(tensor) if root == self.rank else written(tensor)
         return [used], [used]
 
     def _exchanged(
@@ -486,81 +484,17 @@ class Communicator:
         output_splits: Sequence[int] | None,
         input_splits: Sequence[int] | None,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        outputs, inputs = _written_list(output), _read_list(input)
+        outputs, inputs = written_list(output), read_list(input)
         if isinstance(output, (list, tuple)) or isinstance(input, (list, tuple)):
             return outputs, inputs
         return table.exchanged(outputs[0], inputs[0], output_splits, input_splits, self.size)
 
 
-class Batch:
-    """Messages that are posted together; see `Communicator.batch`."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._messages: list[tuple[bool, Tensor, int, int]] = []
-
-    def send(self, tensor: Array, to: int, tag: int = 0) -> None:
-        """Send `tensor` to rank `to`."""
-        self._messages.append((True, _read(tensor), to, tag))
-
-    def recv(self, tensor: Array, source: int, tag: int = 0) -> None:
-        """Receive into `tensor` from rank `source`."""
-        self._messages.append((False, _written(tensor), source, tag))
-
-    def start(self) -> list[dist.Work]:
-        """Post the messages and return their works."""
-        messages, self._messages = self._messages, []
-        core = self._comm.dispatcher.core
-        if isinstance(core, TorchCore) and messages:  # NCCL needs the messages of a batch in one group
-            operations = [
-                dist.P2POp(
-                    dist.isend if sends else dist.irecv, tensor, group=core.group, group_peer=peer, tag=tag
-                )
-                for sends, tensor, peer, tag in messages
-            ]
-            return list(dist.batch_isend_irecv(operations))
-        return [self._comm.post(tensor, peer, tag, sends=sends) for sends, tensor, peer, tag in messages]
-
-    def __enter__(self) -> Batch:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            for work in self.start():
-                work.wait()
-
-
-def _read(value: Array) -> Tensor:
-    """Return a tensor with the values of an array; memory that NumPy forbids to write is copied."""
-    if isinstance(value, Tensor):
-        return value
-    if not isinstance(value, np.ndarray):
-        raise TypeError(
-            f"expected a tensor or a NumPy array, got {type(value).__name__}; try torch.as_tensor"
-        )
-    return torch.from_numpy(value if value.flags.writeable else value.copy())
-
-
-def _written(value: Array) -> Tensor:
-    """Return a tensor in the memory of an array that receives results."""
-    if isinstance(value, np.ndarray) and not value.flags.writeable:
-        raise ValueError("expected a writable array for results, got a read-only one; try a copy")
-    return _read(value)
-
-
-def _read_list(values: Array | Sequence[Array]) -> list[Tensor]:
-    return [_read(each) for each in values] if isinstance(values, (list, tuple)) else [_read(values)]  # type: ignore[arg-type]
-
-
-def _written_list(values: Array | Sequence[Array]) -> list[Tensor]:
-    return [_written(each) for each in values] if isinstance(values, (list, tuple)) else [_written(values)]  # type: ignore[arg-type]
-
-
 def _in_place(tensor: Array, output: Array | None = None) -> tuple[list[Tensor], list[Tensor]]:
     """Return outputs and inputs of an operation that writes `output`, by default its input."""
     if output is not None:
-        return [_written(output)], [_read(tensor)]
-    both = _written(tensor)
+        return [written(output)], [read(tensor)]
+    both = written(tensor)
     return [both], [both]
 
 

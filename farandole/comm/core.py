@@ -3,7 +3,7 @@
 | implementation | ranks | file |
 | --- | --- | --- |
 | `NativeCore` | on one host, over shared memory | `native_core.py` |
-| `HierarchicalCore` | on several hosts: shared memory inside a host, messages between hosts | `hierarchical.py` |
+| `HierarchicalCore` | on several hosts: shared memory inside a host, messages between hosts | `hierarchical/core.py` |
 | `MpiCore` | of an MPI communicator | `mpi/core.py` |
 | `TorchCore` | of any `torch.distributed` process group: Gloo where the C core is missing, NCCL | `fallback.py` |
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import Tensor
 from farandole.comm.errors import CommunicationError
 from farandole.comm.host_group import HostGroup
 from farandole.comm.messages import Messages
+from farandole.comm.reduce_rows import reduce_rows
 from farandole.comm.work import Call
 
 Parts = Sequence[Tensor]
@@ -53,7 +54,7 @@ class Core(Protocol):
         """
 
     def algorithm(self, operation: str, nbytes: int) -> str:
-        """Return how an operation on `nbytes` bytes per rank is done, for a person."""
+        """Return how an operation on `nbytes` bytes per rank is done, as text for users."""
 
     def check(self, status: Any) -> None:
         """Raise the error that a result of `prepare`'s call stands for."""
@@ -191,6 +192,14 @@ class GroupCore:
                 method(flags)
 
         return call
+
+    def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> None:
+        """Reduce the inputs of ranks 0 to this one (without this one if `exclusive`)."""
+        rows = input.new_empty(self.size, input.numel())
+        cast(Core, self).all_gather([rows], input, flags)
+        last = self.rank - exclusive
+        if last >= 0:
+            output.copy_(reduce_rows(rows[: last + 1], reduction).view(output.shape))
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """Begin to send."""

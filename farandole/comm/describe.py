@@ -103,7 +103,7 @@ def failure_to_error(
 
 
 def describe_whereabouts(calls: Mapping[int, Call], reader: int, membership: Membership) -> str:
-    """For whom rank `reader` waits, from the last calls of the ranks of its host."""
+    """Return the ranks for which rank `reader` waits, from the last calls of the ranks of its host."""
     own = calls[reader]
     behind = [
         f"{membership.rank(rank)} has not arrived, its last call was {describe_call(call, membership)}"

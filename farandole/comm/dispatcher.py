@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farandole.comm.core import Core, GroupCore
+from farandole.comm.direct_calls import DirectCalls, DirectMethods, NoDirectCalls
 from farandole.comm.ending import leave_at_end
 from farandole.comm.fallback import TorchCore
-from farandole.comm.native_core import DirectCalls, DirectMethods, NativeCore, NoDirectCalls
+from farandole.comm.native_core import NativeCore
 from farandole.comm.operations import Operation
 from farandole.comm.work import Call, WorkQueue, flags_here
 

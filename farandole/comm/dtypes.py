@@ -30,24 +30,22 @@ TYPES: dict[torch.dtype, int] = {
 
 TYPE_NAMES = {number: str(kind).removeprefix("torch.") for kind, number in TYPES.items()}
 
-REDUCTIONS: dict[int, int] = {
-    hash(kind): number
-    for number, kind in enumerate(
-        [
-            dist.ReduceOp.SUM,
-            dist.ReduceOp.AVG,
-            dist.ReduceOp.PRODUCT,
-            dist.ReduceOp.MIN,
-            dist.ReduceOp.MAX,
-            dist.ReduceOp.BAND,
-            dist.ReduceOp.BOR,
-            dist.ReduceOp.BXOR,
-        ]
-    )
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "and": dist.ReduceOp.BAND,
+    "or": dist.ReduceOp.BOR,
+    "xor": dist.ReduceOp.BXOR,
 }
-"""The core's number of a reduction, by the hash of torch's `ReduceOp` (comparing those takes a microsecond)."""
+"""torch's reductions by name, in the order of the core's numbers."""
 
-REDUCTION_NAMES = ("sum", "avg", "product", "min", "max", "and", "or", "xor")
+REDUCTION_NAMES = tuple(REDUCE_OPS)
+
+REDUCTIONS: dict[int, int] = {hash(op): number for number, op in enumerate(REDUCE_OPS.values())}
+"""The core's number of a reduction, by the hash of torch's `ReduceOp` (comparing those takes a microsecond)."""
 
 
 def reducible(dtype: torch.dtype, reduction: int) -> bool:

@@ -31,7 +31,7 @@ class Abandonable(Protocol):
 
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
-_prepared: int | None = None  # the process in which the end is prepared; a fork begins anew
+_prepared: int | None = None  # the process in which the end is prepared; a fork begins again
 
 
 def leave_at_end(group: Abandonable) -> None:

@@ -143,7 +143,7 @@ class Endpoint:
         return endpoint
 
     def _connect(self, rendezvous: Rendezvous, timeout: timedelta, who: str, interface: str | None) -> None:
-        problems = rendezvous.exchange("mapped", self._map_neighbours())
+        problems = rendezvous.exchange("mapped", self._map_local_arenas())
         for rank, problem in enumerate(problems):
             if problem:
                 self.core.frd_endpoint_close(self._handle)
@@ -155,7 +155,7 @@ class Endpoint:
         self._base = self._open_group(0, range(len(blocks)), blocks)
         # a rank that uses the endpoint may be heard by one that has not opened it: what it says is kept until then
 
-    def _map_neighbours(self) -> str:
+    def _map_local_arenas(self) -> str:
         """Map the arenas of this host's ranks; the reason why one could not be mapped, or nothing."""
         for rank in next(ranks for ranks in self.hosts if self.rank in ranks):
             process, descriptor = self.processes[rank], -1
@@ -177,7 +177,7 @@ class Endpoint:
     def _listen(self, rendezvous: Rendezvous, timeout: timedelta) -> None:
         """Listen, tell the others where, and learn where they do.
 
-        A token that only readers of the job's store know keeps strangers' connections out.
+        A token that only readers of the job's store know keeps other programs' connections out.
         """
         assert self.address is not None
         size, family = len(self.processes), socket.AF_INET6 if ":" in self.address else socket.AF_INET

@@ -13,22 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farandole.comm.core import Parts
-from farandole.comm.dtypes import REDUCTION_NAMES
+from farandole.comm.dtypes import REDUCE_OPS
 from farandole.comm.reduce_rows import reduce_rows
 from farandole.comm.work import COMPLETED, Call
 
-_REDUCE_OPS = [
-    dist.ReduceOp.SUM,
-    dist.ReduceOp.AVG,
-    dist.ReduceOp.PRODUCT,
-    dist.ReduceOp.MIN,
-    dist.ReduceOp.MAX,
-    dist.ReduceOp.BAND,
-    dist.ReduceOp.BOR,
-    dist.ReduceOp.BXOR,
-]
-REDUCE_OPS = dict(zip(REDUCTION_NAMES, _REDUCE_OPS, strict=True))
-"""torch's reductions, by name."""
+_REDUCE_OPS = list(REDUCE_OPS.values())
 
 
 def has_nccl() -> bool:

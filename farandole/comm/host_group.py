@@ -1,7 +1,7 @@
 """The ranks of a group on this host: the C core's collectives on addresses, with errors that name ranks.
 
 This is the layer below tensors: who is in the group, the shared segment, and status codes made into
-exceptions.  `process_group.py` puts tensors and asynchronous work on top.
+exceptions.  `core.py` puts tensors and asynchronous work on top.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class HostGroup:
         found = None
         if failure.status in (Status.CLOSED, Status.ELSEWHERE, Status.MISFIT) or (
             failure.status == Status.LATE and failure.culprit not in self.members
-        ):  # on the other host they may know better: why it closed, or for whom it waits itself
+        ):  # the other host may know the cause
             found = self.consensus.find(failure.culprit if failure.status == Status.CLOSED else None)
         found = self.consensus.publish(found or self._with_link(failure, error))
         self.core.frd_tell_broken(self.handle)
@@ -198,7 +198,7 @@ class HostGroup:
         return f"{host} answers, so the link to it is up"
 
     def whereabouts(self) -> str:
-        """For a person: which ranks are behind this one, and in which calls."""
+        """Describe the ranks that have not arrived, and their last calls."""
         calls = {member: Call() for member in self.members}
         with self._closing:
             if not self.handle:
@@ -242,7 +242,7 @@ class HostGroup:
         return f"{text}: {advice}" if self.group_rank == min(ranks) else ""
 
     def late_peer(self, peer: int, waited_s: float) -> str:
-        """For a person: that this rank waits for a message of rank `peer`."""
+        """Describe that this rank waits for a message of rank `peer`."""
         own = Call()
         self.core.frd_get_call(self.handle, self.rank, ctypes.byref(own))
         me, other = self.membership.rank(self.group_rank), self.membership.rank(peer)

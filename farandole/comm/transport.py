@@ -19,7 +19,7 @@ from farandole.comm.work import flags_here
 from farandole.native import TRY, Status
 
 STALL_WARNING_S = 5.0
-"""After this time a person is told for whom a rank waits; then each time after twice as long."""
+"""Seconds after which a waiting rank prints a stall warning; the interval doubles each time."""
 
 
 class Pending(Protocol):

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from farandole.launch.control_groups import processor_quota
 from farandole.launch.reports import count
 
 Core = tuple[int, ...]
@@ -76,18 +77,6 @@ def physical_cores(
     """Group logical processors by physical core, in the order of their numbers."""
     find = siblings or _siblings
     return sorted({tuple(sorted((find(p) | {p}) & processors)) for p in processors})
-
-
-def processor_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
-    """Return the processor time, in processors, that the control group grants; None if it is unlimited.
-
-    `docker run --cpus` and the limits of Kubernetes are such quotas.
-    """
-    try:
-        quota, period = path.read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if quota == "max" else int(quota) / int(period)
 
 
 def _siblings(processor: int) -> frozenset[int]:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farandole._startup import uncollected
+from farandole.launch import control_groups
 from farandole.launch.child import RankSpec
 from farandole.launch.cores import reserve_cores, usable_cores
 from farandole.launch.environments import RUN_ID_PREFIX
 from farandole.launch.hosts import RendezvousConfig, find_interfaces, use_interfaces
-from farandole.launch.limits import check_rank_limits, count_oom_kills, oversubscription_warning
+from farandole.launch.limits import check_rank_limits, oversubscription_warning
 from farandole.launch.monitor import restored_handlers
 from farandole.launch.placement import LaunchError
 from farandole.launch.program import Program
@@ -122,7 +123,7 @@ def _run_agent(
         monitor_interval=0.05,
     )
     with _scratch_folder() as folder, restored_handlers():
-        before = count_oom_kills()
+        before = control_groups.oom_kills()
         agent = Agent(spec, DefaultLogsSpecs(log_dir=folder), rendezvous, verbose)
         try:
             result = agent.run()
@@ -130,7 +131,7 @@ def _run_agent(
             if print_end:
                 notify(describe_stop(stop.sigval, ()))
             return 128 + stop.sigval
-        after = count_oom_kills()
+        after = control_groups.oom_kills()
         oom_kills = None if before is None or after is None else after - before
         return _report(agent, agent.failures(result), oom_kills, print_end)
 

@@ -11,7 +11,7 @@
 
 void begin_call(struct frd_group *g, struct frd_call call, int flags)
 {
-    if (g->declared.operation) { /* a part of a larger call, by which people know it */
+    if (g->declared.operation) { /* a part of a larger call, which messages name */
         const struct frd_call part = call;
         call = g->declared;
         call.stage = part.stage;

@@ -90,7 +90,7 @@ void frd_pending_interrupt(void **type, void **value, void **traceback);
 /* Map this process's own arena, an empty memory file of `bytes`; once per process (a forked child has none). */
 int frd_arena_open(int descriptor, size_t bytes);
 size_t frd_arena_bytes(void);          /* 0: this process has no arena */
-void *frd_alloc(size_t bytes);         /* whole pages of the own arena; NULL: no room */
+void *frd_alloc(size_t bytes);         /* whole pages of the own arena; NULL: the arena is full */
 void frd_free(void *);                 /* gives the memory back when no other process uses it any more */
 size_t frd_arena_used(void);           /* bytes handed out by frd_alloc, or held back after frd_free */
 

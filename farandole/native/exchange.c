@@ -2,7 +2,7 @@
  * all-to-all.
  *
  * Three ways, by size and place:
- *   pulled   from tensors in shared memory: whoever wants a part copies it from there to its place, once.  Two phases.
+ *   pulled   from tensors in shared memory: each receiver copies its part from there to its place.  One copy, two phases.
  *   pushed   all-gather into tensors that all lie in shared memory: every rank writes its part into all of them.
  *   staged   the rest, in windows that stay in cache, one phase per window: offer window k while the others take window
  *            k - 1.  The first window arrives with the call, so one phase serves a small call.

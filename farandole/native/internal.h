@@ -20,8 +20,8 @@
  *     In phase p, half p mod 2 of a rank's memory is that rank's alone.  The other half is its peers': to
  *     read, or, where a protocol gives each peer a part of it, to read and write that part.
  *
- * Proof.  (No two at once.)  A half changes hands between phase p and p + 1.  Whoever has it in phase p + 1
- * has seen every rank publish p + 1, which each does after its last access in phase p; and phases of two
+ * Proof.  (No two at once.)  A half changes hands between phase p and p + 1.  A rank that accesses it in
+ * phase p + 1 has seen every rank publish p + 1, which each does after its last access in phase p; and phases of two
  * ranks that overlap are equal, because no rank enters p + 1 before all have ended p.  (In order.)  Publishing
  * is a release, seeing it an acquire.  Both hold across calls, because the count of phases runs on from call
  * to call.  So one wait per phase is enough, and there is nothing to reset.
@@ -66,7 +66,7 @@ struct rank_line {
         char note[FRD_NOTE_BYTES];
     } ALIGNED life;
     struct frd_call ALIGNED call[2]; /* by half */
-    struct frd_call message_call;    /* the last point-to-point call, for messages to people only */
+    struct frd_call message_call;    /* the last point-to-point call, only for error messages and warnings */
     _Atomic uint32_t waits;          /* this rank has waited in that call for NOTICEABLE_S */
 } ALIGNED;
 
@@ -130,7 +130,7 @@ struct frd_group {
     atomic_bool given_up;        /* this process leaves: do not wait any longer */
     atomic_bool seen_broken;
     bool told_broken;
-    int crowded;                 /* > 0: somebody else wants this core, so do not spin */
+    int crowded;                 /* > 0: another thread wants this core, so do not spin */
 };
 
 /* Staging memory of this process: two halves of STAGE_BYTES. */
@@ -153,7 +153,7 @@ void unmap_arena(char *base);
 void arena_hold(int change);                   /* +1: peers may still use what is freed from now on; -1: not any more */
 
 /* endpoint.c */
-bool is_alive(const struct peer *);            /* its process, by the kernel's word */
+bool is_alive(const struct peer *);            /* whether its process exists */
 bool has_gone(const struct local_rank *);      /* it left the group, or its process has ended */
 bool acquire_stage(struct frd_group *);        /* before `begin_call`; false: no memory */
 void release_stage(struct frd_group *, bool finished);

@@ -1,8 +1,8 @@
 /* Which message goes into which receive.
  *
- * A receive takes the first message of its sender (or of any) that carries its tag, in its group.  A message that finds no
- * receive is put aside while there is room for such; beyond that it waits in its stream, unless a receive wants what may
- * be behind it.
+ * A receive takes the first message of its group with its tag, from its source or from any.  A message that matches no
+ * posted receive is unexpected: it is buffered, up to UNEXPECTED_BYTES per sender.  Beyond that it stays in its stream,
+ * unless a posted receive may match a message behind it.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -116,7 +116,7 @@ void post_send(struct frd_message *m)
     push(peer);
 }
 
-/* Owned by nobody: freed when it has gone out. */
+/* The message is detached: it is freed when it has been sent. */
 void send_control(struct peer *peer, struct header header)
 {
     struct frd_message *m = calloc(1, sizeof *m);
@@ -128,7 +128,7 @@ void send_control(struct peer *peer, struct header header)
     push(peer);
 }
 
-/* The receiver has a place for a payload that was offered, or has copied it.  It may have been given up meanwhile. */
+/* The receiver asks for an offered payload (CLEAR), or has copied it (DONE).  The send may have been given up meanwhile. */
 static void answer_offer(struct peer *peer, const struct header *h)
 {
     struct frd_message *m = peer->offered.first;
@@ -188,7 +188,7 @@ static void refuse(struct frd_message *m, int source, const struct header *h)
     finish(m, break_between(g, status, source, m->tag < 0 ? &g->current : &theirs, &own));
 }
 
-/* Does any receive want a message of this process, in whatever group? */
+/* Could a posted receive of any group match a message of this process? */
 static bool is_wanted(const struct peer *from)
 {
     const struct frd_endpoint *e = from->endpoint;
@@ -208,7 +208,7 @@ static void clear_offer(struct peer *from, const struct header *h)
     send_control(from, (struct header){.kind = CLEAR, .number = h->number, .context = h->context});
 }
 
-/* Starts a receive whose message has come; its payload is in the stream, or was offered. */
+/* Starts a receive whose message has arrived: its payload is in the stream, or was offered. */
 static void start(struct frd_message *m, struct peer *from, const struct header *h)
 {
     struct frd_group *g = m->group;
@@ -229,14 +229,14 @@ static void start(struct frd_message *m, struct peer *from, const struct header 
     }
 }
 
-static struct unexpected *put_aside(struct queue *queue, struct peer *from, const struct header *h)
+static struct unexpected *buffer(struct queue *queue, struct peer *from, const struct header *h)
 {
     const size_t payload = h->kind == EAGER ? h->bytes : 0;
     struct unexpected *u = malloc(sizeof *u + payload);
     if (!u) return NULL;
     *u = (struct unexpected){.header = *h, .from = from, .complete = payload == 0};
     append(queue, u);
-    from->in.put_aside += payload;
+    from->in.buffered += payload;
     return u;
 }
 
@@ -254,7 +254,7 @@ static bool was_closed(const struct frd_endpoint *e, uint64_t context)
     return false;
 }
 
-/* Where a payload goes that this process has asked for; nowhere if its receive was given up. */
+/* Finds the target of a payload that this process has asked for; none if its receive was given up. */
 static void open_payload(struct frd_group *g, struct peer *from)
 {
     struct incoming *in = &from->in;
@@ -276,7 +276,7 @@ static bool open_message(struct peer *from)
     struct incoming *in = &from->in;
     const struct header *h = &in->header;
     struct frd_group *g = find_group(e, h->context);
-    struct queue *aside = NULL;
+    struct queue *queue = NULL; /* where an unexpected message goes */
     in->receive = NULL;
     in->unexpected = NULL;
     if (h->kind == CLEAR || h->kind == DONE) {
@@ -284,7 +284,7 @@ static bool open_message(struct peer *from)
     } else if (h->kind == PAYLOAD) {
         open_payload(g, from);
     } else if (!g) {
-        if (!was_closed(e, h->context)) aside = &e->early;
+        if (!was_closed(e, h->context)) queue = &e->early;
     } else if (is_rank(h->source, g->group_ranks) && h->kind >= GROUP_LEFT) {
         control(g, h);
     } else if (is_rank(h->source, g->group_ranks) && g->members[h->source].peer == from) {
@@ -295,13 +295,13 @@ static bool open_message(struct peer *from)
             start(m, from, h);
             in->receive = h->kind == EAGER ? m : NULL;
         } else {
-            aside = &g->members[h->source].unexpected;
+            queue = &g->members[h->source].unexpected;
         }
     }
-    if (aside) {
-        const bool crowded = h->kind == EAGER && in->put_aside + h->bytes > UNEXPECTED_BYTES;
+    if (queue) {
+        const bool crowded = h->kind == EAGER && in->buffered + h->bytes > UNEXPECTED_BYTES;
         if (g && crowded && !is_wanted(from)) return false;
-        in->unexpected = put_aside(aside, from, h);
+        in->unexpected = buffer(queue, from, h);
         if (!in->unexpected) return false; /* no memory: leave it there until its receive comes */
     }
     in->under_way = true;
@@ -313,7 +313,7 @@ static void hand_over(struct unexpected *u, struct frd_message *m)
 {
     struct incoming *in = &m->from->in;
     memcpy(m->data, u->data, m->bytes);
-    in->put_aside -= u->header.bytes;
+    in->buffered -= u->header.bytes;
     take_out(&m->group->members[m->source].unexpected, u);
     free(u);
     m->moved = m->bytes;
@@ -370,7 +370,7 @@ bool pull(struct peer *from)
     return total > 0;
 }
 
-/* A message put aside earlier is older than any in a stream, so it goes first.  Of several sources any will do. */
+/* A buffered message is older than any in a stream, so it comes first.  A receive from any source takes any of them. */
 static bool claim_unexpected(struct frd_message *m)
 {
     struct frd_group *g = m->group;
@@ -411,8 +411,7 @@ void post_receive(struct frd_message *m)
 
 /* ---- giving up ---- */
 
-/* A send that has begun must be completed, or nobody could tell its rest from the next message: it gets a copy of what is
- * left. */
+/* A send that has begun must be completed: the receiver counts its bytes.  So it gets a copy of the rest of its payload. */
 static bool detach(struct frd_message *m)
 {
     char *rest = malloc(m->bytes - m->moved);
@@ -451,8 +450,8 @@ void give_up(struct frd_message *m)
     free(m);
 }
 
-/* A rank may wait in a send whose receive is not posted, and send what this receive waits for only afterwards.  So after a
- * receive has waited for a while, this process asks for what was offered to it, and keeps it. */
+/* A rank may block in a send whose receive is not posted, and send the message of this receive only afterwards.  So after
+ * a receive has waited for a while, this process asks for the payloads that were offered to it, and buffers them. */
 void buffer_unexpected(struct frd_message *m)
 {
     struct frd_group *g = m->group;
@@ -468,7 +467,7 @@ void buffer_unexpected(struct frd_message *m)
             *buffered = *u;
             buffered->header.kind = PAYLOAD;
             buffered->complete = false;
-            u->from->in.put_aside += u->header.bytes;
+            u->from->in.buffered += u->header.bytes;
             if (before) before->next = buffered;
             else queue->first = buffered;
             if (queue->last == u) queue->last = buffered;
@@ -516,7 +515,7 @@ void clear_unexpected(struct frd_group *g)
         struct incoming *in = &g->members[r].peer->in;
         for (struct unexpected *u = g->members[r].unexpected.first, *next; u; u = next) {
             next = u->next;
-            if (u->header.kind != OFFER) in->put_aside -= u->header.bytes;
+            if (u->header.kind != OFFER) in->buffered -= u->header.bytes;
             if (in->unexpected == u) in->unexpected = NULL;
             free(u);
         }

@@ -1,6 +1,6 @@
 /* Point-to-point messages between the processes of an endpoint, on one host or on several.
  *
- *     progress.c     what the caller sees: post, test, wait, cancel; who moves data while nobody waits
+ *     progress.c     the caller's side: post, test, wait, cancel; the progress thread
  *     matching.c     which message goes into which receive
  *     shared_memory.c   to a process of this host: a ring of bytes, and copies straight from memory to memory
  *     tcp.c          to a process of another host: a TCP connection in each direction
@@ -23,7 +23,7 @@
 #define HEADER 64
 #define EAGER_BYTES ((size_t)1 << 15)      /* up to here a payload follows its header; measured, see docs/benchmarks.md */
 #define TURN_BYTES ((size_t)4 << 20)       /* after so many bytes of one stream the others have their turn */
-#define UNEXPECTED_BYTES ((size_t)4 << 20) /* of one process, put aside though nobody waits for what is behind them */
+#define UNEXPECTED_BYTES ((size_t)4 << 20) /* unexpected payloads of one sender, while no receive waits for a later message of it */
 
 enum header_kind { EAGER, OFFER, CLEAR, PAYLOAD, DONE, GROUP_LEFT, GROUP_BROKEN };
 
@@ -42,7 +42,7 @@ struct header {
 struct frd_message {
     struct frd_message *next;    /* in the list that it is in */
     struct frd_group *group;
-    bool sends, started, detached; /* detached: nobody waits for it, it owns its data */
+    bool sends, started, detached; /* detached: the caller does not wait for it, and it owns its data */
     int peer, tag, type, source;
     _Atomic int status;
     char *data;
@@ -52,7 +52,7 @@ struct frd_message {
     struct peer *from;           /* of a receive under way: the sender */
     uint64_t number;             /* of a receive: the order in which they were posted in the group */
     bool in_background;          /* counted as work for the progress thread */
-    double inspected;            /* when somebody last looked whether its other end lives */
+    double inspected;            /* when the liveness of its peer was last checked */
 };
 
 /* A message that arrived before its receive. */
@@ -73,7 +73,7 @@ struct incoming {
     size_t header_moved, moved;
     struct frd_message *receive; /* where the payload goes; if NULL, to `unexpected`, or nowhere if that is NULL, too */
     struct unexpected *unexpected;
-    size_t put_aside;            /* bytes of unexpected payloads that no receive has claimed */
+    size_t buffered;             /* bytes of unexpected payloads that no receive has claimed */
 };
 
 struct ring;
@@ -138,17 +138,17 @@ struct frd_endpoint {
     int *local_peers;            /* local number -> rank */
     struct process_block *block;
     struct frd_group *groups[CONTEXTS]; /* lists, by context */
-    pthread_mutex_t lock;        /* held by whoever moves data; group lists, too */
+    pthread_mutex_t lock;        /* protects all streams, messages and group lists */
     uint64_t offers;             /* how many this process has made */
-    pthread_t thread;            /* moves data while nobody waits */
+    pthread_t thread;            /* moves data while no thread waits */
     bool thread_runs, stopping;
     struct queue early;          /* messages of groups that this process has not opened yet */
     uint64_t *closed;            /* contexts of groups that it has closed */
     int closed_count;
     int in_background;           /* messages that the thread must see to */
     bool thread_deep_asleep;     /* it must be woken when a message is posted */
-    _Atomic uint32_t naps;       /* the word on which it naps */
-    int crowded;                 /* > 0: somebody else wants this core, so do not spin */
+    _Atomic uint32_t naps;       /* the futex on which it sleeps between two checks */
+    int crowded;                 /* > 0: another thread wants this core, so do not spin */
     struct tcp_state *tcp;       /* NULL if the job has one host */
 };
 
@@ -158,11 +158,11 @@ bool pull(struct peer *);                      /* receive what there is a place 
 void post_receive(struct frd_message *);
 void post_send(struct frd_message *);
 void finish(struct frd_message *, int status);
-void give_up(struct frd_message *);            /* nobody waits for it any more: takes it out of all lists, and frees it */
+void give_up(struct frd_message *);            /* removes it from all lists, and frees it */
 void enqueue(struct queue *, struct frd_message *);
 void dequeue(struct queue *, struct frd_message *);
 struct frd_call call_of_message(const struct frd_message *);
-void buffer_unexpected(struct frd_message *);  /* let the senders go on that may yet send what this receive waits for */
+void buffer_unexpected(struct frd_message *);  /* let senders proceed that may send the message of this receive later */
 void claim_early(struct frd_group *);          /* when a group is opened */
 void clear_unexpected(struct frd_group *);     /* when it is closed */
 void free_early(struct frd_endpoint *);

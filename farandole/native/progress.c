@@ -1,9 +1,8 @@
 /* Messages as the caller sees them: post, then test or wait.
  *
- * A waiting thread moves everybody's data along.  While no thread waits, the progress thread does, as long as there are
- * messages under way.  It looks at short intervals for a moment, because most messages are waited for soon, and then
- * sleeps until another process rings the bell (or, where TCP is in use, a socket has something).  Without messages
- * under way it sleeps until one is posted.
+ * A waiting thread advances all messages of its endpoint.  While no thread waits, the progress thread advances them.  At
+ * first it checks at short intervals, because most messages are waited for soon; then it sleeps until another process
+ * rings the bell or a socket is ready.  Without messages under way it sleeps until one is posted.
  */
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -18,7 +17,7 @@
 #define LINGER_S 0.005      /* for how long it looks so often after it last found something */
 #define LONG_NAP_S 1e-3     /* then, where it cannot sleep until a bell rings */
 #define FOREVER_S 3600.0
-#define CROWDED_WAITS 64    /* for how many waits it is remembered that a yield ran somebody else */
+#define CROWDED_WAITS 64    /* waits without spinning after a yield that ran another thread */
 
 /* Looks at the processes that have announced something; the lock is held. */
 bool progress(struct frd_endpoint *e)
@@ -235,7 +234,7 @@ static int end_of(const struct frd_group *g, int rank, bool sends)
     return atomic_load(&line->life.state) == GONE ? FRD_LEFT : FRD_DIED;
 }
 
-/* Have all ranks ended that could complete the message?  Then how, and which was the last. */
+/* How the last of the ranks ended that could complete the message; FRD_OK if one has not ended. */
 static int end_of_peers(const struct frd_message *m, int *gone)
 {
     const struct frd_group *g = m->group;
@@ -243,13 +242,13 @@ static int end_of_peers(const struct frd_message *m, int *gone)
     for (int r = 0; r < g->group_ranks; r++) {
         if (r == g->group_rank || (m->peer >= 0 && r != m->peer)) continue;
         end = end_of(g, r, m->sends);
-        if (!end) return FRD_OK; /* somebody can still answer */
+        if (!end) return FRD_OK; /* a rank that can still answer */
         *gone = r;
     }
     return end;
 }
 
-/* Has something happened after which the message will never be complete?  FRD_OK if not. */
+/* The reason for which the message cannot complete; FRD_OK if there is none. */
 static int inspect(struct frd_message *m, double deadline, int flags)
 {
     struct frd_group *g = m->group;
@@ -257,7 +256,7 @@ static int inspect(struct frd_message *m, double deadline, int flags)
     m->inspected = seconds_now();
     int gone = 0;
     const int end = end_of_peers(m, &gone);
-    /* what a rank sent before it ended still counts, so look at the streams after its end was seen */
+    /* messages that a rank sent before it ended count, so check the streams after its end was seen */
     const int moved = move_along(m);
     if (moved != FRD_PENDING) return moved;
     pthread_mutex_lock(&g->endpoint->lock);
@@ -276,8 +275,8 @@ static int inspect(struct frd_message *m, double deadline, int flags)
     return break_group(g, FRD_LATE, m->peer >= 0 ? m->peer : (g->group_rank + 1) % g->group_ranks, &call);
 }
 
-/* Shows the other ranks in which call this one waits; a person is told later, when ranks that wait for each other have shown
- * it, too. */
+/* Publishes the call in which this rank waits.  The stall warning comes later, when the ranks that wait for each other have
+ * published theirs. */
 static void show_wait(const struct frd_message *m, double begun, double *warn_at)
 {
     struct frd_group *g = m->group;
@@ -359,7 +358,7 @@ int frd_message_wait(struct frd_group *g, struct frd_message *m, double timeout,
     if (m->tag >= 0 && atomic_load_explicit(&g->line->waits, memory_order_relaxed)) atomic_store(&g->line->waits, 0);
     if (e->crowded > 0) e->crowded--;
     atomic_fetch_sub(&block->bell.attended, 1);
-    /* an event that came while this thread looked after things did not wake the progress thread */
+    /* an event during this wait did not wake the progress thread */
     if (atomic_load(&block->bell.events) != seen && e->in_background) {
         pthread_mutex_lock(&e->lock);
         progress(e);

@@ -27,7 +27,7 @@
 struct ring {
     struct { _Atomic uint64_t bytes; } ALIGNED written;
     struct { _Atomic uint64_t bytes; } ALIGNED taken;
-    _Atomic uint32_t ALIGNED full; /* the writer waits for room */
+    _Atomic uint32_t ALIGNED full; /* the writer waits for space */
     char ALIGNED data[RING_BYTES];
 };
 
@@ -109,7 +109,7 @@ static size_t put(struct peer *peer, const char *data, size_t bytes, bool more)
         const size_t piece = smaller(PIECE_BYTES, bytes - moved);
         size_t put = fill(ring, data + moved, piece);
         if (put < piece) {
-            /* the reader empties, then looks at `full`; the writer sets it, then looks for room: one of them sees the other */
+            /* the reader empties, then checks `full`; the writer sets it, then checks for space: one of them sees the other */
             atomic_store(&ring->full, 1);
             put += fill(ring, data + moved + put, piece - put);
         }
@@ -139,7 +139,7 @@ static void *copy_uncached(void *target, const void *source, size_t bytes)
     return target;
 }
 
-static void tell_of_room(struct peer *peer)
+static void tell_of_space(struct peer *peer)
 {
     struct ring *ring = peer->inward;
     if (!ring || !atomic_load(&ring->full)) return;
@@ -164,7 +164,7 @@ static size_t take(struct peer *peer, char *data, size_t bytes)
         moved += piece;
         taken += padded(piece);
         atomic_store(&ring->taken.bytes, taken);
-        if (moved < bytes) tell_of_room(peer);
+        if (moved < bytes) tell_of_space(peer);
     }
     return moved;
 }
@@ -173,11 +173,11 @@ static bool never(const struct peer *peer, bool sends)
 {
     (void)peer;
     (void)sends;
-    return false; /* what has been written can be read whatever became of the writer */
+    return false; /* bytes that were written can be read after the writer's end, too */
 }
 
 const struct transport over_shared_memory = {
-    .put = put, .take = take, .moved_out = ring_bell, .moved_in = tell_of_room, .again = look_again,
+    .put = put, .take = take, .moved_out = ring_bell, .moved_in = tell_of_space, .again = look_again,
     .offers = true, .has_ended = never,
 };
 

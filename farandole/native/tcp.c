@@ -1,13 +1,13 @@
-/* The way to processes of other hosts: TCP.
+/* The transport to processes of other hosts: TCP.
  *
  * A process opens a connection to every process that it sends to, and sends on it only; what it receives comes on
  * connections that others opened to it.  So no two processes ever wait for each other to accept a connection, and it
- * needs no negotiation: the one that connects says who it is (`hello`, with a token that only the processes of the job
- * know), and data follow.
+ * needs no negotiation: the connecting process identifies itself (`hello`, with a token that only the processes of the
+ * job know), and data follow.
  *
- * The progress thread hears of every socket once per change (the kernel's edge-triggered events), which is enough: a
- * stream is always moved until the socket has no more, or until the message at its head has no receive, and then posting
- * the receive moves it on.
+ * Sockets are edge-triggered: the progress thread gets one event per change.  That is enough, because a stream is always
+ * moved until the socket is empty, or until the message at its head has no receive, and then posting the receive
+ * moves it on.
  *
  * The two directions end separately: a process that has sent its last message closes both connections, and its last data
  * may still be on a slow link when the end of the other connection is seen.  A receive fails at the end of the inward
@@ -29,7 +29,7 @@
 
 #define MAGIC 0x656c6f646e617261u /* "arandole" */
 #define HELLO 64
-#define KEEPALIVE_S 2        /* a silent connection is asked so often whether its other end is there */
+#define KEEPALIVE_S 2        /* interval of keep-alive probes on an idle connection */
 #define EVENTS 64
 
 struct hello {
@@ -52,9 +52,9 @@ struct connection {
     bool in_ended;           /* everything that the other end has sent was received */
 };
 
-/* A connection whose other end has not said who it is. */
-struct stranger {
-    struct stranger *next;
+/* An accepted connection whose hello has not arrived. */
+struct newcomer {
+    struct newcomer *next;
     int socket;
     struct hello hello;
     size_t moved;
@@ -66,11 +66,11 @@ struct tcp_state {
     socklen_t own_bytes;
     char token[FRD_TOKEN_BYTES];
     double timeout;
-    struct stranger *strangers;
+    struct newcomer *newcomers;
 };
 
 /* What an event is about: a kind, and a rank or a pointer. */
-enum subject { LISTENER, WAKE, STRANGER, INWARD, OUTWARD };
+enum subject { LISTENER, WAKE, NEWCOMER, INWARD, OUTWARD };
 #define SUBJECT_BITS 3
 
 static void watch(struct tcp_state *tcp, int socket, enum subject subject, uint64_t which, uint32_t events)
@@ -170,35 +170,36 @@ static size_t put(struct peer *peer, const char *data, size_t bytes, bool more)
     return sent < 0 ? 0 : (size_t)sent;
 }
 
-/* ---- being connected to ---- */
+/* ---- accepting connections ---- */
 
 static void on_listener(struct tcp_state *tcp)
 {
     for (;;) {
         const int socket = accept4(tcp->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (socket < 0) return;
-        struct stranger *stranger = calloc(1, sizeof *stranger);
-        if (!stranger) {
+        struct newcomer *newcomer = calloc(1, sizeof *newcomer);
+        if (!newcomer) {
             close(socket);
             continue;
         }
         prepare_socket(tcp, socket);
-        stranger->socket = socket;
-        stranger->next = tcp->strangers;
-        tcp->strangers = stranger;
-        watch(tcp, socket, STRANGER, (uint64_t)(uintptr_t)stranger, EPOLLIN | EPOLLRDHUP);
+        newcomer->socket = socket;
+        newcomer->next = tcp->newcomers;
+        tcp->newcomers = newcomer;
+        watch(tcp, socket, NEWCOMER, (uint64_t)(uintptr_t)newcomer, EPOLLIN | EPOLLRDHUP);
     }
 }
 
-static void forget_stranger(struct tcp_state *tcp, struct stranger *stranger)
+static void forget_newcomer(struct tcp_state *tcp, struct newcomer *newcomer)
 {
-    struct stranger **list = &tcp->strangers;
-    while (*list != stranger) list = &(*list)->next;
-    *list = stranger->next;
-    free(stranger);
+    struct newcomer **list = &tcp->newcomers;
+    while (*list != newcomer) list = &(*list)->next;
+    *list = newcomer->next;
+    free(newcomer);
 }
 
-/* A process of this job that has not connected before?  Compares all of the token, however it differs. */
+/* The process of this job that sent the hello; NULL if none, or if it has connected before.  The comparison of the tokens takes
+ * the same time wherever they differ. */
 static struct peer *known(struct frd_endpoint *e, const struct hello *hello)
 {
     unsigned char difference = 0;
@@ -209,22 +210,22 @@ static struct peer *known(struct frd_endpoint *e, const struct hello *hello)
     return peer->connection && peer->connection->in < 0 ? peer : NULL;
 }
 
-static void on_stranger(struct frd_endpoint *e, struct stranger *stranger)
+static void on_newcomer(struct frd_endpoint *e, struct newcomer *newcomer)
 {
     struct tcp_state *tcp = e->tcp;
     const ssize_t got =
-        recv(stranger->socket, (char *)&stranger->hello + stranger->moved, HELLO - stranger->moved, MSG_DONTWAIT);
+        recv(newcomer->socket, (char *)&newcomer->hello + newcomer->moved, HELLO - newcomer->moved, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    if (got > 0 && (stranger->moved += (size_t)got) < HELLO) return;
-    struct peer *peer = got > 0 ? known(e, &stranger->hello) : NULL;
-    epoll_ctl(tcp->events, EPOLL_CTL_DEL, stranger->socket, NULL);
+    if (got > 0 && (newcomer->moved += (size_t)got) < HELLO) return;
+    struct peer *peer = got > 0 ? known(e, &newcomer->hello) : NULL;
+    epoll_ctl(tcp->events, EPOLL_CTL_DEL, newcomer->socket, NULL);
     if (peer) {
-        peer->connection->in = stranger->socket;
-        watch(tcp, stranger->socket, INWARD, (uint64_t)peer->rank, EPOLLIN | EPOLLRDHUP | EPOLLET);
+        peer->connection->in = newcomer->socket;
+        watch(tcp, newcomer->socket, INWARD, (uint64_t)peer->rank, EPOLLIN | EPOLLRDHUP | EPOLLET);
     } else {
-        close(stranger->socket);
+        close(newcomer->socket);
     }
-    forget_stranger(tcp, stranger);
+    forget_newcomer(tcp, newcomer);
 }
 
 static size_t take(struct peer *peer, char *data, size_t bytes)
@@ -244,7 +245,7 @@ static void on_inward(struct peer *peer, uint32_t events)
     if (closed && !peer->in.blocked) end_inward(peer);
 }
 
-/* Streams that were left before they had to be, so that others have their turn. */
+/* Continues streams that were left so that others had their turn. */
 static void on_wake(struct frd_endpoint *e)
 {
     uint64_t times;
@@ -273,7 +274,7 @@ static void on_event(struct frd_endpoint *e, const struct epoll_event *event)
     switch ((enum subject)(event->data.u64 & ((1 << SUBJECT_BITS) - 1))) {
     case WAKE: on_wake(e); break;
     case LISTENER: on_listener(e->tcp); break;
-    case STRANGER: on_stranger(e, (struct stranger *)(uintptr_t)which); break;
+    case NEWCOMER: on_newcomer(e, (struct newcomer *)(uintptr_t)which); break;
     case OUTWARD: on_outward(&e->peers[which], event->events); break;
     case INWARD: on_inward(&e->peers[which], event->events); break;
     }
@@ -370,9 +371,9 @@ void tcp_stop(struct frd_endpoint *e)
         free(c);
         e->peers[r].connection = NULL;
     }
-    while (tcp->strangers) {
-        close(tcp->strangers->socket);
-        forget_stranger(tcp, tcp->strangers);
+    while (tcp->newcomers) {
+        close(tcp->newcomers->socket);
+        forget_newcomer(tcp, tcp->newcomers);
     }
     close_socket(&tcp->listener);
     close_socket(&tcp->events);

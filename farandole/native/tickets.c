@@ -1,7 +1,7 @@
 /* Calls that wait for a thread: one ticket each.
  *
- * The thread of a queue runs calls that nobody waits for.  Most calls are waited for soon after they were made, and then the
- * waiting thread runs them itself.  Waking the queue's thread for such a call would cost several changes of threads,
+ * The thread of a queue runs calls for which no thread waits.  Most calls are waited for soon after they were made, and
+ * then the waiting thread runs them itself.  Waking the queue's thread for such a call would cost several changes of threads,
  * and it would disturb the call on the same core.  So a timer wakes it when a ticket is GRACE_NS old, and a ticket
  * that is taken before stops the timer.
  *

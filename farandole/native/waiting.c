@@ -1,7 +1,7 @@
 /* How a rank waits: spin for a moment, then offer the core to others, then sleep until woken.
  *
  * Ranks may outnumber cores, and a rank's own computation may want the core on which its communication
- * waits, so nobody spins for long.  A sleeper wakes every few milliseconds to see that the others live.
+ * waits, so no rank spins for long.  A sleeper wakes every few milliseconds to see that the others live.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -18,8 +18,8 @@
 #define SLICE_S 0.010         /* one sleep */
 #define INSPECTION_S 0.050    /* between two looks at the others' processes */
 #define SIGNALS_S 0.050       /* between two looks at signals */
-#define CROWDED_YIELD_S 5e-6  /* a yield that takes longer ran somebody else */
-#define CROWDED_WAITS 64      /* how long that is remembered */
+#define CROWDED_YIELD_S 5e-6  /* a yield that takes longer ran another thread */
+#define CROWDED_WAITS 64      /* waits without spinning after such a yield */
 
 double seconds_now(void)
 {
@@ -96,7 +96,7 @@ static bool has_arrived(const struct frd_group *g, int rank, uint64_t phase)
     return atomic_load_explicit(&g->local[rank].block->line.phase, memory_order_acquire) >= phase;
 }
 
-/* Among the ranks that have not ended phase `phase - 1`: has one ended for good? */
+/* Breaks the group if a rank that has not ended phase `phase - 1` has left or died. */
 static int check_liveness(struct frd_group *g, uint64_t phase)
 {
     for (int r = 0; r < g->ranks; r++) {
@@ -113,13 +113,13 @@ static int check_liveness(struct frd_group *g, uint64_t phase)
 
 void frd_set_stall_warning(struct frd_group *g, void (*stall_warning)(void)) { g->stall_warning = stall_warning; }
 
-/* A rank is late: one of those who wait says so, and again each time after twice as long. */
+/* The first of the waiting ranks reports a late rank, and again each time after twice as long. */
 static void warn_of_stall(struct frd_group *g, double now)
 {
     if (!g->stall_warning || now < g->warn_at) return;
     g->warn_at = now + (now - g->begun);
     for (int r = 0; r < g->rank; r++)
-        if (has_arrived(g, r, g->phase)) return; /* that rank waits, too, and says so */
+        if (has_arrived(g, r, g->phase)) return; /* that rank waits, too, and reports it */
     g->stall_warning();
 }
 

@@ -6,13 +6,12 @@ to the byte.  On a CPU host the activations of a step are estimated then (`memor
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from farandole.data.wording import counted, short, size
+from farandole.launch.control_groups import available_memory
 from farandole.memory.budget import Bandwidth
 from farandole.memory.estimate import Estimate, Machine, estimate_workload
 from farandole.memory.estimate.formulas import activation_bytes, copied_bytes, trained_bytes
@@ -51,7 +50,7 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
             for stage in _STAGES
         }
         parts = "weights, gradients and AdamW's averages, and copies of them for checkpoints"
-    have = available_bytes()
+    have = available_memory()
     _check(config, each, ranks, have, "this host has", parts)
     if not torch.cuda.is_available() and config.parallel.swap == "none":
         check_step(config, ranks, have)
@@ -94,7 +93,9 @@ def _estimated(config: TrainConfig, ranks: int) -> Estimate:
         activation_bytes=parallel.activation_bytes or None,
         offload=parallel.offload,
     )
-    machine = Machine(memory=available_bytes(), disk=Bandwidth(1e9, 1e9, "any"))  # its speed is not looked at
+    machine = Machine(
+        memory=available_memory(), disk=Bandwidth(1e9, 1e9, "any")
+    )  # its speed is not looked at
     return estimate_workload(workload_of(config, ranks), plan, ranks, machine)
 
 
@@ -106,28 +107,6 @@ def _at_most(config: TrainConfig, ranks: int) -> float:
     logits = 4.0 * samples * model.context * model.vocabulary
     whole = trained_bytes(0, 1, common=False) + copied_bytes(0, 1)
     return (1 << 30) + 2 * (kept + 3 * logits) + 1.5 * whole * model.gpt().parameters
-
-
-def available_bytes() -> int:
-    """The memory of this host that is not in use, as far as a control group lets this process have it."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # not Linux
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _group_limit()
-    return free if limit is None else min(free, limit)
-
-
-def _group_limit(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the control group leaves (docker run --memory, Kubernetes limits); None where it sets no limit."""
-    try:
-        limit, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()
-        numbers = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        cached = int(numbers["active_file"]) + int(numbers["inactive_file"])  # given up when asked for
-        return max(0, int(limit) - int(used) + cached)
-    except (OSError, ValueError, KeyError):  # no such group, or "max"
-        return None
 
 
 def _check(

@@ -23,7 +23,7 @@ def on_hosts(host_of: Sequence[int | str], rank: int) -> Iterator[None]:
         endpoint.host_identity, endpoint.gethostname = identity, name
 
 
-def spanning_group(host_of: Sequence[int], rank: int, **options) -> dist.ProcessGroup:
+def hierarchical_group(host_of: Sequence[int], rank: int, **options) -> dist.ProcessGroup:
     """A group of the first ranks of the world, on hosts as said."""
     with on_hosts(host_of, rank):
         group = dist.new_group(list(range(len(host_of))), backend="farandole", pg_options=Options(**options))

@@ -17,7 +17,7 @@ from farandole.comm.algorithms.choice import ALL_REDUCE
 from farandole.comm.algorithms.steps import COMBINE, Steps, finish, split
 from farandole.comm.algorithms.table import COSTS
 from farandole.comm.transport import TorchTransport, Transport
-from tests.comm.hosts import spanning_group
+from tests.comm.hosts import hierarchical_group
 
 TIMEOUT_S = 20.0
 REFERENCE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -190,7 +190,7 @@ def test_broadcast_among_threads(broadcast, size):
 def over_messages(rank: int, size: int, way: str) -> None:
     """All algorithms among processes, over TCP between hosts, memory inside one, or Gloo."""
     if way == "wire":
-        group = spanning_group(list(range(size)), rank)
+        group = hierarchical_group(list(range(size)), rank)
         transport: Transport = group.between(range(size), 16)
     elif way == "memory":
         group = dist.group.WORLD

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from tests.comm.beside_gloo import gloo_group, same_on_both
-from tests.comm.hosts import spanning_group
+from tests.comm.hosts import hierarchical_group
+from tests.comm.next_to_gloo import gloo_group, same_on_both
 
 COUNT = 24
 
@@ -193,7 +193,7 @@ def test_results_of_functional_collectives_may_be_passed_on(ranks):
 
 def check_inference_mode(rank: int, size: int) -> None:
     """What was made in inference mode, and is written by the thread of the group, which is not in it."""
-    for group in (dist.group.WORLD, spanning_group(range(size), rank)):
+    for group in (dist.group.WORLD, hierarchical_group(range(size), rank)):
         with torch.inference_mode():
             transposed = torch.full((2, 3), float(rank)).t()
             gathered, means = torch.zeros(3, size).t(), torch.full((4,), float(rank))

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817 - the usual name
 
-from tests.comm.beside_gloo import gloo_group
+from tests.comm.next_to_gloo import gloo_group
 
 WIDTH = 96
 

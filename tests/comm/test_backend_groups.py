@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from farandole.comm import RankLate
-from farandole.comm.process_group import FarandoleProcessGroup
+from farandole.comm.backend.process_group import FarandoleProcessGroup
 
 
 def check_sub_groups(rank: int, size: int) -> None:

@@ -64,7 +64,7 @@ def check_tags_out_of_order(rank: int, size: int) -> None:
         dist.send(torch.tensor([10.0]), 1, tag=10)
     if rank == 1:
         last = torch.zeros(1)
-        dist.recv(last, 0, tag=10)  # everything else is put aside, also what the ring cannot hold
+        dist.recv(last, 0, tag=10)  # all other messages are buffered, also those that the ring cannot hold
         assert last == 10
         large = torch.zeros(BEYOND_THE_RING)
         dist.recv(large, 0, tag=9)

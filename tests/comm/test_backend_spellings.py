@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.comm.beside_gloo import gloo_group, same_on_both
+from tests.comm.next_to_gloo import gloo_group, same_on_both
 
 # each of torch's spellings, on one group; the default arguments are those of both versions
 

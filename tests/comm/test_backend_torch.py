@@ -21,9 +21,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from farandole.comm.backend.process_group import FarandoleProcessGroup
 from farandole.comm.communicator import Communicator
-from farandole.comm.process_group import FarandoleProcessGroup
-from tests.comm.beside_gloo import gloo_group, same_on_both
+from tests.comm.next_to_gloo import gloo_group, same_on_both
 
 WIDTH = 32
 

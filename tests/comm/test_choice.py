@@ -12,7 +12,7 @@ import torch.distributed as dist
 from farandole.comm import Options
 from farandole.comm.algorithms.choice import ALL_REDUCE, Choice
 from farandole.comm.algorithms.table import COSTS, Fit, Link, Table, TableError, fit
-from tests.comm.hosts import spanning_group
+from tests.comm.hosts import hierarchical_group
 
 TRUE = Fit(latency_s=20e-6, seconds_per_byte=1e-9)
 SIZES = [64 << 2 * power for power in range(10)]
@@ -153,7 +153,7 @@ def test_a_table_is_of_no_use_with_an_algorithm():
 
 
 def _by_table(rank: int, size: int, paths: list[str]) -> None:
-    group = spanning_group(list(range(size)), rank, table=paths[rank])
+    group = hierarchical_group(list(range(size)), rank, table=paths[rank])
     tensor = torch.arange(1000.0) * (rank + 1)
     dist.all_reduce(tensor, group=group)
     assert torch.equal(tensor, torch.arange(1000.0) * sum(range(1, size + 1)))
@@ -168,7 +168,7 @@ def test_a_group_reduces_by_its_table(ranks, tmp_path):
 
 def _by_different_tables(rank: int, size: int, paths: list[str]) -> None:
     with pytest.raises(ValueError, match="another algorithm or table of measurements .* the same Options"):
-        spanning_group(list(range(size)), rank, table=paths[rank])
+        hierarchical_group(list(range(size)), rank, table=paths[rank])
 
 
 def test_ranks_with_different_tables_are_refused(ranks, tmp_path):

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farandole.comm import CommunicationError, Communicator
-from tests.comm.beside_gloo import gloo_group
-from tests.comm.hosts import spanning_group
+from tests.comm.hosts import hierarchical_group
+from tests.comm.next_to_gloo import gloo_group
 from tests.comm.test_collectives import FLOATS, INTEGERS, ON_FLOATS, ON_INTEGERS, reduced, same_bits, values
 
 COUNTS = [0, 1, 3, 100, 5000, 70_001]
@@ -28,7 +28,7 @@ def communicators(rank: int, size: int) -> list[tuple[str, Communicator]]:
     """One on this host, one on pretended hosts, one on Gloo."""
     made = [("native", Communicator(dist.group.WORLD)), ("gloo", Communicator(gloo_group()))]
     if size > 1:
-        made.append(("hierarchical", Communicator(spanning_group([r % 2 for r in range(size)], rank))))
+        made.append(("hierarchical", Communicator(hierarchical_group([r % 2 for r in range(size)], rank))))
     return made
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from farandole.comm import CallMismatch, Communicator, notices
 from farandole.comm.compression import Cast, Compression, Int8, PowerSGD, TopK, compression_named
-from tests.comm.hosts import spanning_group
+from tests.comm.hosts import hierarchical_group
 from tests.comm.jobs import Job
 from tests.comm.test_hosts import everyones
 
@@ -33,7 +33,7 @@ def check_same_everywhere(tensor: torch.Tensor, group: dist.ProcessGroup) -> Non
 
 
 def results(rank: int, size: int, host_of: list[int], options: dict, seed: int) -> None:
-    group = spanning_group(host_of, rank, **options)
+    group = hierarchical_group(host_of, rank, **options)
     comm = Communicator(group)
     chance = random.Random(seed)
     for length in (0, 1, 3, 700, 70_001):
@@ -74,7 +74,7 @@ def test_what_arrives_is_near_by_option(ranks, options):
 
 def nothing_is_lost(rank: int, size: int, host_of: list[int]) -> None:
     """All that came out, and all that leaders still remember, is all that went in; twice the same bits."""
-    group = spanning_group(host_of, rank)
+    group = hierarchical_group(host_of, rank)
     comm = Communicator(group)
     shapes = [(0, (90, 40)), (3600, (7,)), (3616, (30, 5, 20)), (6700, (200, 100))]
     for compression in LOSSY:
@@ -109,7 +109,7 @@ def test_nothing_is_lost_only_late(ranks, layout):
 
 
 def spoiled(rank: int, size: int) -> None:
-    group = spanning_group([0, 0, 1, 1], rank)
+    group = hierarchical_group([0, 0, 1, 1], rank)
     comm = Communicator(group)
     for compression in [*LOSSY, Cast(torch.float16, error_feedback=True)]:
         for bad in (torch.inf, -torch.inf, torch.nan):
@@ -131,7 +131,7 @@ def test_what_is_not_finite_arrives_and_is_not_remembered(ranks):
 
 def low_rank(rank: int, size: int) -> None:
     """Matrices of rank 2 arrive whole, and what is none exactly, whatever the leaders' shares."""
-    group = spanning_group([0, 0, 1, 1], rank)
+    group = hierarchical_group([0, 0, 1, 1], rank)
     comm = Communicator(group)
     generator = torch.Generator().manual_seed(3)
     left, right = torch.randn(60, 2, generator=generator), torch.randn(2, 80, generator=generator)
@@ -160,7 +160,7 @@ def test_matrices_of_low_rank_arrive_whole(ranks):
 
 def large(rank: int, size: int) -> None:
     """Many windows, under way together."""
-    group = spanning_group([0, 0, 1, 1], rank)
+    group = hierarchical_group([0, 0, 1, 1], rank)
     inputs = everyones(size, 5, (5_000_000,), torch.float32)
     expected = inputs.sum(0)
     for compression, relative in ((Int8(), 2e-2), (TopK(1.0), 1e-6)):
@@ -178,7 +178,7 @@ def test_tensors_of_many_windows(ranks):
 
 def remembered(rank: int, size: int) -> None:
     """State that was saved and loaded goes on with the same bits."""
-    group = spanning_group([0, 1], rank)
+    group = hierarchical_group([0, 1], rank)
     comm = Communicator(group)
     for compression in LOSSY:
         first = compression.for_tensor(3000)
@@ -198,7 +198,7 @@ def remembered(rank: int, size: int) -> None:
 
 
 def first_in_inference_mode(rank: int, size: int) -> None:
-    comm = Communicator(spanning_group([0, 1], rank))
+    comm = Communicator(hierarchical_group([0, 1], rank))
     for compression in (Int8(), TopK(ratio=0.5), PowerSGD(rank=1)):
         compressor, values = compression.for_tensor(64), torch.arange(64.0)
         with torch.inference_mode():
@@ -216,7 +216,7 @@ def test_state_can_be_saved(ranks):
 
 
 def refusals(rank: int, size: int) -> None:
-    group, other = spanning_group([0, 1], rank), spanning_group([0, 1], rank)
+    group, other = hierarchical_group([0, 1], rank), hierarchical_group([0, 1], rank)
     comm = Communicator(group)
     for dtype in (torch.float64, torch.int32, torch.complex64, torch.bool):
         with pytest.raises(TypeError, match=f"{dtype} is not compressed; what is: torch.float32"):
@@ -269,7 +269,7 @@ def test_on_one_host_nothing_is_compressed_and_one_rank_says_so_once(ranks):
 
 
 def reduce_for_ever(rank, size, tell):
-    comm = Communicator(spanning_group([0, 0, 1, 1], rank))
+    comm = Communicator(hierarchical_group([0, 0, 1, 1], rank))
     compressor = Int8().for_tensor(2_000_000)
     tensor = torch.ones(2_000_000)
     for step in range(100_000):

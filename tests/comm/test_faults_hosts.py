@@ -192,22 +192,22 @@ def ports_of_this_process() -> list[int]:
     return ports
 
 
-def meet_strangers(rank: int, size: int, tell: Callable) -> float:
+def meet_intruders(rank: int, size: int, tell: Callable) -> float:
     address = own_address(None, None)
     hello = struct.pack("<Q32sii16x", 0x656C6F646E617261, b"0" * 32, 1, size)
     for port in ports_of_this_process():
         for words in (b"", b"GET / HTTP/1.1\r\n\r\n" * 5, bytes(64), hello, hello[:20]):
-            with socket.create_connection((address, port), timeout=5) as stranger:
-                stranger.sendall(words)
+            with socket.create_connection((address, port), timeout=5) as intruder:
+                intruder.sendall(words)
                 if len(words) >= 64:
                     with contextlib.suppress(ConnectionResetError):
-                        assert stranger.recv(1) == b""  # hung up
+                        assert intruder.recv(1) == b""  # hung up
     tensor = torch.full((100_000,), rank + 1.0)
     dist.all_reduce(tensor)
     return tensor.unique().item()
 
 
-def test_strangers_are_not_let_in():
-    with Job(2, meet_strangers, hosts=[0, 1]) as job:
+def test_intruders_are_not_let_in():
+    with Job(2, meet_intruders, hosts=[0, 1]) as job:
         ends = [job.end(rank) for rank in (0, 1)]
     assert [end.text for end in ends] == ["3.0", "3.0"], [end.trace for end in ends]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from farandole.comm import Communicator
 from farandole.comm.algorithms.choice import Choice
-from tests.comm.hosts import spanning_group
+from tests.comm.hosts import hierarchical_group
 
 LAYOUTS = {
     "2 x 1": [0, 1],
@@ -51,7 +51,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, n: int) -> bool:
 
 
 def reductions(rank: int, size: int, host_of: list[int], options: dict, seed: int) -> None:
-    group = spanning_group(host_of, rank, **options)
+    group = hierarchical_group(host_of, rank, **options)
     chance = random.Random(seed)
     for turn in range(12):
         dtype = chance.choice(FLOATS + WHOLE)
@@ -91,7 +91,7 @@ def reductions(rank: int, size: int, host_of: list[int], options: dict, seed: in
 
 
 def movements(rank: int, size: int, host_of: list[int], options: dict, seed: int) -> None:
-    group = spanning_group(host_of, rank, **options)
+    group = hierarchical_group(host_of, rank, **options)
     chance = random.Random(seed)
     for turn in range(12):
         dtype = chance.choice([*FLOATS, *WHOLE, torch.bool, torch.complex64])
@@ -153,7 +153,7 @@ def test_movements(ranks, layout, exchange):
 
 def round_once(rank: int, size: int, host_of: list[int], options: dict) -> None:
     """Sums differ from those of fp64 by no more than `Accumulation` states."""
-    group = spanning_group(host_of, rank, **options)
+    group = hierarchical_group(host_of, rank, **options)
     for dtype in (torch.bfloat16, torch.float16):
         for length in (1000, 300_000):
             inputs = [values(r, length, (length,), dtype) for r in range(size)]
@@ -186,20 +186,20 @@ def test_sums_of_16_bit_floats_are_rounded_once(ranks, layout, algorithm):
 
 def name_algorithms(rank: int, size: int) -> None:
     for algorithm in ("ring", "doubling", "rabenseifner"):
-        comm = Communicator(spanning_group([0, 0, 1, 1], rank, algorithm=algorithm, exchange="direct"))
+        comm = Communicator(hierarchical_group([0, 0, 1, 1], rank, algorithm=algorithm, exchange="direct"))
         assert comm.algorithm("all_reduce", 8) == comm.algorithm("all_reduce", 1 << 28) == algorithm
         assert comm.algorithm("all_to_all", 8) == comm.algorithm("gather", 8) == "direct"
         with pytest.raises(ValueError, match="expected the name of a collective"):
             comm.algorithm("all-reduce", 8)
         dist.destroy_process_group(comm.group)
-    comm = Communicator(spanning_group([0, 0, 1, 1], rank))
+    comm = Communicator(hierarchical_group([0, 0, 1, 1], rank))
     assert comm.algorithm("all_to_all", 8) == "direct" and Choice().exchange("gather", 8, 16) == "aggregated"
     assert comm.algorithm("reduce", 8) == "binomial tree" and comm.algorithm("broadcast", 1 << 28) == "chain"
     assert Communicator(dist.group.WORLD).algorithm("all_reduce", 8) == "shared memory"
     dist.destroy_process_group(comm.group)
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="torch finds no CUDA device.*try transport='tcp'"):
-            spanning_group([0, 0, 1, 1], rank, transport="nccl")
+            hierarchical_group([0, 0, 1, 1], rank, transport="nccl")
 
 
 def test_the_algorithm_can_be_chosen_and_is_visible(ranks):
@@ -208,7 +208,7 @@ def test_the_algorithm_can_be_chosen_and_is_visible(ranks):
 
 def messages(rank: int, size: int, host_of: list[int]) -> None:
     """To every other rank, on this host or another, tags out of order, from any sender."""
-    group = spanning_group(host_of, rank)
+    group = hierarchical_group(host_of, rank)
     length = 300_000  # more than any buffer holds
     for tag in (1, 2):
         for peer in range(size):
@@ -234,7 +234,7 @@ def test_messages(ranks, layout):
 
 def too_many_leaders(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="1 to 2 can lead"):
-        spanning_group([0, 0, 1, 1], rank, leaders=3)
+        hierarchical_group([0, 0, 1, 1], rank, leaders=3)
 
 
 def test_too_many_leaders_are_refused(ranks):
@@ -242,7 +242,7 @@ def test_too_many_leaders_are_refused(ranks):
 
 
 def large(rank: int, size: int) -> None:
-    group = spanning_group([0, 0, 1, 1], rank)
+    group = hierarchical_group([0, 0, 1, 1], rank)
     tensor = torch.arange(9_000_000, dtype=torch.float32) % 1000 * (rank + 1)
     expected = torch.arange(9_000_000, dtype=torch.float32) % 1000 * 10
     dist.all_reduce(tensor, group=group)

@@ -52,7 +52,7 @@ def refuse(rank: int, size: int) -> None:
 
 
 def refuse_in_core(rank: int, size: int) -> None:
-    """The same by the C core, for whoever calls it directly."""
+    """The C core refuses the same calls."""
     host = dist.group.WORLD._host
     core, handle = host.core, host.handle
     tensor = torch.ones(4)

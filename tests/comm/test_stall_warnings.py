@@ -1,4 +1,4 @@
-"""A person is told for whom a rank waits, long before the deadline."""
+"""A waiting rank names the rank for which it waits, long before the timeout."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from farandole import _torch_versions
-from farandole.comm import default_backend
+from farandole.comm.backend import default_backend
 
 # ---- a torch that lacks what registration needs ----
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.launch.cores import divide_cores, physical_cores, processor_quota
+from farandole.launch.cores import divide_cores, physical_cores
 
 EIGHT = [(core,) for core in range(8)]
 
@@ -84,17 +83,6 @@ def test_physical_cores_within_a_mask():
     siblings = {0: {0, 4}, 4: {0, 4}, 1: {1, 5}, 5: {1, 5}}
     found = physical_cores(frozenset({0, 4, 5}), lambda p: frozenset(siblings[p]))
     assert found == [(0, 4), (5,)]
-
-
-@pytest.mark.parametrize(("text", "quota"), [("max 100000", None), ("150000 100000", 1.5), ("odd", None)])
-def test_quota_of_a_container(tmp_path, text, quota):
-    file = tmp_path / "cpu.max"
-    file.write_text(text + "\n")
-    assert processor_quota(file) == quota
-
-
-def test_no_quota_without_control_groups(tmp_path):
-    assert processor_quota(tmp_path / "missing") is None
 
 
 def test_reserved_cores_are_not_divided():

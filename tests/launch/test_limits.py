@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch.limits import CGROUP_MOUNT, oversubscription_warning
+from farandole.launch.control_groups import MOUNT
+from farandole.launch.limits import oversubscription_warning
 from tests.launch.jobs import ours, run, write
 
 EAT = """
@@ -34,10 +35,8 @@ MIB = 1 << 20
 @pytest.fixture
 def memory_group(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A control group of 700 MiB, or as many as asked for, in which nothing runs yet."""
-    first_version = CGROUP_MOUNT / "memory"
-    group = (
-        first_version if first_version.is_dir() else CGROUP_MOUNT
-    ) / f"farandole-test-{uuid.uuid4().hex[:8]}"
+    first_version = MOUNT / "memory"
+    group = (first_version if first_version.is_dir() else MOUNT) / f"farandole-test-{uuid.uuid4().hex[:8]}"
     try:
         group.mkdir()
     except OSError as error:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver
 
 import pytest
 
@@ -88,6 +89,7 @@ def temporary(tmp_path, monkeypatch):
     """A folder for temporary files of the job, which must be empty again at the end."""
     folder = tmp_path / "tmp"
     folder.mkdir()
+    forkserver.ensure_running()  # outside: torch makes a folder for temporary files when the server loads it
     monkeypatch.setenv("TMPDIR", str(folder))
     yield folder
     assert list(folder.iterdir()) == []

@@ -14,7 +14,7 @@ from torch import nn
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Cast, Compression, Int8, PowerSGD, TopK
 from farandole.parallel.data import DataParallel
-from tests.comm.hosts import spanning_group
+from tests.comm.hosts import hierarchical_group
 
 STEPS, SAMPLES = 150, 32
 
@@ -26,7 +26,7 @@ def network(seed: int) -> nn.Module:
 
 def losses(rank: int, size: int, compressions: list[Compression | None]) -> list[float]:
     """Of a student of one network that another one teaches, after some steps with each compression."""
-    group = spanning_group([0, 1], rank)
+    group = hierarchical_group([0, 1], rank)
     comm = Communicator(group)
     teacher, test = network(1), torch.randn(2000, 20, generator=torch.Generator().manual_seed(2))
     found = []
@@ -70,7 +70,7 @@ def threads_beside_pythons() -> int:
 
 def added_threads(rank: int, size: int) -> int:
     """How many threads of OpenMP a compressed reduction starts."""
-    group = spanning_group([0, 1], rank)
+    group = hierarchical_group([0, 1], rank)
     model = network(1)
     replica = DataParallel(model, Communicator(group), compression=PowerSGD(2))
     before = threads_beside_pythons()
@@ -102,7 +102,7 @@ class Sometimes(nn.Module):
 
 
 def who_has_a_gradient(rank: int, size: int) -> None:
-    group = spanning_group([0, 0, 1, 1], rank)
+    group = hierarchical_group([0, 0, 1, 1], rank)
     for compression in (Int8(), TopK(0.001), PowerSGD(1)):
         torch.manual_seed(rank)
         model = Sometimes()

@@ -12,7 +12,7 @@ from farandole.comm.communicator import Communicator
 from farandole.parallel.data import DataParallel
 from farandole.parallel.hybrid import divide
 from farandole.plan import Plan, PlanError
-from tests.comm.hosts import on_hosts, spanning_group
+from tests.comm.hosts import hierarchical_group, on_hosts
 from tests.parallel.test_data import SHARE, _loss, _model
 from tests.parallel.test_zero import CLIP, _batches, _grouped, _train_alone, _world
 
@@ -21,7 +21,7 @@ def _train(
     rank: int, size: int, hosts: list[int], zero: int, accumulate: int, dtype: torch.dtype | None
 ) -> tuple[dict[str, Tensor], int]:
     """The parameters at the end, and the elements that this rank updates."""
-    comm = Communicator(spanning_group(hosts, rank))
+    comm = Communicator(hierarchical_group(hosts, rank))
     model = _model(seed=rank)
     model.offset = model.offset.to(dtype)
     with on_hosts(hosts, rank):

@@ -14,7 +14,7 @@ from farandole.train.checkpoint import CheckpointWriter, load
 from farandole.train.config import load_config
 from farandole.train.engine import Engine
 from farandole.train.text import open_text
-from tests.comm.hosts import spanning_group
+from tests.comm.hosts import hierarchical_group
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def resumed(rank: int, size: int, folder: str, compression: str, precision: str)
     words = [f"data.path={folder}/text.txt", f"data.cache={folder}/cache", "batch=4"]
     config = load_config("tiny", [*words, f"parallel.compression={compression}"])
     text: Text = open_text(config)
-    comm = Communicator(spanning_group([0, 1], rank))
+    comm = Communicator(hierarchical_group([0, 1], rank))
     run = Path(folder) / "run"
 
     def new() -> Engine:

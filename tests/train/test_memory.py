@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
+from farandole.launch.control_groups import available_memory
 from farandole.train.config import ConfigError, load_config
 from farandole.train.memory import (
-    _group_limit,
-    available_bytes,
     check_memory,
     check_step,
     copied_bytes,
@@ -29,7 +27,7 @@ def test_what_is_divided_is_needed_once() -> None:
 def test_a_stage_that_fits_is_named() -> None:
     """A model that two ranks can hold together, and not one each."""
     width = 64
-    while 50 * load_config("tiny", [f"model.width={width}"]).model.gpt().parameters < available_bytes():
+    while 50 * load_config("tiny", [f"model.width={width}"]).model.gpt().parameters < available_memory():
         width += 64
     words = [f"model.width={width}", "model.heads=2"]
     with pytest.raises(ConfigError, match=r"56 bytes per parameter\), .*; parallel.zero=1 fits; nearest"):
@@ -53,22 +51,12 @@ def test_the_widest_that_fits_is_named() -> None:
     width = int(found[1])
     near = load_config("tiny", [f"model.width={width}", "model.heads=4"])
     check_memory(near, 3)
-    assert EACH * 3 * near.model.gpt().parameters == pytest.approx(0.8 * available_bytes(), rel=0.2)
+    assert EACH * 3 * near.model.gpt().parameters == pytest.approx(0.8 * available_memory(), rel=0.2)
 
 
 def test_where_no_width_fits_something_else_is_advised() -> None:
     with pytest.raises(ConfigError, match="fewer ranks, model.layers or model.vocabulary need less"):
         check_memory(load_config("tiny", ["model.layers=10000000000"]), 2)
-
-
-def test_a_control_group_may_leave_less(tmp_path: Path) -> None:
-    assert _group_limit(tmp_path) is None
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("300000\n")
-    (tmp_path / "memory.stat").write_text("anon 100000\nactive_file 50000\ninactive_file 150000\n")
-    assert _group_limit(tmp_path) == 900_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert _group_limit(tmp_path) is None
 
 
 def test_a_step_that_does_not_fit_names_a_smaller_one() -> None:

@@ -112,10 +112,9 @@ class Table:
     links: tuple[Link, ...]
 
     def best(self, hosts: int, size: int) -> str:
-        """The algorithm for `size` bytes among `hosts` hosts.
+        """Return the algorithm for `size` bytes among `hosts` hosts.
 
-        Which of the links there is, nobody knows: it is the algorithm whose time on any of them exceeds the best
-        time there by the least factor.
+        The link type is unknown, so this is the algorithm with the smallest worst-case slowdown over all links.
         """
         worst = dict.fromkeys(COSTS, 0.0)
         for link in self.links:
@@ -145,7 +144,7 @@ class Table:
             content = json.loads(text)
             if content["version"] != VERSION:
                 raise TableError(
-                    f"{name} has version {content['version']} and this installation reads {VERSION}; make it anew with "
+                    f"{name} has version {content['version']} and this installation reads {VERSION}; make it again with "
                     f"farandole tune"
                 )
             links = tuple(_link(each) for each in content["links"])

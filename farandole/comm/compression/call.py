@@ -11,7 +11,7 @@ from torch import Tensor
 from farandole.comm.compression.base import Compression, Compressor
 from farandole.comm.dense import copy_back, readable
 from farandole.comm.fallback import TorchCore
-from farandole.comm.hierarchical import HierarchicalCore
+from farandole.comm.hierarchical.core import HierarchicalCore
 from farandole.comm.notices import print_once
 from farandole.comm.operations import ALL_REDUCE, reduction_number
 

@@ -14,13 +14,13 @@ from torch.distributed import distributed_c10d
 
 from farandole._torch_versions import report_untested
 from farandole.comm import dense
+from farandole.comm.backend.process_group import FarandoleProcessGroup
 from farandole.comm.describe import Membership
 from farandole.comm.host import Rendezvous
 from farandole.comm.mpi import cuda
 from farandole.comm.mpi.core import MpiCore
 from farandole.comm.mpi.engine import engine
 from farandole.comm.mpi.group import MpiGroup
-from farandole.comm.process_group import FarandoleProcessGroup
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -85,12 +85,12 @@ def rendezvous(
 
 def _world_store(timeout: timedelta) -> dist.Store:
     """Return a part of the store of the job's ranks, a new one at each call; called by all ranks."""
-    number = next(_meetings())
+    number = next(_rendezvous_numbers())
     return dist.PrefixStore(f"rendezvous-{number}/", _job_store(timeout))
 
 
 @functools.cache
-def _meetings() -> Iterator[int]:
+def _rendezvous_numbers() -> Iterator[int]:
     return iter(range(1 << 62))
 
 

@@ -140,14 +140,6 @@ class MpiCore(GroupCore):
             sends = self._buffer(source, kind)
             self._collective(flags, "Reduce_scatter", source.nbytes, sends, receives, counts, op)
 
-    def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> None:
-        """Reduce the inputs of ranks 0 to this one (without this one if `exclusive`)."""
-        rows = input.new_empty(self.size, input.numel())
-        self.all_gather([rows], input, flags)
-        last = self.rank - exclusive
-        if last >= 0:
-            output.copy_(reduce_rows(rows[: last + 1], reduction).view(output.shape))
-
     def _reduce_here(
         self, output: Tensor | None, input: Tensor, reduction: int, root: int | None, flags: int
     ) -> None:

@@ -1,14 +1,14 @@
-"""Who may be in MPI, and how its requests move along.
+"""Access of threads to MPI, and progress of requests.
 
-MPI runs at the level "serialized", so one lock covers every call.  It is held for moments only: operations
-are begun, and then tested until they are complete, by the thread that waits for them.  So calls of several
-groups, on several threads, in another order on each rank, do not wait for each other.  What nobody waits for
-(messages, mostly) is tested by one thread of the process.
+MPI runs at the level "serialized", so one lock covers every call.  It is held for moments only: the thread that waits
+for an operation begins it and then tests it until it is complete.  So calls of several groups, on several threads, in
+another order on each rank, do not wait for each other.  One thread of the process tests the operations for which no
+thread waits (mostly messages).
 
 Open MPI's collectives that do not block are two to three times slower than those that do (measured on one
-host, 5.0).  There a large call first agrees, in a small one that does not block, that every rank is here with
-nothing else of the kind under way; then it may block inside MPI: every rank is about to do its part.  Not so work
-beside the program's own, which a blocking call would keep from its core (DDP is three times slower with it).
+host, 5.0).  There the ranks first agree, in a small call that does not block, that all of them have arrived and have no other
+such call under way.  Then the large call may block inside MPI.  Asynchronous calls never block there: they would keep
+the program's own thread from its core (DDP is three times slower with it).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any, Protocol
 from farandole.comm.mpi.library import load, loaded
 
 SPINS = 30
-"""Tests in a row before a waiting thread begins to give its core away."""
+"""Tests in a row before a waiting thread yields its core."""
 YIELDING_S = 0.005
-"""How long it does that before it sleeps between tests; longer for large transfers, which move in tests."""
+"""How long it yields before it sleeps between tests; longer for large transfers, which move in tests."""
 MOVED_PER_S = 50e6
 NAP_S, LONG_NAP_S = 50e-6, 500e-6
 BACKGROUND_NAP_S = 20e-6
-"""Between tests of a thread beside the program's: a real sleep, which gives it the interpreter."""
+"""Between tests of a background thread: a real sleep, which releases the interpreter lock."""
 BURST = 16
 """Tests between two naps: MPICH moves 16 KiB in each."""
 IDLE_S = 1.0
@@ -132,10 +132,10 @@ class Engine:
             with self._alone:
                 self._making_groups -= 1
 
-    # ---- what nobody waits for ----
+    # ---- operations for which no thread waits ----
 
     def watch(self, pending: Pending) -> None:
-        """Have it tested by the thread until it is complete."""
+        """Let the background thread test `pending` until it is complete."""
         with self._wake:
             self._open.append(pending)
             if self._thread is None:
@@ -145,9 +145,9 @@ class Engine:
                 self._wake.notify()
 
     def abandon(self, request: Any) -> None:
-        """Keep a request that is given up and cannot be taken back, with the memory that it reads or writes.
+        """Keep a request that cannot be cancelled, with the memory that it reads or writes.
 
-        That belongs to tensors of our callers, whom only the stack knows.
+        The memory belongs to tensors of the callers, so their frames are kept.
         """
         self.watch(Abandoned(request, sys._getframe(1)))
 
@@ -196,7 +196,7 @@ class Engine:
 
 
 class Abandoned:
-    """A request that nobody waits for any more, and the frame whose variables keep its memory."""
+    """A request for which no thread waits any more, and the frame whose variables keep its memory."""
 
     def __init__(self, request: Any, frame: Any) -> None:
         self._request = request

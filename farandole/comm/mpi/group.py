@@ -26,7 +26,7 @@ from farandole.comm.mpi.messages import Messages
 from farandole.native import Call, Failure, Status
 
 SLOW_S = 1.0
-"""After that long in a call a rank leaves word in the store, by which the others know that it is not the late one."""
+"""Seconds in a call after which a rank records this in the store, so that the others do not take it for the late rank."""
 PIECE_BYTES = 1 << 30
 GRACE_S = 0.5
 """How long a rank whose deadline has passed waits for such words."""
@@ -135,7 +135,7 @@ class MpiGroup:
             raise status
 
     def whereabouts(self) -> str:
-        """For a person: the call under way, and which ranks are not known to be in it."""
+        """Describe the call under way and the ranks that are not known to be in it."""
         what = f"{self._in_words()}, call number {self._index} of {self.membership.group}"
         behind = [f"{self.membership.rank(rank)} has not said that it arrived" for rank in self._missing()]
         return "; ".join([what, *behind])
@@ -277,13 +277,13 @@ class MpiGroup:
         )
 
     def _tell(self) -> None:
-        """Leave word that this rank is in its call; without a store nobody is told."""
+        """Record in the store, if there is one, that this rank is in its call."""
         self._told = self._index
         with contextlib.suppress(RuntimeError):  # torch's DistError: rank 0, which keeps the store, is gone
             self._store.set(f"in call/{self.rank}", str(self._index))
 
     def _missing(self) -> list[int]:
-        """The ranks that have not left word that they are in this call or in a later one."""
+        """Return the ranks that have not recorded that they are in this call or in a later one."""
         missing = []
         for rank in range(self.size):
             key = f"in call/{rank}"

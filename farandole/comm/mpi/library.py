@@ -19,7 +19,7 @@ from farandole.comm.notices import print_once
 _SIZES = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
     "PMI_SIZE": "Hydra, the mpiexec of MPICH and its relatives,",
-    "WORLD_SIZE": "torchrun (or whoever set WORLD_SIZE)",
+    "WORLD_SIZE": "torchrun (or another program that set WORLD_SIZE)",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
 """Where launchers say how many ranks they started, the innermost first."""
@@ -113,8 +113,8 @@ def _warn_of_launcher(environ: Mapping[str, str], library: str) -> None:
 
 
 def _remedy(variable: str) -> str:
-    beside = Path(sys.executable).with_name("mpiexec")
-    start = "start with that library's own mpiexec" + (f" (perhaps {beside})" if beside.exists() else "")
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    start = "start with that library's own mpiexec" + (f" (perhaps {mpiexec})" if mpiexec.exists() else "")
     if variable == "WORLD_SIZE":
         return f"{start}; under this launcher use the backend farandole"
     if variable == "SLURM_STEP_NUM_TASKS":

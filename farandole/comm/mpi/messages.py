@@ -115,8 +115,8 @@ class Messages:
         if not 0 <= tag <= largest:
             raise ValueError(f"tag {tag}: this MPI has tags from 0 to {largest}")
         call = Call(operation=operation, type=kind, count=nbytes // (kind >> 8), root=peer, layout=tag)
-        whom = engine.mpi.ANY_SOURCE if peer < 0 else peer
-        request = group.start(begin, group.message_buffer(address, nbytes), whom, tag)
+        source = engine.mpi.ANY_SOURCE if peer < 0 else peer
+        request = group.start(begin, group.message_buffer(address, nbytes), source, tag)
         message = MpiMessage(engine, request, call, nbytes)
         if not message.test():
             engine.watch(message)

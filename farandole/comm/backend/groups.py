@@ -13,16 +13,16 @@ import torch.distributed as dist
 
 from farandole._torch_versions import report_untested
 from farandole.comm.algorithms.choice import Choice
+from farandole.comm.backend.process_group import FarandoleProcessGroup
 from farandole.comm.core import GroupCore
 from farandole.comm.endpoint import CannotShareMemory, Endpoint
 from farandole.comm.fallback import gloo_group, has_nccl, nccl_group
-from farandole.comm.hierarchical import HierarchicalCore
+from farandole.comm.hierarchical.core import HierarchicalCore
+from farandole.comm.hierarchical.hosts import Hosts
 from farandole.comm.host_group import HostGroup
-from farandole.comm.hosts import Hosts
 from farandole.comm.native_core import NativeCore
 from farandole.comm.notices import print_once
 from farandole.comm.options import Options
-from farandole.comm.process_group import FarandoleProcessGroup
 from farandole.comm.transport import DeviceTransport, TorchTransport, Transport
 
 _SPARE_TIMEOUT = timedelta(minutes=30)

@@ -23,15 +23,16 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from farandole.comm import operations as table
 from farandole.comm.algorithms.steps import Combine
+from farandole.comm.backend.default_backend import NoCapabilities, register_default_backend
 from farandole.comm.communicator import Communicator
 from farandole.comm.core import Core, GroupCore
-from farandole.comm.default_backend import NoCapabilities, register_default_backend
 from farandole.comm.dense import plain
 from farandole.comm.dispatcher import Dispatcher
 from farandole.comm.dtypes import REDUCTION_NAMES
 from farandole.comm.dynamo import exclude_from_dynamo
 from farandole.comm.fallback import TorchCore, has_nccl, torch_group
-from farandole.comm.hierarchical import HierarchicalCore, combine_in_core
+from farandole.comm.hierarchical.core import HierarchicalCore
+from farandole.comm.hierarchical.windows import combine_in_core
 from farandole.comm.operations import Operation, existing_rank, reduction_number, same_count
 from farandole.comm.transport import WireTransport
 from farandole.comm.work import COMPLETED, Call, seconds_of

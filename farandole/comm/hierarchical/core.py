@@ -16,9 +16,8 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 
@@ -29,69 +28,27 @@ from farandole.comm.algorithms import tree
 from farandole.comm.algorithms.choice import ALL_REDUCE, Choice
 from farandole.comm.algorithms.ring import all_gather as ring_all_gather
 from farandole.comm.algorithms.ring import reduce_scatter as ring_reduce_scatter
-from farandole.comm.algorithms.steps import Combine, Running, Steps, Store, split
+from farandole.comm.algorithms.steps import Running, Steps, split
 from farandole.comm.compression.base import Compressor
 from farandole.comm.core import GroupCore, Parts
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
 from farandole.comm.errors import CommunicationError
-from farandole.comm.host_exchange import HostExchange
-from farandole.comm.host_group import HostGroup
-from farandole.comm.hosts import Hosts
+from farandole.comm.hierarchical.exchange import HostExchange
+from farandole.comm.hierarchical.hosts import Hosts
+from farandole.comm.hierarchical.windows import (
+    WINDOW_BYTES,
+    Accumulation,
+    Window,
+    combine_in_core,
+    in_windows,
+    windows_of,
+)
 from farandole.comm.native_core import NativeCore
-from farandole.comm.reduce_rows import reduce_rows
 from farandole.comm.transport import Tagged, Transport
 from farandole.native import Call as CallRecord
 from farandole.native import Operation
 
-WINDOW_BYTES = 2 << 20
-"""How many bytes of a tensor, over all ranks of a host, one window has."""
-WINDOWS_AHEAD = 4
-"""How many windows may wait for the link while shared memory continues with the next."""
-
-_SUM, _AVG, _PRODUCT = (REDUCTION_NAMES.index(name) for name in ("sum", "avg", "product"))
-
-
-@dataclass(frozen=True)
-class Accumulation:
-    """How a reduction is accumulated over ranks and hosts.
-
-    16-bit floats are accumulated in fp32 and rounded once.  So for N ranks a sum s of values x differs from the exact
-    one by at most u |s| + (1 + u) (N - 1) 2^-24 sum(|x|), where u = 2^-8 for bf16 and 2^-11 for fp16 (N. Higham:
-    Accuracy and Stability of Numerical Algorithms, 2002, section 4.2); u = 0 for fp32.
-    """
-
-    dtype: torch.dtype
-    reduction: int
-    store: Store | None  # None: totals are results
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, reduction: int, ranks: int) -> Accumulation:
-        """Return the accumulation of a reduction of `ranks` tensors."""
-        averages, whole = reduction == _AVG, not dtype.is_floating_point
-        wide = dtype
-        if averages and whole:
-            wide = torch.int64
-        elif not whole and dtype.itemsize < 4 and reduction in (_SUM, _AVG, _PRODUCT):
-            wide = torch.float32
-
-        def store(result: Tensor, total: Tensor) -> None:
-            if averages:
-                total.div_(ranks, rounding_mode="trunc" if whole else None)
-            if result is not total:
-                result.copy_(total)
-
-        stores = averages or wide is not dtype
-        return cls(wide, _SUM if averages else reduction, store if stores else None)
-
-
-@dataclass(frozen=True)
-class Window:
-    """A piece of a tensor in shares, one per rank of this host."""
-
-    shares: list[Tensor]  # to be reduced
-    results: list[Tensor]
-    lead: Callable[[Tensor, Transport], Steps]
-    """How a leader reduces its share over the hosts and puts it into its result."""
+_SUM, _AVG = (REDUCTION_NAMES.index(name) for name in ("sum", "avg"))
 
 
 class HierarchicalCore(GroupCore):
@@ -210,14 +167,6 @@ class HierarchicalCore(GroupCore):
                 [output.view(-1) for output in outputs], [input.view(-1) for input in inputs], flags
             )
 
-    def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> None:
-        """Reduce the inputs of ranks 0 to this one (without this one if `exclusive`)."""
-        rows = input.new_empty(self.size, input.numel())
-        self.all_gather([rows], input, flags)
-        last = self.rank - exclusive
-        if last >= 0:
-            output.copy_(reduce_rows(rows[: last + 1], reduction).view(output.shape))
-
     # ---- data movement, after the ranks have agreed on the call ----
 
     @contextmanager
@@ -273,7 +222,7 @@ class HierarchicalCore(GroupCore):
 
     def _windows(self, flat: Tensor, how: Accumulation) -> Iterator[Window]:
         """Divide a tensor into windows that the chosen algorithm reduces."""
-        for window in _windows_of(flat, how):
+        for window in windows_of(flat, how):
             results = self._shares(window)
             shares = results if how.dtype is flat.dtype else self._shares(window.to(how.dtype))
             yield Window(shares, results, partial(self._lead, how=how, result=results[self.host.rank]))
@@ -313,8 +262,16 @@ class HierarchicalCore(GroupCore):
         Windows advance in turns: the second message of one window is sent while the first of later windows arrive.
         """
         me = self.host.rank
-        under_way: deque[tuple[Window, Running]] = deque()
         waiting: deque[Running] = deque()  # in the order in which messages arrive
+
+        def begin(number: int, window: Window) -> tuple[Window, Running]:
+            own = window.shares[me]
+            self._local.reduce_scatter(own, window.shares, reduction, flags)
+            steps = window.lead(own, Tagged(self.hosts.transport, number)) if own.numel() else iter(())
+            link = Running(steps)
+            if not link.done:
+                waiting.append(link)
+            return window, link
 
         def complete(window: Window, link: Running) -> None:
             while not link.done:
@@ -325,26 +282,14 @@ class HierarchicalCore(GroupCore):
                     waiting.append(first)
             self._local.all_gather(window.results, window.results[me], flags)
 
-        for number, window in enumerate(windows):
-            own = window.shares[me]
-            self._local.reduce_scatter(own, window.shares, reduction, flags)
-            link = Running(
-                window.lead(own, Tagged(self.hosts.transport, number)) if own.numel() else iter(())
-            )
-            under_way.append((window, link))
-            if not link.done:
-                waiting.append(link)
-            if len(under_way) > WINDOWS_AHEAD:
-                complete(*under_way.popleft())
-        while under_way:
-            complete(*under_way.popleft())
+        in_windows(windows, begin, complete)
 
     def _reduce(self, source: Tensor, target: Tensor, reduction: int, root: int, flags: int) -> None:
         """Reduce `source` of all ranks into `target` of rank `root`, in windows."""
         how = Accumulation.of(source.dtype, reduction, self.size)
         combine = combine_in_core(self.host, how.dtype, how.reduction)
         root_host, me = self.hosts.index_of(root), self.host.rank
-        results = _windows_of(target, how)
+        results = windows_of(target, how)
 
         def begin(number: int, window: Tensor) -> tuple[Tensor, Tensor, Running]:
             shares = self._shares(window.to(how.dtype))
@@ -367,7 +312,7 @@ class HierarchicalCore(GroupCore):
             counts = [part.numel() for part in parts]
             self._local.gather(parts if is_root else [], narrow, self.host.members.index(root), counts, flags)
 
-        _in_windows(_windows_of(source, how), begin, complete)
+        in_windows(windows_of(source, how), begin, complete)
 
     def _shares(self, flat: Tensor) -> list[Tensor]:
         """Divide a tensor into one share per rank of this host; only leaders have elements."""
@@ -437,36 +382,7 @@ class HierarchicalCore(GroupCore):
                 self._local.all_gather(shares, shares[self.host.rank], flags)
 
         length = max(1, WINDOW_BYTES // flat.element_size())
-        _in_windows(flat.split(length) if flat.numel() else (), begin, complete)
-
-
-def _windows_of(flat: Tensor, how: Accumulation) -> Iterator[Tensor]:
-    length = max(1, WINDOW_BYTES // how.dtype.itemsize)
-    return iter(flat.split(length) if flat.numel() else ())
-
-
-def _in_windows(
-    windows: Iterable[Tensor], begin: Callable[[int, Tensor], tuple], complete: Callable[..., None]
-) -> None:
-    """Begin windows ahead of their completion, so that shared memory and the link work at the same time."""
-    under_way: deque[tuple] = deque()
-    for number, window in enumerate(windows):
-        under_way.append(begin(number, window))
-        if len(under_way) > WINDOWS_AHEAD:
-            complete(*under_way.popleft())
-    while under_way:
-        complete(*under_way.popleft())
-
-
-def combine_in_core(host: HostGroup, dtype: torch.dtype, reduction: int) -> Combine:
-    """Return the C core's reduction of two tensors; it uses one thread, as torch's threads would compete."""
-    core, kind = host.core, TYPES[dtype]
-
-    def combine(result: Tensor, a: Tensor, b: Tensor) -> None:
-        count = result.numel()
-        core.frd_combine(result.data_ptr(), a.data_ptr(), b.data_ptr(), count, kind, reduction)
-
-    return combine
+        in_windows(flat.split(length) if flat.numel() else (), begin, complete)
 
 
 def _fingerprint(counts: Sequence[int]) -> int:

@@ -17,9 +17,9 @@ def gloo_group() -> dist.ProcessGroup:
     threads, which may just be about to free Python objects of the last work.
     """
     world = dist.group.WORLD
-    if not hasattr(world, "beside"):
-        world.beside = dist.new_group(backend="gloo")
-    return world.beside
+    if not hasattr(world, "next_to_gloo"):
+        world.next_to_gloo = dist.new_group(backend="gloo")
+    return world.next_to_gloo
 
 
 def same_on_both(gloo: dist.ProcessGroup, run: Callable[[dist.ProcessGroup], Any]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from farandole.comm.algorithms.choice import Choice
 from farandole.comm.algorithms.steps import Steps
-from farandole.comm.hosts import Hosts
+from farandole.comm.hierarchical.hosts import Hosts
 from farandole.comm.native_core import NativeCore
 from farandole.comm.transport import Pending
 
@@ -216,11 +216,7 @@ class HostExchange:
         elif not aggregated:
             self._run(iter([hosts.all.send(input, root)]))
         else:
-            leader = root % host.size
-            block, parts = input.new_empty(0), []
-            if host.rank == leader:
-                block = input.new_empty(sum(counts[r] for r in host.members))
-                parts = list(block.split([counts[r] for r in host.members]))
+            leader, block, parts = self._host_block(input, root, counts)
             self._gather_here(parts, input, leader, counts, flags)
             self._run(iter([hosts.all.send(block, root)] if parts else []))
 
@@ -240,11 +236,7 @@ class HostExchange:
         elif not aggregated:
             self._run(iter([hosts.all.recv(output, root)]))
         else:
-            leader = root % host.size
-            block, parts = output.new_empty(0), []
-            if host.rank == leader:
-                block = output.new_empty(sum(counts[r] for r in host.members))
-                parts = list(block.split([counts[r] for r in host.members]))
+            leader, block, parts = self._host_block(output, root, counts)
             self._run(iter([hosts.all.recv(block, root)] if parts else []))
             self._scatter_here(output, parts, leader, counts, flags)
 
@@ -268,6 +260,16 @@ class HostExchange:
                 block = blocks[tuple(members)] = tensors[0].new_empty(sum(counts[r] for r in members))
             messages.append(post(block, members[root % len(members)]))
         return blocks, messages
+
+    def _host_block(self, like: Tensor, root: int, counts: Sequence[int]) -> tuple[int, Tensor, list[Tensor]]:
+        """Return the rank of this host that exchanges one message with `root`, and there the message and its parts."""
+        host = self._host
+        leader = root % host.size
+        if host.rank != leader:
+            return leader, like.new_empty(0), []
+        own = [counts[r] for r in host.members]
+        block = like.new_empty(sum(own))
+        return leader, block, list(block.split(own))
 
     def _gather_here(
         self, parts: Sequence[Tensor], input: Tensor, root: int, counts: Sequence[int], flags: int

@@ -1,0 +1,1 @@
+"""Groups on several hosts: shared memory inside a host, messages between hosts."""

@@ -1,0 +1,117 @@
+"""The limits that control groups set: a container, a Kubernetes pod or a Slurm job.
+
+Both versions of control groups are read, and every enclosing group counts: cgroups(7),
+https://docs.kernel.org/admin-guide/cgroup-v2.html
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+MOUNT = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+UNLIMITED = 1 << 60
+"""Version 1 shows a number beyond this, in bytes, if there is no limit."""
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that this process can still use: free on the host, and granted by control groups."""
+    kib = read_field(Path("/proc/meminfo"), "MemAvailable:")
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if kib is None else kib << 10
+    granted = free_memory()
+    return host if granted is None else max(0, min(host, granted))
+
+
+def free_memory() -> int | None:
+    """Return the bytes that the control groups still grant; None if they are unlimited.
+
+    Cached files count as free: the kernel drops them when memory is needed.
+    """
+    found = []
+    for folder in _folders("memory"):
+        for limit_name, current_name, prefix in (  # version 2, version 1
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ):
+            limit, current = _read_number(folder / limit_name), _read_number(folder / current_name)
+            if limit is not None and current is not None and limit < UNLIMITED:
+                cached = (f"{prefix}inactive_file", f"{prefix}active_file")
+                cached_bytes = sum(read_field(folder / "memory.stat", name) or 0 for name in cached)
+                found.append(limit - current + cached_bytes)
+                break
+    return min(found, default=None)
+
+
+def free_tasks() -> int | None:
+    """Return how many more processes and threads the control groups allow; None if they are unlimited."""
+    found = []
+    for folder in _folders("pids"):
+        limit, current = _read_number(folder / "pids.max"), _read_number(folder / "pids.current")
+        if limit is not None and current is not None:
+            found.append(limit - current)
+    return min(found, default=None)
+
+
+def processor_quota() -> float | None:
+    """Return the processor time, in processors, that the control groups grant; None if it is unlimited.
+
+    `docker run --cpus` and the limits of Kubernetes are such quotas.
+    """
+    found = []
+    for folder in _folders("cpu"):
+        words = _read_words(folder / "cpu.max") or [  # version 2, version 1
+            *_read_words(folder / "cpu.cfs_quota_us"),
+            *_read_words(folder / "cpu.cfs_period_us"),
+        ]
+        if len(words) == 2 and all(word.isdecimal() for word in words):  # neither "max" nor -1
+            found.append(int(words[0]) / int(words[1]))
+    return min(found, default=None)
+
+
+def oom_kills() -> int | None:
+    """Return how many processes of this control group the kernel has killed for lack of memory, if it is known."""
+    for folder in _folders("memory"):
+        for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
+            kills = read_field(folder / name, "oom_kill")
+            if kills is not None:
+                return kills
+    return None
+
+
+def read_field(path: Path, name: str) -> int | None:
+    """Return the number after `name` in a file of names and numbers; None if there is none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), None)
+
+
+def _folders(controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's control group and of the enclosing groups, the innermost first."""
+    try:
+        lines = MEMBERSHIP.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controller not in controllers.split(",") and controllers:
+            continue
+        mount = MOUNT / controller if controllers else MOUNT
+        inner = Path(path.lstrip("/"))
+        yield from (mount / folder for folder in (inner, *inner.parents) if (mount / folder).is_dir())
+
+
+def _read_words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _read_number(path: Path) -> int | None:
+    """Return the number in a file; None if there is none, as for "max"."""
+    words = _read_words(path)
+    return int(words[0]) if words and words[0].isdecimal() else None
