@@ -26,12 +26,16 @@ static void narrow_f16(const float *from, uint16_t *to, size_t m)
     for (; i < m; i++) to[i] = _cvtss_sh(from[i], _MM_FROUND_TO_NEAREST_INT);
 }
 
-static inline bool pair_f16(const uint16_t *a, const uint16_t *b, uint16_t *to, size_t m)
+static inline bool pair_f16(const uint16_t *a, const uint16_t *b, float factor, uint16_t *x, uint16_t *y, size_t m)
 {
+    const __m256 scale = _mm256_set1_ps(factor);
     if (m % 8) return false;
     for (size_t i = 0; i < m; i += 8) {
-        const __m256 x = _mm256_cvtph_ps(_mm_loadu_si128((const void *)(a + i))), y = _mm256_cvtph_ps(_mm_loadu_si128((const void *)(b + i)));
-        _mm_storeu_si128((void *)(to + i), _mm256_cvtps_ph(_mm256_add_ps(x, y), _MM_FROUND_TO_NEAREST_INT));
+        const __m256 p = _mm256_cvtph_ps(_mm_loadu_si128((const void *)(a + i)));
+        const __m256 q = _mm256_cvtph_ps(_mm_loadu_si128((const void *)(b + i)));
+        const __m128i sums = _mm256_cvtps_ph(_mm256_mul_ps(_mm256_add_ps(p, q), scale), _MM_FROUND_TO_NEAREST_INT);
+        _mm_storeu_si128((void *)(x + i), sums);
+        if (y) _mm_storeu_si128((void *)(y + i), sums);
     }
     return true;
 }

@@ -26,12 +26,16 @@ static void narrow_f16(const float *from, uint16_t *to, size_t m)
     for (; i < m; i++) to[i] = _cvtss_sh(from[i], _MM_FROUND_TO_NEAREST_INT);
 }
 
-static inline bool pair_f16(const uint16_t *a, const uint16_t *b, uint16_t *to, size_t m)
+static inline bool pair_f16(const uint16_t *a, const uint16_t *b, float factor, uint16_t *x, uint16_t *y, size_t m)
 {
+    const __m512 scale = _mm512_set1_ps(factor);
     if (m % 16) return false;
     for (size_t i = 0; i < m; i += 16) {
-        const __m512 x = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(a + i))), y = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(b + i)));
-        _mm256_storeu_si256((void *)(to + i), _mm512_cvtps_ph(_mm512_add_ps(x, y), _MM_FROUND_TO_NEAREST_INT));
+        const __m512 p = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(a + i)));
+        const __m512 q = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(b + i)));
+        const __m256i sums = _mm512_cvtps_ph(_mm512_mul_ps(_mm512_add_ps(p, q), scale), _MM_FROUND_TO_NEAREST_INT);
+        _mm256_storeu_si256((void *)(x + i), sums);
+        if (y) _mm256_storeu_si256((void *)(y + i), sums);
     }
     return true;
 }

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from farandole import native
+from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
 from farandole.native import VectorLevel
 from tests.comm.test_collectives import FLOATS, INTEGERS, check_all_reduce, check_special_floats
 from tests.pool import Ranks
@@ -49,3 +50,29 @@ def every_half(rank: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_float_survives(ranks: Callable[[int], Ranks], dtype: torch.dtype) -> None:
     ranks(2).run(every_half, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("level", list(VectorLevel))
+def test_pairs_of_random_bits_round_as_torch(dtype: torch.dtype, op: str, level: VectorLevel) -> None:
+    """Subnormal numbers, infinities and NaN included; lengths that leave a rest after the last vector."""
+    if level > native.vector_level():
+        pytest.skip(f"this processor has no {level.name}")
+    core, generator = native.library(), torch.Generator().manual_seed(level)
+    core.frd_use_vector_level(level)
+    try:
+        for count in [1, 31, 32, 1_023, 300_001]:
+            bits = torch.randint(-(1 << 15), 1 << 15, (2, count), generator=generator, dtype=torch.int16)
+            bits[:, : count // 3] &= 0x00FF  # many subnormal numbers
+            a, b = bits.view(dtype)
+            total = a.float() + b.float()
+            expected = (total / 2 if op == "avg" else total).to(dtype)
+            result = torch.empty_like(a)
+            arguments = result.data_ptr(), a.data_ptr(), b.data_ptr(), count, TYPES[dtype]
+            core.frd_combine(*arguments, REDUCTION_NAMES.index(op))
+            finite = ~expected.isnan()
+            assert torch.equal(result.isnan(), ~finite)
+            assert torch.equal(result.view(torch.int16)[finite], expected.view(torch.int16)[finite])
+    finally:
+        core.frd_use_vector_level(VectorLevel.AVX512)
