@@ -73,7 +73,7 @@ class Communicator:
     def _adopt(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
         self.rank, self.size = dispatcher.core.rank, dispatcher.core.size
-        self._direct = dispatcher.direct
+        self._direct, self._direct_begun = dispatcher.direct, dispatcher.direct_begun
 
     # ---- groups ----
 
@@ -177,9 +177,10 @@ class Communicator:
                 tensor (`Int8().for_tensor(n)`), or settings without memory between calls.
             async_op: Return work at once.
         """
-        alone = not async_op and output is None and compression is None
-        if alone and self._direct.all_reduce(tensor, op):
-            return None
+        if output is None and compression is None:
+            work: dist.Work | None = self._path(async_op).all_reduce(tensor, op)
+            if work is not None:
+                return work if async_op else None
         if compression is not None:
             if output is not None:
                 raise ValueError(
@@ -201,8 +202,8 @@ class Communicator:
 
         `input` has `size` equal parts along dimension 0, or is a list of one tensor per rank, of any lengths.
         """
-        if not async_op and self._direct.reduce_scatter(output, input, op):
-            return None
+        if work := self._path(async_op).reduce_scatter(output, input, op):
+            return work if async_op else None
         return self._reducing(
             table.REDUCE_SCATTER, [written(output)], read_list(input), op, async_op=async_op
         )
@@ -232,14 +233,14 @@ class Communicator:
 
         `output` is `size` times as large as `input`, or is a list of one tensor per rank, of any lengths.
         """
-        if not async_op and self._direct.all_gather(output, input):
-            return None
+        if work := self._path(async_op).all_gather(output, input):
+            return work if async_op else None
         return self._run(table.ALL_GATHER, written_list(output), [read(input)], async_op=async_op)
 
     def broadcast(self, tensor: Array, root: int = 0, *, async_op: bool = False) -> dist.Work | None:
         """Copy the `tensor` of rank `root` to all ranks."""
-        if not async_op and self._direct.broadcast(tensor, root):
-            return None
+        if work := self._path(async_op).broadcast(tensor, root):
+            return work if async_op else None
         return self._run(table.BROADCAST, *self._broadcast_pair(tensor, root), root, async_op=async_op)
 
     def gather(
@@ -289,16 +290,16 @@ class Communicator:
 
         Parts are equal along dimension 0, or have the numbers of rows of the splits, or are lists of tensors.
         """
-        even = not (async_op or output_splits or input_splits)
-        if even and self._direct.all_to_all(output, input):
-            return None
+        even = not (output_splits or input_splits)
+        if even and (work := self._path(async_op).all_to_all(output, input)):
+            return work if async_op else None
         pair = self._exchanged(output, input, output_splits, input_splits)
         return self._run(table.ALL_TO_ALL, *pair, async_op=async_op)
 
     def barrier(self, *, async_op: bool = False) -> dist.Work | None:
         """Wait until every rank of the group has called it."""
-        if not async_op and self._direct.barrier():
-            return None
+        if work := self._path(async_op).barrier():
+            return work if async_op else None
         return self._run(table.BARRIER, [], [], async_op=async_op)
 
     # ---- persistent operations ----
@@ -438,6 +439,10 @@ class Communicator:
         return objects.broadcast(self, value, root)
 
     # ---- calls ----
+
+    def _path(self, async_op: bool) -> Any:
+        """Return the direct calls for common cases."""
+        return self._direct_begun if async_op else self._direct
 
     def _run(
         self,

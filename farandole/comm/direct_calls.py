@@ -1,12 +1,12 @@
-"""Blocking operations on small tensors with as little Python as possible.
+"""The shortest path from a call in Python to the C core.
 
-The operations of `core.py` validate, arrange and dispatch every case.  For a small tensor that costs more than the C
-core itself, so the common case calls the same C functions directly.
+The table of `operations.py` validates, arranges and dispatches every case.  For a small tensor that costs more than the
+operation itself, so the common case calls the C functions directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_size_t, c_void_p
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed import Work
 from farandole.comm.core import GroupCore
 from farandole.comm.dtypes import REDUCTION_NAMES, REDUCTIONS, TYPES, reducible
 from farandole.comm.native_core import NativeCore
-from farandole.comm.work import WorkQueue, flags_here
+from farandole.comm.work import COMPLETED, WorkQueue, flags_here
 
 _REDUCING: dict[tuple[torch.dtype | None, object], tuple[int, int]] = {
     (dtype, key): (TYPES[dtype], number)
@@ -35,10 +35,10 @@ _STRIDED = torch.strided
 
 
 class DirectCalls:
-    """Blocking operations on dense tensors with as little Python as possible.
+    """Blocking operations on dense tensors.
 
-    Every method returns False, without effect, where this path does not apply: calls are under way, or a tensor is
-    not an ordinary dense CPU tensor of the right size.  `operation.call` then serves the call or explains its mistake.
+    Every method returns None, without effect, where this path does not apply: calls are under way, or a tensor is
+    not an ordinary dense CPU tensor of the right size.  `Operation.call` then serves the call or explains its mistake.
     A reduction is a name or the hash of a torch `ReduceOp` (comparing `ReduceOp`s takes a microsecond).
     """
 
@@ -61,72 +61,61 @@ class DirectCalls:
         self._broadcast, self._barrier = library["frd_broadcast"], library["frd_barrier"]
         self._reduce_scatter = library["frd_reduce_scatter_even"]
         self._all_gather = library["frd_all_gather_even"]
+        self._all_gather_list = library["frd_all_gather"]
         self._all_to_all = library["frd_all_to_all_even"]
+        self._addresses, self._counts = c_void_p * core.size, c_size_t * core.size
 
-    def all_reduce(self, tensor: Tensor, reduction: object) -> bool:
+    def all_reduce(self, tensor: Tensor, reduction: object) -> Work | None:
         """All-reduce `tensor` in place."""
         plan = _REDUCING.get((getattr(tensor, "dtype", None), reduction))
-        return plan is not None and self._in_place(self._all_reduce, tensor, plan)
+        return None if plan is None else self._in_place(self._all_reduce, tensor, plan)
 
-    def reduce(self, tensor: Tensor, reduction: object, root: int) -> bool:
+    def reduce(self, tensor: Tensor, reduction: object, root: int) -> Work | None:
         """Reduce `tensor` into the one of rank `root`."""
         plan = _REDUCING.get((getattr(tensor, "dtype", None), reduction))
-        return (
-            plan is not None and root in self._ranks and self._in_place(self._reduce, tensor, (*plan, root))
-        )
+        if plan is None or root not in self._ranks:
+            return None
+        return self._in_place(self._reduce, tensor, (*plan, root))
 
-    def broadcast(self, tensor: Tensor, root: int) -> bool:
+    def broadcast(self, tensor: Tensor, root: int) -> Work | None:
         """Copy the `tensor` of rank `root` to all ranks."""
         plan = _MOVING.get(getattr(tensor, "dtype", None))
-        return (
-            plan is not None
-            and root in self._ranks
-            and self._in_place(self._broadcast, tensor, (*plan, root))
-        )
+        if plan is None or root not in self._ranks:
+            return None
+        return self._in_place(self._broadcast, tensor, (*plan, root))
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, reduction: object) -> bool:
+    def reduce_scatter(self, output: Tensor, input: Tensor, reduction: object) -> Work | None:
         """Reduce `input` and keep this rank's equal part."""
         plan = _REDUCING.get((getattr(input, "dtype", None), reduction))
-        if plan is None or not isinstance(output, Tensor):
-            return False
-        count = output.numel()
-        return input.numel() == count * self._size and self._between(
-            self._reduce_scatter, input, output, count, plan
-        )
+        if plan is None or not isinstance(output, Tensor) or input.numel() != output.numel() * self._size:
+            return None
+        return self._between(self._reduce_scatter, input, output, output.numel(), plan)
 
-    def all_gather(self, output: Tensor, input: Tensor) -> bool:
-        """Concatenate every rank's `input` in `output`."""
+    def all_gather(self, output: Tensor | Sequence[Tensor], input: Tensor) -> Work | None:
+        """Concatenate every rank's `input` in `output`, or collect them in a list."""
         plan = _MOVING.get(getattr(input, "dtype", None))
-        if plan is None or not isinstance(output, Tensor):
-            return False
+        if plan is None:
+            return None
+        if not isinstance(output, Tensor):
+            return self._collect(output, input, plan)
         count = input.numel()
-        return output.numel() == count * self._size and self._between(
-            self._all_gather, input, output, count, plan
-        )
+        if output.numel() != count * self._size:
+            return None
+        return self._between(self._all_gather, input, output, count, plan)
 
-    def all_to_all(self, output: Tensor, input: Tensor) -> bool:
+    def all_to_all(self, output: Tensor, input: Tensor) -> Work | None:
         """Exchange equal parts along dimension 0."""
         plan = _MOVING.get(getattr(input, "dtype", None))
         if plan is None or not isinstance(output, Tensor):
-            return False
+            return None
         shape = input.shape
-        return (
-            len(shape) > 0
-            and shape == output.shape
-            and not shape[0] % self._size
-            and self._between(self._all_to_all, input, output, input.numel() // self._size, plan)
-        )
+        if not shape or shape != output.shape or shape[0] % self._size:
+            return None
+        return self._between(self._all_to_all, input, output, input.numel() // self._size, plan)
 
-    def barrier(self) -> bool:
+    def barrier(self) -> Work | None:
         """Wait until every rank has called it."""
-        if not self._enter():
-            return False
-        try:
-            if status := self._barrier(self._group, flags_here()):
-                self._check(status)
-        finally:
-            self._leave()
-        return True
+        return self._execute((), None, self._barrier)
 
     # ---- point-to-point ----
 
@@ -162,46 +151,90 @@ class DirectCalls:
             and tensor.data_ptr() != 0
         )
 
-    def _in_place(self, function: Any, tensor: Tensor, plan: tuple[int, ...]) -> bool:
+    # ---- execution ----
+
+    def _in_place(self, function: Any, tensor: Tensor, plan: tuple[int, ...]) -> Work | None:
         address = tensor.data_ptr() if tensor.is_cpu and tensor.layout is _STRIDED else 0
-        if not address or not tensor.is_contiguous() or tensor.is_neg() or not self._enter():
-            return False  # an address of 0: no elements, or a wrapper of another tensor
-        try:
-            count = c_size_t(tensor.numel())
-            status = function(self._group, c_void_p(address), count, *plan, flags_here())
-            if status:  # while the queue is held: afterwards another thread may destroy the group
-                self._check(status)
-        finally:
-            self._leave()
-        return True
+        if not address or not tensor.is_contiguous() or tensor.is_neg():
+            return None  # an address of 0: no elements, or a wrapper of another tensor
+        count = c_size_t(tensor.numel())
+        return self._execute((tensor,), None, function, c_void_p(address), count, *plan)
 
     def _between(
         self, function: Any, source: Tensor, target: Tensor, count: int, plan: tuple[int, ...]
-    ) -> bool:
+    ) -> Work | None:
         if (
             source.dtype is not target.dtype
             or not (source.is_cpu and target.is_cpu)
             or not (source.layout is _STRIDED is target.layout)
         ):
-            return False
+            return None
         start, end = source.data_ptr(), target.data_ptr()
         if (
             not (start and end)
             or not (source.is_contiguous() and target.is_contiguous())
             or source.is_neg()
             or target.is_neg()
-            or not self._enter()
         ):
-            return False
+            return None
+        arguments = c_void_p(start), c_void_p(end), c_size_t(count)
+        return self._execute((target,), source, function, *arguments, *plan)
+
+    def _collect(self, outputs: Sequence[Tensor], input: Tensor, plan: tuple[int, ...]) -> Work | None:
+        dtype, addresses, counts = input.dtype, [], []
+        for tensor in (*outputs, input):
+            if (
+                not isinstance(tensor, Tensor)
+                or tensor.dtype is not dtype
+                or not tensor.is_cpu
+                or tensor.layout is not _STRIDED
+                or not tensor.is_contiguous()
+                or tensor.is_neg()
+            ):
+                return None
+            addresses.append(tensor.data_ptr())
+            counts.append(tensor.numel())
+        source, count = addresses.pop(), counts.pop()
+        if len(counts) != self._size or counts[self._rank] != count or not (source and all(addresses)):
+            return None
+        arguments = c_void_p(source), self._addresses(*addresses), self._counts(*counts)
+        return self._execute(outputs, input, self._all_gather_list, *arguments, *plan)
+
+    def _execute(
+        self, outputs: Sequence[Tensor], input: Tensor | None, function: Any, *arguments: Any
+    ) -> Work | None:
+        """Call a C function unless other calls wait or run."""
+        if not self._enter():
+            return None
         try:
-            status = function(
-                self._group, c_void_p(start), c_void_p(end), c_size_t(count), *plan, flags_here()
-            )
-            if status:
+            status = function(self._group, *arguments, flags_here())
+            if status:  # while the queue is held: afterwards another thread may destroy the group
                 self._check(status)
         finally:
             self._leave()
-        return True
+        return COMPLETED
+
+
+class DirectBegunCalls(DirectCalls):
+    """The same for asynchronous operations: the methods return work under way."""
+
+    def __init__(self, core: NativeCore, queue: WorkQueue) -> None:
+        super().__init__(core, queue)
+        self._queue = queue
+
+    def _execute(
+        self, outputs: Sequence[Tensor], input: Tensor | None, function: Any, *arguments: Any
+    ) -> Work | None:
+        if self._queue.closed:
+            return None
+        check, group = self._check, self._group
+
+        def call(flags: int, _kept: Tensor | None = input) -> None:
+            status = function(group, *arguments, flags)
+            if status:
+                check(status)
+
+        return self._queue.submit(call, outputs)
 
 
 class DirectMethods(DirectCalls):
@@ -225,33 +258,40 @@ class DirectMethods(DirectCalls):
         )
         self._all_gather = lambda source, target, _, flags: own.all_gather([target], source, flags)
         self._all_to_all = lambda source, target, _, flags: own.all_to_all([target], [source], flags)
-        self._barrier = lambda _, flags: own.barrier(flags)
+        self._barrier = own.barrier
 
-    def _in_place(self, function: Any, tensor: Tensor, plan: tuple[int, ...]) -> bool:
+    def _in_place(self, function: Any, tensor: Tensor, plan: tuple[int, ...]) -> Work | None:
         return self._run(function, [tensor], plan)
 
     def _between(
         self, function: Any, source: Tensor, target: Tensor, count: int, plan: tuple[int, ...]
-    ) -> bool:
-        return source.dtype is target.dtype and self._run(function, [source, target], plan)
+    ) -> Work | None:
+        return self._run(function, [source, target], plan) if source.dtype is target.dtype else None
 
-    def _run(self, function: Any, tensors: list[Tensor], plan: tuple[int, ...]) -> bool:
+    def _collect(self, outputs: Sequence[Tensor], input: Tensor, plan: tuple[int, ...]) -> Work | None:
+        return None
+
+    def barrier(self) -> Work | None:
+        """Wait until every rank has called it."""
+        return self._run(self._barrier, [], ())
+
+    def _run(self, function: Any, tensors: list[Tensor], plan: tuple[int, ...]) -> Work | None:
         for tensor in tensors:
             address = tensor.data_ptr() if tensor.is_cpu and tensor.layout is _STRIDED else 0
             if not address or not tensor.is_contiguous() or tensor.is_neg():
-                return False
+                return None
         if not self._enter():
-            return False
+            return None
         try:
             with torch.no_grad():
                 function(*tensors, *plan, flags_here())
         finally:
             self._leave()
-        return True
+        return COMPLETED
 
 
 class NoDirectCalls:
-    """The direct path of implementations that have none."""
+    """The direct path of an implementation that has none."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None

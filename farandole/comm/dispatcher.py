@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farandole.comm.core import Core, GroupCore
-from farandole.comm.direct_calls import DirectCalls, DirectMethods, NoDirectCalls
+from farandole.comm.direct_calls import DirectBegunCalls, DirectCalls, DirectMethods, NoDirectCalls
 from farandole.comm.ending import leave_at_end
 from farandole.comm.fallback import TorchCore
 from farandole.comm.native_core import NativeCore
@@ -36,8 +36,9 @@ class Dispatcher:
         self.fallback = fallback
         self.queue = WorkQueue(name, core.whereabouts)
         self.direct: Any = NoDirectCalls()
+        self.direct_begun: Any = NoDirectCalls()
         if isinstance(core, NativeCore):
-            self.direct = DirectCalls(core, self.queue)
+            self.direct, self.direct_begun = DirectCalls(core, self.queue), DirectBegunCalls(core, self.queue)
         elif isinstance(core, GroupCore):
             self.direct = DirectMethods(core, self.queue)
         if not isinstance(core, TorchCore):

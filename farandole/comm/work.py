@@ -246,7 +246,7 @@ class WorkQueue:
         self._name = name
         self.waiting: deque[QueuedWork] = deque()
         self._running = _thread.allocate_lock()
-        self._closed = False
+        self.closed = False
         self._caller: int | None = None  # the thread that runs callbacks
         self._tickets: Tickets | PlainTickets | None = None  # with the thread
         self.acquire, self.release = self._running.acquire, self._running.release
@@ -277,7 +277,7 @@ class WorkQueue:
 
     def submit(self, call: Call, tensors: Sequence[torch.Tensor]) -> QueuedWork:
         """Queue a call; a call of a callback runs at once."""
-        if self._closed:
+        if self.closed:
             raise CommunicationError("the group was destroyed; no call can be made any more")
         work = QueuedWork(self, call, tensors)
         if self.is_mine():
@@ -316,15 +316,15 @@ class WorkQueue:
 
         A closed queue stays acquired, so that no other thread can run a call that this one has not seen.
         """
-        if self._closed:
+        if self.closed:
             return True
         if self._tickets is not None and self._thread is not None and not self.is_mine():
             self._tickets.close()
             self._thread.join(patience_s)
             if self._thread.is_alive():
                 return False
-        self._closed = self._running.acquire(timeout=patience_s)
-        return self._closed
+        self.closed = self._running.acquire(timeout=patience_s)
+        return self.closed
 
     def _run_next(self, flags: int) -> bool:
         try:

@@ -35,7 +35,7 @@ from farandole.comm.hierarchical.core import HierarchicalCore
 from farandole.comm.hierarchical.windows import combine_in_core
 from farandole.comm.operations import Operation, existing_rank, reduction_number, same_count
 from farandole.comm.transport import WireTransport
-from farandole.comm.work import COMPLETED, Call, seconds_of
+from farandole.comm.work import Call, seconds_of
 
 _NO_TIMEOUT = timedelta(0)
 Pair = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -73,7 +73,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         chosen: Core = core or self._fallback
         self.communicator = Communicator.over(Dispatcher(chosen, name, self._fallback))
         self._dispatcher = self.communicator.dispatcher
-        self._direct = self._dispatcher.direct
+        self._direct, self._direct_begun = self._dispatcher.direct, self._dispatcher.direct_begun
         self._host = core.host if core is not None else None
         self._default_backend = register_default_backend(self, rank, size, backend)
 
@@ -185,13 +185,11 @@ class FarandoleProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Reduce each tensor over all ranks, in place."""
-        if (
-            self._waits(opts, timeout)
-            and type(tensors) is list
-            and len(tensors) == 1
-            and self._direct.all_reduce(tensors[0], hash(opts.reduceOp))
-        ):
-            return COMPLETED
+        path = self._path(opts, timeout)
+        if path and type(tensors) is list and len(tensors) == 1:
+            work: dist.Work | None = path.all_reduce(tensors[0], hash(opts.reduceOp))
+            if work is not None:
+                return work
         tensors, opts = _list(tensors), _options(opts, dist.AllreduceOptions, reduceOp=opts)
         work = self._issue(table.ALL_REDUCE, [([t], [t]) for t in tensors], opts, timeout)
         return work or self._inner().allreduce(tensors, opts)
@@ -206,12 +204,11 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Reduce over all ranks into the tensor of the root."""
-        if (
-            self._waits(opts, timeout)
-            and type(tensors) is list
-            and self._direct.reduce(tensors[0], hash(opts.reduceOp), opts.rootRank)
-        ):
-            return COMPLETED
+        path = self._path(opts, timeout)
+        if path and type(tensors) is list:
+            work: dist.Work | None = path.reduce(tensors[0], hash(opts.reduceOp), opts.rootRank)
+            if work is not None:
+                return work
         tensors, opts = _list(tensors), _options(opts, dist.ReduceOptions, reduceOp=op, rootRank=opts)
         existing_rank("reduce", "the root", opts.rootRank, self._size)
         work = self._issue(table.REDUCE, [(tensors[:1], tensors[:1])], opts, timeout, opts.rootRank)
@@ -231,8 +228,9 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Reduce one tensor of equal parts and keep this rank's part."""
-        if self._waits(opts, timeout) and self._direct.reduce_scatter(output, input, hash(opts.reduceOp)):
-            return COMPLETED
+        path = self._path(opts, timeout)
+        if path and (work := path.reduce_scatter(output, input, hash(opts.reduceOp))):
+            return work
         opts = _options(opts, dist.ReduceScatterOptions, reduceOp=opts)
         return self.reduce_scatter_single_coalesced([output], [input], opts, timeout)
 
@@ -253,12 +251,9 @@ class FarandoleProcessGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Copy the root's tensor to all ranks."""
-        if (
-            self._waits(opts, timeout)
-            and type(tensors) is list
-            and self._direct.broadcast(tensors[0], opts.rootRank)
-        ):
-            return COMPLETED
+        path = self._path(opts, timeout)
+        if path and type(tensors) is list and (work := path.broadcast(tensors[0], opts.rootRank)):
+            return work
         tensors, opts = _list(tensors), _options(opts, dist.BroadcastOptions, rootRank=opts)
         existing_rank("broadcast", "the root", opts.rootRank, self._size)
         work = self._issue(table.BROADCAST, [(tensors[:1], tensors[:1])], opts, timeout, opts.rootRank)
@@ -268,6 +263,9 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Collect every rank's tensor (lengths may differ) in a list on every rank."""
+        path = self._path(opts, timeout)
+        if path and len(inputs) == len(outputs) == 1 and (work := path.all_gather(outputs[0], inputs[0])):
+            return work
         outputs, inputs = _lists(outputs), _list(inputs)
         opts = _options(opts, AllgatherOptions)
         pairs = [(parts, [input]) for parts, input in zip(outputs, inputs, strict=True)]
@@ -288,8 +286,9 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Concatenate every rank's tensor of the same length."""
-        if self._waits(opts, timeout) and self._direct.all_gather(output, input):
-            return COMPLETED
+        path = self._path(opts, timeout)
+        if path and (work := path.all_gather(output, input)):
+            return work
         return self.all_gather_single_coalesced([output], [input], opts, timeout)
 
     def all_gather_single_coalesced(
@@ -358,9 +357,9 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         timeout: timedelta | None = None,
     ) -> dist.Work:
         """Exchange parts of two tensors, split along dimension 0 (evenly where no splits are given)."""
-        even = not output_splits and not input_splits
-        if even and self._waits(opts, timeout) and self._direct.all_to_all(output, input):
-            return COMPLETED
+        path = None if output_splits or input_splits else self._path(opts, timeout)
+        if path and (work := path.all_to_all(output, input)):
+            return work
         (output,), (input,) = _list(output), _list(input)
         opts = _options(opts, dist.AllToAllOptions)
         if not self._dispatcher.serves([output, input]) or self._host is None:
@@ -374,8 +373,9 @@ class FarandoleProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Wait until every rank has called it."""
-        if self._waits(opts, timeout) and self._direct.barrier():
-            return COMPLETED
+        path = self._path(opts, timeout)
+        if path and (work := path.barrier()):
+            return work
         opts = _options(opts, dist.BarrierOptions)
         return self._issue(table.BARRIER, [([], [])], opts, timeout) or self._inner().barrier(opts)
 
@@ -399,9 +399,12 @@ class FarandoleProcessGroup(dist.ProcessGroup):
 
     # ---- calls ----
 
-    def _waits(self, opts: Any, timeout: timedelta | None) -> bool:
-        """Return whether the direct path may serve a call: it blocks, with the timeout of the group."""
-        return timeout is None and not getattr(opts, "asyncOp", True) and not opts.timeout > _NO_TIMEOUT
+    def _path(self, opts: Any, timeout: timedelta | None) -> Any:
+        """Return the direct calls for common cases; None for a call with a timeout of its own."""
+        begun = getattr(opts, "asyncOp", None)
+        if begun is None or timeout is not None or opts.timeout > _NO_TIMEOUT:
+            return None
+        return self._direct_begun if begun else self._direct
 
     def _issue(
         self,
