@@ -42,17 +42,20 @@ def one_thread_rank(pin: bool) -> Iterator[Runtime]:
 
 
 def take_turns(
-    contenders: dict[str, Contender], meet: Callable[[], Any], turns: int, calls: int
+    contenders: dict[str, Contender], meet: Callable[[], Any], turns: int, calls: int, warm_ups: int = 0
 ) -> dict[str, float]:
     """Seconds per call of each contender: the median over `turns` of the mean over `calls`.
 
-    `meet` brings the ranks together before every measurement.
+    `meet` brings the ranks together before every measurement.  A turn begins with `warm_ups` calls that do not count:
+    where ranks share a core, the scheduler compensates for a while what threads of the contender before have used.
     """
     for contender in contenders.values():
         contender()
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(turns):
         for name, contender in contenders.items():
+            for _ in range(warm_ups):
+                contender()
             meet()
             start = time.perf_counter()
             for _ in range(calls):

@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from benchmarks import compression, horovod, hosts, mpi, offload, overheads, point_to_point, zero
+from benchmarks import compression, horovod, hosts, mpi, offload, overheads, overlap, point_to_point, zero
 from benchmarks.collectives import table
 from benchmarks.measure import RESULTS, human_seconds, markdown_table
 
@@ -37,6 +37,8 @@ def tables(name: str, operation: str, result: dict[str, Any]) -> str:
         return point_to_point.table(operation, result[operation])
     if name == "overheads":
         return overheads.table(operation, result)
+    if name.startswith("overlap"):
+        return overlap.table(result[operation])
     if name.startswith("hosts"):
         return hosts.table(result[operation])
     if name == "compression":

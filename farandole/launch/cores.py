@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from farandole.launch.control_groups import processor_quota
@@ -109,8 +110,10 @@ def divide_cores(
 
     Args:
         quota: The processor time that is granted, in processors; None if it is unlimited.
-        pin: Pin each rank to its own cores.  Ranks are not pinned if there are more ranks than free cores, or if
-            `quota` grants less time than there are cores.
+        pin: Pin each rank to its own cores, or the same number of ranks to each core: otherwise the kernel may leave
+            more ranks to one core than to another, and every collective waits for them.  Ranks are not pinned if they
+            do not divide evenly, if other jobs have reserved cores that are needed, or if `quota` grants less time
+            than there are cores.
         threads: The number of threads of each rank; None divides the cores by the ranks.
         reserved: The processors that other jobs have reserved.
     """
@@ -128,10 +131,10 @@ def divide_cores(
     )
     if ranks == 1 and not reserved_cores:
         why_not = ""
-    elif number < ranks:
-        why_not = ", not pinned: there are more ranks than cores"
     elif too_few_free:
         why_not = f", not pinned: other jobs have reserved {reserved_cores} of them"
+    elif number < ranks and ranks % number:
+        why_not = f", not pinned: {ranks} ranks do not divide evenly among {number} cores"
     elif number < len(units):
         why_not = ", not pinned: a quota limits the time, not the cores"
     elif not pin:
@@ -139,7 +142,8 @@ def divide_cores(
     elif sys.platform != "linux":
         why_not = ", not pinned: this system cannot"
     else:
-        blocks = [units[rank * number // ranks : (rank + 1) * number // ranks] for rank in range(ranks)]
+        starts = [rank * number // ranks for rank in range(ranks + 1)]
+        blocks = [units[start : max(start + 1, end)] for start, end in pairwise(starts)]
         shares = tuple(Share(each, tuple(p for core in block for p in core)) for block in blocks)
         return Division(shares, f"{what}, pinned ({_describe(shares)}); --no-pin turns it off")
     return Division(tuple(Share(each) for _ in range(ranks)), what + why_not)

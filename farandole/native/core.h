@@ -141,7 +141,7 @@ void frd_tell_broken(struct frd_group *);              /* have the group break o
 int frd_declare(struct frd_group *, const struct frd_call *, int flags);
 void frd_undeclare(struct frd_group *);
 
-/* Collectives among the ranks of a group on this host.  `flags`: FRD_BACKGROUND gives the core up early while waiting,
+/* Collectives among the ranks of a group on this host.  `flags`: FRD_BACKGROUND sleeps early while waiting,
  * FRD_MAIN_THREAD serves signals.  FRD_TRY is for frd_message_wait: at the deadline return FRD_PENDING and leave the
  * group whole.  Counts are elements. */
 enum frd_flags { FRD_BACKGROUND = 1, FRD_MAIN_THREAD = 2, FRD_TRY = 4 };

@@ -11,15 +11,15 @@ EIGHT = [(core,) for core in range(8)]
 
 
 @given(cores=st.integers(1, 64), threads=st.integers(1, 4), ranks=st.integers(1, 80))
-def test_each_processor_is_given_to_one_rank(cores, threads, ranks):
+def test_each_processor_is_given_to_as_many_ranks(cores, threads, ranks):
     units = [tuple(core + cores * t for t in range(threads)) for core in range(cores)]
     shares = divide_cores(ranks, units).shares
     given_out = [p for share in shares for p in share.processors]
-    assert len(given_out) == len(set(given_out))
     assert len(shares) == ranks
     assert all(share.threads >= 1 for share in shares)
     if given_out:
-        assert sorted(given_out) == sorted(p for unit in units for p in unit)
+        times = max(1, ranks // (cores * threads))
+        assert sorted(given_out) == sorted(times * [p for unit in units for p in unit])
         assert max(len(s.processors) for s in shares) - min(len(s.processors) for s in shares) <= threads
 
 
@@ -44,12 +44,24 @@ def test_hardware_threads_are_divided_if_there_are_fewer_cores_than_ranks():
     assert [share.processors for share in division.shares] == [(0,), (2,), (1,), (3,)]
 
 
-def test_more_ranks_than_cores_are_not_pinned():
+def test_several_ranks_on_each_core():
     division = divide_cores(4, EIGHT[:2])
+    assert [(share.threads, share.processors) for share in division.shares] == [(1, (0,))] * 2 + [
+        (1, (1,))
+    ] * 2
+    assert "rank 0: core 0, rank 1: core 0, rank 2: core 1, rank 3: core 1" in division.summary
+
+
+def test_more_ranks_that_do_not_divide_evenly_are_not_pinned():
+    division = divide_cores(3, EIGHT[:2])
     assert all(share.threads == 1 and not share.processors for share in division.shares)
-    assert (
-        division.summary == "4 ranks on 2 cores: 1 thread each, not pinned: there are more ranks than cores"
-    )
+    assert division.summary.endswith("not pinned: 3 ranks do not divide evenly among 2 cores")
+
+
+def test_more_ranks_than_cores_next_to_another_job_are_not_pinned():
+    division = divide_cores(4, EIGHT[:2], reserved={1})
+    assert not any(share.processors for share in division.shares)
+    assert division.summary.endswith("not pinned: other jobs have reserved 1 of them")
 
 
 def test_no_pin():
