@@ -68,15 +68,18 @@ def draw_latencies(result: dict[str, Any], path: Path) -> None:
                 )
         axis.set_xscale("log", base=2)
         axis.set(yscale="log", title=f"{operation}, {result['ranks']} ranks", xlabel="bytes")
-        sizes = [int(size) for size in result[operation]]
-        axis.set_xticks([1 << power for power in range(3, 40, 4) if min(sizes) <= 1 << power <= max(sizes)])
+        powers = [int(size).bit_length() - 1 for size in result[operation]]
+        step = 4 if max(powers) - min(powers) > 8 else 2
+        axis.set_xticks([1 << power for power in range(min(powers), max(powers) + 1, step)])
         axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human_bytes(int(x))))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: human_seconds(y)))
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     for axis in list(axes.flat)[len(operations) :]:
         axis.set_visible(False)
-    axes.flat[0].legend(fontsize=8, frameon=False, loc="upper left")
+    lines, names = axes.flat[0].get_legend_handles_labels()
+    below = "outside lower center"
+    figure.legend(lines, names, fontsize=8, frameon=False, loc=below, ncols=min(len(names), 2 * columns))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
