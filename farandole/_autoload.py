@@ -19,6 +19,8 @@ OVER_MPI = "farandole-mpi"
 
 _log = logging.getLogger("farandole")
 _registered = False
+_devices = ["cpu", "cuda"]
+"""The devices of our backends; torch keeps this list, and prefers any accelerator in it to the CPU."""
 
 
 def autoload() -> None:
@@ -54,11 +56,16 @@ def _register() -> None:
     import torch.distributed as dist
 
     if dist.is_available():
-        init = _met_through_mpi(dist.init_process_group)
-        dist.Backend.register_backend("farandole", _create, extended_api=True, devices=["cpu", "cuda"])
-        dist.Backend.register_backend(OVER_MPI, _create_over_mpi, extended_api=True, devices=["cpu", "cuda"])
-        dist.register_rendezvous_handler("mpi", _meet_through_mpi)
+        register_backend = dist.Backend.register_backend
+        register_backend("farandole", _create, extended_api=True, devices=_devices)
+        register_backend(OVER_MPI, _create_over_mpi, extended_api=True, devices=_devices)
+        dist.register_rendezvous_handler("mpi", _rendezvous_over_mpi)
+        init, barrier = (
+            _init_process_group(dist.init_process_group),
+            _monitored_barrier(dist.monitored_barrier),
+        )
         dist.init_process_group = dist.distributed_c10d.init_process_group = init
+        dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = barrier
 
 
 def _failure(error: Exception) -> str:
@@ -103,14 +110,30 @@ def _create_over_mpi(options: Any, backend_options: Any) -> Any:
     return create(options, backend_options)
 
 
-def _meet_through_mpi(url: str, **options: Any) -> Iterator[Any]:
+def _rendezvous_over_mpi(url: str, **options: Any) -> Iterator[Any]:
     from farandole.comm.mpi.backend import rendezvous
 
     return rendezvous(url, **options)
 
 
-def _met_through_mpi(init: Callable[..., None]) -> Callable[..., None]:
-    """`init_process_group`, whose default for the backend over MPI is the init_method "mpi://".
+def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
+    """Return `monitored_barrier` for our backends as well: torch refuses all but Gloo."""
+
+    @functools.wraps(original)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        import torch.distributed as dist
+
+        own: Any = group or dist.group.WORLD
+        if hasattr(own, "communicator"):  # a group of ours that has this rank
+            own.monitored_barrier(timeout, wait_all_ranks)
+        else:
+            original(group, timeout, wait_all_ranks)
+
+    return monitored_barrier
+
+
+def _init_process_group(init: Callable[..., None]) -> Callable[..., None]:
+    """Return `init_process_group`, whose default for the backend over MPI is the init_method "mpi://".
 
     For all backends but its own "mpi", torch looks for ranks in the variables of torchrun, before it asks the backend.
     """
@@ -125,6 +148,9 @@ def _met_through_mpi(init: Callable[..., None]) -> Callable[..., None]:
         )
         if OVER_MPI in str(given.get("backend")).lower() and not placed and "RANK" not in os.environ:
             given["init_method"] = "mpi://"
+        import torch
+
+        _devices[:] = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
         try:
             init(*call.args, **call.kwargs)
         except (RuntimeError, ValueError) as error:

@@ -24,6 +24,7 @@ from farandole.comm.host_group import HostGroup
 from farandole.comm.messages import Messages
 from farandole.comm.reduce_rows import reduce_rows
 from farandole.comm.work import Call
+from farandole.native import Call as CallRecord
 
 Parts = Sequence[Tensor]
 """One tensor per rank, or a single tensor that holds equal parts for all ranks."""
@@ -200,6 +201,12 @@ class GroupCore:
         last = self.rank - exclusive
         if last >= 0:
             output.copy_(reduce_rows(rows[: last + 1], reduction).view(output.shape))
+
+    def agree(self, call: CallRecord, flags: int) -> None:
+        """Compare a call with those of the other ranks before a torch process group serves it.
+
+        Groups over MPI do not compare calls.
+        """
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """Begin to send."""

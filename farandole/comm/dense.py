@@ -25,6 +25,20 @@ def is_dense(tensor: Tensor, any_device: bool = False) -> bool:
     )
 
 
+def separate_elements(call: str, outputs: Sequence[Tensor]) -> None:
+    """Raise ValueError if elements of an output share memory, as in an expanded tensor: results would overwrite others."""
+    for output in outputs:
+        if output.layout is not torch.strided:
+            continue
+        if any(
+            not stride and length > 1 for stride, length in zip(output.stride(), output.shape, strict=True)
+        ):
+            raise ValueError(
+                f"{call}: elements of the output share memory (shape {list(output.shape)}, strides "
+                f"{list(output.stride())}), as in an expanded tensor; try clone()"
+            )
+
+
 def plain(tensor: Tensor) -> Tensor:
     """Return the tensor that holds the memory: itself, or the result that a functional collective stands for."""
     if type(tensor) is Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
@@ -65,6 +79,25 @@ def copy_back(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
     for tensor, buffer in zip(tensors, buffers, strict=True):
         if buffer is not tensor:
             tensor.copy_(buffer)
+
+
+def separate_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors, with copies of those that share memory with one before."""
+    taken: list[tuple[int, int]] = []
+    separate = []
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or not tensor.numel():
+            separate.append(tensor)
+            continue
+        start = tensor.data_ptr()
+        last = sum(
+            stride * (length - 1) for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
+        )
+        end = start + (last + 1) * tensor.element_size()
+        shares = any(start < other_end and other_start < end for other_start, other_end in taken)
+        separate.append(tensor.detach().clone() if shares else tensor)
+        taken.append((start, end))
+    return separate
 
 
 def as_real(tensor: Tensor) -> Tensor:

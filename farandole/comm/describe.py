@@ -18,6 +18,8 @@ _ROOTED = {
     Operation.RECV: "from",
 }
 _MESSAGES = (Operation.SEND, Operation.RECV)
+SPARSE_LAYOUT = 1 << 63
+"""The `layout` of the call record of a sparse tensor, which a torch process group communicates after the ranks agree."""
 
 
 class Membership:
@@ -102,6 +104,22 @@ def failure_to_error(
     return CommunicationError(f"{culprit}: {status.name.lower()}; {waiting}")
 
 
+def with_own_call(
+    error: CommunicationError, failure: Failure, own: Call, membership: Membership
+) -> CommunicationError:
+    """Return an error that names the reader's call as well, if that is not one of the two calls in the record."""
+    known = failure.culprit_call, failure.reporter_call
+    if not own.operation or any(same_call(own, call) for call in known):
+        return error
+    return type(error)(f"{error}; this rank called {describe_call(own, membership)}")
+
+
+def same_call(a: Call, b: Call) -> bool:
+    """Return whether two ranks make the same call."""
+    names = ("index", "operation", "type", "op", "root", "count", "layout")
+    return all(getattr(a, name) == getattr(b, name) for name in names)
+
+
 def describe_whereabouts(calls: Mapping[int, Call], reader: int, membership: Membership) -> str:
     """Return the ranks for which rank `reader` waits, from the last calls of the ranks of its host."""
     own = calls[reader]
@@ -145,16 +163,16 @@ def _late(failure: Failure, membership: Membership, timeout_s: float) -> RankLat
     if reported.operation in _MESSAGES:
         if reported.root < 0:
             return RankLate(
-                f"no rank sent, within {timeout_s:g} s, what {waiter} was waiting for in {_numbered(reported, membership)}"
+                f"no rank sent, within the timeout of {timeout_s:g} s, what {waiter} was waiting for in {_numbered(reported, membership)}"
             )
         verb = "take" if reported.operation == Operation.SEND else "send"
         return RankLate(
-            f"{who} did not {verb}, within {timeout_s:g} s, the message of {waiter} in "
+            f"{who} did not {verb}, within the timeout of {timeout_s:g} s, the message of {waiter} in "
             f"{_numbered(reported, membership)}; {doing}"
         )
     others = f" and {failure.missing - 1} more" if failure.missing > 1 else ""
     return RankLate(
-        f"{who}{others} did not arrive within {timeout_s:g} s ({doing}); {waiter} was waiting in "
+        f"{who}{others} did not arrive within the timeout of {timeout_s:g} s ({doing}); {waiter} was waiting in "
         f"{_numbered(reported, membership)}"
     )
 
@@ -168,6 +186,8 @@ def _witness(failure: Failure, membership: Membership) -> str:
 def _difference(a: Call, b: Call) -> str:
     if a.operation != b.operation and not (a.operation in _MESSAGES and b.operation in _MESSAGES):
         return "the operations differ"
+    if a.layout != b.layout and SPARSE_LAYOUT in (a.layout, b.layout):
+        return "one tensor is sparse, the other dense"
     reduces_all = a.operation == Operation.ALL_REDUCE
     layout = "compression" if reduces_all else "split of the elements among the ranks"
     parts = {

@@ -365,7 +365,7 @@ class Endpoint:
         numbers = ", ".join(str(list(members).index(member)) for member in late)
         return RankLate(
             f"{who} could not be made: of its {len(members)} ranks, number {numbers} did not come within "
-            f"{timeout.total_seconds():g} s"
+            f"the timeout of {timeout.total_seconds():g} s"
         )
 
     # ---- its end ----

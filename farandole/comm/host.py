@@ -118,7 +118,7 @@ class Rendezvous:
             ]
             raise RankLate(
                 f"{self._who} could not be made: of its {self._size} ranks, number {', '.join(missing)} did not "
-                f"come within {self._timeout.total_seconds():g} s"
+                f"come within the timeout of {self._timeout.total_seconds():g} s"
             ) from error
         texts = json.loads(self.store.get(everything))
         return texts

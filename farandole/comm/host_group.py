@@ -22,7 +22,13 @@ import torch
 import torch.distributed as dist
 
 from farandole import native
-from farandole.comm.describe import Membership, describe_call, describe_whereabouts, failure_to_error
+from farandole.comm.describe import (
+    Membership,
+    describe_call,
+    describe_whereabouts,
+    failure_to_error,
+    with_own_call,
+)
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
 from farandole.comm.errors import CommunicationError
 from farandole.comm.failure_consensus import FailureConsensus
@@ -111,6 +117,9 @@ class HostGroup:
         error = failure_to_error(failure, self.group_rank, self.membership, self.call_timeout_s)
         if self.consensus is not None:
             error = self._shared_reason(failure, error)
+        own = Call()
+        self.core.frd_get_call(self.handle, self.rank, ctypes.byref(own))
+        error = with_own_call(error, failure, own, self.membership)
         if status == Status.INTERRUPTED and threading.current_thread() is threading.main_thread():
             native.raise_pending_interrupt()
         raise error

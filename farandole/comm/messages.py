@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from farandole.comm.dense import is_dense, readable, writable
+from farandole.comm.dense import is_dense, readable, separate_elements, writable
 from farandole.comm.dtypes import TYPES
 from farandole.comm.errors import CommunicationError, RankLate
 from farandole.comm.work import CompletedWork, FarandoleWork, OutcomeFuture, flags_here, seconds_of
@@ -111,7 +111,7 @@ class MessageWork(FarandoleWork):
         if self._message is not None:
             seconds, host = None if timeout is None else seconds_of(timeout), self._host
             if not (self._lock.acquire() if seconds is None else self._lock.acquire(timeout=seconds)):
-                raise RankLate(f"the message was not complete within {seconds:g} s")
+                raise RankLate(f"the message was not complete within the timeout of {seconds:g} s")
             try:
                 if self._message is None:
                     pass  # complete meanwhile
@@ -120,7 +120,7 @@ class MessageWork(FarandoleWork):
                 else:
                     outcome = host.wait_message(self._message, seconds, flags_here() | TRY)
                     if outcome == _PENDING:
-                        raise RankLate(f"the message was not complete within {seconds:g} s")
+                        raise RankLate(f"the message was not complete within the timeout of {seconds:g} s")
                     self._complete(outcome)
             finally:
                 self._lock.release()
@@ -201,6 +201,8 @@ class Messages:
             raise CommunicationError("the group was destroyed; no message can be sent or received any more")
         buffer = tensor
         if not is_dense(tensor):
+            if not sends:
+                separate_elements("recv", [tensor])
             with torch.no_grad():
                 buffer = readable(tensor) if sends else writable(tensor)
         nbytes = buffer.numel() * buffer.element_size()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import Array, c_int, c_void_p
+from ctypes import Array, byref, c_int, c_void_p
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from farandole.comm.core import GroupCore, Parts
 from farandole.comm.dense import counts_of, pointers_to
 from farandole.comm.dtypes import TYPES
 from farandole.comm.host_group import HostGroup
+from farandole.native import Call as CallRecord
 
 Native = tuple[str, tuple[Any, ...]]
 """A C function of native/core.h and its arguments between the group and the flags."""
@@ -93,6 +94,11 @@ class NativeCore(GroupCore):
     def barrier(self, flags: int) -> None:
         """Wait until every rank has called it."""
         self._run(("frd_barrier", ()), flags)
+
+    def agree(self, call: CallRecord, flags: int) -> None:
+        """Compare a call with those of the other ranks."""
+        self.check(self._library.frd_declare(self.host.handle, byref(call), flags))
+        self._library.frd_undeclare(self.host.handle)
 
     def _run(self, native: Native, flags: int) -> None:
         name, arguments = native

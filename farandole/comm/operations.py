@@ -17,7 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farandole.comm.core import Core
-from farandole.comm.dense import as_bytes, as_real, copy_back, is_dense, readable, writable
+from farandole.comm.dense import (
+    as_bytes,
+    as_real,
+    copy_back,
+    is_dense,
+    readable,
+    separate_elements,
+    writable,
+)
 from farandole.comm.dtypes import REDUCTION_NAMES, REDUCTIONS, reducible
 from farandole.comm.work import Call
 
@@ -49,6 +57,8 @@ class Operation:
         method, any_device = getattr(core, self.name), core.returns_work
         if all(is_dense(tensor, any_device) for tensor in (*outputs, *inputs)):
             return _without_grad(partial(method, *self._arranged(core, outputs, inputs), *constants))
+
+        separate_elements(self.name, outputs)
 
         def copied(flags: int) -> Any:
             with torch.no_grad():

@@ -172,7 +172,9 @@ class QueuedWork(FarandoleWork):
                 pass
             self._running.acquire()
         elif not self._running.acquire(timeout=seconds):
-            raise RankLate(f"the work was not complete within {seconds:g} s: {self._queue.whereabouts()}")
+            raise RankLate(
+                f"the work was not complete within the timeout of {seconds:g} s: {self._queue.whereabouts()}"
+            )
         self._running.release()
         if self._error is not None:
             raise self._error

@@ -130,7 +130,8 @@ def check_work_api(rank: int, size: int) -> None:
     if rank == 1:
         assert not work.is_completed()
         with pytest.raises(
-            RankLate, match=r"not complete within 0.05 s: all_reduce\(sum, 3 x float32\).*rank 0 .*has not"
+            RankLate,
+            match=r"not complete within the timeout of 0.05 s: all_reduce\(sum, 3 x float32\).*rank 0 .*has not",
         ):
             work.wait(timedelta(seconds=0.05))
     assert work.wait() is True
@@ -166,7 +167,9 @@ def check_timeouts(rank: int, size: int) -> None:
         if rank == 0:
             start = time.monotonic()
             timeout = timedelta(seconds=0.3) if how == "call" else None
-            with pytest.raises(RankLate, match=r"rank 1 \(process \d+\).* did not arrive within 0.3 s"):
+            with pytest.raises(
+                RankLate, match=r"rank 1 \(process \d+\).* did not arrive within the timeout of 0.3 s"
+            ):
                 group.barrier(timeout=timeout).wait()
             assert time.monotonic() - start < 2
         dist.barrier()

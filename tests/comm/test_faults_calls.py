@@ -120,7 +120,7 @@ def check_late(rank: int, size: int) -> None:
         with pytest.raises(CommunicationError) as caught:
             work.wait() if work else dist.all_reduce(torch.ones(LARGE), group=group)
         assert 0.3 < time.monotonic() - start < 0.5 + SOON_S
-        text = rf"^rank 0 \(process {pids[0]}\) did not arrive within 0.5 s \(it has made no call\); rank \d .* was waiting in "
+        text = rf"^rank 0 \(process {pids[0]}\) did not arrive within the timeout of 0.5 s \(it has made no call\); rank \d .* was waiting in "
         assert re.search(
             text + r"all_reduce\(sum, 4000000 x float32\), call number 1 of group", str(caught.value)
         )
@@ -130,7 +130,8 @@ def check_late(rank: int, size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=0.5))
     if rank == 1:
         with pytest.raises(
-            CommunicationError, match=rf"^rank 0 \(process {pids[0]}\) did not send, within 0.5 s, the mess"
+            CommunicationError,
+            match=rf"^rank 0 \(process {pids[0]}\) did not send, within the timeout of 0.5 s, the mess",
         ):
             dist.recv(torch.ones(2), 0, group)
     dist.barrier()
@@ -140,7 +141,7 @@ def check_late(rank: int, size: int) -> None:
     if rank == 1:
         with pytest.raises(
             CommunicationError,
-            match=r"^no rank sent, within 0.5 s, what rank 1 .* recv\(2 x float32, from any",
+            match=r"^no rank sent, within the timeout of 0.5 s, what rank 1 .* recv\(2 x float32, from any",
         ):
             dist.recv(torch.ones(2), group=group)
     dist.barrier()
@@ -163,4 +164,7 @@ def meet_alone(rank: int, size: int, tell: Callable) -> None:
 def test_a_rank_that_does_not_come_to_make_a_group_is_named():
     with Job(2, meet_alone) as job:
         end = job.end(0)
-        assert end.kind == "RankLate" and "of its 2 ranks, number 1 did not come within 1 s" in end.text, end
+        assert (
+            end.kind == "RankLate"
+            and "of its 2 ranks, number 1 did not come within the timeout of 1 s" in end.text
+        ), end

@@ -125,7 +125,7 @@ def test_a_late_rank_is_named_at_the_deadline(layout):
     with Job(len(layout), late, hosts=layout, timeout_s=2) as job:
         victim = len(layout) - 1
         job.hear(victim)
-        survivors_of(job, victim, time.monotonic(), "RankLate", r"within 2 s", within_s=4.5)
+        survivors_of(job, victim, time.monotonic(), "RankLate", r"within the timeout of 2 s", within_s=4.5)
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

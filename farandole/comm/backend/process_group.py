@@ -21,21 +21,34 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from farandole import native
 from farandole.comm import operations as table
 from farandole.comm.algorithms.steps import Combine
-from farandole.comm.backend.default_backend import NoCapabilities, register_default_backend
+from farandole.comm.backend.arguments import (
+    one_list,
+    one_tensor,
+    options_of,
+    renamed,
+    tensor_list,
+    tensors_of,
+)
+from farandole.comm.backend.default_backend import register_default_backend
+from farandole.comm.backend.lazy_backend import LazyBackend
 from farandole.comm.communicator import Communicator
 from farandole.comm.core import Core, GroupCore
-from farandole.comm.dense import plain
+from farandole.comm.dense import copy_back, separate_tensors
+from farandole.comm.describe import SPARSE_LAYOUT
 from farandole.comm.dispatcher import Dispatcher
-from farandole.comm.dtypes import REDUCTION_NAMES
+from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
 from farandole.comm.dynamo import exclude_from_dynamo
+from farandole.comm.errors import RankLate
 from farandole.comm.fallback import TorchCore, has_nccl, torch_group
 from farandole.comm.hierarchical.core import HierarchicalCore
 from farandole.comm.hierarchical.windows import combine_in_core
 from farandole.comm.operations import Operation, existing_rank, reduction_number, same_count
 from farandole.comm.transport import WireTransport
 from farandole.comm.work import Call, seconds_of
+from farandole.native import Call as CallRecord
 
 _NO_TIMEOUT = timedelta(0)
 Pair = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -183,63 +196,102 @@ class FarandoleProcessGroup(dist.ProcessGroup):
 
     # ---- reductions ----
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """Reduce each tensor over all ranks, in place."""
+    def allreduce(
+        self, tensors: Any = None, opts: Any = None, timeout: timedelta | None = None, **keywords: Any
+    ) -> dist.Work:
+        """Reduce a tensor over all ranks, in place."""
+        if keywords:
+            return self.allreduce(
+                **renamed("allreduce", keywords, tensors=tensors, opts=opts, timeout=timeout)
+            )
         path = self._path(opts, timeout)
         if path and type(tensors) is list and len(tensors) == 1:
             work: dist.Work | None = path.all_reduce(tensors[0], hash(opts.reduceOp))
             if work is not None:
                 return work
-        tensors, opts = _list(tensors), _options(opts, dist.AllreduceOptions, reduceOp=opts)
-        work = self._issue(table.ALL_REDUCE, [([t], [t]) for t in tensors], opts, timeout)
+        tensors, opts = (
+            one_tensor("all_reduce", tensors),
+            options_of(opts, dist.AllreduceOptions, reduceOp=opts),
+        )
+        work = self._issue(table.ALL_REDUCE, [(tensors, tensors)], opts, timeout)
         return work or self._inner().allreduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce a list of tensors over all ranks, in place."""
-        tensors, opts = _list(tensors), _options(opts, dist.AllreduceCoalescedOptions)
-        work = self._issue(table.ALL_REDUCE, [([t], [t]) for t in tensors], opts)
+        tensors, opts = (
+            tensors_of("all_reduce_coalesced", tensors),
+            options_of(opts, dist.AllreduceCoalescedOptions),
+        )
+        separate = separate_tensors(tensors)
+        work = self._issue(
+            table.ALL_REDUCE, [([t], [t]) for t in separate], opts, written=tensors, copies=separate
+        )
         return work or self._inner().allreduce_coalesced(tensors, opts)
 
     def reduce(
-        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
+        self,
+        tensors: Any = None,
+        opts: Any = None,
+        op: Any = None,
+        timeout: timedelta | None = None,
+        **keywords: Any,
     ) -> dist.Work:
         """Reduce over all ranks into the tensor of the root."""
+        if keywords:
+            given = {"tensors": tensors, "opts": opts, "op": op, "timeout": timeout}
+            return self.reduce(**renamed("reduce", keywords, **given))
         path = self._path(opts, timeout)
-        if path and type(tensors) is list:
+        if path and type(tensors) is list and len(tensors) == 1:
             work: dist.Work | None = path.reduce(tensors[0], hash(opts.reduceOp), opts.rootRank)
             if work is not None:
                 return work
-        tensors, opts = _list(tensors), _options(opts, dist.ReduceOptions, reduceOp=op, rootRank=opts)
+        tensors = one_tensor("reduce", tensors)
+        opts = options_of(opts, dist.ReduceOptions, reduceOp=op, rootRank=opts)
         existing_rank("reduce", "the root", opts.rootRank, self._size)
-        work = self._issue(table.REDUCE, [(tensors[:1], tensors[:1])], opts, timeout, opts.rootRank)
+        work = self._issue(table.REDUCE, [(tensors, tensors)], opts, timeout, opts.rootRank)
         return work or self._inner().reduce(tensors, opts)
 
     def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+        self,
+        outputs: Any = None,
+        inputs: Any = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        **keywords: Any,
     ) -> dist.Work:
         """Reduce lists of tensors (one per rank, lengths may differ) and keep this rank's."""
-        outputs, inputs = _list(outputs), _lists(inputs)
-        opts = _options(opts, dist.ReduceScatterOptions, reduceOp=opts)
-        pairs = [([output], parts) for output, parts in zip(outputs, inputs, strict=True)]
-        work = self._issue(table.REDUCE_SCATTER, pairs, opts, timeout)
+        if keywords:
+            given = {"outputs": outputs, "inputs": inputs, "opts": opts, "timeout": timeout}
+            return self.reduce_scatter(**renamed("reduce_scatter", keywords, **given))
+        outputs, inputs = one_tensor("reduce_scatter", outputs), one_list("reduce_scatter", inputs)
+        opts = options_of(opts, dist.ReduceScatterOptions, reduceOp=opts)
+        work = self._issue(table.REDUCE_SCATTER, [(outputs, inputs[0])], opts, timeout)
         return work or self._inner().reduce_scatter(outputs, inputs, opts)
 
     def reduce_scatter_single(
-        self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
+        self,
+        output: Any = None,
+        input: Any = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        **keywords: Any,
     ) -> dist.Work:
         """Reduce one tensor of equal parts and keep this rank's part."""
+        if keywords:
+            given = {"output": output, "input": input, "opts": opts, "timeout": timeout}
+            return self.reduce_scatter_single(**renamed("_reduce_scatter_base", keywords, **given))
         path = self._path(opts, timeout)
         if path and (work := path.reduce_scatter(output, input, hash(opts.reduceOp))):
             return work
-        opts = _options(opts, dist.ReduceScatterOptions, reduceOp=opts)
+        opts = options_of(opts, dist.ReduceScatterOptions, reduceOp=opts)
         return self.reduce_scatter_single_coalesced([output], [input], opts, timeout)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """`reduce_scatter_single` for each pair."""
-        outputs, inputs = _list(outputs), _list(inputs)
-        opts = _options(opts, dist.ReduceScatterOptions)
+        outputs, inputs = tensors_of("reduce_scatter", outputs), tensor_list(inputs)
+        opts = options_of(opts, dist.ReduceScatterOptions)
         pairs = [([output], [input]) for output, input in zip(outputs, inputs, strict=True)]
         work = self._issue(table.REDUCE_SCATTER, pairs, opts, timeout)
         return work or self._inner().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
@@ -249,27 +301,45 @@ class FarandoleProcessGroup(dist.ProcessGroup):
 
     # ---- data movement ----
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+    def broadcast(
+        self, tensors: Any = None, opts: Any = None, timeout: timedelta | None = None, **keywords: Any
+    ) -> dist.Work:
         """Copy the root's tensor to all ranks."""
+        if keywords:
+            return self.broadcast(
+                **renamed("broadcast", keywords, tensors=tensors, opts=opts, timeout=timeout)
+            )
         path = self._path(opts, timeout)
-        if path and type(tensors) is list and (work := path.broadcast(tensors[0], opts.rootRank)):
-            return work
-        tensors, opts = _list(tensors), _options(opts, dist.BroadcastOptions, rootRank=opts)
+        if path and type(tensors) is list and len(tensors) == 1:
+            work: dist.Work | None = path.broadcast(tensors[0], opts.rootRank)
+            if work is not None:
+                return work
+        tensors, opts = (
+            one_tensor("broadcast", tensors),
+            options_of(opts, dist.BroadcastOptions, rootRank=opts),
+        )
         existing_rank("broadcast", "the root", opts.rootRank, self._size)
-        work = self._issue(table.BROADCAST, [(tensors[:1], tensors[:1])], opts, timeout, opts.rootRank)
+        work = self._issue(table.BROADCAST, [(tensors, tensors)], opts, timeout, opts.rootRank)
         return work or self._inner().broadcast(tensors, opts)
 
     def allgather(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+        self,
+        outputs: Any = None,
+        inputs: Any = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        **keywords: Any,
     ) -> dist.Work:
         """Collect every rank's tensor (lengths may differ) in a list on every rank."""
+        if keywords:
+            given = {"outputs": outputs, "inputs": inputs, "opts": opts, "timeout": timeout}
+            return self.allgather(**renamed("allgather", keywords, **given))
         path = self._path(opts, timeout)
         if path and len(inputs) == len(outputs) == 1 and (work := path.all_gather(outputs[0], inputs[0])):
             return work
-        outputs, inputs = _lists(outputs), _list(inputs)
-        opts = _options(opts, AllgatherOptions)
-        pairs = [(parts, [input]) for parts, input in zip(outputs, inputs, strict=True)]
-        work = self._issue(table.ALL_GATHER, pairs, opts, timeout)
+        inputs, outputs = one_tensor("all_gather", inputs), one_list("all_gather", outputs)
+        opts = options_of(opts, AllgatherOptions)
+        work = self._issue(table.ALL_GATHER, [(outputs[0], inputs)], opts, timeout)
         return work or self._inner().allgather(outputs, inputs, opts)
 
     def allgather_coalesced(
@@ -277,10 +347,13 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """`allgather` for each input; here `outputs[r]` are all the tensors of rank r."""
         same_count("all_gather_coalesced", "the output list", len(outputs), "the group", self._size)
-        if self._host is None:
-            return self._inner().allgather_coalesced(outputs, inputs, opts)
-        by_tensor = [list(parts) for parts in zip(*outputs, strict=True)]
-        return self.allgather(by_tensor, inputs, opts)
+        inputs, opts = tensors_of("all_gather_coalesced", inputs), options_of(opts, AllgatherOptions)
+        pairs = [
+            (tensor_list(parts), [input])
+            for parts, input in zip(zip(*outputs, strict=True), inputs, strict=True)
+        ]
+        work = self._issue(table.ALL_GATHER, pairs, opts)
+        return work or self._inner().allgather_coalesced(outputs, inputs, opts)
 
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
@@ -295,8 +368,8 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """`all_gather_single` for each pair."""
-        outputs, inputs = _list(outputs), _list(inputs)
-        opts = _options(opts, AllgatherOptions)
+        outputs, inputs = tensors_of("all_gather", outputs), tensor_list(inputs)
+        opts = options_of(opts, AllgatherOptions)
         pairs = [([output], [input]) for output, input in zip(outputs, inputs, strict=True)]
         work = self._issue(table.ALL_GATHER, pairs, opts, timeout)
         return work or self._inner().allgather_into_tensor_coalesced(outputs, inputs, opts)
@@ -305,20 +378,28 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+        self,
+        outputs: Any = None,
+        inputs: Any = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        **keywords: Any,
     ) -> dist.Work:
         """Collect every rank's tensor in a list on the root."""
-        outputs, inputs = _lists(outputs), _list(inputs)
-        opts = _options(opts, dist.GatherOptions, rootRank=opts)
-        pairs = [(outputs[0] if outputs else [], inputs)]
+        if keywords:
+            given = {"outputs": outputs, "inputs": inputs, "opts": opts, "timeout": timeout}
+            return self.gather(**renamed("gather", keywords, **given))
+        outputs, inputs = one_list("gather", outputs or [[]]), one_tensor("gather", inputs)
+        opts = options_of(opts, dist.GatherOptions, rootRank=opts)
+        pairs = [(outputs[0], inputs)]
         work = self._issue(table.GATHER, pairs, opts, timeout, opts.rootRank, None)
-        return work or self._inner().gather(outputs, inputs, opts)
+        return work or self._inner().gather(outputs if outputs[0] else [], inputs, opts)
 
     def gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Concatenate every rank's tensor on the root; `output` is unused on other ranks."""
-        opts = _options(opts, dist.GatherOptions, rootRank=opts)
+        opts = options_of(opts, dist.GatherOptions, rootRank=opts)
         if self._rank != opts.rootRank:
             return self.gather([], [input], opts, timeout)
         all_inputs = input.numel() * self._size
@@ -329,21 +410,29 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     gather_into_tensor = gather_single
 
     def scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+        self,
+        outputs: Any = None,
+        inputs: Any = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        **keywords: Any,
     ) -> dist.Work:
         """Give every rank its tensor of the root's list."""
-        outputs, inputs = _list(outputs), _lists(inputs)
-        opts = _options(opts, dist.ScatterOptions, rootRank=opts)
-        pairs = [(outputs, inputs[0] if inputs else [])]
+        if keywords:
+            given = {"outputs": outputs, "inputs": inputs, "opts": opts, "timeout": timeout}
+            return self.scatter(**renamed("scatter", keywords, **given))
+        outputs, inputs = one_tensor("scatter", outputs), one_list("scatter", inputs or [[]])
+        opts = options_of(opts, dist.ScatterOptions, rootRank=opts)
+        pairs = [(outputs, inputs[0])]
         work = self._issue(table.SCATTER, pairs, opts, timeout, opts.rootRank, None)
-        return work or self._inner().scatter(outputs, inputs, opts)
+        return work or self._inner().scatter(outputs, inputs if inputs[0] else [], opts)
 
     def alltoall(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Send input j to rank j and receive output i from rank i; lengths may differ."""
-        outputs, inputs = _list(outputs), _list(inputs)
-        opts = _options(opts, dist.AllToAllOptions)
+        outputs, inputs = tensors_of("all_to_all", outputs), tensors_of("all_to_all", inputs)
+        opts = options_of(opts, dist.AllToAllOptions)
         work = self._issue(table.ALL_TO_ALL, [(outputs, inputs)], opts, timeout)
         return work or self._inner().alltoall(outputs, inputs, opts)
 
@@ -351,17 +440,26 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         self,
         output: Tensor,
         input: Tensor,
-        output_splits: list[int],
-        input_splits: list[int],
+        output_splits: Any = None,
+        input_splits: Any = None,
         opts: Any = None,
         timeout: timedelta | None = None,
+        **keywords: Any,
     ) -> dist.Work:
         """Exchange parts of two tensors, split along dimension 0 (evenly where no splits are given)."""
+        if keywords:
+            given = {
+                "output_splits": output_splits,
+                "input_splits": input_splits,
+                "opts": opts,
+                "timeout": timeout,
+            }
+            return self.all_to_all_single(output, input, **renamed("alltoall_base", keywords, **given))
         path = None if output_splits or input_splits else self._path(opts, timeout)
         if path and (work := path.all_to_all(output, input)):
             return work
-        (output,), (input,) = _list(output), _list(input)
-        opts = _options(opts, dist.AllToAllOptions)
+        (output,), (input,) = tensor_list(output), tensor_list(input)
+        opts = options_of(opts, dist.AllToAllOptions)
         if not self._dispatcher.serves([output, input]) or self._host is None:
             return self._inner().alltoall_base(output, input, output_splits, input_splits, opts)
         pair = table.exchanged(output, input, output_splits, input_splits, self._size)
@@ -376,26 +474,49 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         path = self._path(opts, timeout)
         if path and (work := path.barrier()):
             return work
-        opts = _options(opts, dist.BarrierOptions)
+        opts = options_of(opts, dist.BarrierOptions)
         return self._issue(table.BARRIER, [([], [])], opts, timeout) or self._inner().barrier(opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait until every rank has called it; the error of a timeout names a late rank, or all of them.
+
+        Args:
+            timeout: By default that of the group.
+            wait_all_ranks: Name all late ranks of this host.
+        """
+        opts = dist.BarrierOptions()
+        opts.asyncOp = False
+        try:
+            if self._issue(table.BARRIER, [([], [])], opts, timeout) is None:
+                self._inner().monitored_barrier(timeout, wait_all_ranks)
+        except RankLate as error:
+            if not wait_all_ranks:
+                raise
+            raise RankLate(f"{error}; {self._dispatcher.core.whereabouts()}") from error
 
     # ---- point to point ----
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
+    def send(self, tensors: Any, peer: Any = None, tag: int = 0, **keywords: Any) -> dist.Work:
         """Send a tensor to a rank of the group; return at once."""
+        if keywords:
+            return self.send(tensors, **renamed("send", keywords, peer=peer), tag=tag)
         if len(tensors) == 1 and (work := self._direct.post(tensors[0], peer, tag, sends=True)):
             return work
-        return self.communicator.post(_list(tensors)[0], peer, tag, sends=True)
+        return self.communicator.post(one_tensor("send", tensors)[0], peer, tag, sends=True)
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
+    def recv(self, tensors: Any, peer: Any = None, tag: int = 0, **keywords: Any) -> dist.Work:
         """Receive a tensor from a rank of the group; return at once."""
+        if keywords:
+            return self.recv(tensors, **renamed("recv", keywords, peer=peer), tag=tag)
         if len(tensors) == 1 and (work := self._direct.post(tensors[0], peer, tag, sends=False)):
             return work
-        return self.communicator.post(_list(tensors)[0], peer, tag, sends=False)
+        return self.communicator.post(one_tensor("recv", tensors)[0], peer, tag, sends=False)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
         """Receive a tensor from any rank of the group; return at once."""
-        return self.communicator.post(_list(tensors)[0], 0, tag, sends=False, any_rank=True)
+        return self.communicator.post(
+            one_tensor("recv_anysource", tensors)[0], 0, tag, sends=False, any_rank=True
+        )
 
     # ---- calls ----
 
@@ -414,10 +535,17 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         timeout: timedelta | None = None,
         *constants: Any,
         written: Sequence[Tensor] | None = None,
+        copies: Sequence[Tensor] = (),
     ) -> dist.Work | None:
-        """Run one call per pair, as one work; None where torch's own group must."""
+        """Run one call per pair, as one work; None where torch's own group must.
+
+        Args:
+            written: The tensors that the work writes; by default the outputs.
+            copies: Outputs to be copied to `written` at the end.
+        """
         tensors = [each for outputs, inputs in pairs for each in (*outputs, *inputs)]
         if not self._dispatcher.serves(tensors) or self._host is None:
+            self._agree_on_sparse(operation, tensors, opts)
             return None
         core, calls = self._dispatcher.core, []
         for outputs, inputs in pairs:
@@ -425,61 +553,28 @@ class FarandoleProcessGroup(dist.ProcessGroup):
             calls.append(operation.call(core, outputs, inputs, *reduction, *constants))
         if written is None:
             written = [output for outputs, _ in pairs for output in outputs]
+        if any(copy is not tensor for copy, tensor in zip(copies, written, strict=False)):
+            calls.append(lambda _: copy_back(written, copies))
         seconds = seconds_of(opts.timeout if timeout is None else timeout)
         return self._dispatcher.issue(_in_turn(calls), written, opts.asyncOp, timeout_s=seconds)
 
-
-@exclude_from_dynamo
-class LazyBackend(NoCapabilities):
-    """The answer of `_get_backend` for CPU tensors: stands for torch's Gloo, made when torch uses one.
-
-    Making Gloo is a collective call, and torch mostly asks the backend for its abilities, sometimes on one rank only;
-    those are answered here.  The class claims to be Gloo's: by that torch decides where a new timeout goes.
-    """
-
-    def __init__(self, group: FarandoleProcessGroup) -> None:
-        self._of = group
-        self._set_default_timeout = group.set_timeout
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return dist.ProcessGroupGloo
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return False: buffers come from `Communicator.empty`."""
-        return False
-
-    def name(self) -> str:
-        """Return the name of the backend."""
-        return "farandole"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._of._inner()._get_backend(torch.device("cpu")), name)
-
-
-def _list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors of a call that takes one or several."""
-    return [plain(tensors)] if isinstance(tensors, Tensor) else [plain(tensor) for tensor in tensors]
-
-
-def _lists(tensors: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Return the lists of a call that takes one list or several."""
-    if tensors and isinstance(tensors[0], Tensor):
-        return [_list(tensors)]  # type: ignore[arg-type]
-    return [_list(each) for each in tensors]
-
-
-def _options(given: Any, kind: type, **fields: Any) -> Any:
-    """Return the options given, or new ones for the spellings that have plain arguments instead."""
-    if hasattr(given, "asyncOp"):
-        return given
-    made = kind()
-    if isinstance(given, timedelta):
-        made.timeout = given
-    for name, value in fields.items():
-        if value is not None and not isinstance(value, timedelta):
-            setattr(made, name, value)
-    return made
+    def _agree_on_sparse(self, operation: Operation, tensors: Sequence[Tensor], opts: Any) -> None:
+        """Compare a call with a sparse tensor with those of the other ranks, which may have a dense one."""
+        core = self._dispatcher.core
+        if self._host is None or not isinstance(core, GroupCore):
+            return
+        sparse = next((tensor for tensor in tensors if tensor.layout is not torch.strided), None)
+        if sparse is None:
+            return
+        call = CallRecord(
+            operation=native.Operation[operation.name.upper()],
+            type=TYPES[sparse.dtype],
+            op=reduction_number(opts.reduceOp, sparse.dtype) if operation.reduces else 0,
+            root=getattr(opts, "rootRank", -1),
+            count=sparse.numel(),
+            layout=SPARSE_LAYOUT,
+        )
+        self._dispatcher.queue.run(partial(core.agree, call), [])
 
 
 def _in_turn(calls: Sequence[Call]) -> Call:

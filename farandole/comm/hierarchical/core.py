@@ -167,6 +167,11 @@ class HierarchicalCore(GroupCore):
                 [output.view(-1) for output in outputs], [input.view(-1) for input in inputs], flags
             )
 
+    def agree(self, call: CallRecord, flags: int) -> None:
+        """Compare a call with those of the other ranks."""
+        with self._declared(flags, Operation(call.operation), op=call.op, root=call.root, record=call):
+            pass
+
     # ---- data movement, after the ranks have agreed on the call ----
 
     @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from farandole.comm.algorithms.steps import Steps
-from farandole.comm.describe import failure_to_error
+from farandole.comm.describe import failure_to_error, same_call
 from farandole.comm.host_group import HostGroup
 from farandole.comm.transport import Transport, WireTransport
 from farandole.native import Call, Failure, Status
@@ -88,7 +88,7 @@ class Hosts:
         yield self._agreement.recv(torch.frombuffer(theirs, dtype=torch.uint8), before)
         yield sent
         other = Call.from_buffer(theirs)
-        if not _same(own, other):
+        if not same_call(own, other):
             self._fail(Status.MISMATCH, self._agreement.group_rank(before), other, own)
 
     def fail_uneven(self, sender: int, receiver: int, sent: int, expected: int) -> NoReturn:
@@ -117,10 +117,3 @@ class Hosts:
         self.all.release()
         if self._agreement is not None:
             self._agreement.release()
-
-
-def _same(a: Call, b: Call) -> bool:
-    return all(
-        getattr(a, name) == getattr(b, name)
-        for name in ("index", "operation", "type", "op", "root", "count", "layout")
-    )

@@ -268,12 +268,12 @@ class MpiGroup:
         waiting = f"in {self._in_words()}, call number {self._index} of {self.membership.group}"
         if not missing:
             return RankLate(
-                f"all ranks have arrived, and the transfer did not end within {seconds:g} s, {waiting}: a rank is "
+                f"all ranks have arrived, and the transfer did not end within the timeout of {seconds:g} s, {waiting}: a rank is "
                 f"stopped, or the network is"
             )
         names = ", ".join(self.membership.rank(rank) for rank in missing)
         return RankLate(
-            f"{names} did not arrive within {seconds:g} s; {self.membership.rank(self.rank)} was waiting {waiting}"
+            f"{names} did not arrive within the timeout of {seconds:g} s; {self.membership.rank(self.rank)} was waiting {waiting}"
         )
 
     def _tell(self) -> None:

@@ -149,8 +149,10 @@ def late_message(message: MpiMessage, group: Any, timeout_s: float) -> RankLate:
     what = f"{describe_call(message.call, group.membership)} of {group.membership.group}"
     waiter = group.membership.rank(group.rank)
     if message.call.root < 0:
-        return RankLate(f"no rank sent, within {timeout_s:g} s, what {waiter} was waiting for in {what}")
+        return RankLate(
+            f"no rank sent, within the timeout of {timeout_s:g} s, what {waiter} was waiting for in {what}"
+        )
     verb = "take" if message.sends else "send"
     return RankLate(
-        f"{group.membership.rank(message.call.root)} did not {verb}, within {timeout_s:g} s, the message of {waiter} in {what}"
+        f"{group.membership.rank(message.call.root)} did not {verb}, within the timeout of {timeout_s:g} s, the message of {waiter} in {what}"
     )

@@ -110,7 +110,9 @@ def transport(rank: int, size: int) -> None:
     late = way.recv(torch.empty(2), source, 8)
     assert not late.test()
     start = time.monotonic()
-    with pytest.raises(RankLate, match=rf"rank {source} \(process \d+\) did not send, within 0.2 s"):
+    with pytest.raises(
+        RankLate, match=rf"rank {source} \(process \d+\) did not send, within the timeout of 0.2 s"
+    ):
         late.wait(0.2)
     assert 0.2 <= time.monotonic() - start < 2
     dist.barrier()
@@ -133,17 +135,17 @@ def deadlines(rank: int, size: int) -> None:
         start = time.monotonic()
         with pytest.raises(
             RankLate,
-            match=r"^rank 1 \(process \d+\).* did not arrive within 0.4 s; rank 0 .*waiting in all_reduce\(sum, 3 x",
+            match=r"^rank 1 \(process \d+\).* did not arrive within the timeout of 0.4 s; rank 0 .*waiting in all_reduce\(sum, 3 x",
         ):
             dist.all_reduce(torch.ones(3), group=group)
         assert time.monotonic() - start < 3
-        with pytest.raises(RankLate, match="did not arrive within 0.4 s"):
+        with pytest.raises(RankLate, match="did not arrive within the timeout of 0.4 s"):
             dist.barrier(group=group)
     dist.barrier()
     if rank > 0:
         dist.all_reduce(torch.ones(3), group=group)  # comes, late; the work of rank 0 ends behind its back
     dist.group.WORLD.set_timeout(timedelta(seconds=0.3))
-    with pytest.raises(RankLate, match=r"no rank sent, within 0.3 s, what rank \d+"):
+    with pytest.raises(RankLate, match=r"no rank sent, within the timeout of 0.3 s, what rank \d+"):
         dist.recv(torch.ones(2))
     dist.group.WORLD.set_timeout(timedelta(seconds=30))
     dist.barrier()

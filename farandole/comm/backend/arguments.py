@@ -1,0 +1,88 @@
+"""The arguments of torch's methods in all their spellings: lists of tensors, option objects, keywords."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from farandole.comm.dense import plain
+
+
+def tensor_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors of a call that takes one or several."""
+    return [plain(tensors)] if isinstance(tensors, Tensor) else [plain(tensor) for tensor in tensors]
+
+
+def tensors_of(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors of a call; ValueError if there are none."""
+    found = tensor_list(tensors)
+    if not found:
+        raise ValueError(f"{call}: expected tensors, got an empty list")
+    return found
+
+
+def one_tensor(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """Return the only tensor of a call as a list; ValueError if there are none, or several (for devices of one rank)."""
+    found = tensor_list(tensors)
+    if len(found) != 1:
+        hint = "; try all_reduce_coalesced" if call == "all_reduce" and found else ""
+        raise ValueError(f"{call}: expected one tensor per rank, got {len(found) or 'an empty list'}{hint}")
+    return found
+
+
+def one_list(call: str, tensors: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """Return the only list of tensors of a call, in a list; ValueError if there are none, or several."""
+    lists = [tensors] if tensors and isinstance(tensors[0], Tensor) else tensors
+    if len(lists) != 1:
+        raise ValueError(
+            f"{call}: expected one list of tensors per rank, got {len(lists) or 'an empty list'}"
+        )
+    return [tensor_list(lists[0])]  # type: ignore[arg-type]
+
+
+_KEYWORDS = {
+    "tensor": "tensors",
+    "root": "opts",
+    "op": "opts",
+    "output_tensors": "outputs",
+    "output_tensor": "outputs",
+    "output": "outputs",
+    "input_tensors": "inputs",
+    "input_tensor": "inputs",
+    "input": "inputs",
+    "outputTensor": "output",
+    "inputTensor": "input",
+    "output_split_sizes": "output_splits",
+    "input_split_sizes": "input_splits",
+    "dstRank": "peer",
+    "srcRank": "peer",
+}
+"""The arguments of torch's methods, by their names there."""
+
+
+def renamed(call: str, keywords: dict[str, Any], **given: Any) -> dict[str, Any]:
+    """Return the arguments of a call with the keywords of torch's own method."""
+    for keyword, value in keywords.items():
+        name = _KEYWORDS.get(keyword)
+        if name not in given:
+            raise TypeError(f"{call}() got an unexpected keyword argument {keyword!r}")
+        if given[name] is not None:
+            raise TypeError(f"{call}() got several values for the argument {keyword!r}")
+        given[name] = value
+    return given
+
+
+def options_of(given: Any, kind: type, **fields: Any) -> Any:
+    """Return the options given, or new ones for the spellings that have plain arguments instead."""
+    if hasattr(given, "asyncOp"):
+        return given
+    made = kind()
+    if isinstance(given, timedelta):
+        made.timeout = given
+    for name, value in fields.items():
+        if value is not None and not isinstance(value, timedelta):
+            setattr(made, name, value)
+    return made

@@ -1,0 +1,83 @@
+"""Names of backends, ways to make groups, debug modes and other parts of torch that other people's programs use."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard, ShardMetadata, init_from_local_shards
+
+from tests.comm.programs import run_program
+
+
+def check_sharded_tensor(rank: int, size: int) -> None:
+    """`ShardedTensor.gather` takes the device that the backend prefers."""
+    metadata = ShardMetadata(shard_offsets=[2 * rank, 0], shard_sizes=[2, 3], placement=f"rank:{rank}/cpu")
+    tensor = init_from_local_shards([Shard(torch.full((2, 3), rank + 1.0), metadata)], (2 * size, 3))
+    whole = torch.zeros(2 * size, 3) if rank == 0 else None
+    tensor.gather(0, whole)
+    if whole is not None:
+        assert whole[:, 0].tolist() == [r + 1.0 for r in range(size) for _ in range(2)]
+    dist.barrier()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sharded_tensors_are_gathered_on_the_cpu(ranks, size):
+    if torch.cuda.is_available():
+        pytest.skip("for machines without CUDA")
+    ranks(size).run(check_sharded_tensor)
+
+
+def check_local_synchronization(rank: int, size: int) -> None:
+    """Only the members call `new_group`; torch wants as many groups on every rank."""
+    for division in ([[0, 1], [2]], [[0], [1, 2]], [[0, 2], [1]]):
+        members = next(each for each in division if rank in each)
+        group = dist.new_group(members, use_local_synchronization=True)
+        total = torch.full((3,), float(rank))
+        dist.all_reduce(total, group=group)
+        assert total.tolist() == [float(sum(members))] * 3
+    dist.barrier()
+
+
+def test_groups_with_local_synchronization(ranks):
+    ranks(3).run(check_local_synchronization)
+
+
+NAMES = """
+dist.destroy_process_group()
+for number, name in enumerate(("FARANDOLE", "Farandole", "cpu:FARANDOLE,cuda:nccl", "cpu:gloo,cuda:farandole")):
+    dist.init_process_group(name)
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    assert total.tolist() == [2, 2]
+    assert dist.get_backend() == name.lower(), dist.get_backend()
+    sub = dist.new_group([0, 1], backend=name)
+    dist.all_reduce(total, group=sub)
+    assert total.tolist() == [4, 4]
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+DEBUG = """
+assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+model(torch.full((2, 3), 1.0 + dist.get_rank())).sum().backward()
+assert torch.equal(model.module.weight.grad, torch.full((2, 3), 3.0)), model.module.weight.grad
+gathered = [None, None]
+dist.all_gather_object(gathered, dist.get_rank())
+assert gathered == [0, 1]
+dist.monitored_barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_names_of_backends_in_any_case(tmp_path):
+    for status, errors in run_program(tmp_path, 2, NAMES):
+        assert status == 0, errors
+
+
+def test_debug_mode_detail(tmp_path, monkeypatch):
+    monkeypatch.setitem(os.environ, "TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    for status, errors in run_program(tmp_path, 2, DEBUG):
+        assert status == 0, errors
