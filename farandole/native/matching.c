@@ -261,12 +261,26 @@ static void open_payload(struct frd_group *g, struct peer *from)
     if (!g || !is_rank(in->header.source, g->group_ranks)) return;
     struct member *member = &g->members[in->header.source];
     struct frd_message *m = member->cleared.first;
-    while (m && m->header.number != in->header.number) m = m->next;
+    while (m && !(m->header.number == in->header.number && m->bytes == in->header.bytes)) m = m->next;
     if (m) dequeue(&member->cleared, m);
     in->receive = m;
     struct unexpected *u = m ? NULL : member->unexpected.first;
-    while (u && !(u->header.kind == PAYLOAD && u->header.number == in->header.number)) u = u->next;
+    while (u && !(u->header.kind == PAYLOAD && u->header.number == in->header.number &&
+                  u->header.bytes == in->header.bytes))
+        u = u->next;
     in->unexpected = u;
+}
+
+/* Whether a header can be one of this protocol.  Every field is checked before it is used: on another host, the process that
+ * wrote it may be another program's, or broken. */
+static bool is_valid(const struct peer *from, const struct header *h)
+{
+    const bool empty = h->kind == CLEAR || h->kind == DONE || h->kind >= GROUP_LEFT;
+    if (h->kind > GROUP_BROKEN || h->bytes > LARGEST_MESSAGE || (empty && h->bytes)) return false;
+    if (!empty && (!element_bytes((int)h->type) || h->type >> 24)) return false;
+    if (h->kind >= OFFER && h->kind <= DONE && !from->transport->offers) return false;
+    return h->kind != OFFER || !h->place ||
+           (h->place - 1 < from->arena_bytes && h->bytes <= from->arena_bytes - (h->place - 1));
 }
 
 /* Decides where the payload of the next message goes; false: it stays in its stream for now. */
@@ -279,6 +293,11 @@ static bool open_message(struct peer *from)
     struct queue *queue = NULL; /* where an unexpected message goes */
     in->receive = NULL;
     in->unexpected = NULL;
+    if (!is_valid(from, h)) {
+        in->refused = true;
+        from->transport->refuse(from);
+        return false;
+    }
     if (h->kind == CLEAR || h->kind == DONE) {
         answer_offer(from, h);
     } else if (h->kind == PAYLOAD) {
@@ -286,7 +305,7 @@ static bool open_message(struct peer *from)
     } else if (!g) {
         if (!was_closed(e, h->context)) queue = &e->early;
     } else if (is_rank(h->source, g->group_ranks) && h->kind >= GROUP_LEFT) {
-        control(g, h);
+        if (h->kind == GROUP_BROKEN || g->members[h->source].peer == from) control(g, h);
     } else if (is_rank(h->source, g->group_ranks) && g->members[h->source].peer == from) {
         struct frd_message *m = match(g, h->source, h->tag);
         if (m && !fits(m, h)) {
@@ -342,7 +361,7 @@ bool pull(struct peer *from)
     char nowhere[4096];
     size_t total = 0;
     in->blocked = false;
-    while (total < TURN_BYTES) {
+    while (total < TURN_BYTES && !in->refused) {
         if (!in->under_way) {
             const size_t missing = HEADER - in->header_moved;
             const size_t moved = missing ? way->take(from, (char *)&in->header + in->header_moved, missing) : 0;
@@ -350,7 +369,7 @@ bool pull(struct peer *from)
             total += moved;
             if (moved < missing) break;
             if (!open_message(from)) {
-                in->blocked = true;
+                in->blocked = !in->refused;
                 break;
             }
         }

@@ -25,6 +25,8 @@
 #define TURN_BYTES ((size_t)4 << 20)       /* after so many bytes of one stream the others have their turn */
 #define UNEXPECTED_BYTES ((size_t)4 << 20) /* unexpected payloads of one sender, while no receive waits for a later message of it */
 
+#define LARGEST_MESSAGE ((uint64_t)1 << 48)
+
 enum header_kind { EAGER, OFFER, CLEAR, PAYLOAD, DONE, GROUP_LEFT, GROUP_BROKEN };
 
 struct header {
@@ -69,6 +71,7 @@ struct unexpected {
 struct incoming {
     bool under_way;
     bool blocked;                /* its head waits for a receive */
+    bool refused;                /* it had bytes that are no message */
     struct header header;
     size_t header_moved, moved;
     struct frd_message *receive; /* where the payload goes; if NULL, to `unexpected`, or nowhere if that is NULL, too */
@@ -86,6 +89,7 @@ struct transport {
     void (*moved_out)(struct peer *);  /* after `put` */
     void (*moved_in)(struct peer *);   /* after `take` */
     void (*again)(struct peer *);      /* it was left before it had to be: have it looked at again */
+    void (*refuse)(struct peer *);     /* its bytes are no message: take no more of them */
     bool offers;                       /* large payloads wait for their receive */
     bool (*has_ended)(const struct peer *, bool sends); /* in one direction: to the peer, or from it */
 };

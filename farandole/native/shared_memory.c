@@ -169,6 +169,9 @@ static size_t take(struct peer *peer, char *data, size_t bytes)
     return moved;
 }
 
+/* The endpoint's own processes write only messages; a process of another user cannot write here. */
+static void refuse(struct peer *peer) { (void)peer; }
+
 static bool never(const struct peer *peer, bool sends)
 {
     (void)peer;
@@ -178,6 +181,7 @@ static bool never(const struct peer *peer, bool sends)
 
 const struct transport over_shared_memory = {
     .put = put, .take = take, .moved_out = ring_bell, .moved_in = tell_of_space, .again = look_again,
+    .refuse = refuse,
     .offers = true, .has_ended = never,
 };
 

@@ -31,6 +31,9 @@
 #define HELLO 64
 #define KEEPALIVE_S 2        /* interval of keep-alive probes on an idle connection */
 #define EVENTS 64
+#define NEWCOMERS 256        /* connections whose hello has not arrived; beyond, the oldest is closed */
+#define HELLO_S 10.0         /* how long a hello may take */
+#define ACCEPT_AGAIN_S 0.1   /* after a connection could not be accepted for lack of descriptors or memory */
 
 struct hello {
     uint64_t magic;
@@ -54,7 +57,8 @@ struct connection {
 
 /* An accepted connection whose hello has not arrived. */
 struct newcomer {
-    struct newcomer *next;
+    struct newcomer *next;       /* one that came before */
+    double came;
     int socket;
     struct hello hello;
     size_t moved;
@@ -66,7 +70,9 @@ struct tcp_state {
     socklen_t own_bytes;
     char token[FRD_TOKEN_BYTES];
     double timeout;
-    struct newcomer *newcomers;
+    struct newcomer *newcomers;  /* the latest first */
+    int newcomer_count;
+    double accept_at;            /* when to accept again; 0: the listener is watched */
 };
 
 /* What an event is about: a kind, and a rank or a pointer. */
@@ -172,30 +178,64 @@ static size_t put(struct peer *peer, const char *data, size_t bytes, bool more)
 
 /* ---- accepting connections ---- */
 
-static void on_listener(struct tcp_state *tcp)
-{
-    for (;;) {
-        const int socket = accept4(tcp->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-        if (socket < 0) return;
-        struct newcomer *newcomer = calloc(1, sizeof *newcomer);
-        if (!newcomer) {
-            close(socket);
-            continue;
-        }
-        prepare_socket(tcp, socket);
-        newcomer->socket = socket;
-        newcomer->next = tcp->newcomers;
-        tcp->newcomers = newcomer;
-        watch(tcp, socket, NEWCOMER, (uint64_t)(uintptr_t)newcomer, EPOLLIN | EPOLLRDHUP);
-    }
-}
-
 static void forget_newcomer(struct tcp_state *tcp, struct newcomer *newcomer)
 {
     struct newcomer **list = &tcp->newcomers;
     while (*list != newcomer) list = &(*list)->next;
     *list = newcomer->next;
+    tcp->newcomer_count--;
     free(newcomer);
+}
+
+/* Closes the newcomers that came before `time`, and the oldest if there are more than `most`. */
+static void close_newcomers(struct tcp_state *tcp, double time, int most)
+{
+    int kept = 0;
+    for (struct newcomer *newcomer = tcp->newcomers, *next; newcomer; newcomer = next) {
+        next = newcomer->next;
+        if (newcomer->came >= time && kept++ < most) continue;
+        close(newcomer->socket);
+        forget_newcomer(tcp, newcomer);
+    }
+}
+
+/* A full table of descriptors would report the listener as ready all the time, so it is not watched for a while. */
+static void stop_accepting(struct tcp_state *tcp)
+{
+    epoll_ctl(tcp->events, EPOLL_CTL_DEL, tcp->listener, NULL);
+    tcp->accept_at = seconds_now() + ACCEPT_AGAIN_S;
+    close_newcomers(tcp, 0, tcp->newcomer_count / 2);
+}
+
+static void on_listener(struct tcp_state *tcp)
+{
+    for (;;) {
+        const int socket = accept4(tcp->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (socket < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
+            stop_accepting(tcp);
+        if (socket < 0 && errno != ECONNABORTED && errno != EINTR) return;
+        struct newcomer *newcomer = socket < 0 ? NULL : calloc(1, sizeof *newcomer);
+        if (!newcomer) {
+            if (socket >= 0) close(socket);
+            continue;
+        }
+        prepare_socket(tcp, socket);
+        *newcomer = (struct newcomer){.next = tcp->newcomers, .came = seconds_now(), .socket = socket};
+        tcp->newcomers = newcomer;
+        tcp->newcomer_count++;
+        watch(tcp, socket, NEWCOMER, (uint64_t)(uintptr_t)newcomer, EPOLLIN | EPOLLRDHUP);
+        if (tcp->newcomer_count > NEWCOMERS) close_newcomers(tcp, 0, NEWCOMERS);
+    }
+}
+
+/* What is due at a time, not at an event. */
+static void keep_time(struct tcp_state *tcp)
+{
+    const double now = seconds_now();
+    if (tcp->newcomers) close_newcomers(tcp, now - HELLO_S, NEWCOMERS);
+    if (!tcp->accept_at || now < tcp->accept_at) return;
+    tcp->accept_at = 0;
+    watch(tcp, tcp->listener, LISTENER, 0, EPOLLIN);
 }
 
 /* The process of this job that sent the hello; NULL if none, or if it has connected before.  The comparison of the tokens takes
@@ -213,6 +253,9 @@ static struct peer *known(struct frd_endpoint *e, const struct hello *hello)
 static void on_newcomer(struct frd_endpoint *e, struct newcomer *newcomer)
 {
     struct tcp_state *tcp = e->tcp;
+    const struct newcomer *still = tcp->newcomers; /* an event before this one may have closed it */
+    while (still && still != newcomer) still = still->next;
+    if (!still) return;
     const ssize_t got =
         recv(newcomer->socket, (char *)&newcomer->hello + newcomer->moved, HELLO - newcomer->moved, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
@@ -261,8 +304,14 @@ static void on_wake(struct frd_endpoint *e)
 static void nothing(struct peer *peer) { (void)peer; }
 static void again(struct peer *peer) { tcp_wake(peer->endpoint); }
 
+static void refuse(struct peer *peer)
+{
+    if (peer->connection && peer->connection->in >= 0) shutdown(peer->connection->in, SHUT_RDWR);
+    end_inward(peer);
+}
+
 const struct transport over_tcp = {
-    .put = put, .take = take, .moved_out = nothing, .moved_in = nothing, .again = again,
+    .put = put, .take = take, .moved_out = nothing, .moved_in = nothing, .again = again, .refuse = refuse,
     .has_ended = has_stream_ended,
 };
 
@@ -283,12 +332,16 @@ static void on_event(struct frd_endpoint *e, const struct epoll_event *event)
 void tcp_wait(struct frd_endpoint *e, double seconds)
 {
     struct epoll_event events[EVENTS];
+    if (e->tcp->accept_at || e->tcp->newcomers) seconds = seconds < ACCEPT_AGAIN_S ? seconds : ACCEPT_AGAIN_S;
     const struct timespec t = {(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
     const int count = epoll_pwait2(e->tcp->events, events, EVENTS, &t, NULL);
-    if (count <= 0) return;
+    const bool timed = e->tcp->accept_at || e->tcp->newcomers; /* only this thread changes them */
+    if (count <= 0 && !timed) return;
     pthread_mutex_lock(&e->lock);
     for (int i = 0; i < count; i++) on_event(e, &events[i]);
+    keep_time(e->tcp);
     pthread_mutex_unlock(&e->lock);
+    if (count <= 0) return;
     ring_own_bell(e);
 }
 
