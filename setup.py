@@ -15,7 +15,14 @@ setup(
             "farandole.native._core",
             sources=sorted(glob("farandole/native/*.c")),
             depends=sorted(glob("farandole/native/*.h") + glob("farandole/native/*.inc")),
-            extra_compile_args=["-O3", "-std=gnu11", "-fno-math-errno", "-ffp-contract=off", "-pthread"],
+            extra_compile_args=[
+                "-O3",
+                "-std=gnu11",
+                "-fno-math-errno",
+                "-ffp-contract=off",
+                "-fvisibility=hidden",
+                "-pthread",
+            ],
             extra_link_args=["-pthread"],
             optional=True,
         )

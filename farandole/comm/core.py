@@ -229,6 +229,11 @@ class GroupCore:
         core: Core = self.form_subgroup(members)
         return core
 
+    def invalidate(self, reason: str) -> None:
+        """Forget the group in a forked child, whose handle is the parent's."""
+        self.host.handle = None
+        self.messages.invalidate(reason)
+
     def rest(self, patience_s: float) -> bool:
         """Complete or withdraw messages under way; return whether none is left after `patience_s`."""
         return self.messages.close(patience_s)

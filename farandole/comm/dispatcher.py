@@ -12,7 +12,9 @@ from torch import Tensor
 from farandole.comm.core import Core, GroupCore
 from farandole.comm.direct_calls import DirectBegunCalls, DirectCalls, DirectMethods, NoDirectCalls
 from farandole.comm.ending import leave_at_end
+from farandole.comm.errors import CommunicationError
 from farandole.comm.fallback import TorchCore
+from farandole.comm.forks import invalidate_after_fork
 from farandole.comm.native_core import NativeCore
 from farandole.comm.operations import Operation
 from farandole.comm.work import Call, WorkQueue, flags_here
@@ -41,13 +43,17 @@ class Dispatcher:
             self.direct, self.direct_begun = DirectCalls(core, self.queue), DirectBegunCalls(core, self.queue)
         elif isinstance(core, GroupCore):
             self.direct = DirectMethods(core, self.queue)
+        self._invalid: str | None = None  # why, in a forked child
         if not isinstance(core, TorchCore):
             leave_at_end(self)
+            invalidate_after_fork(self)
 
     # ---- calls ----
 
     def serves(self, *tensors: Sequence[Tensor]) -> bool:
         """Return whether `core` supports all tensors; RuntimeError if the group was destroyed."""
+        if self._invalid:
+            raise CommunicationError(f"group {self.name!r}: {self._invalid}")
         if self.core.closed:
             raise RuntimeError(f"group {self.name!r} was destroyed; make a new one")
         return all(self.core.supports(each) for each in tensors)
@@ -118,6 +124,8 @@ class Dispatcher:
 
         Work that nobody waited for completes if the other ranks take part soon, else it fails.
         """
+        if self._invalid:
+            return
         if not self.core.closed:
             at_rest = self._rest(PATIENCE_S)
             if not at_rest:
@@ -130,11 +138,15 @@ class Dispatcher:
 
     def abort(self) -> None:
         """Leave the group at once: calls under way, of other threads too, fail."""
+        if self._invalid:
+            return
         self.core.give_up()
         self.close()
 
     def abandon(self, note: str, patience_s: float) -> None:
         """Tell the other ranks how the program ends, and stop the threads; the process frees the memory."""
+        if self._invalid:
+            return
         if self.core.completes_at_exit:
             patience_s /= 2
             if self._rest(patience_s):
@@ -142,6 +154,13 @@ class Dispatcher:
         self.core.leave(note)
         self.core.give_up()
         self._rest(patience_s)
+
+    def invalidate(self, reason: str) -> None:
+        """Refuse calls of a forked child."""
+        self._invalid = reason
+        self.queue.invalidate(reason)
+        if isinstance(self.core, GroupCore):
+            self.core.invalidate(reason)
 
     def _rest(self, patience_s: float) -> bool:
         """Return whether no call is under way after `patience_s` at most (for calls, and for messages)."""

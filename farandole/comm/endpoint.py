@@ -31,6 +31,7 @@ from farandole import native
 from farandole.comm.describe import Membership
 from farandole.comm.errors import CommunicationError, RankLate
 from farandole.comm.failure_consensus import FailureConsensus
+from farandole.comm.forks import invalidate_after_fork
 from farandole.comm.host import Rendezvous, Segment, SegmentName, host_identity, open_segment
 from farandole.comm.host_group import HostGroup
 from farandole.comm.interfaces import is_loopback, own_address, socket_address
@@ -103,6 +104,7 @@ class Endpoint:
         self._users = 0
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
+        invalidate_after_fork(self)
 
     @classmethod
     def bootstrap(
@@ -369,6 +371,12 @@ class Endpoint:
         )
 
     # ---- its end ----
+
+    def invalidate(self, reason: str) -> None:
+        """Close the sockets of a forked child."""
+        handle, self._handle, self._base = self._handle, None, None
+        if handle:
+            self.core.frd_endpoint_forked(handle)
 
     def release(self) -> None:
         """A group has been closed; with the last one the endpoint closes."""

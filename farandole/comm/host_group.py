@@ -86,7 +86,9 @@ class HostGroup:
         """How long a call waits for the other ranks."""
         self.timeout = timeout
         self.timeout_s = timeout.total_seconds()
-        self.core.frd_set_timeout(self.handle, self.timeout_s)
+        with self._closing:
+            if self.handle:
+                self.core.frd_set_timeout(self.handle, self.timeout_s)
 
     def within(self, timeout_s: float, call: Callable[[int], None]) -> Callable[[int], None]:
         """A call with a timeout of its own."""

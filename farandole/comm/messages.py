@@ -155,6 +155,12 @@ class MessageWork(FarandoleWork):
             finally:
                 self._lock.release()
 
+    def fail(self, error: CommunicationError) -> None:
+        """Let the message fail without a call of the implementation."""
+        self._lock = _thread.allocate_lock()  # the thread that held it may not exist here
+        if self._message is not None:
+            self._message, self._error = None, error
+
     def at_rest(self) -> bool:
         """Return whether it is complete, and no thread of ours has anything to do with it."""
         return self.is_completed() and (self._thread is None or not self._thread.is_alive())
@@ -193,12 +199,12 @@ class Messages:
         self._host = host
         self._open: dict[int, MessageWork] = {}
         self._blocked: dict[int, None] = {}  # threads in blocking messages
-        self._closed = False
+        self._closed = ""  # why no message can be begun
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> FarandoleWork:
         """Begin to send `tensor` to `peer`, or to receive it from there."""
         if self._closed:
-            raise CommunicationError("the group was destroyed; no message can be sent or received any more")
+            raise CommunicationError(self._closed)
         buffer = tensor
         if not is_dense(tensor):
             if not sends:
@@ -221,7 +227,7 @@ class Messages:
     ) -> FarandoleWork:
         """Begin a message of the dense tensor `buffer`."""
         if self._closed:
-            raise CommunicationError("the group was destroyed; no message can be sent or received any more")
+            raise CommunicationError(self._closed)
         host, opened = self._host, self._open
         if sends:
             message = host.post_send(address, nbytes, kind, peer, tag)
@@ -255,9 +261,7 @@ class Messages:
         blocked[thread] = None
         try:
             if self._closed:
-                raise CommunicationError(
-                    "the group was destroyed; no message can be sent or received any more"
-                )
+                raise CommunicationError(self._closed)
             if outcome := call(address, nbytes, kind, peer, tag, flags_here()):
                 self._host.source_of(outcome)
             return True
@@ -265,14 +269,21 @@ class Messages:
             del blocked[thread]
 
     def _is_closed(self) -> bool:
-        return self._closed
+        return bool(self._closed)
 
     def _forget(self, work: MessageWork) -> None:
         self._open.pop(id(work), None)
 
+    def invalidate(self, reason: str) -> None:
+        """Fail all messages of a forked child: their memory is the parent's."""
+        self._closed = reason
+        for work in self._open.values():
+            work.fail(CommunicationError(reason))
+        self._open, self._blocked = {}, {}
+
     def close(self, patience_s: float) -> bool:
         """Withdraw receives, let sends arrive; False if some take longer than `patience_s`."""
-        self._closed = True
+        self._closed = "the group was destroyed; no message can be sent or received any more"
         deadline = time.monotonic() + patience_s
         for work in list(self._open.values()):
             while not work.at_rest():

@@ -167,6 +167,8 @@ class QueuedWork(FarandoleWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call is complete, or `timeout`; raise its error."""
         seconds = seconds_of(timeout)
+        if self._queue.invalid and not self._complete:
+            raise CommunicationError(self._queue.invalid)
         if seconds is None or self._queue.is_mine():
             while not self._complete and self._queue.help():
                 pass
@@ -249,6 +251,7 @@ class WorkQueue:
         self.waiting: deque[QueuedWork] = deque()
         self._running = _thread.allocate_lock()
         self.closed = False
+        self.invalid = ""  # why, in a forked child
         self._caller: int | None = None  # the thread that runs callbacks
         self._tickets: Tickets | PlainTickets | None = None  # with the thread
         self.acquire, self.release = self._running.acquire, self._running.release
@@ -280,7 +283,7 @@ class WorkQueue:
     def submit(self, call: Call, tensors: Sequence[torch.Tensor]) -> QueuedWork:
         """Queue a call; a call of a callback runs at once."""
         if self.closed:
-            raise CommunicationError("the group was destroyed; no call can be made any more")
+            raise CommunicationError(self.invalid or "the group was destroyed; no call can be made any more")
         work = QueuedWork(self, call, tensors)
         if self.is_mine():
             work.run(flags_here())
@@ -327,6 +330,13 @@ class WorkQueue:
                 return False
         self.closed = self._running.acquire(timeout=patience_s)
         return self.closed
+
+    def invalidate(self, reason: str) -> None:
+        """Refuse calls of a forked child, and forget those that wait."""
+        self.closed, self.invalid = True, reason
+        self._running.acquire(False)  # or a thread of the parent holds it; nobody releases it
+        self.waiting.clear()
+        self._tickets = self._thread = None
 
     def _run_next(self, flags: int) -> bool:
         try:

@@ -29,7 +29,7 @@ from ctypes import (
 from enum import IntEnum
 from pathlib import Path
 
-ABI = 7
+ABI = 8
 MAX_RANKS = 256
 NOTE_BYTES = 160
 TOKEN_BYTES = 32
@@ -144,6 +144,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_endpoint_block": (c_uint64, [c_void_p]),
     "frd_endpoint_add": (c_int, [c_void_p, c_int, c_int, c_size_t, c_uint64, c_int64]),
     "frd_endpoint_close": (None, [c_void_p]),
+    "frd_endpoint_forked": (None, [c_void_p]),
     "frd_tcp_open": (c_int, [c_void_p, c_int, ctypes.c_char_p, c_size_t, ctypes.c_char_p, c_double]),
     "frd_tcp_add": (c_int, [c_void_p, c_int, ctypes.c_char_p, c_size_t]),
     "frd_tcp_start": (c_int, [c_void_p]),

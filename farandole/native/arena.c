@@ -88,6 +88,7 @@ int frd_arena_open(int descriptor, size_t bytes)
     if (base == MAP_FAILED) return -errno;
     madvise(base, bytes, MADV_DONTDUMP);
     /* in a forked child: the parent's arena stays mapped, as its tensors are there */
+    if (arena.process) forget_closed_endpoints();
     pthread_mutex_init(&arena.lock, NULL);
     arena.base = base;
     arena.bytes = bytes;

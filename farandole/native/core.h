@@ -17,7 +17,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define FRD_ABI 7
+#pragma GCC visibility push(default) /* the library exports what this file declares, and nothing else */
+
+#define FRD_ABI 8
 #define FRD_MAX_RANKS 256 /* of one host */
 #define FRD_NOTE_BYTES 160
 #define FRD_TOKEN_BYTES 32
@@ -104,6 +106,7 @@ uint64_t frd_endpoint_block(struct frd_endpoint *);   /* where the own arena has
  * 0, or the error number of what the system refused. */
 int frd_endpoint_add(struct frd_endpoint *, int rank, int descriptor, size_t bytes, uint64_t block, int64_t pid);
 void frd_endpoint_close(struct frd_endpoint *);       /* after all its groups */
+void frd_endpoint_forked(struct frd_endpoint *);      /* in a forked child, which has no other thread: closes its sockets */
 
 /* Processes of other hosts, over TCP.  `listener` is a listening socket, which the endpoint takes over; `own` the
  * address that connections leave from; `token` FRD_TOKEN_BYTES that only the processes of the job know.  Addresses
@@ -203,4 +206,5 @@ int frd_decode(int type, const void *message, float *x, float factor, size_t cou
 void frd_orthonormalise(float *p, size_t rows, size_t rank);
 void frd_outer(float *x, const float *p, const float *q, size_t rows, size_t columns, size_t rank);
 
+#pragma GCC visibility pop
 #endif

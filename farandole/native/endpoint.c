@@ -147,6 +147,22 @@ void frd_endpoint_close(struct frd_endpoint *e)
     free_closed_endpoints();
 }
 
+/* The child's copies only: the parent's connections stay open.  Locks may be held by threads that the child does not have, and
+ * its memory goes with the process. */
+void frd_endpoint_forked(struct frd_endpoint *e)
+{
+    for (int r = 0; r < e->ranks; r++) close(e->peers[r].process_descriptor);
+    tcp_close_sockets(e);
+}
+
+/* Those that a forked child has inherited are its parent's. */
+void forget_closed_endpoints(void)
+{
+    closing = NULL;
+    pthread_mutex_init(&closing_lock, NULL);
+    forget_closed_groups();
+}
+
 /* ---- other processes' memory ---- */
 
 char *memory_of(const struct peer *peer, uint64_t address, size_t bytes)

@@ -45,6 +45,12 @@ void free_closed_groups(void)
     pthread_mutex_unlock(&closing_lock);
 }
 
+void forget_closed_groups(void)
+{
+    closing = NULL;
+    pthread_mutex_init(&closing_lock, NULL);
+}
+
 uint64_t frd_group_reserve(void)
 {
     free_closed_groups();

@@ -158,6 +158,8 @@ bool has_gone(const struct local_rank *);      /* it left the group, or its proc
 bool acquire_stage(struct frd_group *);        /* before `begin_call`; false: no memory */
 void release_stage(struct frd_group *, bool finished);
 void free_closed_groups(void);                 /* group.c */
+void forget_closed_groups(void);               /* in a forked child */
+void forget_closed_endpoints(void);            /* likewise */
 void forget_stages_of(const struct frd_group *);
 uint64_t new_nonce(void);
 char *memory_of(const struct peer *, uint64_t address, size_t bytes); /* as mapped here; NULL if it is not shared */

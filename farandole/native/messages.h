@@ -180,6 +180,7 @@ void free_rings(struct frd_endpoint *);
 /* tcp.c */
 bool tcp_is_in_use(const struct peer *);       /* has there been a connection, and can more be sent? */
 void tcp_stop(struct frd_endpoint *);
+void tcp_close_sockets(struct frd_endpoint *); /* and nothing else */
 void tcp_wake(struct frd_endpoint *);
 void tcp_wait(struct frd_endpoint *, double seconds); /* the progress thread: until events, and handle them */
 

@@ -412,25 +412,32 @@ static void close_socket(int *socket)
     *socket = -1;
 }
 
-void tcp_stop(struct frd_endpoint *e)
+void tcp_close_sockets(struct frd_endpoint *e)
 {
     struct tcp_state *tcp = e->tcp;
-    if (!tcp) return;
-    for (int r = 0; r < e->ranks; r++) {
+    for (int r = 0; r < e->ranks && tcp; r++) {
         struct connection *c = e->peers[r].connection;
         if (!c) continue;
         close_socket(&c->in);
         close_socket(&c->out);
-        free(c);
-        e->peers[r].connection = NULL;
     }
-    while (tcp->newcomers) {
-        close(tcp->newcomers->socket);
-        forget_newcomer(tcp, tcp->newcomers);
-    }
+    if (!tcp) return;
+    for (struct newcomer *newcomer = tcp->newcomers; newcomer; newcomer = newcomer->next) close_socket(&newcomer->socket);
     close_socket(&tcp->listener);
     close_socket(&tcp->events);
     close_socket(&tcp->wake);
+}
+
+void tcp_stop(struct frd_endpoint *e)
+{
+    struct tcp_state *tcp = e->tcp;
+    if (!tcp) return;
+    tcp_close_sockets(e);
+    for (int r = 0; r < e->ranks; r++) {
+        free(e->peers[r].connection);
+        e->peers[r].connection = NULL;
+    }
+    while (tcp->newcomers) forget_newcomer(tcp, tcp->newcomers);
     free(tcp);
     e->tcp = NULL;
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+from datetime import timedelta
 
 import pytest
 import torch
@@ -71,6 +72,9 @@ def check_destroyed_group(rank: int, size: int) -> None:
         group.allreduce([torch.ones(1)])
     with pytest.raises(RuntimeError, match="was destroyed; make a new one"):
         group.barrier()
+    group.set_timeout(timedelta(seconds=5))  # of no effect
+    group.abort()
+    group.shutdown()
 
 
 def check_world_of_one(rank: int, size: int) -> None:
