@@ -55,7 +55,7 @@ class DirectCalls:
         library = core.host.core  # by index: functions without argument types, which convert nothing
         self._group = c_void_p(core.host.handle)  # freed only after the queue has been closed
         self._size, self._check = core.size, core.check
-        self._enter, self._leave = queue.enter, queue.leave
+        self._queue, self._enter, self._leave = queue, queue.enter, queue.leave
         self._ranks, self._rank, self._messages = range(core.size), core.rank, core.messages
         self._all_reduce, self._reduce = library["frd_all_reduce"], library["frd_reduce"]
         self._broadcast, self._barrier = library["frd_broadcast"], library["frd_barrier"]
@@ -206,6 +206,7 @@ class DirectCalls:
         """Call a C function unless other calls wait or run."""
         if not self._enter():
             return None
+        held = self._queue  # noqa: F841 - see `WorkQueue._refuse_in_handler`
         try:
             status = function(self._group, *arguments, flags_here())
             if status:  # while the queue is held: afterwards another thread may destroy the group
@@ -217,10 +218,6 @@ class DirectCalls:
 
 class DirectBegunCalls(DirectCalls):
     """The same for asynchronous operations: the methods return work under way."""
-
-    def __init__(self, core: NativeCore, queue: WorkQueue) -> None:
-        super().__init__(core, queue)
-        self._queue = queue
 
     def _execute(
         self, outputs: Sequence[Tensor], input: Tensor | None, function: Any, *arguments: Any
@@ -243,7 +240,7 @@ class DirectMethods(DirectCalls):
     def __init__(self, core: GroupCore, queue: WorkQueue) -> None:
         own: Any = core  # with the operations of `Core`
         self._size, self._check = core.size, core.check
-        self._enter, self._leave = queue.enter, queue.leave
+        self._queue, self._enter, self._leave = queue, queue.enter, queue.leave
         self._ranks, self._rank, self._messages = range(core.size), core.rank, core.messages
         rank = core.rank
         self._all_reduce = lambda t, _, op, flags: own.all_reduce(t, t, op, flags)
@@ -282,6 +279,7 @@ class DirectMethods(DirectCalls):
                 return None
         if not self._enter():
             return None
+        held = self._queue  # noqa: F841 - see `WorkQueue._refuse_in_handler`
         try:
             with torch.no_grad():
                 function(*tensors, *plan, flags_here())

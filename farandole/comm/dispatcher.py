@@ -209,6 +209,7 @@ class PersistentOperation:
         if self._waiting or not self._acquire(False):  # as `WorkQueue.enter`, without a call
             self._in_turn(async_op=False)
             return
+        held = self._queue  # noqa: F841 - see `WorkQueue._refuse_in_handler`
         try:
             status = self._call(flags_here())
             if status:

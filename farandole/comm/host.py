@@ -64,11 +64,18 @@ class Segment:
 
 
 def open_segment(name: SegmentName) -> int:
-    """A descriptor of another process's memory file.  OSError if it is not there or not ours to open."""
+    """Return a descriptor of another process's memory file.
+
+    Raises:
+        OSError: The file is not there, is not open to this user, or belongs to another user (root may open any).
+    """
     descriptor = os.open(f"/proc/{name.pid}/fd/{name.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    if os.fstat(descriptor).st_ino != name.inode:
+    found, user = os.fstat(descriptor), os.geteuid()
+    if found.st_ino != name.inode or found.st_uid != user:
         os.close(descriptor)
-        raise OSError(f"process {name.pid} no longer has the memory that it announced")
+        if found.st_ino != name.inode:
+            raise OSError(f"process {name.pid} no longer has the memory that it announced")
+        raise OSError(f"the memory of process {name.pid} belongs to user {found.st_uid}, not to {user}")
     return descriptor
 
 

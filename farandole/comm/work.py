@@ -14,6 +14,7 @@ from __future__ import annotations
 import _thread
 import ctypes
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -35,6 +36,8 @@ Call = Callable[[int], Any]
 """A blocking call of an implementation; its argument holds the flags of farandole.native."""
 
 _main_thread = threading.main_thread().ident
+_HOLDERS = {"run", "help", "_execute", "_run", "__call__"}
+"""The functions that hold a queue during a call."""
 
 
 def _after_fork() -> None:
@@ -260,8 +263,10 @@ class WorkQueue:
     def run(self, call: Call, tensors: Sequence[torch.Tensor]) -> dist.Work:
         """Run a call after those issued before, and return when it is complete."""
         if not self.enter():
+            self._refuse_in_handler()
             self.submit(call, tensors).wait()
             return COMPLETED
+        held = self  # noqa: F841 - see `_refuse_in_handler`
         try:
             call(flags_here())
         finally:
@@ -297,12 +302,29 @@ class WorkQueue:
         self._tickets.post()
         return work
 
+    def _refuse_in_handler(self) -> None:
+        """Raise CommunicationError in a signal handler that has interrupted a call of this queue, which cannot end before it.
+
+        The frames that hold the queue have it in a local variable `held`.
+        """
+        if _thread.get_ident() != _main_thread or self.is_mine():
+            return
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_name in _HOLDERS and frame.f_locals.get("held") is self:
+                raise CommunicationError(
+                    f"a signal handler called the group in whose call it runs ({self.whereabouts()}): that call waits for "
+                    f"the handler; set a flag in the handler and call the group later, or use another group"
+                )
+            frame = frame.f_back  # type: ignore[assignment]
+
     def help(self) -> bool:
         """Run the next call on this thread, if one waits and no other thread runs one."""
         if self.is_mine():
             return self._run_next(flags_here())
         if not self._running.acquire(False):
             return False
+        held = self  # noqa: F841 - see `_refuse_in_handler`
         try:
             return self._run_next(flags_here())
         finally:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farandole.comm.host import Segment
+from farandole.comm.host import Segment, open_segment
 from tests.comm.jobs import End, Job, survivors_of
 
 LARGE = 4_000_000
@@ -54,6 +54,16 @@ def test_another_user_cannot_open_the_memory():
         assert out.split() == ["refused"] * len(paths)
         for rank in (0, 1):
             job.kill(rank)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may open another user's memory")
+def test_memory_of_another_user_is_refused():
+    segment = Segment(4096, "test")
+    os.close(open_segment(segment.name))
+    os.fchown(segment.descriptor, 65534, 65534)
+    with pytest.raises(OSError, match=r"the memory of process \d+ belongs to user 65534, not to 0"):
+        open_segment(segment.name)
+    segment.close()
 
 
 def count_up(rank: int, size: int, tell: Callable, turns: int) -> float:

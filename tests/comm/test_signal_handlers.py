@@ -1,0 +1,60 @@
+"""Signal handlers that communicate while they interrupt a call."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from farandole.comm import CommunicationError, Communicator
+
+
+def waits(shape: str) -> Callable[[], object]:
+    """A call of the default group, over one of the paths that hold its queue."""
+    comm, t = Communicator(dist.group.WORLD), torch.ones(3)
+    prepared = comm.all_reduce_init(torch.ones(3))
+    return {
+        "direct": lambda: dist.barrier(),
+        "general": lambda: dist.all_reduce(torch.ones(4)[::2]),
+        "persistent": prepared,
+        "work": lambda: dist.all_reduce(t, async_op=True).wait(),
+    }[shape]
+
+
+def check_handler(rank: int, size: int, shape: str) -> None:
+    heard: list[object] = []
+    other = dist.new_group([0])
+
+    def handler(*_: object) -> None:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except CommunicationError as error:
+            heard.append(str(error))
+        alone = torch.ones(1)
+        dist.all_reduce(alone, group=other)  # another group may be used
+        heard.append(alone.item())
+
+    call = waits(shape)
+    dist.barrier()
+    if rank == 0:
+        before = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        call()
+        signal.signal(signal.SIGALRM, before)
+        assert "a signal handler called the group in whose call it runs" in str(heard[0])
+        assert heard[1] == 1
+    else:
+        time.sleep(0.8)
+        call()
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    assert total.tolist() == [size, size]
+
+
+@pytest.mark.parametrize("shape", ["direct", "general", "persistent", "work"])
+def test_a_handler_is_told_that_its_group_is_busy(ranks, shape):
+    ranks(2).run(check_handler, shape)
