@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -237,11 +238,11 @@ class Messages:
             message = host.post_recv(address, nbytes, kind, peer, tag)
         work = MessageWork(host, message, tensor, buffer, peer, sends, self._forget)
         opened[id(work)] = work
-        if len(opened) > FEW:  # messages that nobody waits for: each new one checks another, in turn
-            key = next(iter(opened))
-            eldest = opened.pop(key, None)
-            if eldest is not None and not eldest.is_completed():
-                opened[key] = eldest  # now the last
+        if len(opened) > FEW:  # messages that nobody waits for: each new one checks two others, in turn
+            for key in list(itertools.islice(opened, 2)):
+                eldest = opened.pop(key, None)
+                if eldest is not None and not eldest.is_completed():
+                    opened[key] = eldest  # now the last
         if self._is_closed():  # meanwhile, by another thread
             work.withdraw()
         return work

@@ -46,9 +46,10 @@ def test_groups_with_local_synchronization(ranks):
 
 
 NAMES = """
+store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()  # outlives its groups
 dist.destroy_process_group()
 for number, name in enumerate(("FARANDOLE", "Farandole", "cpu:FARANDOLE,cuda:nccl", "cpu:gloo,cuda:farandole")):
-    dist.init_process_group(name)
+    dist.init_process_group(name, store=dist.PrefixStore(f"{number}/", store), rank=rank, world_size=2)
     total = torch.ones(2)
     dist.all_reduce(total)
     assert total.tolist() == [2, 2]
