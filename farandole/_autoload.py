@@ -150,7 +150,8 @@ def _init_process_group(init: Callable[..., None]) -> Callable[..., None]:
             given["init_method"] = "mpi://"
         import torch
 
-        _devices[:] = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        # unlike is_available, this leaves CUDA uninitialized where it can, so that the program may still fork
+        _devices[:] = ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]
         try:
             init(*call.args, **call.kwargs)
         except (RuntimeError, ValueError) as error:

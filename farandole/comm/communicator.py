@@ -73,7 +73,7 @@ class Communicator:
     def _adopt(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
         self.rank, self.size = dispatcher.core.rank, dispatcher.core.size
-        self._direct, self._direct_begun = dispatcher.direct, dispatcher.direct_begun
+        self._direct, self._direct_async = dispatcher.direct, dispatcher.direct_async
 
     # ---- groups ----
 
@@ -442,7 +442,7 @@ class Communicator:
 
     def _path(self, async_op: bool) -> Any:
         """Return the direct calls for common cases."""
-        return self._direct_begun if async_op else self._direct
+        return self._direct_async if async_op else self._direct
 
     def _run(
         self,

@@ -206,7 +206,6 @@ class DirectCalls:
         """Call a C function unless other calls wait or run."""
         if not self._enter():
             return None
-        held = self._queue  # noqa: F841 - see `WorkQueue._refuse_in_handler`
         try:
             status = function(self._group, *arguments, flags_here())
             if status:  # while the queue is held: afterwards another thread may destroy the group
@@ -216,7 +215,7 @@ class DirectCalls:
         return COMPLETED
 
 
-class DirectBegunCalls(DirectCalls):
+class AsyncDirectCalls(DirectCalls):
     """The same for asynchronous operations: the methods return work under way."""
 
     def _execute(
@@ -279,7 +278,6 @@ class DirectMethods(DirectCalls):
                 return None
         if not self._enter():
             return None
-        held = self._queue  # noqa: F841 - see `WorkQueue._refuse_in_handler`
         try:
             with torch.no_grad():
                 function(*tensors, *plan, flags_here())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farandole.comm.core import Core, GroupCore
-from farandole.comm.direct_calls import DirectBegunCalls, DirectCalls, DirectMethods, NoDirectCalls
+from farandole.comm.direct_calls import AsyncDirectCalls, DirectCalls, DirectMethods, NoDirectCalls
 from farandole.comm.ending import leave_at_end
 from farandole.comm.errors import CommunicationError
 from farandole.comm.fallback import TorchCore
@@ -38,9 +39,9 @@ class Dispatcher:
         self.fallback = fallback
         self.queue = WorkQueue(name, core.whereabouts)
         self.direct: Any = NoDirectCalls()
-        self.direct_begun: Any = NoDirectCalls()
+        self.direct_async: Any = NoDirectCalls()
         if isinstance(core, NativeCore):
-            self.direct, self.direct_begun = DirectCalls(core, self.queue), DirectBegunCalls(core, self.queue)
+            self.direct, self.direct_async = DirectCalls(core, self.queue), AsyncDirectCalls(core, self.queue)
         elif isinstance(core, GroupCore):
             self.direct = DirectMethods(core, self.queue)
         self._invalid: str | None = None  # why, in a forked child
@@ -185,7 +186,6 @@ class PersistentOperation:
         "_core",
         "_dispatcher",
         "_queue",
-        "_release",
         "_tensors",
         "_waiting",
     )
@@ -200,7 +200,7 @@ class PersistentOperation:
     ) -> None:
         queue = dispatcher.queue
         self._call, self._check = call, core.check
-        self._waiting, self._acquire, self._release = queue.waiting, queue.acquire, queue.release
+        self._waiting, self._acquire = queue.waiting, queue.acquire
         self._dispatcher, self._core, self._queue = dispatcher, core, queue
         self._tensors = [*outputs], [*inputs]
 
@@ -209,13 +209,13 @@ class PersistentOperation:
         if self._waiting or not self._acquire(False):  # as `WorkQueue.enter`, without a call
             self._in_turn(async_op=False)
             return
-        held = self._queue  # noqa: F841 - see `WorkQueue._refuse_in_handler`
+        self._queue.holder = _thread.get_ident()
         try:
             status = self._call(flags_here())
             if status:
                 self._check(status)
         finally:
-            self._release()
+            self._queue.leave()
 
     def start(self) -> dist.Work:
         """Issue the operation and return its work at once."""

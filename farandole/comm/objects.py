@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _SLOT = 1024
 """Bytes of the first message of each rank: the length of the object, and the object if it fits."""
 _LENGTH = struct.Struct("<q")
-_ROOM = _SLOT - _LENGTH.size
+_LARGEST_INLINE = _SLOT - _LENGTH.size
 
 
 def all_gather(comm: Communicator, value: Any) -> list[Any]:
@@ -31,7 +31,7 @@ def all_gather(comm: Communicator, value: Any) -> list[Any]:
     received = slots.numpy().tobytes()
     starts = range(0, len(received), _SLOT)
     lengths: list[int] = [_LENGTH.unpack_from(received, start)[0] for start in starts]
-    if max(lengths) <= _ROOM:
+    if max(lengths) <= _LARGEST_INLINE:
         return [
             pickle.loads(received[start + _LENGTH.size : start + _LENGTH.size + length])
             for start, length in zip(starts, lengths, strict=True)
@@ -53,7 +53,7 @@ def broadcast(comm: Communicator, value: Any, root: int) -> Any:
     comm.broadcast(slot, root)
     received = slot.numpy().tobytes()
     (length,) = _LENGTH.unpack_from(received)
-    if length <= _ROOM:
+    if length <= _LARGEST_INLINE:
         return pickle.loads(received[_LENGTH.size : _LENGTH.size + length])
     whole = torch.frombuffer(bytearray(data if is_root else length), dtype=torch.uint8)
     comm.broadcast(whole, root)
@@ -63,6 +63,6 @@ def broadcast(comm: Communicator, value: Any, root: int) -> Any:
 def _slot(data: bytes) -> Tensor:
     slot = bytearray(_SLOT)
     _LENGTH.pack_into(slot, 0, len(data))
-    if len(data) <= _ROOM:
+    if len(data) <= _LARGEST_INLINE:
         slot[_LENGTH.size : _LENGTH.size + len(data)] = data
     return torch.frombuffer(slot, dtype=torch.uint8)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import _thread
 import ctypes
 import os
-import sys
 import threading
 import weakref
 from collections import deque
@@ -36,8 +35,6 @@ Call = Callable[[int], Any]
 """A blocking call of an implementation; its argument holds the flags of farandole.native."""
 
 _main_thread = threading.main_thread().ident
-_HOLDERS = {"run", "help", "_execute", "_run", "__call__"}
-"""The functions that hold a queue during a call."""
 
 
 def _after_fork() -> None:
@@ -172,6 +169,8 @@ class QueuedWork(FarandoleWork):
         seconds = seconds_of(timeout)
         if self._queue.invalid and not self._complete:
             raise CommunicationError(self._queue.invalid)
+        if not self._complete:
+            self._queue.refuse_in_handler()
         if seconds is None or self._queue.is_mine():
             while not self._complete and self._queue.help():
                 pass
@@ -255,6 +254,7 @@ class WorkQueue:
         self._running = _thread.allocate_lock()
         self.closed = False
         self.invalid = ""  # why, in a forked child
+        self.holder: int | None = None  # the thread that runs a call, unless it is the queue's own
         self._caller: int | None = None  # the thread that runs callbacks
         self._tickets: Tickets | PlainTickets | None = None  # with the thread
         self.acquire, self.release = self._running.acquire, self._running.release
@@ -263,10 +263,9 @@ class WorkQueue:
     def run(self, call: Call, tensors: Sequence[torch.Tensor]) -> dist.Work:
         """Run a call after those issued before, and return when it is complete."""
         if not self.enter():
-            self._refuse_in_handler()
+            self.refuse_in_handler()
             self.submit(call, tensors).wait()
             return COMPLETED
-        held = self  # noqa: F841 - see `_refuse_in_handler`
         try:
             call(flags_here())
         finally:
@@ -275,10 +274,14 @@ class WorkQueue:
 
     def enter(self) -> bool:
         """Acquire the queue for this thread if no call waits or runs; `leave` releases the queue."""
-        return not self.waiting and self.acquire(False)
+        if self.waiting or not self.acquire(False):
+            return False
+        self.holder = _thread.get_ident()
+        return True
 
     def leave(self) -> None:
         """Release the queue after `enter`."""
+        self.holder = None
         self.release()
 
     def is_mine(self) -> bool:
@@ -302,21 +305,13 @@ class WorkQueue:
         self._tickets.post()
         return work
 
-    def _refuse_in_handler(self) -> None:
-        """Raise CommunicationError in a signal handler that has interrupted a call of this queue, which cannot end before it.
-
-        The frames that hold the queue have it in a local variable `held`.
-        """
-        if _thread.get_ident() != _main_thread or self.is_mine():
-            return
-        frame = sys._getframe(2)
-        while frame is not None:
-            if frame.f_code.co_name in _HOLDERS and frame.f_locals.get("held") is self:
-                raise CommunicationError(
-                    f"a signal handler called the group in whose call it runs ({self.whereabouts()}): that call waits for "
-                    f"the handler; set a flag in the handler and call the group later, or use another group"
-                )
-            frame = frame.f_back  # type: ignore[assignment]
+    def refuse_in_handler(self) -> None:
+        """Raise CommunicationError in a signal handler that has interrupted a call of this queue, which waits for the handler."""
+        if self.holder == _thread.get_ident() and not self.is_mine():
+            raise CommunicationError(
+                f"a signal handler called the group in whose call it runs ({self.whereabouts()}): that call waits for "
+                f"the handler; set a flag in the handler and call the group later, or use another group"
+            )
 
     def help(self) -> bool:
         """Run the next call on this thread, if one waits and no other thread runs one."""
@@ -324,11 +319,11 @@ class WorkQueue:
             return self._run_next(flags_here())
         if not self._running.acquire(False):
             return False
-        held = self  # noqa: F841 - see `_refuse_in_handler`
+        self.holder = _thread.get_ident()
         try:
             return self._run_next(flags_here())
         finally:
-            self._running.release()
+            self.leave()
 
     def run_callbacks(self, outcome: OutcomeFuture) -> None:
         """Complete a future on this thread, which holds the queue; calls of its callbacks precede calls that wait."""

@@ -31,7 +31,7 @@
 #define HELLO 64
 #define KEEPALIVE_S 2        /* interval of keep-alive probes on an idle connection */
 #define EVENTS 64
-#define NEWCOMERS 256        /* connections whose hello has not arrived; beyond, the oldest is closed */
+#define HANDSHAKES 256       /* connections whose hello has not arrived; beyond, the oldest is closed */
 #define HELLO_S 10.0         /* how long a hello may take */
 #define ACCEPT_AGAIN_S 0.1   /* after a connection could not be accepted for lack of descriptors or memory */
 
@@ -56,8 +56,8 @@ struct connection {
 };
 
 /* An accepted connection whose hello has not arrived. */
-struct newcomer {
-    struct newcomer *next;       /* one that came before */
+struct handshake {
+    struct handshake *next;      /* one that came before */
     double came;
     int socket;
     struct hello hello;
@@ -70,13 +70,13 @@ struct tcp_state {
     socklen_t own_bytes;
     char token[FRD_TOKEN_BYTES];
     double timeout;
-    struct newcomer *newcomers;  /* the latest first */
-    int newcomer_count;
+    struct handshake *handshakes; /* the latest first */
+    int handshake_count;
     double accept_at;            /* when to accept again; 0: the listener is watched */
 };
 
 /* What an event is about: a kind, and a rank or a pointer. */
-enum subject { LISTENER, WAKE, NEWCOMER, INWARD, OUTWARD };
+enum subject { LISTENER, WAKE, HANDSHAKE, INWARD, OUTWARD };
 #define SUBJECT_BITS 3
 
 static void watch(struct tcp_state *tcp, int socket, enum subject subject, uint64_t which, uint32_t events)
@@ -178,24 +178,24 @@ static size_t put(struct peer *peer, const char *data, size_t bytes, bool more)
 
 /* ---- accepting connections ---- */
 
-static void forget_newcomer(struct tcp_state *tcp, struct newcomer *newcomer)
+static void forget_handshake(struct tcp_state *tcp, struct handshake *handshake)
 {
-    struct newcomer **list = &tcp->newcomers;
-    while (*list != newcomer) list = &(*list)->next;
-    *list = newcomer->next;
-    tcp->newcomer_count--;
-    free(newcomer);
+    struct handshake **list = &tcp->handshakes;
+    while (*list != handshake) list = &(*list)->next;
+    *list = handshake->next;
+    tcp->handshake_count--;
+    free(handshake);
 }
 
-/* Closes the newcomers that came before `time`, and the oldest if there are more than `most`. */
-static void close_newcomers(struct tcp_state *tcp, double time, int most)
+/* Closes the handshakes that came before `time`, and the oldest if there are more than `most`. */
+static void close_handshakes(struct tcp_state *tcp, double time, int most)
 {
     int kept = 0;
-    for (struct newcomer *newcomer = tcp->newcomers, *next; newcomer; newcomer = next) {
-        next = newcomer->next;
-        if (newcomer->came >= time && kept++ < most) continue;
-        close(newcomer->socket);
-        forget_newcomer(tcp, newcomer);
+    for (struct handshake *handshake = tcp->handshakes, *next; handshake; handshake = next) {
+        next = handshake->next;
+        if (handshake->came >= time && kept++ < most) continue;
+        close(handshake->socket);
+        forget_handshake(tcp, handshake);
     }
 }
 
@@ -204,7 +204,7 @@ static void stop_accepting(struct tcp_state *tcp)
 {
     epoll_ctl(tcp->events, EPOLL_CTL_DEL, tcp->listener, NULL);
     tcp->accept_at = seconds_now() + ACCEPT_AGAIN_S;
-    close_newcomers(tcp, 0, tcp->newcomer_count / 2);
+    close_handshakes(tcp, 0, tcp->handshake_count / 2);
 }
 
 static void on_listener(struct tcp_state *tcp)
@@ -214,25 +214,25 @@ static void on_listener(struct tcp_state *tcp)
         if (socket < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
             stop_accepting(tcp);
         if (socket < 0 && errno != ECONNABORTED && errno != EINTR) return;
-        struct newcomer *newcomer = socket < 0 ? NULL : calloc(1, sizeof *newcomer);
-        if (!newcomer) {
+        struct handshake *handshake = socket < 0 ? NULL : calloc(1, sizeof *handshake);
+        if (!handshake) {
             if (socket >= 0) close(socket);
             continue;
         }
         prepare_socket(tcp, socket);
-        *newcomer = (struct newcomer){.next = tcp->newcomers, .came = seconds_now(), .socket = socket};
-        tcp->newcomers = newcomer;
-        tcp->newcomer_count++;
-        watch(tcp, socket, NEWCOMER, (uint64_t)(uintptr_t)newcomer, EPOLLIN | EPOLLRDHUP);
-        if (tcp->newcomer_count > NEWCOMERS) close_newcomers(tcp, 0, NEWCOMERS);
+        *handshake = (struct handshake){.next = tcp->handshakes, .came = seconds_now(), .socket = socket};
+        tcp->handshakes = handshake;
+        tcp->handshake_count++;
+        watch(tcp, socket, HANDSHAKE, (uint64_t)(uintptr_t)handshake, EPOLLIN | EPOLLRDHUP);
+        if (tcp->handshake_count > HANDSHAKES) close_handshakes(tcp, 0, HANDSHAKES);
     }
 }
 
 /* What is due at a time, not at an event. */
-static void keep_time(struct tcp_state *tcp)
+static void check_timers(struct tcp_state *tcp)
 {
     const double now = seconds_now();
-    if (tcp->newcomers) close_newcomers(tcp, now - HELLO_S, NEWCOMERS);
+    if (tcp->handshakes) close_handshakes(tcp, now - HELLO_S, HANDSHAKES);
     if (!tcp->accept_at || now < tcp->accept_at) return;
     tcp->accept_at = 0;
     watch(tcp, tcp->listener, LISTENER, 0, EPOLLIN);
@@ -250,25 +250,25 @@ static struct peer *known(struct frd_endpoint *e, const struct hello *hello)
     return peer->connection && peer->connection->in < 0 ? peer : NULL;
 }
 
-static void on_newcomer(struct frd_endpoint *e, struct newcomer *newcomer)
+static void on_handshake(struct frd_endpoint *e, struct handshake *handshake)
 {
     struct tcp_state *tcp = e->tcp;
-    const struct newcomer *still = tcp->newcomers; /* an event before this one may have closed it */
-    while (still && still != newcomer) still = still->next;
+    const struct handshake *still = tcp->handshakes; /* an event before this one may have closed it */
+    while (still && still != handshake) still = still->next;
     if (!still) return;
     const ssize_t got =
-        recv(newcomer->socket, (char *)&newcomer->hello + newcomer->moved, HELLO - newcomer->moved, MSG_DONTWAIT);
+        recv(handshake->socket, (char *)&handshake->hello + handshake->moved, HELLO - handshake->moved, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    if (got > 0 && (newcomer->moved += (size_t)got) < HELLO) return;
-    struct peer *peer = got > 0 ? known(e, &newcomer->hello) : NULL;
-    epoll_ctl(tcp->events, EPOLL_CTL_DEL, newcomer->socket, NULL);
+    if (got > 0 && (handshake->moved += (size_t)got) < HELLO) return;
+    struct peer *peer = got > 0 ? known(e, &handshake->hello) : NULL;
+    epoll_ctl(tcp->events, EPOLL_CTL_DEL, handshake->socket, NULL);
     if (peer) {
-        peer->connection->in = newcomer->socket;
-        watch(tcp, newcomer->socket, INWARD, (uint64_t)peer->rank, EPOLLIN | EPOLLRDHUP | EPOLLET);
+        peer->connection->in = handshake->socket;
+        watch(tcp, handshake->socket, INWARD, (uint64_t)peer->rank, EPOLLIN | EPOLLRDHUP | EPOLLET);
     } else {
-        close(newcomer->socket);
+        close(handshake->socket);
     }
-    forget_newcomer(tcp, newcomer);
+    forget_handshake(tcp, handshake);
 }
 
 static size_t take(struct peer *peer, char *data, size_t bytes)
@@ -323,7 +323,7 @@ static void on_event(struct frd_endpoint *e, const struct epoll_event *event)
     switch ((enum subject)(event->data.u64 & ((1 << SUBJECT_BITS) - 1))) {
     case WAKE: on_wake(e); break;
     case LISTENER: on_listener(e->tcp); break;
-    case NEWCOMER: on_newcomer(e, (struct newcomer *)(uintptr_t)which); break;
+    case HANDSHAKE: on_handshake(e, (struct handshake *)(uintptr_t)which); break;
     case OUTWARD: on_outward(&e->peers[which], event->events); break;
     case INWARD: on_inward(&e->peers[which], event->events); break;
     }
@@ -332,14 +332,14 @@ static void on_event(struct frd_endpoint *e, const struct epoll_event *event)
 void tcp_wait(struct frd_endpoint *e, double seconds)
 {
     struct epoll_event events[EVENTS];
-    if (e->tcp->accept_at || e->tcp->newcomers) seconds = seconds < ACCEPT_AGAIN_S ? seconds : ACCEPT_AGAIN_S;
+    if (e->tcp->accept_at || e->tcp->handshakes) seconds = seconds < ACCEPT_AGAIN_S ? seconds : ACCEPT_AGAIN_S;
     const struct timespec t = {(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
     const int count = epoll_pwait2(e->tcp->events, events, EVENTS, &t, NULL);
-    const bool timed = e->tcp->accept_at || e->tcp->newcomers; /* only this thread changes them */
+    const bool timed = e->tcp->accept_at || e->tcp->handshakes; /* only this thread changes them */
     if (count <= 0 && !timed) return;
     pthread_mutex_lock(&e->lock);
     for (int i = 0; i < count; i++) on_event(e, &events[i]);
-    keep_time(e->tcp);
+    check_timers(e->tcp);
     pthread_mutex_unlock(&e->lock);
     if (count <= 0) return;
     ring_own_bell(e);
@@ -422,7 +422,7 @@ void tcp_close_sockets(struct frd_endpoint *e)
         close_socket(&c->out);
     }
     if (!tcp) return;
-    for (struct newcomer *newcomer = tcp->newcomers; newcomer; newcomer = newcomer->next) close_socket(&newcomer->socket);
+    for (struct handshake *handshake = tcp->handshakes; handshake; handshake = handshake->next) close_socket(&handshake->socket);
     close_socket(&tcp->listener);
     close_socket(&tcp->events);
     close_socket(&tcp->wake);
@@ -437,7 +437,7 @@ void tcp_stop(struct frd_endpoint *e)
         free(e->peers[r].connection);
         e->peers[r].connection = NULL;
     }
-    while (tcp->newcomers) forget_newcomer(tcp, tcp->newcomers);
+    while (tcp->handshakes) forget_handshake(tcp, tcp->handshakes);
     free(tcp);
     e->tcp = NULL;
 }

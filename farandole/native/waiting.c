@@ -15,7 +15,7 @@
 
 #define SPINS 400
 #define YIELDS 60
-#define VAIN_YIELDS 10        /* of a crowded core that run no other thread: the scheduler prefers this one until it sleeps */
+#define IDLE_YIELDS 10        /* on a crowded core, yields that run no other thread: the scheduler prefers this one until it sleeps */
 #define SLICE_S 0.010         /* one sleep */
 #define INSPECTION_S 0.050    /* between two looks at the others' processes */
 #define SIGNALS_S 0.050       /* between two looks at signals */
@@ -130,9 +130,9 @@ static int wait_long(struct frd_group *g, int rank, uint64_t phase)
     /* The computation of this rank shares the core with a call in the background.  A yield would leave the core to it for a
      * whole time slice, in which the other ranks wait; a wake-up interrupts it. */
     const int yields = g->flags & FRD_BACKGROUND ? 0 : YIELDS;
-    for (int i = 0, in_vain = 0; i < yields && in_vain < VAIN_YIELDS; i++) {
-        if (yield_core()) g->crowded = CROWDED_WAITS, in_vain = 0;
-        else in_vain += g->crowded > 0;
+    for (int i = 0, idle = 0; i < yields && idle < IDLE_YIELDS; i++) {
+        if (yield_core()) g->crowded = CROWDED_WAITS, idle = 0;
+        else idle += g->crowded > 0;
         if (has_arrived(g, rank, phase)) return FRD_OK;
     }
     double inspection = seconds_now() + INSPECTION_S, signals = inspection;

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -43,6 +45,8 @@ def one_list(call: str, tensors: Sequence[Tensor] | Sequence[Sequence[Tensor]]) 
     return [tensor_list(lists[0])]  # type: ignore[arg-type]
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
 _KEYWORDS = {
     "tensor": "tensors",
     "root": "opts",
@@ -63,16 +67,21 @@ _KEYWORDS = {
 """The arguments of torch's methods, by their names there."""
 
 
-def renamed(call: str, keywords: dict[str, Any], **given: Any) -> dict[str, Any]:
-    """Return the arguments of a call with the keywords of torch's own method."""
-    for keyword, value in keywords.items():
-        name = _KEYWORDS.get(keyword)
-        if name not in given:
-            raise TypeError(f"{call}() got an unexpected keyword argument {keyword!r}")
-        if given[name] is not None:
-            raise TypeError(f"{call}() got several values for the argument {keyword!r}")
-        given[name] = value
-    return given
+def torch_keywords(method: Method) -> Method:
+    """Let a method take the keywords of torch's own method of this name."""
+    names = list(inspect.signature(method).parameters)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **keywords: Any) -> Any:
+        if keywords:
+            for keyword in keywords.keys() & _KEYWORDS.keys() - set(names):
+                name = _KEYWORDS[keyword]
+                if name in keywords or name in names[1 : 1 + len(args)]:
+                    raise TypeError(f"{method.__name__}() got several values for the argument {keyword!r}")
+                keywords[name] = keywords.pop(keyword)
+        return method(self, *args, **keywords)
+
+    return call  # type: ignore[return-value]
 
 
 def options_of(given: Any, kind: type, **fields: Any) -> Any:

@@ -28,9 +28,9 @@ from farandole.comm.backend.arguments import (
     one_list,
     one_tensor,
     options_of,
-    renamed,
     tensor_list,
     tensors_of,
+    torch_keywords,
 )
 from farandole.comm.backend.default_backend import register_default_backend
 from farandole.comm.backend.lazy_backend import LazyBackend
@@ -86,7 +86,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         chosen: Core = core or self._fallback
         self.communicator = Communicator.over(Dispatcher(chosen, name, self._fallback))
         self._dispatcher = self.communicator.dispatcher
-        self._direct, self._direct_begun = self._dispatcher.direct, self._dispatcher.direct_begun
+        self._direct, self._direct_async = self._dispatcher.direct, self._dispatcher.direct_async
         self._host = core.host if core is not None else None
         self._default_backend = register_default_backend(self, rank, size, backend)
 
@@ -196,14 +196,9 @@ class FarandoleProcessGroup(dist.ProcessGroup):
 
     # ---- reductions ----
 
-    def allreduce(
-        self, tensors: Any = None, opts: Any = None, timeout: timedelta | None = None, **keywords: Any
-    ) -> dist.Work:
+    @torch_keywords
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Reduce a tensor over all ranks, in place."""
-        if keywords:
-            return self.allreduce(
-                **renamed("allreduce", keywords, tensors=tensors, opts=opts, timeout=timeout)
-            )
         path = self._path(opts, timeout)
         if path and type(tensors) is list and len(tensors) == 1:
             work: dist.Work | None = path.all_reduce(tensors[0], hash(opts.reduceOp))
@@ -228,18 +223,11 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         )
         return work or self._inner().allreduce_coalesced(tensors, opts)
 
+    @torch_keywords
     def reduce(
-        self,
-        tensors: Any = None,
-        opts: Any = None,
-        op: Any = None,
-        timeout: timedelta | None = None,
-        **keywords: Any,
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Reduce over all ranks into the tensor of the root."""
-        if keywords:
-            given = {"tensors": tensors, "opts": opts, "op": op, "timeout": timeout}
-            return self.reduce(**renamed("reduce", keywords, **given))
         path = self._path(opts, timeout)
         if path and type(tensors) is list and len(tensors) == 1:
             work: dist.Work | None = path.reduce(tensors[0], hash(opts.reduceOp), opts.rootRank)
@@ -251,35 +239,21 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         work = self._issue(table.REDUCE, [(tensors, tensors)], opts, timeout, opts.rootRank)
         return work or self._inner().reduce(tensors, opts)
 
+    @torch_keywords
     def reduce_scatter(
-        self,
-        outputs: Any = None,
-        inputs: Any = None,
-        opts: Any = None,
-        timeout: timedelta | None = None,
-        **keywords: Any,
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Reduce lists of tensors (one per rank, lengths may differ) and keep this rank's."""
-        if keywords:
-            given = {"outputs": outputs, "inputs": inputs, "opts": opts, "timeout": timeout}
-            return self.reduce_scatter(**renamed("reduce_scatter", keywords, **given))
         outputs, inputs = one_tensor("reduce_scatter", outputs), one_list("reduce_scatter", inputs)
         opts = options_of(opts, dist.ReduceScatterOptions, reduceOp=opts)
         work = self._issue(table.REDUCE_SCATTER, [(outputs, inputs[0])], opts, timeout)
         return work or self._inner().reduce_scatter(outputs, inputs, opts)
 
+    @torch_keywords
     def reduce_scatter_single(
-        self,
-        output: Any = None,
-        input: Any = None,
-        opts: Any = None,
-        timeout: timedelta | None = None,
-        **keywords: Any,
+        self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Reduce one tensor of equal parts and keep this rank's part."""
-        if keywords:
-            given = {"output": output, "input": input, "opts": opts, "timeout": timeout}
-            return self.reduce_scatter_single(**renamed("_reduce_scatter_base", keywords, **given))
         path = self._path(opts, timeout)
         if path and (work := path.reduce_scatter(output, input, hash(opts.reduceOp))):
             return work
@@ -292,6 +266,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         """`reduce_scatter_single` for each pair."""
         outputs, inputs = tensors_of("reduce_scatter", outputs), tensor_list(inputs)
         opts = options_of(opts, dist.ReduceScatterOptions)
+        same_count("reduce_scatter", "the output list", len(outputs), "the input list", len(inputs))
         pairs = [([output], [input]) for output, input in zip(outputs, inputs, strict=True)]
         work = self._issue(table.REDUCE_SCATTER, pairs, opts, timeout)
         return work or self._inner().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
@@ -301,14 +276,9 @@ class FarandoleProcessGroup(dist.ProcessGroup):
 
     # ---- data movement ----
 
-    def broadcast(
-        self, tensors: Any = None, opts: Any = None, timeout: timedelta | None = None, **keywords: Any
-    ) -> dist.Work:
+    @torch_keywords
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Copy the root's tensor to all ranks."""
-        if keywords:
-            return self.broadcast(
-                **renamed("broadcast", keywords, tensors=tensors, opts=opts, timeout=timeout)
-            )
         path = self._path(opts, timeout)
         if path and type(tensors) is list and len(tensors) == 1:
             work: dist.Work | None = path.broadcast(tensors[0], opts.rootRank)
@@ -322,18 +292,11 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         work = self._issue(table.BROADCAST, [(tensors, tensors)], opts, timeout, opts.rootRank)
         return work or self._inner().broadcast(tensors, opts)
 
+    @torch_keywords
     def allgather(
-        self,
-        outputs: Any = None,
-        inputs: Any = None,
-        opts: Any = None,
-        timeout: timedelta | None = None,
-        **keywords: Any,
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Collect every rank's tensor (lengths may differ) in a list on every rank."""
-        if keywords:
-            given = {"outputs": outputs, "inputs": inputs, "opts": opts, "timeout": timeout}
-            return self.allgather(**renamed("allgather", keywords, **given))
         path = self._path(opts, timeout)
         if path and len(inputs) == len(outputs) == 1 and (work := path.all_gather(outputs[0], inputs[0])):
             return work
@@ -348,6 +311,10 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         """`allgather` for each input; here `outputs[r]` are all the tensors of rank r."""
         same_count("all_gather_coalesced", "the output list", len(outputs), "the group", self._size)
         inputs, opts = tensors_of("all_gather_coalesced", inputs), options_of(opts, AllgatherOptions)
+        for parts in outputs:
+            same_count(
+                "all_gather_coalesced", "the list of a rank", len(parts), "the input list", len(inputs)
+            )
         pairs = [
             (tensor_list(parts), [input])
             for parts, input in zip(zip(*outputs, strict=True), inputs, strict=True)
@@ -370,6 +337,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         """`all_gather_single` for each pair."""
         outputs, inputs = tensors_of("all_gather", outputs), tensor_list(inputs)
         opts = options_of(opts, AllgatherOptions)
+        same_count("all_gather", "the output list", len(outputs), "the input list", len(inputs))
         pairs = [([output], [input]) for output, input in zip(outputs, inputs, strict=True)]
         work = self._issue(table.ALL_GATHER, pairs, opts, timeout)
         return work or self._inner().allgather_into_tensor_coalesced(outputs, inputs, opts)
@@ -377,18 +345,11 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @torch_keywords
     def gather(
-        self,
-        outputs: Any = None,
-        inputs: Any = None,
-        opts: Any = None,
-        timeout: timedelta | None = None,
-        **keywords: Any,
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Collect every rank's tensor in a list on the root."""
-        if keywords:
-            given = {"outputs": outputs, "inputs": inputs, "opts": opts, "timeout": timeout}
-            return self.gather(**renamed("gather", keywords, **given))
         outputs, inputs = one_list("gather", outputs or [[]]), one_tensor("gather", inputs)
         opts = options_of(opts, dist.GatherOptions, rootRank=opts)
         pairs = [(outputs[0], inputs)]
@@ -409,18 +370,11 @@ class FarandoleProcessGroup(dist.ProcessGroup):
 
     gather_into_tensor = gather_single
 
+    @torch_keywords
     def scatter(
-        self,
-        outputs: Any = None,
-        inputs: Any = None,
-        opts: Any = None,
-        timeout: timedelta | None = None,
-        **keywords: Any,
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Give every rank its tensor of the root's list."""
-        if keywords:
-            given = {"outputs": outputs, "inputs": inputs, "opts": opts, "timeout": timeout}
-            return self.scatter(**renamed("scatter", keywords, **given))
         outputs, inputs = one_tensor("scatter", outputs), one_list("scatter", inputs or [[]])
         opts = options_of(opts, dist.ScatterOptions, rootRank=opts)
         pairs = [(outputs, inputs[0])]
@@ -436,25 +390,17 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         work = self._issue(table.ALL_TO_ALL, [(outputs, inputs)], opts, timeout)
         return work or self._inner().alltoall(outputs, inputs, opts)
 
+    @torch_keywords
     def all_to_all_single(
         self,
         output: Tensor,
         input: Tensor,
-        output_splits: Any = None,
-        input_splits: Any = None,
+        output_splits: list[int],
+        input_splits: list[int],
         opts: Any = None,
         timeout: timedelta | None = None,
-        **keywords: Any,
     ) -> dist.Work:
         """Exchange parts of two tensors, split along dimension 0 (evenly where no splits are given)."""
-        if keywords:
-            given = {
-                "output_splits": output_splits,
-                "input_splits": input_splits,
-                "opts": opts,
-                "timeout": timeout,
-            }
-            return self.all_to_all_single(output, input, **renamed("alltoall_base", keywords, **given))
         path = None if output_splits or input_splits else self._path(opts, timeout)
         if path and (work := path.all_to_all(output, input)):
             return work
@@ -496,18 +442,16 @@ class FarandoleProcessGroup(dist.ProcessGroup):
 
     # ---- point to point ----
 
-    def send(self, tensors: Any, peer: Any = None, tag: int = 0, **keywords: Any) -> dist.Work:
+    @torch_keywords
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
         """Send a tensor to a rank of the group; return at once."""
-        if keywords:
-            return self.send(tensors, **renamed("send", keywords, peer=peer), tag=tag)
         if len(tensors) == 1 and (work := self._direct.post(tensors[0], peer, tag, sends=True)):
             return work
         return self.communicator.post(one_tensor("send", tensors)[0], peer, tag, sends=True)
 
-    def recv(self, tensors: Any, peer: Any = None, tag: int = 0, **keywords: Any) -> dist.Work:
+    @torch_keywords
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
         """Receive a tensor from a rank of the group; return at once."""
-        if keywords:
-            return self.recv(tensors, **renamed("recv", keywords, peer=peer), tag=tag)
         if len(tensors) == 1 and (work := self._direct.post(tensors[0], peer, tag, sends=False)):
             return work
         return self.communicator.post(one_tensor("recv", tensors)[0], peer, tag, sends=False)
@@ -525,7 +469,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         begun = getattr(opts, "asyncOp", None)
         if begun is None or timeout is not None or opts.timeout > _NO_TIMEOUT:
             return None
-        return self._direct_begun if begun else self._direct
+        return self._direct_async if begun else self._direct
 
     def _issue(
         self,
@@ -554,7 +498,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         if written is None:
             written = [output for outputs, _ in pairs for output in outputs]
         if any(copy is not tensor for copy, tensor in zip(copies, written, strict=False)):
-            calls.append(lambda _: copy_back(written, copies))
+            calls.append(partial(_copy_back, written, copies))
         seconds = seconds_of(opts.timeout if timeout is None else timeout)
         return self._dispatcher.issue(_in_turn(calls), written, opts.asyncOp, timeout_s=seconds)
 
@@ -575,6 +519,11 @@ class FarandoleProcessGroup(dist.ProcessGroup):
             layout=SPARSE_LAYOUT,
         )
         self._dispatcher.queue.run(partial(core.agree, call), [])
+
+
+def _copy_back(tensors: Sequence[Tensor], copies: Sequence[Tensor], flags: int) -> None:
+    with torch.no_grad():
+        copy_back(tensors, copies)
 
 
 def _in_turn(calls: Sequence[Call]) -> Call:
