@@ -8,21 +8,26 @@ started by mpiexec.  It runs with the thread level "serialized", its fastest tha
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import farandole
-from benchmarks.measure import human_bytes, human_seconds, markdown_table, one_thread_rank, save, take_turns
+from benchmarks.measure import (
+    arguments,
+    human_bytes,
+    human_seconds,
+    markdown_table,
+    one_thread_rank,
+    save,
+    start_with_mpi,
+    take_turns,
+)
 from benchmarks.picture import draw_latencies
 from farandole.comm.dtypes import TYPES
 
@@ -197,38 +202,16 @@ def report(result: dict[str, Any], quick: bool) -> None:
 
 def main() -> None:
     """Start the ranks, by mpiexec where there is one, or be one of them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
     parser.add_argument("--quick", action="store_true", help="a look at four sizes, kept nowhere")
     parser.add_argument("--pin", action="store_true", help="keep each rank to a core of its own")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
         run_rank(options.quick, options.pin)
         return
     flags = [flag for flag in ("--quick", "--pin") if getattr(options, flag.strip("-"))]
     sys.exit(start_with_mpi("benchmarks.collectives", options.ranks, ["--as-rank", *flags]))
-
-
-def start_with_mpi(module: str, ranks: int, arguments: list[str]) -> int:
-    """Run a module as ranks started by mpiexec, where there is one; return the exit status."""
-    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-    crowded = ranks > (os.cpu_count() or 1)
-    if mpiexec and importlib.util.find_spec("mpi4py") and not crowded:
-        command = [mpiexec, "-n", str(ranks), sys.executable, "-m", module, *arguments]
-    else:
-        why = (
-            "more ranks than cores, and it waits by spinning"
-            if crowded
-            else "pip install mpi4py mpich adds it"
-        )
-        print(f"without MPICH: {why}")
-        pin = [] if crowded else ["--no-pin"]
-        launcher = [sys.executable, "-m", "farandole", "launch", *pin, "--ranks", str(ranks)]
-        command = [*launcher, "-m", module, *arguments]
-    return subprocess.run(command, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ loss and how many bytes the link carried per step, as the kernel counts them.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -19,7 +18,7 @@ import torch
 from matplotlib import pyplot as plt
 
 import farandole
-from benchmarks.measure import RESULTS, markdown_table, save
+from benchmarks.measure import RESULTS, arguments, markdown_table, save
 from benchmarks.namespaces import launch_on_hosts
 from farandole.data.text import Text
 from farandole.launch.runtime import Runtime
@@ -112,12 +111,9 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Start the hosts and their ranks, or be one of these."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it (default 1gbit)")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
         run_rank(options.steps, options.rate)

@@ -8,7 +8,6 @@ ranks share its cores.  The limit is a plain TCP stream of as many bytes in each
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import sys
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import farandole
-from benchmarks.measure import human_bytes, human_seconds, markdown_table, save, take_turns
+from benchmarks.measure import arguments, human_bytes, human_seconds, markdown_table, save, take_turns
 from benchmarks.namespaces import launch_on_hosts
 from benchmarks.picture import draw_latencies
 from farandole.comm import Communicator, Options
@@ -129,13 +128,10 @@ def table(figures: dict[Any, dict[str, float]]) -> str:
 
 def main() -> None:
     """Start the hosts and their ranks, or be one of these."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it (default 1gbit)")
     parser.add_argument("--per-host", type=int, default=2, help="ranks on each host (default 2)")
     parser.add_argument("--quick", action="store_true", help="a look at two sizes, kept nowhere")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
         run_rank(options.per_host, options.rate, options.quick)

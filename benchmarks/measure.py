@@ -7,10 +7,13 @@ in different runs cannot.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -64,18 +67,43 @@ def take_turns(
     return {name: statistics.median(samples) for name, samples in seconds.items()}
 
 
-def start(description: str, module: str, run_rank: Callable[[], None], *, pin: bool) -> None:
-    """The command line of a benchmark: start its ranks, or be one of them."""
+def arguments(description: str) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark's command line."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def start(description: str, module: str, run_rank: Callable[[], None], *, pin: bool) -> None:
+    """Start the ranks of a benchmark, or run one of them, as the command line says."""
+    parser = arguments(description)
+    parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
     options = parser.parse_args()
     if options.as_rank:
         run_rank()
     else:
         sys.exit(launch(module, ["--as-rank"], ranks=options.ranks, module=True, pin=pin))
+
+
+def start_with_mpi(module: str, ranks: int, flags: list[str]) -> int:
+    """Run a module as ranks started by mpiexec, where there is one; return the exit status."""
+    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    crowded = ranks > (os.cpu_count() or 1)
+    if mpiexec and importlib.util.find_spec("mpi4py") and not crowded:
+        command = [mpiexec, "-n", str(ranks), sys.executable, "-m", module, *flags]
+    else:
+        why = (
+            "more ranks than cores, and it waits by spinning"
+            if crowded
+            else "pip install mpi4py mpich adds it"
+        )
+        print(f"without MPICH: {why}")
+        pin = [] if crowded else ["--no-pin"]
+        launcher = [sys.executable, "-m", "farandole", "launch", *pin, "--ranks", str(ranks)]
+        command = [*launcher, "-m", module, *flags]
+    return subprocess.run(command, check=False).returncode
 
 
 def machine() -> dict[str, Any]:

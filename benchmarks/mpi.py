@@ -8,7 +8,6 @@ thread level "serialized", as the backend does, and the same buffers.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.measure import human_bytes, human_seconds, markdown_table, save, take_turns
+from benchmarks.measure import arguments, human_bytes, human_seconds, markdown_table, save, take_turns
 from farandole.comm.mpi.engine import engine
 from farandole.comm.mpi.library import describe_library
 
@@ -117,12 +116,9 @@ def run_rank(quick: bool) -> None:
 
 def main() -> None:
     """Start the ranks with the mpiexec of this environment, or be one of them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
     parser.add_argument("--quick", action="store_true", help="a look at three sizes, kept nowhere")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
         run_rank(options.quick)

@@ -10,7 +10,6 @@ for all units.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import human_seconds, markdown_table, save
+from benchmarks.measure import arguments, human_seconds, markdown_table, save
 from farandole.data.wording import size
 from farandole.memory.budget import measure_bandwidth
 from farandole.memory.disk_file import PART_BYTES
@@ -177,9 +176,7 @@ def remarks(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, print the table and keep it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--gib", type=float, default=2.0, help="of state (default 2)")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to use")
     parser.add_argument("--record-mib", type=int, default=96, help="of a unit's state (default 96)")

@@ -17,8 +17,15 @@ import torch
 import torch.distributed as dist
 
 import farandole
-from benchmarks.collectives import start_with_mpi
-from benchmarks.measure import human_seconds, markdown_table, one_thread_rank, save, take_turns
+from benchmarks.measure import (
+    arguments,
+    human_seconds,
+    markdown_table,
+    one_thread_rank,
+    save,
+    start_with_mpi,
+    take_turns,
+)
 
 GROUPS = 200
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -156,7 +163,7 @@ def table(operation: str, result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    if "--as-rank" in sys.argv:
+    if arguments(__doc__).parse_args().as_rank:
         run_rank()
     else:
         sys.exit(start_with_mpi("benchmarks.overheads", 2, ["--as-rank"]))

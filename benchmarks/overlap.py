@@ -8,7 +8,6 @@ given rate.  *Overlapped* is the part of the shorter one's time that is saved: (
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure import (
+    arguments,
     human_bytes,
     human_seconds,
     markdown_table,
@@ -91,11 +91,8 @@ def table(figures: dict[str, dict[str, float]]) -> str:
 
 def main() -> None:
     """Start the hosts and their ranks, or be one of these."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it (default 1gbit)")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
         run_rank(options.rate)

@@ -21,7 +21,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import PercentFormatter
 
-from benchmarks.measure import save
+from benchmarks.measure import arguments, save
 from farandole.launch.local import launch
 
 ROOT = Path(__file__).parent.parent
@@ -95,4 +95,5 @@ def draw(curves: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
+    arguments(__doc__).parse_args()
     main()

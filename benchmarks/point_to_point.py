@@ -17,8 +17,16 @@ import torch
 import torch.distributed as dist
 
 import farandole
-from benchmarks.collectives import start_with_mpi
-from benchmarks.measure import human_bytes, human_seconds, markdown_table, one_thread_rank, save, take_turns
+from benchmarks.measure import (
+    arguments,
+    human_bytes,
+    human_seconds,
+    markdown_table,
+    one_thread_rank,
+    save,
+    start_with_mpi,
+    take_turns,
+)
 from benchmarks.picture import draw_latencies
 
 SIZES = [8, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
@@ -147,7 +155,7 @@ def table(operation: str, figures: dict[Any, dict[str, float]]) -> str:
 
 
 if __name__ == "__main__":
-    if "--as-rank" in sys.argv:
+    if arguments(__doc__).parse_args().as_rank:
         run_rank()
     else:
         sys.exit(start_with_mpi("benchmarks.point_to_point", 2, ["--as-rank"]))

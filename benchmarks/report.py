@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks import compression, horovod, hosts, mpi, offload, overheads, overlap, point_to_point, zero
 from benchmarks.collectives import table
-from benchmarks.measure import RESULTS, human_seconds, markdown_table
+from benchmarks.measure import RESULTS, arguments, human_seconds, markdown_table
 
 PAGE = RESULTS.with_suffix(".md")
 
@@ -73,4 +73,5 @@ def machine_line(machine: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    arguments(__doc__).parse_args()
     main()

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.measure import arguments
 from benchmarks.namespaces import two_hosts, why_not
 from farandole.comm.algorithms.table import Table
 
@@ -69,4 +70,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    arguments(__doc__).parse_args()
     main()

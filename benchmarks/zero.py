@@ -28,7 +28,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import human_seconds, markdown_table, save
+from benchmarks.measure import arguments, human_seconds, markdown_table, save
 from benchmarks.picture import draw_zero
 from benchmarks.resident import PeakOf, available_bytes, data_bytes, peak_resident_bytes
 from benchmarks.troupe import Troupe
@@ -259,9 +259,7 @@ def mebibytes(count: int) -> str:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--model", choices=MODELS, default="10M", help="parameters (default 10M)")
     parser.add_argument("--precision", choices=CLOSE, default="fp32", help="(default fp32)")
     parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
