@@ -149,6 +149,8 @@ def launch(
     \b
       farandole launch -n 8 --nodes 2 --node-rank 0 \\
           --rendezvous node0:29500 train.py
+
+    On a network that you do not trust, also set FARANDOLE_JOB_KEY to the same secret on both hosts.
     """
     from farandole.launch.hosts import parse_rendezvous
     from farandole.launch.local import run_on_this_host

@@ -28,6 +28,7 @@ from socket import gethostname
 import torch.distributed as dist
 
 from farandole import native
+from farandole._job_key import VARIABLE, derive, job_key
 from farandole.comm.describe import Membership
 from farandole.comm.errors import CommunicationError, RankLate
 from farandole.comm.failure_consensus import FailureConsensus
@@ -179,16 +180,26 @@ class Endpoint:
     def _listen(self, rendezvous: Rendezvous, timeout: timedelta) -> None:
         """Listen, tell the others where, and learn where they do.
 
-        A token that only readers of the job's store know keeps other programs' connections out.
+        The ranks recognize each other's connections by the key of the job.  Without one, rank 0 makes a key and publishes it in
+        the store.
         """
         assert self.address is not None
         size, family = len(self.processes), socket.AF_INET6 if ":" in self.address else socket.AF_INET
         listener = socket.create_server((self.address, 0), family=family, backlog=min(size, 4096))
         listener.setblocking(False)
         place = {"address": self.address, "port": listener.getsockname()[1]}
+        key, place["key_error"] = None, ""
+        try:
+            key = job_key()
+        except ValueError as error:  # the other ranks must read it as well
+            place["key_error"] = f"rank {self.rank}: {error}"
+        place["key"] = derive(key, "fingerprint").hex() if key else ""
         if self.rank == 0:
-            place["token"] = secrets.token_hex(native.TOKEN_BYTES // 2)
+            place["session"] = secrets.token_hex(16)
         places = [json.loads(text) for text in rendezvous.exchange("addresses", json.dumps(place))]
+        if errors := [each["key_error"] for each in places if each["key_error"]]:
+            raise ValueError(errors[0])
+        self._check_keys([each["key"] for each in places])
         lonely = [r for r, each in enumerate(places) if is_loopback(each["address"])]
         if lonely and len(lonely) < size:
             process = self.processes[lonely[0]]
@@ -196,9 +207,9 @@ class Endpoint:
                 f"rank {lonely[0]} (process {process.pid} on {process.name}) has no address that other hosts can reach; "
                 f"bring a network interface of its host up, or name one in GLOO_SOCKET_IFNAME"
             )
-        own, token = socket_address(self.address, 0), places[0]["token"].encode()
+        own, secret = socket_address(self.address, 0), derive(key or "", f"session {places[0]['session']}")
         failed = self.core.frd_tcp_open(
-            self._handle, listener.detach(), own, len(own), token, timeout.total_seconds()
+            self._handle, listener.detach(), own, len(own), secret, timeout.total_seconds()
         )
         for rank, each in enumerate(places):
             if self.processes[rank].host != self.identity:
@@ -206,6 +217,17 @@ class Endpoint:
                 failed = failed or self.core.frd_tcp_add(self._handle, rank, address, len(address))
         if failed or self.core.frd_tcp_start(self._handle):
             raise MemoryError("no memory, or no thread, for the connections to other hosts")
+
+    def _check_keys(self, fingerprints: Sequence[str]) -> None:
+        """Raise ValueError unless all ranks have the same key, or none has one."""
+        other = next((r for r, each in enumerate(fingerprints) if each != fingerprints[0]), None)
+        if other is not None:
+            without = [r for r in (0, other) if not fingerprints[r]]
+            found = f"rank {without[0]} has none" if without else "they differ"
+            raise ValueError(
+                f"ranks 0 and {other} (on {self.processes[0].name} and {self.processes[other].name}) do not have the same "
+                f"{VARIABLE}: {found}; set the same key on all hosts, or on none"
+            )
 
     # ---- groups ----
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from farandole import _job_key
 from farandole._startup import uncollected
 from farandole.launch import control_groups
 from farandole.launch.child import RankSpec
@@ -83,7 +85,9 @@ def run_on_this_host(
     if rendezvous.interfaces is not None:
         use_interfaces(find_interfaces(rendezvous.interfaces))
     prefix = "" if rendezvous.nodes == 1 else f"{name or socket.gethostname()}: "
-    with reserve_cores(ranks, program.pin, program.threads or _threads_of_user()) as division:
+    # where several launchers start the ranks, their user or the command that started them gives all the same key
+    key = key_for_ranks() if rendezvous.nodes == 1 else contextlib.nullcontext()
+    with key, reserve_cores(ranks, program.pin, program.threads or _threads_of_user()) as division:
         notify(prefix + division.summary)
         if warning := oversubscription_warning(ranks, usable_cores()):
             notify(prefix + warning)
@@ -93,6 +97,23 @@ def run_on_this_host(
         spec = RankSpec(os.getpid(), division.shares, program.module, program.output)
         command = ["-m", "farandole.launch.child", spec.dump(), program.target, *program.arguments]
         return _run_agent(command, ranks, rendezvous, program.verbose, print_end=name is None)
+
+
+@contextlib.contextmanager
+def key_for_ranks() -> Iterator[None]:
+    """Put a new job key into the environment for the time of the block, unless the user has set one."""
+    try:
+        is_set = _job_key.job_key() is not None
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
+    if is_set:
+        yield
+        return
+    os.environ[_job_key.VARIABLE] = secrets.token_hex(32)
+    try:
+        yield
+    finally:
+        del os.environ[_job_key.VARIABLE]
 
 
 def _threads_of_user() -> int | None:

@@ -22,7 +22,7 @@ from types import FrameType
 
 import farandole
 from farandole.launch.hosts import LOOPBACK, Host, RendezvousConfig, find_interfaces, is_this_host
-from farandole.launch.local import run_on_this_host
+from farandole.launch.local import key_for_ranks, run_on_this_host
 from farandole.launch.monitor import restored_handlers, signals_to_handle
 from farandole.launch.node import NodeSpec
 from farandole.launch.placement import LaunchError
@@ -94,7 +94,8 @@ def launch_on_hosts(
     if not addresses:
         raise LaunchError("this host has no network interface that other hosts can reach over IPv4")
     listener = socket.create_server((LOOPBACK if loopback_only else "", 0))
-    environment = {name: text for name, text in os.environ.items() if not HOST_VARIABLES.fullmatch(name)}
+    with key_for_ranks():
+        environment = {name: text for name, text in os.environ.items() if not HOST_VARIABLES.fullmatch(name)}
     nodes = []
     for number, host in enumerate(hosts):
         rendezvous = RendezvousConfig(

@@ -29,10 +29,10 @@ from ctypes import (
 from enum import IntEnum
 from pathlib import Path
 
-ABI = 8
+ABI = 9
 MAX_RANKS = 256
 NOTE_BYTES = 160
-TOKEN_BYTES = 32
+KEY_BYTES = 32
 BACKGROUND, MAIN_THREAD, TRY = 1, 2, 4
 """Flags of a call: sleep early while waiting; serve signals while waiting; at the deadline of a
 message return `Status.PENDING` and leave the group whole."""

@@ -19,10 +19,10 @@
 
 #pragma GCC visibility push(default) /* the library exports what this file declares, and nothing else */
 
-#define FRD_ABI 8
+#define FRD_ABI 9
 #define FRD_MAX_RANKS 256 /* of one host */
 #define FRD_NOTE_BYTES 160
-#define FRD_TOKEN_BYTES 32
+#define FRD_KEY_BYTES 32
 #define FRD_LARGEST_BLOCK 4096
 
 /* An element type is (bytes per element << 8) | code; types that are only moved have codes of their own. */
@@ -109,10 +109,10 @@ void frd_endpoint_close(struct frd_endpoint *);       /* after all its groups */
 void frd_endpoint_forked(struct frd_endpoint *);      /* in a forked child, which has no other thread: closes its sockets */
 
 /* Processes of other hosts, over TCP.  `listener` is a listening socket, which the endpoint takes over; `own` the
- * address that connections leave from; `token` FRD_TOKEN_BYTES that only the processes of the job know.  Addresses
+ * address that connections leave from; `key` FRD_KEY_BYTES that only the processes of the job know.  Addresses
  * are struct sockaddr. */
-int frd_tcp_open(struct frd_endpoint *, int listener, const void *own, size_t own_bytes, const char *token,
-                 double timeout);
+int frd_tcp_open(struct frd_endpoint *, int listener, const void *own, size_t own_bytes,
+                 const unsigned char *key, double timeout);
 int frd_tcp_add(struct frd_endpoint *, int rank, const void *address, size_t bytes);
 int frd_tcp_start(struct frd_endpoint *);             /* after all addresses */
 

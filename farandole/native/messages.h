@@ -3,7 +3,7 @@
  *     progress.c     the caller's side: post, test, wait, cancel; the progress thread
  *     matching.c     which message goes into which receive
  *     shared_memory.c   to a process of this host: a ring of bytes, and copies straight from memory to memory
- *     tcp.c          to a process of another host: a TCP connection in each direction
+ *     tcp.c, handshake.c   to a process of another host: a TCP connection in each direction
  *
  * To each process there is a stream of bytes in each direction, with one writer and one reader.  A message is a 64-byte
  * header and its payload.  On one host the payload of a large message follows later (rendezvous):

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import socket
-import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.namespaces import two_hosts, why_not
 from farandole.comm.interfaces import own_address
+from tests.comm.handshake import CHALLENGE, MAGIC, RESPONSE, receive
 from tests.comm.jobs import Job, survivors_of
 
 LARGE = 6_000_000
@@ -194,14 +194,15 @@ def ports_of_this_process() -> list[int]:
 
 def meet_intruders(rank: int, size: int, tell: Callable) -> float:
     address = own_address(None, None)
-    hello = struct.pack("<Q32sii16x", 0x656C6F646E617261, b"0" * 32, 1, size)
+    response = RESPONSE.pack(MAGIC, 1 - rank, size, bytes(32), bytes(32))
     for port in ports_of_this_process():
-        for words in (b"", b"GET / HTTP/1.1\r\n\r\n" * 5, bytes(64), hello, hello[:20]):
+        for words in (b"", b"GET / HTTP/1.1\r\n\r\n" * 5, bytes(RESPONSE.size), response, response[:20]):
             with socket.create_connection((address, port), timeout=5) as intruder:
+                assert len(receive(intruder, CHALLENGE.size)) == CHALLENGE.size
                 intruder.sendall(words)
-                if len(words) >= 64:
+                if len(words) >= RESPONSE.size:
                     with contextlib.suppress(ConnectionResetError):
-                        assert intruder.recv(1) == b""  # hung up
+                        assert intruder.recv(1) == b""  # closed
     tensor = torch.full((100_000,), rank + 1.0)
     dist.all_reduce(tensor)
     return tensor.unique().item()

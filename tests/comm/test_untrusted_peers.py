@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import random
 import resource
 import secrets
@@ -22,10 +23,10 @@ from farandole.comm.dtypes import TYPES
 from farandole.comm.endpoint import _arena
 from farandole.comm.interfaces import own_address, socket_address
 from farandole.native import TRY, Status
+from tests.comm.handshake import respond
 from tests.comm.jobs import Job
 from tests.comm.test_faults_hosts import ports_of_this_process
 
-MAGIC = 0x656C6F646E617261
 HEADER = struct.Struct("=QQQQIiIi16x")  # bytes, number, place, context, kind, tag, type, source
 EAGER, OFFER, CLEAR, PAYLOAD, DONE, GROUP_LEFT, GROUP_BROKEN = range(7)
 FLOAT = TYPES[torch.float32]
@@ -45,8 +46,8 @@ class Listener:
         server = socket.create_server(("127.0.0.1", 0))
         server.setblocking(False)
         self.address, own = server.getsockname(), socket_address("127.0.0.1", 0)
-        token = secrets.token_hex(native.TOKEN_BYTES // 2).encode()
-        failed = self.core.frd_tcp_open(self.endpoint, server.detach(), own, len(own), token, 30.0)
+        key = secrets.token_bytes(native.KEY_BYTES)
+        failed = self.core.frd_tcp_open(self.endpoint, server.detach(), own, len(own), key, 30.0)
         peer = socket_address("127.0.0.1", 9)
         failed |= self.core.frd_tcp_add(self.endpoint, 1, peer, len(peer))
         assert not failed | self.core.frd_tcp_start(self.endpoint)
@@ -54,7 +55,7 @@ class Listener:
         self.group = self.core.frd_group_open(self.endpoint, CONTEXT, 0, 2, members, blocks)
         self.core.frd_set_timeout(self.group, 5.0)
         self.peer = socket.create_connection(self.address)
-        self.peer.sendall(struct.pack("<Q32sii16x", MAGIC, token, 1, 2))
+        assert respond(self.peer, key, 1, 0, 2, self.address)
 
     def say(self, kind: int, nbytes: int = 0, *, tag: int = 0, payload: bytes = b"", **fields: int) -> None:
         """Send a frame to this process."""
@@ -217,3 +218,28 @@ def test_idle_connections_neither_stop_nor_spin_the_job():
             idle.connect_ex((address, ports[0]))
         for rank in (0, 1):
             assert job.end(rank).text == "'worked'", job.end(rank).trace
+
+
+# ---- what the store holds ----
+
+
+def make_groups_without_pickle(rank: int, size: int, tell: Callable[[object], None]) -> str:
+    total = torch.ones(3)
+    group = dist.new_group([0, 1])
+    dist.all_reduce(total, group=group)
+    dist.destroy_process_group()
+    return str(total.unique().item())
+
+
+def refuse_pickles() -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("unpickled")
+
+    pickle.load = pickle.loads = pickle.Unpickler = refuse
+
+
+@pytest.mark.parametrize("hosts", [None, [0, 1]])
+def test_nothing_from_a_store_is_unpickled(hosts):
+    with Job(2, make_groups_without_pickle, hosts=hosts, before=refuse_pickles) as job:
+        for rank in (0, 1):
+            assert job.end(rank).text == "'2.0'", job.end(rank).trace
