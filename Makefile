@@ -1,6 +1,7 @@
 # make demo   train a small language model on 2 ranks, in an environment of its own
 # make test   lint, types and all tests
 # make test-torch TORCH=2.15.0   the tests of the process groups on that version of torch, in an environment of its own
+# make sanitize   fuzz the C core and load it with random operations, under sanitizers: ten minutes; needs gcc and clang
 # make clean  remove the environments and what was built
 #
 # PYTHON=python3.12 chooses the interpreter (3.11 or later), TESTS=tests/parallel the tests of test-torch.
@@ -21,7 +22,7 @@ INSTALL   := $(BIN)/pip install -qq --no-compile --disable-pip-version-check --c
 # Images of containers often set it. Without bytecode each process spends 2 to 3 s on compiling torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test types tests test-torch clean
+.PHONY: demo test types tests test-torch sanitize clean
 
 demo: $(VENV)/core.stamp
 	$(BIN)/farandole train
@@ -49,6 +50,9 @@ test-torch:
 	$(OTHER)/bin/pip install -qq --no-compile --disable-pip-version-check --constraint $(OTHER)/constraints.txt \
 		torch==$(TORCH) --editable '.[test]'
 	$(OTHER)/bin/pytest --numprocesses 3 --dist worksteal $(TESTS)
+
+sanitize: $(VENV)/test.stamp
+	$(BIN)/pytest -m slow tests/native
 
 $(VENV)/core.stamp: $(INSTALLED) | $(BIN)/pip
 	@echo "Installing Farandole with torch and ten more packages into $(VENV): a minute or two, most of it the download"

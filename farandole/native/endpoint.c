@@ -39,7 +39,7 @@ static bool has_closed(const struct peer *peer)
 static void free_endpoint(struct frd_endpoint *e)
 {
     free_rings(e);
-    free_early(e);
+    free_messages(e);
     for (int l = 0; l < e->locals; l++) {
         const struct peer *peer = &e->peers[e->local_peers[l]];
         if (peer->rank == e->rank) continue;

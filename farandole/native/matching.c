@@ -174,8 +174,7 @@ static void refuse(struct frd_message *m, int source, const struct header *h)
 {
     struct frd_group *g = m->group;
     const struct frd_call theirs = {.index = g->calls, .operation = FRD_SEND, .type = h->type, .root = g->group_rank,
-                                    .count = h->bytes / (element_bytes((int)h->type) ? element_bytes((int)h->type) : 1),
-                                    .layout = (uint64_t)h->tag};
+                                    .count = h->bytes / element_bytes((int)h->type), .layout = (uint64_t)h->tag};
     struct frd_call own = call_of_message(m);
     int status = FRD_MISMATCH;
     own.root = source;
@@ -247,6 +246,21 @@ static void control(struct frd_group *g, const struct header *h)
     ring_own_bell(g->endpoint);
 }
 
+/* Frees an unexpected message.  If its payload is under way, the rest goes nowhere. */
+static void drop(struct unexpected *u)
+{
+    struct incoming *in = &u->from->in;
+    if (u->header.kind != OFFER) in->buffered -= u->header.bytes;
+    if (in->unexpected == u) in->unexpected = NULL;
+    free(u);
+}
+
+/* Whether a process may send this to a group: only a failure may be one of another rank. */
+static bool is_sender(const struct frd_group *g, const struct header *h, const struct peer *from)
+{
+    return is_rank(h->source, g->group_ranks) && (h->kind == GROUP_BROKEN || g->members[h->source].peer == from);
+}
+
 static bool was_closed(const struct frd_endpoint *e, uint64_t context)
 {
     for (int i = 0; i < e->closed_count; i++)
@@ -304,9 +318,9 @@ static bool open_message(struct peer *from)
         open_payload(g, from);
     } else if (!g) {
         if (!was_closed(e, h->context)) queue = &e->early;
-    } else if (is_rank(h->source, g->group_ranks) && h->kind >= GROUP_LEFT) {
-        if (h->kind == GROUP_BROKEN || g->members[h->source].peer == from) control(g, h);
-    } else if (is_rank(h->source, g->group_ranks) && g->members[h->source].peer == from) {
+    } else if (is_sender(g, h, from) && h->kind >= GROUP_LEFT) {
+        control(g, h);
+    } else if (is_sender(g, h, from)) {
         struct frd_message *m = match(g, h->source, h->tag);
         if (m && !fits(m, h)) {
             refuse(m, h->source, h); /* the group is broken; the payload goes nowhere */
@@ -504,20 +518,33 @@ void claim_early(struct frd_group *g)
         next = u->next;
         if (u->header.context != g->context) continue;
         take_out(early, u);
-        if (is_rank(u->header.source, g->group_ranks) && u->header.kind < GROUP_LEFT) {
+        if (is_sender(g, &u->header, u->from) && u->header.kind < GROUP_LEFT) {
             append(&g->members[u->header.source].unexpected, u);
         } else {
-            if (is_rank(u->header.source, g->group_ranks)) control(g, &u->header);
-            free(u);
+            if (is_sender(g, &u->header, u->from)) control(g, &u->header);
+            drop(u);
         }
     }
 }
 
-void free_early(struct frd_endpoint *e)
+/* Detached messages are freed when they have been sent, which these will not be. */
+static void free_detached(struct queue *queue)
+{
+    for (struct frd_message *m = queue->first; m; m = queue->first) {
+        dequeue(queue, m);
+        if (m->detached) finish(m, FRD_OK);
+    }
+}
+
+void free_messages(struct frd_endpoint *e)
 {
     for (struct unexpected *u = e->early.first, *next; u; u = next) {
         next = u->next;
         free(u);
+    }
+    for (int r = 0; r < e->ranks; r++) {
+        free_detached(&e->peers[r].sends);
+        free_detached(&e->peers[r].offered);
     }
     free(e->closed);
 }
@@ -531,12 +558,9 @@ void clear_unexpected(struct frd_group *g)
         e->closed[e->closed_count++] = g->context;
     }
     for (int r = 0; r < g->group_ranks; r++) {
-        struct incoming *in = &g->members[r].peer->in;
         for (struct unexpected *u = g->members[r].unexpected.first, *next; u; u = next) {
             next = u->next;
-            if (u->header.kind != OFFER) in->buffered -= u->header.bytes;
-            if (in->unexpected == u) in->unexpected = NULL;
-            free(u);
+            drop(u);
         }
     }
 }

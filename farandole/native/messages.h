@@ -149,10 +149,10 @@ struct frd_endpoint {
     struct queue early;          /* messages of groups that this process has not opened yet */
     uint64_t *closed;            /* contexts of groups that it has closed */
     int closed_count;
-    int in_background;           /* messages that the thread must see to */
+    _Atomic int in_background;   /* messages that the thread must see to; changed under the lock */
     bool thread_deep_asleep;     /* it must be woken when a message is posted */
     _Atomic uint32_t naps;       /* the futex on which it sleeps between two checks */
-    int crowded;                 /* > 0: another thread wants this core, so do not spin */
+    _Atomic int crowded;         /* > 0: another thread wants this core, so do not spin; waiting threads share this guess */
     struct tcp_state *tcp;       /* NULL if the job has one host */
 };
 
@@ -169,7 +169,7 @@ struct frd_call call_of_message(const struct frd_message *);
 void buffer_unexpected(struct frd_message *);  /* let senders proceed that may send the message of this receive later */
 void claim_early(struct frd_group *);          /* when a group is opened */
 void clear_unexpected(struct frd_group *);     /* when it is closed */
-void free_early(struct frd_endpoint *);
+void free_messages(struct frd_endpoint *);     /* those that are left when all groups are closed */
 void send_control(struct peer *, struct header); /* a header without a payload */
 
 /* shared_memory.c */
@@ -179,6 +179,7 @@ void free_rings(struct frd_endpoint *);
 
 /* tcp.c */
 bool tcp_is_in_use(const struct peer *);       /* has there been a connection, and can more be sent? */
+bool tcp_has_been_cut(const struct peer *);    /* it had opened a connection, which has ended */
 void tcp_stop(struct frd_endpoint *);
 void tcp_close_sockets(struct frd_endpoint *); /* and nothing else */
 void tcp_wake(struct frd_endpoint *);

@@ -225,8 +225,12 @@ static int move_along(struct frd_message *m)
 static int end_of(const struct frd_group *g, int rank, bool sends)
 {
     const struct member *member = &g->members[rank];
-    if (member->local < 0)
-        return member->gone || member->peer->transport->has_ended(member->peer, sends) ? FRD_CLOSED : FRD_OK;
+    if (member->local < 0) {
+        pthread_mutex_lock(&g->endpoint->lock);
+        const bool ended = member->gone || member->peer->transport->has_ended(member->peer, sends);
+        pthread_mutex_unlock(&g->endpoint->lock);
+        return ended ? FRD_CLOSED : FRD_OK;
+    }
     const struct rank_line *line = &g->local[member->local].block->line;
     if (atomic_load(&line->life.state) == GONE) return FRD_LEFT;
     if (is_alive(member->peer)) return FRD_OK;
@@ -234,18 +238,30 @@ static int end_of(const struct frd_group *g, int rank, bool sends)
     return atomic_load(&line->life.state) == GONE ? FRD_LEFT : FRD_DIED;
 }
 
-/* How the last of the ranks ended that could complete the message; FRD_OK if one has not ended. */
+/* Whether a rank has failed, rather than left. */
+static bool has_failed(const struct frd_group *g, int rank, int end)
+{
+    const struct member *member = &g->members[rank];
+    return end == FRD_DIED || (end == FRD_CLOSED && !member->gone && tcp_has_been_cut(member->peer));
+}
+
+/* How the ranks ended that could complete the message; FRD_OK if one has not ended.  A receive from any rank fails when the first of
+ * them fails: it may be the one that would have sent. */
 static int end_of_peers(const struct frd_message *m, int *gone)
 {
     const struct frd_group *g = m->group;
     int end = FRD_OK;
+    bool all = true;
     for (int r = 0; r < g->group_ranks; r++) {
         if (r == g->group_rank || (m->peer >= 0 && r != m->peer)) continue;
-        end = end_of(g, r, m->sends);
-        if (!end) return FRD_OK; /* a rank that can still answer */
+        const int its_end = end_of(g, r, m->sends);
+        all &= its_end != FRD_OK;
+        if (!its_end) continue;
+        end = its_end;
         *gone = r;
+        if (has_failed(g, r, end)) return end;
     }
-    return end;
+    return all ? end : FRD_OK;
 }
 
 /* The reason for which the message cannot complete; FRD_OK if there is none. */
@@ -334,12 +350,12 @@ int frd_message_wait(struct frd_group *g, struct frd_message *m, double timeout,
         if (events != seen || (is_remote(m) && turn % 16 == 0)) {
             seen = events;
             status = move_along(m);
-        } else if (turn < SPINS && !(flags & FRD_BACKGROUND) && e->crowded <= 0) {
+        } else if (turn < SPINS && !(flags & FRD_BACKGROUND) && atomic_load_explicit(&e->crowded, memory_order_relaxed) <= 0) {
             relax();
             status = atomic_load(&m->status);
         } else if (turn < SPINS + YIELDS) {
             if (turn < SPINS) turn = SPINS;
-            if (yield_core()) e->crowded = CROWDED_WAITS;
+            if (yield_core()) atomic_store_explicit(&e->crowded, CROWDED_WAITS, memory_order_relaxed);
             status = atomic_load(&m->status);
         } else {
             atomic_fetch_add(&block->bell.sleepers, 1);
@@ -356,7 +372,8 @@ int frd_message_wait(struct frd_group *g, struct frd_message *m, double timeout,
         if (status == FRD_PENDING) show_wait(m, begun, &warn_at);
     }
     if (m->tag >= 0 && atomic_load_explicit(&g->line->waits, memory_order_relaxed)) atomic_store(&g->line->waits, 0);
-    if (e->crowded > 0) e->crowded--;
+    const int crowded = atomic_load_explicit(&e->crowded, memory_order_relaxed);
+    if (crowded > 0) atomic_store_explicit(&e->crowded, crowded - 1, memory_order_relaxed);
     atomic_fetch_sub(&block->bell.attended, 1);
     /* an event during this wait did not wake the progress thread */
     if (atomic_load(&block->bell.events) != seen && e->in_background) {

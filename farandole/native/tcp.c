@@ -195,11 +195,18 @@ bool tcp_is_in_use(const struct peer *peer)
     return c && !c->out_ended && (c->in >= 0 || c->state != UNCONNECTED);
 }
 
+bool tcp_has_been_cut(const struct peer *peer)
+{
+    const struct connection *c = peer->connection;
+    return c && c->in >= 0 && c->in_ended;
+}
+
 double frd_silence(struct frd_group *g, int rank)
 {
     const struct connection *c = g->members[rank].peer->connection;
     if (!c) return -1;
     double silence = -1;
+    pthread_mutex_lock(&g->endpoint->lock);
     const int sockets[2] = {c->in, c->out};
     for (int i = 0; i < 2; i++) {
         struct tcp_info info;
@@ -208,6 +215,7 @@ double frd_silence(struct frd_group *g, int rank)
         const double heard = 1e-3 * (double)smaller(info.tcpi_last_ack_recv, info.tcpi_last_data_recv);
         if (silence < 0 || heard < silence) silence = heard;
     }
+    pthread_mutex_unlock(&g->endpoint->lock);
     return silence;
 }
 

@@ -212,3 +212,23 @@ def test_intruders_are_not_let_in():
     with Job(2, meet_intruders, hosts=[0, 1]) as job:
         ends = [job.end(rank) for rank in (0, 1)]
     assert [end.text for end in ends] == ["3.0", "3.0"], [end.trace for end in ends]
+
+
+def wait_for_anybody(rank: int, size: int, tell: Callable) -> None:
+    received, victim = torch.zeros(2), size - 1
+    if rank == victim:  # its hosts know each other
+        for other in range(victim):
+            dist.send(torch.ones(2), other)
+        tell("here")
+        time.sleep(60)
+    dist.recv(received)
+    dist.recv(received)  # nobody sends, and only the victim has ended
+
+
+@pytest.mark.parametrize("layout", [[0, 0, 0], [0, 0, 1], [0, 1, 1]])
+def test_a_receive_from_anybody_notices_a_killed_rank(layout):
+    with Job(3, wait_for_anybody, hosts=layout) as job:
+        job.hear(2)
+        time.sleep(0.3)
+        since = job.kill(2)
+        survivors_of(job, 2, since, "RankDied", r"recv\(2 x float32, from any")
