@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import _thread
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,13 +30,20 @@ class Dispatcher:
     Args:
         core: The implementation for the group.
         name: Of the group, for messages.
-        fallback: A torch process group over the same ranks, for tensors that `core` does not support.
+        fallback: A torch process group over the same ranks, for CPU tensors that `core` does not support.
+        device_fallback: The same for CUDA tensors.
     """
 
-    def __init__(self, core: Core, name: str, fallback: TorchCore | None = None) -> None:
+    def __init__(
+        self,
+        core: Core,
+        name: str,
+        fallback: TorchCore | None = None,
+        device_fallback: TorchCore | None = None,
+    ) -> None:
         self.core = core
         self.name = name
-        self.fallback = fallback
+        self.fallback, self.device_fallback = fallback, device_fallback
         self.queue = WorkQueue(name, core.whereabouts)
         self.direct: Any = NoDirectCalls()
         self.direct_async: Any = NoDirectCalls()
@@ -63,7 +70,15 @@ class Dispatcher:
         """Return the implementation that supports all tensors."""
         if self.serves(*tensors) or self.fallback is None:
             return self.core
-        return self.fallback
+        return self.fallback_for(tensor for each in tensors for tensor in each)
+
+    def fallback_for(self, tensors: Iterable[Tensor]) -> TorchCore:
+        """Return the torch process group for tensors that `core` does not support."""
+        chosen = self.fallback
+        if self.device_fallback is not None and any(tensor.is_cuda for tensor in tensors):
+            chosen = self.device_fallback
+        assert chosen is not None  # groups of torch have one
+        return chosen
 
     def run(
         self,
@@ -134,8 +149,9 @@ class Dispatcher:
                 at_rest = self._rest(PATIENCE_S)
             if at_rest:  # else a thread still runs a callback that does not end, and needs the memory
                 self.core.close()
-        if self.fallback is not None:
-            self.fallback.close()
+        for fallback in (self.fallback, self.device_fallback):
+            if fallback is not None:
+                fallback.close()
 
     def abort(self) -> None:
         """Leave the group at once: calls under way, of other threads too, fail."""

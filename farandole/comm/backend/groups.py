@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from farandole._torch_versions import report_untested
+from farandole.comm.accelerators import lacks_nccl
 from farandole.comm.algorithms.choice import Choice
 from farandole.comm.backend.process_group import FarandoleProcessGroup
 from farandole.comm.core import GroupCore
@@ -83,6 +84,7 @@ def form(
         return form(endpoint, part, numbers, part_name, part_who, host.timeout, options)
 
     core.form_subgroup = form_subgroup
+    core.takes_devices = len(members) > 1 and (endpoint.shares_devices(members) or lacks_nccl())
     return core
 
 

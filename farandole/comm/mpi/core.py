@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farandole.comm.accelerators import wait_for_kernels
 from farandole.comm.core import GroupCore, Parts
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
-from farandole.comm.mpi import cuda
 from farandole.comm.mpi.group import MpiGroup
 from farandole.comm.reduce_rows import reduce_rows
 from farandole.native import BACKGROUND, Operation
@@ -59,6 +59,7 @@ class MpiCore(GroupCore):
     """The operations of a group over MPI."""
 
     completes_at_exit = True
+    takes_devices = True
 
     def __init__(self, group: MpiGroup, name: str = "farandole-mpi") -> None:
         super().__init__(group)  # type: ignore[arg-type]  # has the methods of a HostGroup that are used here
@@ -87,7 +88,7 @@ class MpiCore(GroupCore):
         for tensor in tensors:
             if tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
                 return False
-        cuda.ready(*tensors)
+        wait_for_kernels(tensors)  # MPI knows nothing of streams
         return True
 
     def subgroup(self, members: Sequence[int]) -> MpiCore:
