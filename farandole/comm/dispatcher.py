@@ -201,6 +201,7 @@ class PersistentOperation:
         "_check",
         "_core",
         "_dispatcher",
+        "_on_device",
         "_queue",
         "_tensors",
         "_waiting",
@@ -219,6 +220,7 @@ class PersistentOperation:
         self._waiting, self._acquire = queue.waiting, queue.acquire
         self._dispatcher, self._core, self._queue = dispatcher, core, queue
         self._tensors = [*outputs], [*inputs]
+        self._on_device = any(tensor.is_cuda for tensor in (*outputs, *inputs))
 
     def __call__(self) -> None:
         """Run the operation after those issued before, and return when this rank's part is complete."""
@@ -238,7 +240,8 @@ class PersistentOperation:
         return self._in_turn(async_op=True)
 
     def _in_turn(self, async_op: bool) -> dist.Work:
-        self._dispatcher.serves()  # refuses a destroyed group
+        # refuses a destroyed group; waits for kernels that write the tensors, which another thread may read
+        self._dispatcher.serves(*(self._tensors if self._on_device else ()))
         return self._dispatcher.issue(self._checked, self._tensors[0], async_op, core=self._core)
 
     def _checked(self, flags: int) -> Any:

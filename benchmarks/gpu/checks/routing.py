@@ -109,7 +109,7 @@ def mixed_groups(context: Context) -> Figures:
     names = (
         ["cpu:gloo,cuda:nccl", "cpu:farandole,cuda:nccl", "farandole"]
         if context.on_cuda
-        else ["gloo", "farandole"]
+        else ["gloo", "cpu:farandole,cuda:gloo", "farandole"]
     )
     for name in names:
         comm = Communicator(dist.new_group(backend=name))
