@@ -130,7 +130,7 @@ class Dispatcher:
         """Return a tensor in memory that makes operations fastest; a collective call."""
         core = self.core_for()
         if core.returns_work:
-            return torch.empty(*shape, dtype=dtype)
+            return torch.empty(*shape, dtype=dtype, device="cpu")
         return self.made(lambda flags: core.allocate(shape, dtype, flags))
 
     # ---- life ----

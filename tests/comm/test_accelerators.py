@@ -173,3 +173,21 @@ def test_cuda_tensors_without_nccl_are_explained() -> None:
         RuntimeError, match="expected CPU tensors, got CUDA tensors, and this torch has no NCCL"
     ):
         torch_device_group(dist.HashStore(), 0, 1, timedelta(seconds=5), "test")
+
+
+def _with_a_default_device(rank: int, size: int) -> list[Any]:
+    assert dist.group.WORLD is not None
+    comm = Communicator(dist.group.WORLD)
+    before = torch.get_default_device()
+    torch.set_default_device("meta")  # stands for "cuda": a device whose memory the core cannot reach
+    try:
+        objects = comm.all_gather_object(rank)
+        comm.barrier()
+        shared = comm.empty(4)
+        return [objects, shared.device.type, dense.writable(torch.zeros(4, 2, device="cpu").t()).device.type]
+    finally:
+        torch.set_default_device(before)
+
+
+def test_buffers_of_the_group_ignore_the_default_device(ranks: Any) -> None:
+    assert ranks(2).run(_with_a_default_device) == [[[0, 1], "cpu", "cpu"]] * 2
