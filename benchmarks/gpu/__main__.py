@@ -153,8 +153,11 @@ def _wheels(arguments: list[str]) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("packages", nargs="*", help="further packages, such as torchao for fp8")
     parser.add_argument("--python", default="3.12", help="the version of Python there (%(default)s)")
+    parser.add_argument(
+        "--checks", action="store_true", help="only what checks need, instead of all dependencies"
+    )
     options = parser.parse_args(arguments)
-    environment.download(options.folder, options.python, options.packages)
+    environment.download(options.folder, options.python, options.packages, only_checked=options.checks)
     print(
         f"{len(list(options.folder.glob('*.whl')))} wheels in {options.folder}; there: make gpu WHEELS={options.folder}"
     )

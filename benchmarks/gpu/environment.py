@@ -21,6 +21,10 @@ CARRIED = ROOT / "build" / "gpu-packages"
 """Where carried wheels are installed; the interpreter's own packages are not changed."""
 PRESENT = ("torch", "numpy", "safetensors", "tokenizers", "matplotlib")
 """Dependencies that machines with a GPU are expected to have; they are not downloaded."""
+CHECKED = ("pydantic",)
+"""Dependencies without which checks are skipped, of those that are not in `PRESENT`."""
+_KEPT = ("pip", "setuptools", "wheel")
+"""Packages that are not replaced by a carried one that is newer."""
 _PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_28_x86_64")
 _FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-pthread")
 
@@ -49,6 +53,18 @@ def is_installed(name: str) -> bool:
     return True
 
 
+def is_older(wheel: Path) -> bool:
+    """Return whether the installed version of a wheel's distribution is older; False where none is installed."""
+    name = name_of(wheel.name)
+    if name in PRESENT or name in _KEPT or not is_installed(name):
+        return False
+    return _numbers(importlib.metadata.version(name)) < _numbers(wheel.name.split("-")[1])
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
 def missing(requirements: Iterable[str] | None = None) -> list[str]:
     """Return the names of requirements, by default the package's own, that are not installed."""
     wanted = dependencies() if requirements is None else requirements
@@ -56,17 +72,26 @@ def missing(requirements: Iterable[str] | None = None) -> list[str]:
 
 
 def use_carried(folder: Path = CARRIED) -> None:
-    """Import packages from `folder` where the interpreter has none, in this process and in those it starts."""
+    """Import packages from `folder` before those of the interpreter, in this process and in those it starts."""
     if not folder.is_dir() or str(folder) in sys.path:
         return
-    sys.path.append(str(folder))
+    sys.path.insert(0, str(folder))
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, str(folder)])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *paths])
 
 
-def download_command(folder: Path, python: str, packages: Sequence[str] = (), root: Path = ROOT) -> list[str]:
-    """Return pip's command that downloads wheels for another machine: the package's dependencies, and `packages`."""
-    wanted = [each for each in dependencies(root) if name_of(each) not in PRESENT]
+def download_command(
+    folder: Path, python: str, packages: Sequence[str] = (), root: Path = ROOT, *, only_checked: bool = False
+) -> list[str]:
+    """Return pip's command that downloads wheels for another machine: the package's dependencies, and `packages`.
+
+    With `only_checked` the dependencies that checks need.
+    """
+    wanted = [
+        each
+        for each in dependencies(root)
+        if name_of(each) not in PRESENT and (name_of(each) in CHECKED or not only_checked)
+    ]
     platforms = [option for name in _PLATFORMS for option in ("--platform", name)]
     return [
         *(sys.executable, "-m", "pip", "download", "--dest", str(folder), "--only-binary", ":all:"),
@@ -77,24 +102,25 @@ def download_command(folder: Path, python: str, packages: Sequence[str] = (), ro
     ]
 
 
-def download(folder: Path, python: str, packages: Sequence[str] = ()) -> None:
+def download(folder: Path, python: str, packages: Sequence[str] = (), *, only_checked: bool = False) -> None:
     """Download wheels to `folder`, and remove those that the other machine is expected to have."""
     folder.mkdir(parents=True, exist_ok=True)
-    run(download_command(folder, python, packages), "the wheels could not be downloaded")
+    command = download_command(folder, python, packages, only_checked=only_checked)
+    run(command, "the wheels could not be downloaded")
     for wheel in folder.glob("*.whl"):
         if name_of(wheel.name) in PRESENT:
             wheel.unlink()
 
 
 def install(wheels: Path, target: Path = CARRIED) -> list[str]:
-    """Install the wheels in a folder whose packages are missing, without a network; return their names."""
+    """Install the wheels in a folder whose packages are missing or older, without a network; return their names."""
     files = sorted(wheels.glob("*.whl"))
     if not files:
         raise SetupError(
             f"--wheels {wheels}: expected wheels (*.whl), got none; make them with the command wheels"
         )
     use_carried(target)
-    wanted = [file for file in files if not is_installed(name_of(file.name))]
+    wanted = [file for file in files if not is_installed(name_of(file.name)) or is_older(file)]
     if wanted:
         command = [
             sys.executable,

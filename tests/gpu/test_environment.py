@@ -15,20 +15,20 @@ from benchmarks.gpu import environment
 from benchmarks.gpu.environment import SetupError, dependencies, download_command, install, missing, name_of
 
 
-def _wheel(folder: Path, name: str, source: str) -> Path:
+def _wheel(folder: Path, name: str, source: str, version: str = "1.0") -> Path:
     """Write a wheel of one module."""
     folder.mkdir(exist_ok=True)
-    info = f"{name}-1.0.dist-info"
+    info = f"{name}-{version}.dist-info"
     files = {
         f"{name}.py": source,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     record = ""
     for path, text in files.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=")
         record += f"{path},sha256={digest},{len(text)}\n"
-    path = folder / f"{name}-1.0-py3-none-any.whl"
+    path = folder / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for entry, text in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n"}.items():
             archive.writestr(entry, text)
@@ -56,6 +56,16 @@ def test_wheels_are_installed_without_a_network(tmp_path: Path, target: Path) ->
     code = "import carried_module; print(carried_module.VALUE)"  # processes that are started have it too
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "42\n"
     assert install(tmp_path / "wheels", target) == []
+
+
+def test_an_older_package_is_replaced_for_the_checks(tmp_path: Path, target: Path) -> None:
+    _wheel(tmp_path / "old", "carried_twice", "VALUE = 1\n")
+    _wheel(tmp_path / "new", "carried_twice", "VALUE = 2\n", version="1.0.1")
+    assert install(tmp_path / "old", tmp_path / "interpreter") == ["carried-twice"]
+    assert install(tmp_path / "new", target) == ["carried-twice"]
+    assert install(tmp_path / "old", target) == []
+    code = "import carried_twice; print(carried_twice.VALUE)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "2\n"
 
 
 def test_a_folder_without_wheels_is_refused(tmp_path: Path, target: Path) -> None:
