@@ -48,7 +48,7 @@ def _check(context: Context, ranks: int, zero: int) -> Figures:
     return figures
 
 
-@check(needs=("pydantic", "tokenizers"), on_cpu=False, deadline_s=120.0)
+@check(needs=("pydantic", "tokenizers"), on_cpu=True, deadline_s=120.0)
 def one_rank(context: Context) -> Figures:
     """One rank, with everything replicated."""
     return _check(context, 1, 0)
