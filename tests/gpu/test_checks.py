@@ -27,7 +27,6 @@ FAST = [
     "zero.deferred",
     "zero.locates_infinity",
     "offload.host_bf16",
-    "precision.overflow",
     "precision.stochastic_rounding",
     "memory.limits_of_ranks",
 ]

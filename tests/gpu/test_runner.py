@@ -49,7 +49,7 @@ def _without_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _check(name: str, ranks: int = 1, **fields: Any) -> Check:
-    values = {"on_cpu": True, "deadline_s": 1.0, "needs": ()} | fields
+    values = {"on_cpu": True, "deadline_s": 0.5, "needs": ()} | fields
     return Check(f"zero.{name}", "zero", f"What {name} does.", lambda context: {}, ranks, **values)
 
 
@@ -72,7 +72,7 @@ def test_a_crash_and_a_hang_do_not_end_the_other_checks() -> None:
     assert said == [each.name for each in selected]
     crash, hang = results[1], results[3]
     assert "status -9" in crash.reason and "a last word" in crash.error
-    assert hang.reason == "no end within 1 s"
+    assert hang.reason == "no end within 0.5 s"
     assert results[0].figures == {"step": (1.5, "ms")} and results[0].seconds == 0.5
 
 
@@ -93,9 +93,9 @@ def test_checks_are_skipped_where_they_cannot_run() -> None:
 
 
 def test_the_total_time_is_kept() -> None:
-    results = run_checks([_check("hang_1", deadline_s=30.0), _check("pass_1")], "cpu", 1.0)
+    results = run_checks([_check("hang_1", deadline_s=30.0), _check("pass_1")], "cpu", 0.5)
     assert [result.status for result in results] == ["failed", "failed"]
-    assert "total time" in results[0].reason and "total time of 1 s was over" in results[1].reason
+    assert "total time" in results[0].reason and "total time of 0.5 s was over" in results[1].reason
 
 
 # ---- the table ----
