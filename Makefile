@@ -2,6 +2,7 @@
 # make test   lint, types and all tests
 # make test-torch TORCH=2.15.0   the tests of the process groups on that version of torch, in an environment of its own
 # make sanitize   fuzz the C core and load it with random operations, under sanitizers: ten minutes; needs gcc and clang
+# make gpu    check every CUDA path on one NVIDIA GPU, without a network (docs/gpu.md); WHEELS=folder installs missing packages
 # make clean  remove the environments and what was built
 #
 # PYTHON=python3.12 chooses the interpreter (3.11 or later), TESTS=tests/parallel the tests of test-torch.
@@ -13,6 +14,10 @@ TESTS  ?= tests/comm
 OTHER  := .venv-torch-$(TORCH)
 NATIVE := $(wildcard farandole/native/*.c farandole/native/*.h farandole/native/*.inc)
 
+# The checks use the environment of `make test` where there is one and PYTHON is not given.
+GPU_PYTHON := $(if $(and $(wildcard $(BIN)/python),$(filter file,$(origin PYTHON))),$(BIN)/python,$(PYTHON))
+GPU_JSON   ?= docs/gpu.json
+
 # An installation is redone when what it depends on changed; otherwise it takes no time.
 # pip is quiet (errors only, those in full): each phase says in a line what it does.  Modules are compiled when they
 # are first imported, as most never are.
@@ -22,7 +27,7 @@ INSTALL   := $(BIN)/pip install -qq --no-compile --disable-pip-version-check --c
 # Images of containers often set it. Without bytecode each process spends 2 to 3 s on compiling torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test types tests test-torch sanitize clean
+.PHONY: demo test types tests test-torch gpu sanitize clean
 
 demo: $(VENV)/core.stamp
 	$(BIN)/farandole train
@@ -53,6 +58,9 @@ test-torch:
 
 sanitize: $(VENV)/test.stamp
 	$(BIN)/pytest -m slow tests/native
+
+gpu:
+	@$(GPU_PYTHON) -m benchmarks.gpu --json $(GPU_JSON) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(ONLY),--only $(ONLY))
 
 $(VENV)/core.stamp: $(INSTALLED) | $(BIN)/pip
 	@echo "Installing Farandole with torch and ten more packages into $(VENV): a minute or two, most of it the download"

@@ -66,6 +66,8 @@ def _register() -> None:
         )
         dist.init_process_group = dist.distributed_c10d.init_process_group = init
         dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = barrier
+        batch = _batch_isend_irecv(dist.batch_isend_irecv)
+        dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = batch
 
 
 def _failure(error: Exception) -> str:
@@ -130,6 +132,30 @@ def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
             original(group, timeout, wait_all_ranks)
 
     return monitored_barrier
+
+
+def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `batch_isend_irecv` that posts CUDA messages of our groups together; torch posts those of Python groups one by one."""
+
+    @functools.wraps(original)
+    def batch_isend_irecv(p2p_op_list: Any) -> Any:
+        try:
+            post = p2p_op_list[0].group.post_batch if p2p_op_list[0].tensor.is_cuda else None
+        except (
+            AttributeError,
+            IndexError,
+            KeyError,
+            TypeError,
+        ):  # another group, or a mistake: torch explains it
+            post = None
+        if post is None:
+            return original(p2p_op_list)
+        import torch.distributed as dist
+
+        dist.distributed_c10d._check_p2p_op_list(p2p_op_list)
+        return post([(op.op is dist.isend, op.tensor, op.group_peer, op.tag) for op in p2p_op_list])
+
+    return batch_isend_irecv
 
 
 def _init_process_group(init: Callable[..., None]) -> Callable[..., None]:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import farandole
-from farandole.bench.plan_check import warm_up
+from farandole.bench.plan_check import context_bytes, warm_up
 from farandole.bench.resident import data_bytes, library_bytes
 from farandole.bench.setup import BenchError
 from farandole.data.cache import default_cache
@@ -77,7 +77,7 @@ def measure(runtime: Runtime) -> Speeds:
     """What this rank finds."""
     keep_freed_memory()
     warm_up("fp32", runtime)
-    process = data_bytes() if runtime.device.type == "cpu" else _device_bytes(runtime.device)
+    process = data_bytes() if runtime.device.type == "cpu" else context_bytes(runtime)
     libraries = library_bytes()
     flops = {name: _flops(dtype, runtime) for name, dtype in _TYPES.items()}
     return Speeds(flops, _stream(runtime), _bandwidth(runtime), process, libraries)
@@ -132,13 +132,6 @@ def _seconds(call: Callable[[], object], runtime: Runtime) -> float:
             torch.cuda.synchronize(runtime.device)
         found.append(time.perf_counter() - began)
     return sorted(found[1:])[_TURNS // 2]
-
-
-def _device_bytes(device: torch.device) -> int:
-    """What a process takes of its accelerator before it has a tensor there."""
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return int(total - free)
 
 
 def main(answer: str) -> None:

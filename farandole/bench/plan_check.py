@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -86,21 +87,65 @@ def warm_up(precision: str, runtime: Runtime) -> None:
     gc.collect()
 
 
+class HostMemory:
+    """The memory of this process on the host."""
+
+    def __init__(self) -> None:
+        self.process, self.libraries = data_bytes(), library_bytes
+        start_peak()
+
+    def peak(self) -> int:
+        """Return the most bytes in use since the start."""
+        return peak_bytes()
+
+
+class CudaMemory:
+    """The memory of this process on a CUDA device."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.process = context_bytes(runtime)
+        self._device = runtime.device
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def libraries(self) -> int:
+        """Return 0: the context is part of `process`."""
+        return 0
+
+    def peak(self) -> int:
+        """Return the most bytes in use since the start, with the context."""
+        return self.process + torch.cuda.max_memory_allocated(self._device)
+
+
+def context_bytes(runtime: Runtime) -> int:
+    """Return the bytes that this process takes of its CUDA device without tensors; called by all ranks.
+
+    The device tells what all processes take, so ranks that share it count as equal.
+    """
+    torch.cuda.synchronize(runtime.device)
+    torch.cuda.empty_cache()
+    runtime.comm.barrier()
+    free, total = torch.cuda.mem_get_info(runtime.device)
+    runtime.comm.barrier()  # nobody allocates before all have looked
+    sharing = -(-runtime.local_size // torch.cuda.device_count())
+    return int(total - free) // sharing - torch.cuda.memory_allocated(runtime.device)
+
+
 def measure(order: Order, runtime: Runtime) -> Seen:
     """What this rank sees."""
     keep_freed_memory()
     warm_up(order.precision, runtime)
-    process = data_bytes()
-    start_peak()
+    memory = HostMemory() if runtime.device.type == "cpu" else CudaMemory(runtime)
     engine = make_engine(order.config, order.precision, runtime)
-    started_with = peak_bytes()
+    started_with = memory.peak()
     engine.step()  # the optimizer makes its states
     began = time.perf_counter()
     for _ in range(order.steps - 1):
         engine.step()
+    if runtime.device.type == "cuda":
+        torch.cuda.synchronize(runtime.device)
     seconds = (time.perf_counter() - began) / max(1, order.steps - 1)
-    peak, parts = peak_bytes(), _parts(engine, runtime)
-    return Seen(process, library_bytes(), parts, _tensors(engine), started_with, peak, seconds)
+    peak, parts = memory.peak(), _parts(engine, runtime)
+    return Seen(memory.process, memory.libraries(), parts, _tensors(engine), started_with, peak, seconds)
 
 
 def _parts(engine: Engine, runtime: Runtime) -> dict[str, int]:

@@ -123,8 +123,10 @@ def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]
     Raises `BenchError` where the ranks failed, or cannot do this plan.
     """
     first = planned.estimates[0].plan
-    if not planned.machine.host:
-        raise BenchError("--check measures the memory of a host, and the ranks here would use accelerators")
+    if planned.machine.host == torch.cuda.is_available():
+        raise BenchError(
+            "--check runs on the ranks of this machine, and the plans are for another kind of device"
+        )
     if not planned.estimates[0].fits(planned.machine.memory):
         raise BenchError("--check: no plan fits, so nothing is started")
     count, samples = planned.config.micro_batches(planned.ranks)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from farandole.comm.arrays import Array, read, written
 from farandole.comm.fallback import TorchCore
+from farandole.comm.operations import existing_rank
 
 if TYPE_CHECKING:
     from farandole.comm.communicator import Communicator
@@ -32,16 +33,25 @@ class Batch:
     def start(self) -> list[dist.Work]:
         """Post the messages and return their works."""
         messages, self._messages = self._messages, []
-        core = self._comm.dispatcher.core
-        if isinstance(core, TorchCore) and messages:  # NCCL needs the messages of a batch in one group
-            operations = [
-                dist.P2POp(
-                    dist.isend if sends else dist.irecv, tensor, group=core.group, group_peer=peer, tag=tag
-                )
-                for sends, tensor, peer, tag in messages
-            ]
-            return list(dist.batch_isend_irecv(operations))
-        return [self._comm.post(tensor, peer, tag, sends=sends) for sends, tensor, peer, tag in messages]
+        if not any(tensor.is_cuda for _, tensor, _, _ in messages):
+            return self._post(messages)
+        devices = dict.fromkeys(tensor.device for _, tensor, _, _ in messages)
+        return [
+            work
+            for device in devices
+            for work in self._post([message for message in messages if message[1].device == device])
+        ]
+
+    def _post(self, messages: list[tuple[bool, Tensor, int, int]]) -> list[dist.Work]:
+        """Post the messages of one device."""
+        dispatcher = self._comm.dispatcher
+        core = dispatcher.core_for([tensor for _, tensor, _, _ in messages])
+        if not isinstance(core, TorchCore) or not messages:
+            return [self._comm.post(tensor, peer, tag, sends=sends) for sends, tensor, peer, tag in messages]
+        for sends, _, peer, _ in messages:
+            name, what = ("send", "the destination") if sends else ("recv", "the source")
+            existing_rank(name, what, peer, self._comm.size)
+        return core.post_batch(messages)
 
     def __enter__(self) -> Batch:
         return self

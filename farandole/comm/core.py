@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from farandole.comm.accelerators import staged
 from farandole.comm.errors import CommunicationError
 from farandole.comm.host_group import HostGroup
 from farandole.comm.messages import Messages
@@ -157,6 +158,8 @@ class GroupCore:
     returns_work = False
     completes_at_exit = False
     shares_memory = False
+    takes_devices = False
+    """Whether CUDA tensors are communicated too, through copies on the host."""
     form_subgroup: Callable[[Sequence[int]], Any]
     """Set by `backend.form`."""
 
@@ -177,8 +180,10 @@ class GroupCore:
         return self.host.handle is None
 
     def supports(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether all tensors are strided CPU tensors."""
-        return all(tensor.is_cpu and tensor.layout is torch.strided for tensor in tensors)
+        """Return whether all tensors are strided, and on the CPU unless the group takes those of devices."""
+        if all(tensor.is_cpu and tensor.layout is torch.strided for tensor in tensors):
+            return True
+        return self.takes_devices and staged(tensors)
 
     def algorithm(self, operation: str, nbytes: int) -> str:
         """Return what the ranks communicate through, where there is no choice of algorithms."""

@@ -71,7 +71,7 @@ def writable(tensor: Tensor, any_device: bool = False) -> Tensor:
         return tensor
     if any_device or tensor.device.type in reachable:
         return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
 
 
 def copy_back(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:

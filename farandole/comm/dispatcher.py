@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import _thread
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,13 +30,20 @@ class Dispatcher:
     Args:
         core: The implementation for the group.
         name: Of the group, for messages.
-        fallback: A torch process group over the same ranks, for tensors that `core` does not support.
+        fallback: A torch process group over the same ranks, for CPU tensors that `core` does not support.
+        device_fallback: The same for CUDA tensors.
     """
 
-    def __init__(self, core: Core, name: str, fallback: TorchCore | None = None) -> None:
+    def __init__(
+        self,
+        core: Core,
+        name: str,
+        fallback: TorchCore | None = None,
+        device_fallback: TorchCore | None = None,
+    ) -> None:
         self.core = core
         self.name = name
-        self.fallback = fallback
+        self.fallback, self.device_fallback = fallback, device_fallback
         self.queue = WorkQueue(name, core.whereabouts)
         self.direct: Any = NoDirectCalls()
         self.direct_async: Any = NoDirectCalls()
@@ -63,7 +70,15 @@ class Dispatcher:
         """Return the implementation that supports all tensors."""
         if self.serves(*tensors) or self.fallback is None:
             return self.core
-        return self.fallback
+        return self.fallback_for(tensor for each in tensors for tensor in each)
+
+    def fallback_for(self, tensors: Iterable[Tensor]) -> TorchCore:
+        """Return the torch process group for tensors that `core` does not support."""
+        chosen = self.fallback
+        if self.device_fallback is not None and any(tensor.is_cuda for tensor in tensors):
+            chosen = self.device_fallback
+        assert chosen is not None  # groups of torch have one
+        return chosen
 
     def run(
         self,
@@ -115,7 +130,7 @@ class Dispatcher:
         """Return a tensor in memory that makes operations fastest; a collective call."""
         core = self.core_for()
         if core.returns_work:
-            return torch.empty(*shape, dtype=dtype)
+            return torch.empty(*shape, dtype=dtype, device="cpu")
         return self.made(lambda flags: core.allocate(shape, dtype, flags))
 
     # ---- life ----
@@ -134,8 +149,9 @@ class Dispatcher:
                 at_rest = self._rest(PATIENCE_S)
             if at_rest:  # else a thread still runs a callback that does not end, and needs the memory
                 self.core.close()
-        if self.fallback is not None:
-            self.fallback.close()
+        for fallback in (self.fallback, self.device_fallback):
+            if fallback is not None:
+                fallback.close()
 
     def abort(self) -> None:
         """Leave the group at once: calls under way, of other threads too, fail."""
@@ -185,6 +201,7 @@ class PersistentOperation:
         "_check",
         "_core",
         "_dispatcher",
+        "_on_device",
         "_queue",
         "_tensors",
         "_waiting",
@@ -203,6 +220,7 @@ class PersistentOperation:
         self._waiting, self._acquire = queue.waiting, queue.acquire
         self._dispatcher, self._core, self._queue = dispatcher, core, queue
         self._tensors = [*outputs], [*inputs]
+        self._on_device = any(tensor.is_cuda for tensor in (*outputs, *inputs))
 
     def __call__(self) -> None:
         """Run the operation after those issued before, and return when this rank's part is complete."""
@@ -222,7 +240,8 @@ class PersistentOperation:
         return self._in_turn(async_op=True)
 
     def _in_turn(self, async_op: bool) -> dist.Work:
-        self._dispatcher.serves()  # refuses a destroyed group
+        # refuses a destroyed group; waits for kernels that write the tensors, which another thread may read
+        self._dispatcher.serves(*(self._tensors if self._on_device else ()))
         return self._dispatcher.issue(self._checked, self._tensors[0], async_op, core=self._core)
 
     def _checked(self, flags: int) -> Any:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from farandole import native
 from farandole._job_key import VARIABLE, derive, job_key
+from farandole.comm.accelerators import must_share, visible_devices
 from farandole.comm.describe import Membership
 from farandole.comm.errors import CommunicationError, RankLate
 from farandole.comm.failure_consensus import FailureConsensus
@@ -61,6 +62,8 @@ class Process:
     """Where the endpoint's part of the arena begins."""
     base: int
     """Where its part of the group of all ranks begins."""
+    devices: Sequence[str] = ()
+    """The CUDA devices that it sees."""
 
 
 @functools.cache
@@ -124,7 +127,7 @@ class Endpoint:
                     raise OSError("no memory for the endpoint")
                 own = Process(
                     host_identity(), gethostname(), os.getpid(), segment.name, arena_bytes,
-                    core.frd_endpoint_block(handle), base,
+                    core.frd_endpoint_block(handle), base, visible_devices(),
                 )  # fmt: skip
                 fields = asdict(own)
             except OSError as error:
@@ -281,6 +284,19 @@ class Endpoint:
     def hosts_of(self, members: Sequence[int]) -> list[list[int]]:
         """The members on each host, as ranks of their group."""
         return _by_host([self.processes[member] for member in members])
+
+    def shares_devices(self, members: Sequence[int]) -> bool:
+        """Whether a host of these ranks has fewer CUDA devices than the job has ranks there.
+
+        All ranks of a host count, members or not: which device a rank uses is not known.
+        """
+        used = {self.processes[member].host for member in members}
+        hosts = [[self.processes[rank].devices for rank in ranks] for ranks in self.hosts]
+        return must_share(
+            devices
+            for ranks, devices in zip(self.hosts, hosts, strict=True)
+            if self.processes[ranks[0]].host in used
+        )
 
     def _agree(
         self, members: Sequence[int], name: str, who: str, timeout: timedelta, block: int, signature: int

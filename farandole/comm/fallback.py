@@ -47,16 +47,30 @@ def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
 def torch_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, address: str | None
 ) -> dist.ProcessGroup:
-    """Return a group over the same ranks: Gloo for CPU tensors and, where it exists, NCCL for CUDA tensors."""
+    """Return a Gloo group over the same ranks, for CPU tensors; it connects every rank with every other one."""
     kinds = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(dist.PrefixStore("torch/", store), rank, size)
     gloo = gloo_group(dist.PrefixStore("gloo/", store), rank, size, timeout, address)
     group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
     group._set_default_backend(kinds.GLOO)
-    if has_nccl():
-        nccl = nccl_group(dist.PrefixStore("nccl/", store), rank, size, timeout)
-        group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
     group._set_group_name(f"{name}/torch")  # type: ignore[arg-type]  # a NewType of str
+    return group
+
+
+def torch_device_group(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, name: str
+) -> dist.ProcessGroup:
+    """Return an NCCL group over the same ranks, for CUDA tensors; NCCL connects ranks at their first call."""
+    if not has_nccl():
+        raise RuntimeError(
+            f"group {name!r}: expected CPU tensors, got CUDA tensors, and this torch has no NCCL; copy the tensors to the CPU"
+        )
+    kinds = dist.ProcessGroup.BackendType
+    group = dist.ProcessGroup(dist.PrefixStore("torch-cuda/", store), rank, size)
+    nccl = nccl_group(dist.PrefixStore("nccl/", store), rank, size, timeout)
+    group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+    group._set_default_backend(kinds.NCCL)
+    group._set_group_name(f"{name}/torch-cuda")  # type: ignore[arg-type]  # a NewType of str
     return group
 
 
@@ -65,6 +79,7 @@ class TorchCore:
 
     Args:
         make: Returns the group; called when it is first needed, by all ranks.
+        cpu_only: The group takes no CUDA tensors.
     """
 
     returns_work = True
@@ -72,8 +87,17 @@ class TorchCore:
     shares_memory = False
     closed = False
 
-    def __init__(self, make: Callable[[], dist.ProcessGroup], rank: int, size: int, name: str) -> None:
+    def __init__(
+        self,
+        make: Callable[[], dist.ProcessGroup],
+        rank: int,
+        size: int,
+        name: str,
+        *,
+        cpu_only: bool = False,
+    ) -> None:
         self.name, self.rank, self.size = name, rank, size
+        self._cpu_only = cpu_only
         self._make = make
         self._group: dist.ProcessGroup | None = None
         self._making = threading.Lock()
@@ -90,8 +114,8 @@ class TorchCore:
             return self._group
 
     def supports(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True: torch refuses what it does not support."""
-        return True
+        """Return whether the group may have the tensors; torch refuses what it does not support."""
+        return not (self._cpu_only and any(tensor.is_cuda for tensor in tensors))
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
         """Return a call of an operation with all arguments but the flags."""
@@ -215,11 +239,30 @@ class TorchCore:
         """Begin to receive; `peer` -1 receives from any rank."""
         return self.group.recv([tensor], peer, tag) if peer >= 0 else self.group.recv_anysource([tensor], tag)
 
+    def post_batch(self, messages: Sequence[tuple[bool, Tensor, int, int]]) -> list[dist.Work]:
+        """Begin messages (whether it is a send, tensor, peer, tag) together.
+
+        NCCL runs messages that are not in one batch one after the other: two ranks that both send first would wait
+        for each other.
+        """
+        group, device = self.group, messages[0][1].device
+        coalesces = getattr(group._get_backend(device), "supports_coalescing", False)
+        if coalesces:
+            group._start_coalescing(device)
+        works = [
+            self.post_send(tensor, peer, tag) if sends else self.post_recv(tensor, peer, tag)
+            for sends, tensor, peer, tag in messages
+        ]
+        if not coalesces:
+            return works
+        work = group._end_coalescing(device)
+        return [] if work is None else [work]
+
     # ---- memory and life ----
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Return an ordinary tensor."""
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(*shape, dtype=dtype, device="cpu")
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Raise: torch's groups share no memory."""

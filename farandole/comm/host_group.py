@@ -270,7 +270,7 @@ class HostGroup:
         """A tensor in this process's arena, which all ranks of this host reach."""
         length = math.prod(shape) * dtype.itemsize
         if not length:
-            return torch.empty(*shape, dtype=dtype)
+            return torch.empty(*shape, dtype=dtype, device="cpu")
         address = self.core.frd_alloc(length)
         if not address:
             raise OSError(
@@ -294,16 +294,16 @@ class HostGroup:
                 own = None if self.rank else Segment(size, "buffer")
             except OSError as error:
                 problem = str(error)
-            name = torch.zeros(3, dtype=torch.int64)
+            name = torch.zeros(3, dtype=torch.int64, device="cpu")
             if own:
-                name = torch.tensor([own.name.pid, own.name.descriptor, own.name.inode])
+                name = torch.tensor([own.name.pid, own.name.descriptor, own.name.inode], device="cpu")
             kind = TYPES[name.dtype]
             self.check(self.core.frd_broadcast(self.handle, name.data_ptr(), name.numel(), kind, 0, flags))
             try:
                 memory = open_and_map(SegmentName(*name.tolist()), size)
             except (OSError, ValueError) as error:
                 problem = problem or str(error)
-            failed = torch.tensor([int(bool(problem))])
+            failed = torch.tensor([int(bool(problem))], device="cpu")
             most = REDUCTION_NAMES.index("max")
             self.check(self.core.frd_all_reduce(self.handle, failed.data_ptr(), 1, kind, most, flags))
         finally:
@@ -360,7 +360,7 @@ def _tensor_in(part: ctypes.Array[ctypes.c_char], shape: Sequence[int], dtype: t
     """A tensor in mapped memory.  It keeps `part`, and that keeps the mapping: when the tensor goes, so does this."""
     elements = math.prod(shape)
     if not elements:
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(*shape, dtype=dtype, device="cpu")
     return torch.frombuffer(part, dtype=dtype, count=elements).view(*shape)
 
 

@@ -26,7 +26,7 @@ def all_gather(comm: Communicator, value: Any) -> list[Any]:
         dist.all_gather_object(values, value, group=comm.group)
         return values
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    slots = torch.empty(comm.size * _SLOT, dtype=torch.uint8)
+    slots = torch.empty(comm.size * _SLOT, dtype=torch.uint8, device="cpu")
     comm.all_gather(slots, _slot(data))
     received = slots.numpy().tobytes()
     starts = range(0, len(received), _SLOT)
@@ -36,7 +36,7 @@ def all_gather(comm: Communicator, value: Any) -> list[Any]:
             pickle.loads(received[start + _LENGTH.size : start + _LENGTH.size + length])
             for start, length in zip(starts, lengths, strict=True)
         ]
-    parts = list(torch.empty(sum(lengths), dtype=torch.uint8).split(lengths))
+    parts = list(torch.empty(sum(lengths), dtype=torch.uint8, device="cpu").split(lengths))
     comm.all_gather(parts, torch.frombuffer(bytearray(data), dtype=torch.uint8))
     return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
@@ -49,7 +49,7 @@ def broadcast(comm: Communicator, value: Any, root: int) -> Any:
         return values[0]
     is_root = comm.rank == root
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if is_root else b""
-    slot = _slot(data) if is_root else torch.empty(_SLOT, dtype=torch.uint8)
+    slot = _slot(data) if is_root else torch.empty(_SLOT, dtype=torch.uint8, device="cpu")
     comm.broadcast(slot, root)
     received = slot.numpy().tobytes()
     (length,) = _LENGTH.unpack_from(received)

@@ -44,7 +44,7 @@ def reduce_rows(rows: Tensor, reduction: int) -> Tensor:
 
 
 def _in_fp32(rows: Tensor, name: str) -> Tensor:
-    total = torch.empty(rows.shape[1], dtype=torch.float32)
+    total = torch.empty(rows.shape[1], dtype=torch.float32, device="cpu")
     if native.available() and name != "product":
         core, kind, count = native.library(), TYPES[rows.dtype], total.numel()
         for number, row in enumerate(rows):

@@ -78,6 +78,8 @@ class DeviceMemory:
     def __init__(self, limit_bytes: int | None, device: torch.device) -> None:
         if limit_bytes is not None and limit_bytes < 1:
             raise ValueError(f"a device has at least one byte of memory, not {limit_bytes}")
+        if str(device) == "cuda":  # torch's limit needs a number
+            device = torch.device("cuda", torch.cuda.current_device())
         self.limit, self.device = limit_bytes, device
         self.step: int | None = None
         self.peak = 0

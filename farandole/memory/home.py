@@ -61,7 +61,9 @@ class MemoryHome:
         self.record_bytes = tuple(record_bytes)
         self.waited_s = 0.0
         self._pinned = pinned
-        self._records = [torch.empty(n, dtype=torch.uint8, pin_memory=pinned) for n in record_bytes]
+        self._records = [
+            torch.empty(n, dtype=torch.uint8, pin_memory=pinned, device="cpu") for n in record_bytes
+        ]
 
     @property
     def access(self) -> str:

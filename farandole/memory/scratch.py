@@ -36,7 +36,7 @@ def padded(count: int) -> int:
 def aligned_buffer(count: int) -> Tensor:
     """Zeroed memory for `count` bytes: 1-D, uint8, page aligned, a whole number of blocks long."""
     if count == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, padded(count))
     if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages for the kernel to pin in each request
         try:

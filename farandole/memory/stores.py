@@ -131,7 +131,7 @@ class DiskStore:
 
     def _read(self, offset: int, length: int, written: Future[None]) -> Tensor:
         written.result()
-        data = torch.empty(length, dtype=torch.uint8)
+        data = torch.empty(length, dtype=torch.uint8, device="cpu")
         left = data.numpy().data
         while left:
             done = os.preadv(self._file.fileno(), [left], offset)
@@ -206,7 +206,7 @@ class HostCopy:
 
     def __init__(self, store: HostStore, data: Tensor) -> None:
         self.store = store
-        self.host = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True)
+        self.host = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True, device="cpu")
         self._fetched: Tensor | None = None
         store.stream.wait_stream(torch.cuda.current_stream(store.device))
         with torch.cuda.stream(store.stream):

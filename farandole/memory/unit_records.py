@@ -90,7 +90,7 @@ def state_of_group(optimizer: Optimizer, index: int) -> dict[str, torch.dtype]:
         piece = max(pieces, key=torch.Tensor.numel)
         found = optimizer.state[piece]
     elif group["params"]:
-        piece = nn.Parameter(torch.zeros(_TINY, dtype=group["params"][0].dtype))
+        piece = nn.Parameter(torch.zeros(_TINY, dtype=group["params"][0].dtype, device="cpu"))
         piece.grad = torch.zeros_like(piece)
         with only(optimizer, [{**group, "params": [piece]}], {}):
             try:

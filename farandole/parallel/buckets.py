@@ -112,6 +112,17 @@ class Bucket:
             if piece is not None and id(piece) in wanted:
                 self.weights.take(part.start, piece.detach())
 
+    def values_of_piece(self, index: int) -> Tensor:
+        """Return the values of piece `index`, flat.
+
+        A piece whose values are kept elsewhere reads as NaN; the model then computes with a copy in the shard.
+        """
+        piece, weights = self.pieces[index], self.weights
+        assert piece is not None
+        if weights is None or weights.master is not None:
+            return piece.detach().view(-1)
+        return weights.own[self._parts[index]]
+
     def lay_pieces(self, shard: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """Have the pieces lie in `shard` from now on; returns them with the data that they had."""
         before = []

@@ -174,6 +174,13 @@ class DataParallel(Reduction):
                 if piece is not None:
                     yield parameter, piece, start
 
+    def piece_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """(piece, values): the values of each piece, flat, in the order of `pieces`."""
+        for bucket in self.buckets:
+            for index, piece in enumerate(bucket.pieces):
+                if piece is not None:
+                    yield piece, bucket.values_of_piece(index)
+
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Have `optimizer`, made for the model's parameters, update this rank's pieces of them; returns it.
 

@@ -157,7 +157,8 @@ class Reduction:
     def _launch_until(self, end: int) -> None:
         for number in range(self._next, end):
             gradients = self.buckets[number].gradients
-            self._used_by_bucket[number].bitwise_or_(torch.tensor(gradients.received, dtype=torch.uint8))
+            used = self._used_by_bucket[number]
+            used.bitwise_or_(torch.tensor(gradients.received, dtype=torch.uint8, device=used.device))
             if self._watch is not None:
                 self._watch.look(number)
             gradients.launch()

@@ -10,11 +10,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 
-from farandole.memory.offloaded_optimizer import OffloadedOptimizer, PieceState
+from farandole.memory.offloaded_optimizer import PieceState
 from farandole.memory.unit_reader import UnitReader
 from farandole.train.engine import Engine
 from farandole.train.saved_piece import PieceLoadPlanner, SavedPiece, StoredPiece
-from farandole.train.state_names import empty_as, pieces, states_by_name
+from farandole.train.state_names import empty_as, pieces, states_by_name, values_by_piece
 
 _Place = tuple[str, int, int]
 """Of a piece: the name of its parameter, where it begins in it, and the parameter's number of elements."""
@@ -41,18 +41,13 @@ def offloaded_state(engine: Engine) -> dict[str, Tensor | StoredPiece]:
 
 def load_offloaded(engine: Engine, folder: Path) -> None:
     """Have offloaded optimizers go on from what checkpoint files in `folder` have of their pieces."""
-    places = _places(engine)
+    places, values_of = _places(engine), values_by_piece(engine)
     for update in engine.replica.offloaded:
         for unit, members in enumerate(update.state.units):
             found = _read(folder, [places[piece] for piece in members], members)
             update.state.load(
-                unit, [_weighed(update.state, p, s) for p, s in zip(members, found, strict=True)]
+                unit, [PieceState(values_of[p], dict(s)) for p, s in zip(members, found, strict=True)]
             )
-
-
-def _weighed(optimizer: OffloadedOptimizer, piece: nn.Parameter, state: dict[str, Tensor]) -> PieceState:
-    assert not optimizer.weights  # the weights of a run are in memory
-    return PieceState(piece.detach(), dict(state))
 
 
 def _read(folder: Path, places: list[_Place], members: list[nn.Parameter]) -> list[dict[str, Tensor]]:

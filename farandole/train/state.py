@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES
 from farandole.train.engine import Engine
 from farandole.train.offloaded_state import offloaded_state
 from farandole.train.saved_piece import Piece, SavedPiece
-from farandole.train.state_names import empty_as, pieces, states_by_name
+from farandole.train.state_names import empty_as, pieces, states_by_name, values_by_piece
 
 State = dict[str, Tensor | Piece]
 
@@ -28,8 +28,9 @@ State = dict[str, Tensor | Piece]
 def state_of(engine: Engine, rank: int) -> State:
     """The state of `engine` as it is; its tensors are the engine's own."""
     state: State = {}
+    values_of = values_by_piece(engine)
     for name, parameter, piece, start in pieces(engine):
-        state[f"model.{name}"] = SavedPiece(piece.detach().view(-1), start, parameter.numel())
+        state[f"model.{name}"] = SavedPiece(values_of[piece], start, parameter.numel())
         for key, value in engine.optimizer.state.get(piece, {}).items():
             whole = value.dim() == 0
             state[f"optimizer.{name}/{key}"] = (
@@ -51,8 +52,9 @@ def room_for(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -> S
     """
     names = {} if engine.replica.offloaded else states_by_name(saved)
     room: State = {}
+    values_of = values_by_piece(engine)
     for name, parameter, piece, start in pieces(engine):
-        room[f"model.{name}"] = SavedPiece(piece.detach().view(-1), start, parameter.numel())
+        room[f"model.{name}"] = SavedPiece(values_of[piece], start, parameter.numel())
         for key in names.get(name, ()):
             entry = f"optimizer.{name}/{key}"
             values = empty_as(saved[entry], piece.numel())

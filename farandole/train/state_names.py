@@ -18,6 +18,14 @@ def pieces(engine: Engine) -> Iterator[tuple[str, nn.Parameter, nn.Parameter, in
         yield names[id(parameter)], parameter, piece, start
 
 
+def values_by_piece(engine: Engine) -> dict[nn.Parameter, Tensor]:
+    """Return the values of each piece, flat; for a piece that is kept elsewhere, the copy that the model computes with."""
+    found = dict(engine.replica.piece_values())
+    for piece, values in found.items():
+        assert values.dtype is piece.dtype  # the weights of a run have the type of its optimizer
+    return found
+
+
 def states_by_name(saved: Mapping[str, STORAGE_TYPES]) -> dict[str, list[str]]:
     """For each parameter the states of its optimizer that were saved."""
     names: dict[str, list[str]] = {}

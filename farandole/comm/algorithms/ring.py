@@ -44,7 +44,7 @@ def all_reduce(
 def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combine) -> Steps:
     """Reduce part i of all ranks into that of rank i; the others are used up.  (p - 1) latency + (p - 1)/p S."""
     n, me = transport.size, transport.rank
-    spare = torch.empty(max(part.numel() for part in parts), dtype=parts[0].dtype)
+    spare = torch.empty(max(part.numel() for part in parts), dtype=parts[0].dtype, device="cpu")
     sends: list[Pending] = []
     for step in range(1, n):
         outgoing, own = parts[(me - step) % n], parts[(me - step - 1) % n]

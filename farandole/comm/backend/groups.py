@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from farandole._torch_versions import report_untested
+from farandole.comm.accelerators import lacks_nccl
 from farandole.comm.algorithms.choice import Choice
 from farandole.comm.backend.process_group import FarandoleProcessGroup
 from farandole.comm.core import GroupCore
@@ -80,9 +81,12 @@ def form(
         part, numbers = [members[r] for r in chosen], [ranks[r] for r in chosen]
         part_name = f"{name}/{next(count)}/{'-'.join(map(str, chosen))}"
         part_who = f"group {part_name!r} (ranks {', '.join(map(str, numbers))})"
-        return form(endpoint, part, numbers, part_name, part_who, host.timeout, options)
+        subgroup = form(endpoint, part, numbers, part_name, part_who, host.timeout, options)
+        subgroup.takes_devices = True  # it has no group of torch that could take CUDA tensors
+        return subgroup
 
     core.form_subgroup = form_subgroup
+    core.takes_devices = len(members) > 1 and (endpoint.shares_devices(members) or lacks_nccl())
     return core
 
 

@@ -3,7 +3,7 @@
 The methods have the names and arguments that torch calls, from Python and (through pybind11) from C++: DDP's reducer,
 functional collectives, autograd.  torch 2.13 renamed some of them; both spellings are here.  Tensors that the
 communicator does not support go to an inner process group of torch's own, made when it is first needed: CUDA tensors
-to NCCL, sparse tensors to Gloo.
+to NCCL, sparse tensors to Gloo.  CUDA tensors of ranks that share a device, which NCCL refuses, are copied to the host.
 """
 
 # mypy: disable-error-code="override,assignment,attr-defined"
@@ -42,7 +42,7 @@ from farandole.comm.dispatcher import Dispatcher
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
 from farandole.comm.dynamo import exclude_from_dynamo
 from farandole.comm.errors import RankLate
-from farandole.comm.fallback import TorchCore, has_nccl, torch_group
+from farandole.comm.fallback import TorchCore, has_nccl, torch_device_group, torch_group
 from farandole.comm.hierarchical.core import HierarchicalCore
 from farandole.comm.hierarchical.windows import combine_in_core
 from farandole.comm.operations import Operation, existing_rank, reduction_number, same_count
@@ -82,9 +82,11 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         self._store, self._timeout, self._address = store, timeout, address
         self._backend, self._group_name, self._group_desc = backend, name, "undefined"
         make = partial(torch_group, store, rank, size, timeout, name, address)
-        self._fallback = TorchCore(make, rank, size, backend)
+        self._fallback = TorchCore(make, rank, size, backend, cpu_only=True)
+        make_for_devices = partial(torch_device_group, store, rank, size, timeout, name)
+        self._device_fallback = TorchCore(make_for_devices, rank, size, backend)
         chosen: Core = core or self._fallback
-        self.communicator = Communicator.over(Dispatcher(chosen, name, self._fallback))
+        self.communicator = Communicator.over(Dispatcher(chosen, name, self._fallback, self._device_fallback))
         self._dispatcher = self.communicator.dispatcher
         self._direct, self._direct_async = self._dispatcher.direct, self._dispatcher.direct_async
         self._host = core.host if core is not None else None
@@ -138,13 +140,18 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         device = torch.device(device)
         if device.type == "cpu" and self._host is not None:
             return LazyBackend(self)
-        return self._inner()._get_backend(device)
+        if device.type != "cuda":
+            return self._fallback.group._get_backend(device)
+        core = self._dispatcher.core
+        if isinstance(core, GroupCore) and core.takes_devices:
+            return LazyBackend(self)
+        return self._device_fallback.group._get_backend(device)
 
     get_backend = _get_backend
 
-    def _inner(self) -> dist.ProcessGroup:
-        """Return torch's own group over the same ranks; making it is a collective call."""
-        return self._fallback.group
+    def _inner(self, tensors: Sequence[Tensor] = ()) -> dist.ProcessGroup:
+        """Return torch's own group for such tensors; making the one for CPU tensors is a collective call."""
+        return self._dispatcher.fallback_for(tensors).group
 
     # ---- life ----
 
@@ -153,6 +160,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         self._timeout = timeout
         self._dispatcher.core.set_timeout(timeout)
         self._fallback.set_timeout(timeout)
+        self._device_fallback.set_timeout(timeout)
 
     def shutdown(self) -> None:
         """Leave the group; ranks that still wait for this one are told."""
@@ -209,7 +217,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
             options_of(opts, dist.AllreduceOptions, reduceOp=opts),
         )
         work = self._issue(table.ALL_REDUCE, [(tensors, tensors)], opts, timeout)
-        return work or self._inner().allreduce(tensors, opts)
+        return work or self._inner(tensors).allreduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce a list of tensors over all ranks, in place."""
@@ -221,7 +229,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         work = self._issue(
             table.ALL_REDUCE, [([t], [t]) for t in separate], opts, written=tensors, copies=separate
         )
-        return work or self._inner().allreduce_coalesced(tensors, opts)
+        return work or self._inner(tensors).allreduce_coalesced(tensors, opts)
 
     @torch_keywords
     def reduce(
@@ -237,7 +245,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         opts = options_of(opts, dist.ReduceOptions, reduceOp=op, rootRank=opts)
         existing_rank("reduce", "the root", opts.rootRank, self._size)
         work = self._issue(table.REDUCE, [(tensors, tensors)], opts, timeout, opts.rootRank)
-        return work or self._inner().reduce(tensors, opts)
+        return work or self._inner(tensors).reduce(tensors, opts)
 
     @torch_keywords
     def reduce_scatter(
@@ -247,7 +255,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         outputs, inputs = one_tensor("reduce_scatter", outputs), one_list("reduce_scatter", inputs)
         opts = options_of(opts, dist.ReduceScatterOptions, reduceOp=opts)
         work = self._issue(table.REDUCE_SCATTER, [(outputs, inputs[0])], opts, timeout)
-        return work or self._inner().reduce_scatter(outputs, inputs, opts)
+        return work or self._inner(outputs).reduce_scatter(outputs, inputs, opts)
 
     @torch_keywords
     def reduce_scatter_single(
@@ -269,7 +277,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         same_count("reduce_scatter", "the output list", len(outputs), "the input list", len(inputs))
         pairs = [([output], [input]) for output, input in zip(outputs, inputs, strict=True)]
         work = self._issue(table.REDUCE_SCATTER, pairs, opts, timeout)
-        return work or self._inner().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        return work or self._inner(outputs).reduce_scatter_tensor_coalesced(outputs, inputs, opts)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -290,7 +298,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         )
         existing_rank("broadcast", "the root", opts.rootRank, self._size)
         work = self._issue(table.BROADCAST, [(tensors, tensors)], opts, timeout, opts.rootRank)
-        return work or self._inner().broadcast(tensors, opts)
+        return work or self._inner(tensors).broadcast(tensors, opts)
 
     @torch_keywords
     def allgather(
@@ -303,7 +311,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         inputs, outputs = one_tensor("all_gather", inputs), one_list("all_gather", outputs)
         opts = options_of(opts, AllgatherOptions)
         work = self._issue(table.ALL_GATHER, [(outputs[0], inputs)], opts, timeout)
-        return work or self._inner().allgather(outputs, inputs, opts)
+        return work or self._inner(inputs).allgather(outputs, inputs, opts)
 
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
@@ -320,7 +328,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
             for parts, input in zip(zip(*outputs, strict=True), inputs, strict=True)
         ]
         work = self._issue(table.ALL_GATHER, pairs, opts)
-        return work or self._inner().allgather_coalesced(outputs, inputs, opts)
+        return work or self._inner(inputs).allgather_coalesced(outputs, inputs, opts)
 
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
@@ -340,7 +348,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         same_count("all_gather", "the output list", len(outputs), "the input list", len(inputs))
         pairs = [([output], [input]) for output, input in zip(outputs, inputs, strict=True)]
         work = self._issue(table.ALL_GATHER, pairs, opts, timeout)
-        return work or self._inner().allgather_into_tensor_coalesced(outputs, inputs, opts)
+        return work or self._inner(inputs).allgather_into_tensor_coalesced(outputs, inputs, opts)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -354,7 +362,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         opts = options_of(opts, dist.GatherOptions, rootRank=opts)
         pairs = [(outputs[0], inputs)]
         work = self._issue(table.GATHER, pairs, opts, timeout, opts.rootRank, None)
-        return work or self._inner().gather(outputs if outputs[0] else [], inputs, opts)
+        return work or self._inner(inputs).gather(outputs if outputs[0] else [], inputs, opts)
 
     def gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
@@ -379,7 +387,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         opts = options_of(opts, dist.ScatterOptions, rootRank=opts)
         pairs = [(outputs, inputs[0])]
         work = self._issue(table.SCATTER, pairs, opts, timeout, opts.rootRank, None)
-        return work or self._inner().scatter(outputs, inputs if inputs[0] else [], opts)
+        return work or self._inner(outputs).scatter(outputs, inputs if inputs[0] else [], opts)
 
     def alltoall(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: timedelta | None = None
@@ -388,7 +396,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         outputs, inputs = tensors_of("all_to_all", outputs), tensors_of("all_to_all", inputs)
         opts = options_of(opts, dist.AllToAllOptions)
         work = self._issue(table.ALL_TO_ALL, [(outputs, inputs)], opts, timeout)
-        return work or self._inner().alltoall(outputs, inputs, opts)
+        return work or self._inner(inputs).alltoall(outputs, inputs, opts)
 
     @torch_keywords
     def all_to_all_single(
@@ -407,7 +415,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         (output,), (input,) = tensor_list(output), tensor_list(input)
         opts = options_of(opts, dist.AllToAllOptions)
         if not self._dispatcher.serves([output, input]) or self._host is None:
-            return self._inner().alltoall_base(output, input, output_splits, input_splits, opts)
+            return self._inner([input]).alltoall_base(output, input, output_splits, input_splits, opts)
         pair = table.exchanged(output, input, output_splits, input_splits, self._size)
         work = self._issue(table.ALL_TO_ALL, [pair], opts, timeout, written=[output])
         assert work is not None
@@ -461,6 +469,13 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return self.communicator.post(
             one_tensor("recv_anysource", tensors)[0], 0, tag, sends=False, any_rank=True
         )
+
+    def post_batch(self, messages: Sequence[tuple[bool, Tensor, int, int]]) -> list[dist.Work]:
+        """Begin messages (whether it is a send, tensor, peer, tag) together."""
+        batch = self.communicator.batch()
+        for sends, tensor, peer, tag in messages:
+            (batch.send if sends else batch.recv)(tensor, peer, tag)
+        return batch.start()
 
     # ---- calls ----
 

@@ -63,7 +63,7 @@ class Codec:
     def message(self, count: int) -> Tensor:
         """An empty message for `count` values."""
         scales = -(-count // self.block) * self.SCALE_BYTES if self.dtype is torch.int8 else 0
-        return torch.empty(scales + count * self.dtype.itemsize, dtype=torch.uint8)
+        return torch.empty(scales + count * self.dtype.itemsize, dtype=torch.uint8, device="cpu")
 
     def encode(
         self, x: Tensor, factor: float, residual: Tensor | None, decoded: Tensor | None = None

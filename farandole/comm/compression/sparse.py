@@ -52,7 +52,7 @@ class TopKCompressor(Compressor):
         chosen = values[places]
         values[places] = torch.where(chosen.isfinite(), 0.0, torch.nan)  # an infinity is not remembered
         remember(residual, values)
-        messages = [torch.empty(2 * kept, dtype=torch.int32) for _ in range(transport.size)]
+        messages = [torch.empty(2 * kept, dtype=torch.int32, device="cpu") for _ in range(transport.size)]
         own_places, own_values = messages[transport.rank].split(kept)
         own_places.copy_(places)
         own_values.view(torch.float32).copy_(chosen)

@@ -79,7 +79,7 @@ class HierarchicalCore(GroupCore):
     def barrier(self, flags: int) -> None:
         """Wait until every rank has called it."""
         with self._declared(flags, Operation.BARRIER):
-            token = torch.zeros(1, dtype=torch.uint8)
+            token = torch.zeros(1, dtype=torch.uint8, device="cpu")
             self._all_reduce(token, REDUCTION_NAMES.index("max"), flags)
 
     def all_reduce(self, output: Tensor, input: Tensor, reduction: int, flags: int) -> None:
@@ -339,7 +339,7 @@ class HierarchicalCore(GroupCore):
         if self.hosts.leads:
             combine = combine_in_core(self.host, how.dtype, how.reduction)
             self._run(ring_reduce_scatter(self.hosts.transport, pieces, combine))
-        block = torch.empty(sum(counts[r] for r in self.host.members), dtype=source.dtype)
+        block = torch.empty(sum(counts[r] for r in self.host.members), dtype=source.dtype, device="cpu")
         parts, total = self._shares(block), pieces[self.hosts.index]
         if how.store:
             how.store(parts[me], total)
@@ -353,7 +353,7 @@ class HierarchicalCore(GroupCore):
         self, source: Tensor, counts: Sequence[int], targets: Sequence[Tensor], flags: int
     ) -> None:
         """Put `source` of rank r, of `counts[r]` elements, into `targets[r]` on all ranks."""
-        whole = torch.empty(sum(counts), dtype=source.dtype)
+        whole = torch.empty(sum(counts), dtype=source.dtype, device="cpu")
         blocks = self.hosts.blocks(whole, counts)
         own_block = list(blocks[self.hosts.index].split([counts[r] for r in self.host.members]))
         self._local.all_gather(own_block, source, flags)

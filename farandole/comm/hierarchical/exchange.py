@@ -99,8 +99,8 @@ class HostExchange:
     def _pairs(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], flags: int) -> list[HostPair]:
         """Describe what this host exchanges with each other host, from the counts of all its ranks."""
         hosts, host = self._hosts, self._host
-        own = torch.tensor([[part.numel() for part in parts] for parts in (inputs, outputs)])
-        counts = torch.empty(host.size, 2, hosts.ranks, dtype=torch.int64)
+        own = torch.tensor([[part.numel() for part in parts] for parts in (inputs, outputs)], device="cpu")
+        counts = torch.empty(host.size, 2, hosts.ranks, dtype=torch.int64, device="cpu")
         self._local.all_gather([counts], own, flags)
         pairs = []
         for turn in range(1, hosts.count):  # every host begins with another one

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farandole.comm.accelerators import wait_for_kernels
 from farandole.comm.core import GroupCore, Parts
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
-from farandole.comm.mpi import cuda
 from farandole.comm.mpi.group import MpiGroup
 from farandole.comm.reduce_rows import reduce_rows
 from farandole.native import BACKGROUND, Operation
@@ -59,6 +59,7 @@ class MpiCore(GroupCore):
     """The operations of a group over MPI."""
 
     completes_at_exit = True
+    takes_devices = True
 
     def __init__(self, group: MpiGroup, name: str = "farandole-mpi") -> None:
         super().__init__(group)  # type: ignore[arg-type]  # has the methods of a HostGroup that are used here
@@ -87,7 +88,7 @@ class MpiCore(GroupCore):
         for tensor in tensors:
             if tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
                 return False
-        cuda.ready(*tensors)
+        wait_for_kernels(tensors)  # MPI knows nothing of streams
         return True
 
     def subgroup(self, members: Sequence[int]) -> MpiCore:
@@ -172,12 +173,12 @@ class MpiCore(GroupCore):
         """Begin to collect this rank's part of all ranks' windows, one row per rank."""
         size, count = self.size, window.numel()
         if not count % size:
-            rows = torch.empty(size, count // size, dtype=window.dtype)
+            rows = torch.empty(size, count // size, dtype=window.dtype, device="cpu")
             return self._start(
                 flags, "Alltoall", window.nbytes, self._blocks(window), self._blocks(rows)
             ), rows
         shares = _shares(count, size)
-        rows = torch.empty(size, shares[self.rank], dtype=window.dtype)
+        rows = torch.empty(size, shares[self.rank], dtype=window.dtype, device="cpu")
         sends, receives = self._parts(window, shares), self._parts(rows, [shares[self.rank]] * size)
         return self._start(flags, "Alltoallv", window.nbytes, sends, receives), rows
 
@@ -196,7 +197,7 @@ class MpiCore(GroupCore):
     def _reduce_part(self, source: Tensor, counts: Sequence[int], reduction: int, flags: int) -> Tensor:
         """Return this rank's part of a reduction: its elements of all ranks, reduced from rank 0 to the last."""
         own = [counts[self.rank]] * self.size
-        rows = torch.empty(self.size, own[0], dtype=source.dtype)
+        rows = torch.empty(self.size, own[0], dtype=source.dtype, device="cpu")
         if self._uncountable(counts, own):
             self._exchange(flags, source.split(list(counts)), rows.unbind())
         else:
@@ -431,7 +432,7 @@ def _joined(parts: Parts) -> Tensor:
     """Return adjacent tensors as one."""
     first = next((part for part in parts if part.numel()), None)
     if first is None:
-        return parts[0].view(-1) if parts else torch.empty(0)
+        return parts[0].view(-1) if parts else torch.empty(0, device="cpu")
     return first.as_strided((sum(part.numel() for part in parts),), (1,))
 
 

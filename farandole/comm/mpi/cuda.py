@@ -36,16 +36,10 @@ def _query_in_loaded_library() -> Any:
     return None
 
 
-def ready(*tensors: Tensor) -> None:
-    """Wait until the kernels that write the tensors have run: MPI knows nothing of streams."""
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
-
-
 def tensor_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
     """A view of `count` elements at an address of this host or, if MPI takes those, of a device."""
     if count == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     if is_aware() and _is_on_device(address):
         view = type("View", (), {"__cuda_array_interface__": _describe(address, count * dtype.itemsize)})()
         return torch.as_tensor(view, device="cuda").view(dtype)

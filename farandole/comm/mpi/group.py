@@ -142,7 +142,7 @@ class MpiGroup:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
         """An ordinary tensor: MPI has no better memory to offer."""
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(*shape, dtype=dtype, device="cpu")
 
     def leave(self, note: str) -> None:
         """MPI has no way to tell the others."""
@@ -211,8 +211,8 @@ class MpiGroup:
 
     def compare(self, background: bool) -> None:
         """With TORCH_DISTRIBUTED_DEBUG=DETAIL: `CallMismatch` unless all ranks make the same call here."""
-        mine = torch.tensor([self._index, *self._call])
-        calls = torch.empty(self.size, mine.numel(), dtype=mine.dtype)
+        mine = torch.tensor([self._index, *self._call], device="cpu")
+        calls = torch.empty(self.size, mine.numel(), dtype=mine.dtype, device="cpu")
         request = self.start(self.comm.Iallgather, mine.numpy(), calls.numpy())
         self.finish(request, 0, background=background)
         same = [row == calls[0].tolist() for row in calls.tolist()]

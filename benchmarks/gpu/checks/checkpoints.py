@@ -1,0 +1,112 @@
+"""Checkpoints that are saved with tensors on one device and loaded to another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.reference import expect
+from benchmarks.gpu.registry import Context, Figures, check
+
+_NEEDS = ("pydantic", "tokenizers", "safetensors")
+_STEPS = 3
+
+
+def _make(context: Context, device: torch.device, zero: int, offload: str) -> Any:
+    from farandole.bench.plan_check import made_up_text
+    from farandole.train.config import load_config
+    from farandole.train.engine import Engine
+
+    words = [
+        f"parallel.zero={zero}",
+        f"parallel.offload={offload}",
+        "batch=4",
+        "model.context=64",
+        "model.vocabulary=512",
+    ]
+    config = load_config("tiny", words)
+    text = made_up_text(config.model.vocabulary, config.model.context, 64)
+    return Engine(config, text, "fp32", context.comm, device)
+
+
+def _contents(engine: Any) -> dict[str, Tensor]:
+    """Return the weights and, as far as this rank has them, the moments, on the CPU."""
+    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
+    found = {names[id(p)]: value.detach().cpu().clone() for p, value in engine.replica.whole_parameters()}
+    return found
+
+
+def _save(context: Context, engine: Any, run: Path) -> Path:
+    from farandole.train.checkpoint import CheckpointWriter
+
+    tokenizer = run / "tokenizer.json"
+    if context.comm.rank == 0:
+        run.mkdir(parents=True, exist_ok=True)
+        tokenizer.write_text("{}")
+    context.comm.barrier()
+    writer = CheckpointWriter(run, tokenizer, keep=2, comm=context.comm)
+    writer.save(engine, 0.0)
+    writer.wait()
+    return run / "checkpoints" / f"step-{_STEPS:06d}"
+
+
+def _across(
+    context: Context, name: str, before: tuple[torch.device, int, str], after: tuple[torch.device, int, str]
+) -> float:
+    """Save in one layout and load in another; return the difference of the losses that follow."""
+    from farandole.train.checkpoint import load
+
+    saved = _make(context, *before)
+    for _ in range(_STEPS):
+        saved.step()
+    folder = _save(context, saved, context.folder / name)
+    contents = _contents(saved)
+    losses = [saved.step().loss for _ in range(2)]
+    saved.replica.close()
+    loaded = _make(context, *after)
+    load(loaded, folder, context.comm)
+    for key, value in _contents(loaded).items():
+        expect(bool(value.isfinite().all()), f"{name}: {key} is not finite after loading")
+        expect(torch.equal(value, contents[key]), f"{name}: {key} differs after loading")
+    found = [loaded.step().loss for _ in range(2)]
+    loaded.replica.close()
+    difference = max(abs(a - b) for a, b in zip(found, losses, strict=True))
+    expect(difference < 5e-3, f"{name}: expected losses {losses}, got {found}")
+    return difference
+
+
+def _layouts(
+    context: Context,
+) -> dict[str, tuple[tuple[torch.device, int, str], tuple[torch.device, int, str]]]:
+    cpu, device = torch.device("cpu"), context.device
+    return {
+        "device to CPU": ((device, 0, "none"), (cpu, 0, "none")),
+        "CPU to device": ((cpu, 0, "none"), (device, 0, "none")),
+        "device to device": ((device, 0, "none"), (device, 0, "none")),
+        "offloaded to device": ((device, 1, "host"), (device, 0, "none")),
+        "device to offloaded": ((device, 0, "none"), (device, 1, "host")),
+        "offloaded to CPU": ((device, 0, "host"), (cpu, 0, "none")),
+        "stage 3 to stage 0": ((device, 3, "none"), (device, 0, "none")),
+        "stage 0 to stage 3": ((device, 0, "none"), (device, 3, "none")),
+    }
+
+
+@check(needs=_NEEDS, deadline_s=90.0)
+def one_rank(context: Context) -> Figures:
+    """Weights and the losses that follow, from and to the CPU, and with states on the host."""
+    return {
+        name: (_across(context, name.replace(" ", "-"), *layout), "")
+        for name, layout in _layouts(context).items()
+    }
+
+
+@check(ranks=2, needs=_NEEDS, deadline_s=90.0)
+def two_ranks(context: Context) -> Figures:
+    """The same on two ranks that share a device."""
+    return {
+        name: (_across(context, name.replace(" ", "-"), *layout), "")
+        for name, layout in _layouts(context).items()
+    }

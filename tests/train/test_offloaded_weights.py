@@ -1,0 +1,77 @@
+"""Checkpoints of models whose master weights are in records, as those of models on a CUDA device with offload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from farandole.bench.plan_check import made_up_text
+from farandole.comm.communicator import Communicator
+from farandole.parallel import gathering, weights
+from farandole.train.checkpoint import CheckpointWriter, load
+from farandole.train.config import load_config
+from farandole.train.engine import Engine
+
+STEPS = 2
+
+
+def _made(comm: Communicator, zero: int, offload: str) -> Engine:
+    words = [f"parallel.zero={zero}", f"parallel.offload={offload}", "batch=4", "model.context=32"]
+    config = load_config("tiny", words)
+    text = made_up_text(config.model.vocabulary, config.model.context, 64)
+    return Engine(config, text, "fp32", comm, torch.device("cpu"))
+
+
+def _round_trip(
+    rank: int, size: int, run: Path, before: tuple[int, str], after: tuple[int, str]
+) -> list[Any]:
+    """Keep offloaded masters apart from the weights, as on a CUDA device; save and load."""
+    assert dist.group.WORLD is not None
+    comm = Communicator(dist.group.WORLD)
+
+    def apart(masters: str, parameter: Any, dtype: torch.dtype) -> bool:
+        return masters == "offloaded" or dtype != parameter.dtype
+
+    def master(masters: str, shard: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        return shard.clone() if masters == "offloaded" else own
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (weights, gathering):
+            patch.setattr(module, "are_apart", apart)
+            patch.setattr(module, "first_master", master)
+        saved = _made(comm, *before)
+        if before[1] == "host":
+            assert all(bucket.weights.master is None for bucket in saved.replica.buckets)
+        for _ in range(STEPS):
+            saved.step()
+        (run / "tokenizer.json").write_text("{}")
+        writer = CheckpointWriter(run, run / "tokenizer.json", keep=1, comm=comm)
+        writer.save(saved, 0.0)
+        writer.wait()
+        losses = [saved.step().loss for _ in range(2)]
+        loaded = _made(comm, *after)
+        load(loaded, run / "checkpoints" / f"step-{STEPS:06d}", comm)
+        found = [loaded.step().loss for _ in range(2)]
+        for engine in (saved, loaded):
+            engine.replica.close()
+    return [losses, found]
+
+
+@pytest.mark.parametrize(
+    ("size", "before", "after"),
+    [
+        (1, (0, "host"), (0, "host")),
+        (1, (0, "host"), (0, "none")),
+        (2, (2, "none"), (1, "host")),
+        (2, (1, "host"), (2, "none")),
+    ],
+)
+def test_weights_in_records_are_saved_and_loaded(
+    ranks: Any, tmp_path: Path, size: int, before: tuple[int, str], after: tuple[int, str]
+) -> None:
+    for losses, found in ranks(size).run(_round_trip, tmp_path, before, after):
+        assert found == losses
