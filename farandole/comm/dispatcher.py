@@ -196,7 +196,6 @@ class PersistentOperation:
     """
 
     __slots__ = (
-        "_acquire",
         "_call",
         "_check",
         "_core",
@@ -217,14 +216,14 @@ class PersistentOperation:
     ) -> None:
         queue = dispatcher.queue
         self._call, self._check = call, core.check
-        self._waiting, self._acquire = queue.waiting, queue.acquire
+        self._waiting = queue.waiting
         self._dispatcher, self._core, self._queue = dispatcher, core, queue
         self._tensors = [*outputs], [*inputs]
         self._on_device = any(tensor.is_cuda for tensor in (*outputs, *inputs))
 
     def __call__(self) -> None:
         """Run the operation after those issued before, and return when this rank's part is complete."""
-        if self._waiting or not self._acquire(False):  # as `WorkQueue.enter`, without a call
+        if self._waiting or not self._queue.acquire(False):  # as `WorkQueue.enter`, without a call
             self._in_turn(async_op=False)
             return
         self._queue.holder = _thread.get_ident()

@@ -143,6 +143,7 @@ class QueuedWork(FarandoleWork):
         self._complete = False
         self._outcome: OutcomeFuture | None = None
         self._outcome_lock = _thread.allocate_lock()
+        self._unseen: weakref.finalize[..., Any] | None = None  # of an error that nothing has asked for
 
     def run(self, flags: int) -> None:
         """Run the call, then its callbacks; this thread holds the queue."""
@@ -156,13 +157,17 @@ class QueuedWork(FarandoleWork):
                 with torch.inference_mode(self._inference):
                     call(flags)
         except BaseException as error:  # raised by `wait`, KeyboardInterrupt too
-            self._error = error
+            self._error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+            words = f"an asynchronous call failed, and nothing waited for it: {type(error).__name__}: {error}"
+            self._unseen = weakref.finalize(self, self._queue.raise_at_next_call, words)
+            self._unseen.atexit = False
         with self._outcome_lock:
             self._complete = True
             outcome = self._outcome
         self._running.release()
         if outcome is not None:
             self._queue.run_callbacks(outcome)
+        del self  # the traceback of an error keeps this frame, which must not keep the work: see `_unseen`
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call is complete, or `timeout`; raise its error."""
@@ -180,6 +185,7 @@ class QueuedWork(FarandoleWork):
                 f"the work was not complete within the timeout of {seconds:g} s: {self._queue.whereabouts()}"
             )
         self._running.release()
+        self._see()
         if self._error is not None:
             raise self._error
         return True
@@ -187,6 +193,20 @@ class QueuedWork(FarandoleWork):
     def is_completed(self) -> bool:
         """Return whether the call has ended, with or without an error."""
         return self._complete
+
+    def _see(self) -> None:
+        if self._unseen is not None:
+            self._unseen.detach()
+
+    def outcome(self) -> list[torch.Tensor]:
+        """Return the tensors of complete work, or raise its error."""
+        self._see()
+        return super().outcome()
+
+    def exception(self) -> BaseException | None:
+        """Return the error, if the call has ended with one."""
+        self._see()
+        return super().exception()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the tensors."""
@@ -251,13 +271,15 @@ class WorkQueue:
         self.whereabouts = whereabouts
         self._name = name
         self.waiting: deque[QueuedWork] = deque()
+        self._unseen_error: str | None = None
         self._running = _thread.allocate_lock()
         self.closed = False
         self.invalid = ""  # why, in a forked child
         self.holder: int | None = None  # the thread that runs a call, unless it is the queue's own
         self._caller: int | None = None  # the thread that runs callbacks
         self._tickets: Tickets | PlainTickets | None = None  # with the thread
-        self.acquire, self.release = self._running.acquire, self._running.release
+        self.acquire: Callable[[bool], bool] = self._running.acquire
+        self.release = self._running.release
         self._thread: threading.Thread | None = None
 
     def run(self, call: Call, tensors: Sequence[torch.Tensor]) -> dist.Work:
@@ -292,6 +314,10 @@ class WorkQueue:
         """Queue a call; a call of a callback runs at once."""
         if self.closed:
             raise CommunicationError(self.invalid or "the group was destroyed; no call can be made any more")
+        if self._unseen_error is not None:
+            words, self._unseen_error = self._unseen_error, None
+            self.acquire = self._running.acquire
+            raise CommunicationError(words)
         work = QueuedWork(self, call, tensors)
         if self.is_mine():
             work.run(flags_here())
@@ -304,6 +330,11 @@ class WorkQueue:
             self._thread.start()
         self._tickets.post()
         return work
+
+    def raise_at_next_call(self, words: str) -> None:
+        """Raise CommunicationError at the next call, which goes through `submit`."""
+        self._unseen_error = words
+        self.acquire = lambda blocking: False
 
     def refuse_in_handler(self) -> None:
         """Raise CommunicationError in a signal handler that has interrupted a call of this queue, which waits for the handler."""
@@ -363,7 +394,8 @@ class WorkQueue:
         if self._tickets is not None:
             self._tickets.take()
         work.run(flags)
-        error = work.exception()
+        error = work._error  # this does not count as waiting for it
+        del work  # likewise, see `QueuedWork.run`
         if error is not None and not isinstance(error, Exception):
             raise error  # Ctrl-C interrupts this thread, whichever thread issued the work
         return True

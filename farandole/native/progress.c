@@ -316,8 +316,8 @@ void frd_message_cancel(struct frd_group *g, struct frd_message *m)
 /* What the caller gets; unless it is pending, the message is gone. */
 static int outcome(struct frd_message *m, int status)
 {
-    const int source = m->source;
     if (status == FRD_PENDING) return status;
+    const int source = m->source;
     frd_message_cancel(m->group, m);
     return status | (source < 0 ? 0 : source) << 8;
 }

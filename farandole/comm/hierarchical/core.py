@@ -17,7 +17,7 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, pairwise
 
@@ -206,10 +206,21 @@ class HierarchicalCore(GroupCore):
             self._agreement.finish(self._deadline)
         except CommunicationError as error:  # a transport's own is not known to the others yet
             self.host.fail(error, self.host.group_rank)
+        except Exception as error:  # no memory, for example: the others would wait for this rank
+            with suppress(CommunicationError):
+                self.host.fail(self._own_failure(operation, error), self.host.group_rank)
+            raise
         finally:
             self.hosts.release()
             if self.host.handle:
                 self.host.core.frd_undeclare(self.host.handle)
+
+    def _own_failure(self, operation: Operation, error: Exception) -> CommunicationError:
+        membership = self.host.membership
+        return CommunicationError(
+            f"{membership.rank(self.host.group_rank)} failed in {operation.name.lower()}() of {membership.group}: "
+            f"{type(error).__name__}: {error}"
+        )
 
     def _run(self, steps: Steps) -> None:
         """Run the steps of an algorithm over hosts, after the hosts have agreed on the call."""

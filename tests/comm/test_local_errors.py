@@ -1,0 +1,106 @@
+"""Errors of one rank alone, such as a lack of memory in the middle of a call: neither this rank nor the others may miss them."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from farandole.comm import CommunicationError
+from farandole.comm.hierarchical import core as hierarchical
+from farandole.comm.hierarchical import exchange
+from tests.comm.jobs import SOON_S, Job
+
+# ---- in the middle of an operation between hosts ----
+
+
+def fail_once(rank: int, size: int, tell: Callable, operation: str) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise MemoryError("no memory for a window")
+
+    dist.barrier()
+    if rank == 1:
+        hierarchical.windows_of = hierarchical.tree.reduce = refuse
+        exchange.HostExchange.all_to_all = hierarchical.HierarchicalCore._broadcast = refuse
+    tensor = torch.ones(8 * size)
+    start = time.monotonic()
+    try:
+        if operation == "all_reduce":
+            dist.all_reduce(tensor)
+        elif operation == "broadcast":
+            dist.broadcast(tensor, 0)
+            dist.barrier()  # the root waits for nobody
+        else:
+            dist.all_to_all_single(torch.empty_like(tensor), tensor)
+    finally:
+        assert time.monotonic() - start < SOON_S
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "all_to_all"])
+@pytest.mark.parametrize("layout", [[0, 1], [0, 0, 1, 1]])
+def test_other_hosts_are_told_of_a_local_error(layout, operation):
+    with Job(len(layout), fail_once, operation, hosts=layout) as job:
+        for rank in range(len(layout)):
+            end = job.end(rank)
+            if rank == 1:
+                assert (end.kind, end.text) == ("MemoryError", "no memory for a window"), end.trace
+            else:
+                assert end.kind == "CommunicationError", end.trace
+                assert f"rank 1 (process {job.pid(1)} on host{layout[1]}) failed in {operation}()" in end.text
+                assert "MemoryError: no memory for a window" in end.text
+
+
+# ---- in asynchronous work ----
+
+
+def refuse(flags: int) -> None:
+    raise MemoryError("no memory")
+
+
+def drop_work(rank: int, size: int, tell: Callable, how: str) -> None:
+    group = dist.group.WORLD
+    queue, tensor = group._dispatcher.queue, torch.ones(2)
+    persistent = group.communicator.all_reduce_init(tensor)
+    work = queue.submit(refuse, [])
+    deadline = time.monotonic() + 5
+    while not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if how == "waited for":
+        with pytest.raises(MemoryError):
+            work.wait()
+    elif how == "asked":
+        assert isinstance(work.exception(), MemoryError)
+    elif how == "kept":
+        kept = [work]  # it may still be waited for
+    del work
+    gc.disable()
+    message = "an asynchronous call failed, and nothing waited for it: MemoryError: no memory"
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(tensor),
+        "asynchronous": lambda: dist.all_reduce(tensor, async_op=True).wait(),
+        "list": lambda: dist.all_gather([torch.empty(2) for _ in range(size)], tensor),
+        "persistent": persistent,
+    }
+    if how in calls:
+        with pytest.raises(CommunicationError, match=message):
+            calls[how]()
+    for call in calls.values():  # it is raised once, and the group is whole
+        call()
+    assert tensor.tolist() == [8.0, 8.0]
+    if how == "kept":
+        with pytest.raises(MemoryError):
+            kept[0].wait()
+
+
+@pytest.mark.parametrize(
+    "how", ["all_reduce", "asynchronous", "list", "persistent", "waited for", "asked", "kept"]
+)
+def test_an_error_that_nobody_waits_for_is_raised_at_the_next_call(how):
+    with Job(2, drop_work, how) as job:
+        for rank in (0, 1):
+            end = job.end(rank)
+            assert end.kind == "returned", end.trace
