@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPE_NAMES
 from farandole.comm.errors import CallMismatch, CommunicationError, RankDied, RankLate, RankLeft
-from farandole.native import Call, Failure, Operation, Status
+from farandole.native import SILENCE_S, Call, Failure, Operation, Status
 
 _REDUCING = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
 _ROOTED = {
@@ -96,6 +96,12 @@ def failure_to_error(
     if status is Status.CLOSED:
         return RankDied(
             f"{culprit} is gone: its connection to {membership.rank(failure.reporter)} was closed; {waiting}"
+        )
+    if status is Status.SILENT:
+        host = membership.hosts[failure.culprit]
+        return RankDied(
+            f"{culprit} cannot be reached: {host} has given no sign of life for {SILENCE_S:g} s, so it is down, or the link "
+            f"to it is; {waiting}"
         )
     if status is Status.INTERRUPTED:
         return CommunicationError(

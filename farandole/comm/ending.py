@@ -14,6 +14,8 @@ import weakref
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
+from farandole.comm.errors import CommunicationError
+
 REST_S = 1.0
 LOCK_S = 0.01
 """For so long the interpreter lock is free before the interpreter shuts down.
@@ -21,6 +23,12 @@ LOCK_S = 0.01
 A thread of Gloo frees the tensors of a completed operation after it has reported the completion, and needs the lock for it.
 If it gets the lock during the shutdown, the process aborts ("terminate called without an active exception").
 """
+
+
+CAUSE_S = 10.0
+"""A program that ends within so many seconds after a failure ends because of the failure."""
+_BECAUSE = ", because "
+_failure: tuple[float, str] | None = None  # when, and the first cause
 
 
 class Abandonable(Protocol):
@@ -32,6 +40,22 @@ class Abandonable(Protocol):
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 _prepared: int | None = None  # the process in which the end is prepared; a fork begins again
+
+
+def remember_failure(error: BaseException, note: str) -> None:
+    """Note why a group of this process broke; `note` is how the culprit explained its end, if it did."""
+    global _failure
+    cause = note.partition(_BECAUSE)[2] or str(error).partition(" after ")[0].partition(";")[0]
+    _failure = time.monotonic(), cause
+
+
+def with_cause(note: str) -> str:
+    """Return a note on the end of this rank, with the failure that caused it.
+
+    A rank that waits for this one then reads which rank failed first.
+    """
+    recent = _failure is not None and time.monotonic() < _failure[0] + CAUSE_S
+    return f"{note}{_BECAUSE}{_failure[1]}" if recent and _failure is not None else note
 
 
 def leave_at_end(group: Abandonable) -> None:
@@ -56,4 +80,6 @@ def _leave_all() -> None:
 
 def _in_words(error: BaseException) -> str:
     text = " ".join(str(error).split())
+    if isinstance(error, CommunicationError) and with_cause(""):  # a note is short, and the cause says the same
+        text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

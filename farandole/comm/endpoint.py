@@ -273,7 +273,7 @@ class Endpoint:
             rank, consensus = list(members).index(self.rank), None
             store = dist.PrefixStore(f"group-{context}/", self.store)
             if len(here) < len(members):
-                consensus = FailureConsensus(store, rank)
+                consensus = FailureConsensus(store, rank, len(members))
             group = HostGroup(self, handle, rank, here, membership, consensus, store)
             group.set_timeout(timeout)
             return group

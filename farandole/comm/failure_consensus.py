@@ -25,6 +25,7 @@ from farandole.comm.errors import CommunicationError, RankLeft
 PATIENCE_S = 1.2
 _POLL_S = 0.05
 _KEY = "failure"
+_LEAVING = "leaving"
 
 Answer = TypeVar("Answer")
 
@@ -32,9 +33,10 @@ Answer = TypeVar("Answer")
 class FailureConsensus:
     """The failure that all ranks of a group report."""
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
+        self._size = size
 
     def publish(self, error: CommunicationError) -> CommunicationError:
         """Publish this failure unless another one was published before; return the published one."""
@@ -63,8 +65,15 @@ class FailureConsensus:
         return _to_error(found) if isinstance(found, bytes) else found
 
     def leave(self, words: str) -> None:
-        """Publish that this rank leaves, with a sentence that says why."""
-        self._ask(lambda: self._store.set(f"left/{self._rank}", words))
+        """Publish that this rank leaves, with a sentence that says why; the last rank deletes the keys of the group."""
+
+        def publish() -> None:
+            self._store.set(f"left/{self._rank}", words)
+            if self._store.add(_LEAVING, 1) == self._size:
+                for key in (_KEY, _LEAVING, *(f"left/{rank}" for rank in range(self._size))):
+                    self._store.delete_key(key)
+
+        self._ask(publish)
 
     def _ask(self, question: Callable[[], Answer]) -> Answer | None:
         """Return the answer of the store, or None after `PATIENCE_S`."""

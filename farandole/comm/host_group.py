@@ -30,6 +30,7 @@ from farandole.comm.describe import (
     with_own_call,
 )
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
+from farandole.comm.ending import remember_failure, with_cause
 from farandole.comm.errors import CommunicationError
 from farandole.comm.failure_consensus import FailureConsensus
 from farandole.comm.host import Segment, SegmentName, open_and_map
@@ -38,7 +39,7 @@ from farandole.native import Call, Failure, Status
 if TYPE_CHECKING:
     from farandole.comm.endpoint import Endpoint
 
-SILENCE_S = 4.0
+_SILENT_S = 4.0
 """A host that lives acknowledges something every two seconds (`KEEPALIVE_S` in native/tcp.c)."""
 
 
@@ -121,6 +122,7 @@ class HostGroup:
             error = self._shared_reason(failure, error)
         own = Call()
         self.core.frd_get_call(self.handle, self.rank, ctypes.byref(own))
+        remember_failure(error, bytes(failure.note).split(b"\0")[0].decode(errors="replace"))
         error = with_own_call(error, failure, own, self.membership)
         if status == Status.INTERRUPTED and threading.current_thread() is threading.main_thread():
             native.raise_pending_interrupt()
@@ -204,7 +206,7 @@ class HostGroup:
 
     def _link_to(self, peer: int, silence_s: float) -> str:
         host = self.membership.hosts[peer]
-        if silence_s > SILENCE_S:
+        if silence_s > _SILENT_S:
             return f"{host} has given no sign of life for {silence_s:.0f} s: it is down, or the link to it is"
         return f"{host} answers, so the link to it is up"
 
@@ -321,6 +323,7 @@ class HostGroup:
             if not self.handle or self._left:
                 return
             self._left = True
+        note = with_cause(note)
         if self.consensus is not None:
             self.consensus.leave(
                 f"{self.membership.rank(self.group_rank)} left {self.membership.group} ({note})"

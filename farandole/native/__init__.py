@@ -29,10 +29,12 @@ from ctypes import (
 from enum import IntEnum
 from pathlib import Path
 
-ABI = 9
+ABI = 10
 MAX_RANKS = 256
 NOTE_BYTES = 160
 KEY_BYTES = 32
+SILENCE_S = 15.0
+"""After so many seconds without a sign of life another host counts as unreachable."""
 BACKGROUND, MAIN_THREAD, TRY = 1, 2, 4
 """Flags of a call: sleep early while waiting; serve signals while waiting; at the deadline of a
 message return `Status.PENDING` and leave the group whole."""
@@ -55,6 +57,7 @@ class Status(IntEnum):
     MISFIT = 11
     INVALID = 12
     NO_MEMORY = 13
+    SILENT = 14
 
 
 class Operation(IntEnum):

@@ -19,7 +19,7 @@
 
 #pragma GCC visibility push(default) /* the library exports what this file declares, and nothing else */
 
-#define FRD_ABI 9
+#define FRD_ABI 10
 #define FRD_MAX_RANKS 256 /* of one host */
 #define FRD_NOTE_BYTES 160
 #define FRD_KEY_BYTES 32
@@ -44,8 +44,10 @@ enum frd_status {
     FRD_ELSEWHERE,  /* the group was broken on another host */
     FRD_MISFIT,     /* a part of a hierarchical collective has another size than expected */
     FRD_INVALID,    /* a root or peer that the group does not have */
-    FRD_NO_MEMORY
+    FRD_NO_MEMORY,
+    FRD_SILENT      /* the host of a rank has given no sign of life for FRD_SILENCE_S */
 };
+#define FRD_SILENCE_S 15.0
 enum frd_vector_level { FRD_PLAIN, FRD_AVX2, FRD_AVX512 };
 
 /* What a rank says it is doing.  One cache line; compared between ranks before any data are used. */

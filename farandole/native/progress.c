@@ -221,15 +221,16 @@ static int move_along(struct frd_message *m)
     return status;
 }
 
-/* How a rank ended, if it did: FRD_LEFT or FRD_DIED on this host, FRD_CLOSED on another. */
-static int end_of(const struct frd_group *g, int rank, bool sends)
+/* How a rank ended, if it did: FRD_LEFT or FRD_DIED on this host, FRD_CLOSED or FRD_SILENT on another. */
+static int end_of(struct frd_group *g, int rank, bool sends)
 {
     const struct member *member = &g->members[rank];
     if (member->local < 0) {
         pthread_mutex_lock(&g->endpoint->lock);
         const bool ended = member->gone || member->peer->transport->has_ended(member->peer, sends);
         pthread_mutex_unlock(&g->endpoint->lock);
-        return ended ? FRD_CLOSED : FRD_OK;
+        if (ended) return FRD_CLOSED;
+        return frd_silence(g, rank) > FRD_SILENCE_S ? FRD_SILENT : FRD_OK;
     }
     const struct rank_line *line = &g->local[member->local].block->line;
     if (atomic_load(&line->life.state) == GONE) return FRD_LEFT;
@@ -242,14 +243,14 @@ static int end_of(const struct frd_group *g, int rank, bool sends)
 static bool has_failed(const struct frd_group *g, int rank, int end)
 {
     const struct member *member = &g->members[rank];
-    return end == FRD_DIED || (end == FRD_CLOSED && !member->gone && tcp_has_been_cut(member->peer));
+    return end == FRD_DIED || end == FRD_SILENT || (end == FRD_CLOSED && !member->gone && tcp_has_been_cut(member->peer));
 }
 
 /* How the ranks ended that could complete the message; FRD_OK if one has not ended.  A receive from any rank fails when the first of
  * them fails: it may be the one that would have sent. */
 static int end_of_peers(const struct frd_message *m, int *gone)
 {
-    const struct frd_group *g = m->group;
+    struct frd_group *g = m->group;
     int end = FRD_OK;
     bool all = true;
     for (int r = 0; r < g->group_ranks; r++) {

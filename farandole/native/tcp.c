@@ -212,6 +212,7 @@ double frd_silence(struct frd_group *g, int rank)
         struct tcp_info info;
         socklen_t bytes = sizeof info;
         if (sockets[i] < 0 || getsockopt(sockets[i], IPPROTO_TCP, TCP_INFO, &info, &bytes)) continue;
+        if (info.tcpi_state == TCP_SYN_SENT) continue; /* it has not been connected */
         const double heard = 1e-3 * (double)smaller(info.tcpi_last_ack_recv, info.tcpi_last_data_recv);
         if (silence < 0 || heard < silence) silence = heard;
     }

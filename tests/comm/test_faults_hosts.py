@@ -17,6 +17,7 @@ import torch.distributed as dist
 from benchmarks.namespaces import two_hosts, why_not
 from farandole.comm.interfaces import own_address
 from tests.comm.handshake import CHALLENGE, MAGIC, RESPONSE, receive
+from tests.comm.hosts import on_hosts
 from tests.comm.jobs import Job, survivors_of
 
 LARGE = 6_000_000
@@ -232,3 +233,23 @@ def test_a_receive_from_anybody_notices_a_killed_rank(layout):
         time.sleep(0.3)
         since = job.kill(2)
         survivors_of(job, 2, since, "RankDied", r"recv\(2 x float32, from any")
+
+
+def leave_no_keys(rank: int, size: int, tell: Callable) -> list[str]:
+    store = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    for _ in range(3):
+        with on_hosts([0, 1], rank):
+            group = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(2), group=group)
+        dist.destroy_process_group(group)
+    dist.barrier()
+    time.sleep(0.5)  # the last rank deletes them
+    return [key for key in store.list_keys() if "group-" in key and "/left" in key or "/leaving" in key]
+
+
+def test_the_keys_of_a_destroyed_group_are_deleted():
+    with Job(2, leave_no_keys, hosts=[0, 1]) as job:
+        for rank in (0, 1):
+            assert job.end(rank).text == "[]", job.end(rank).trace

@@ -31,7 +31,7 @@ class Pair:
     ranks: list[int]
 
 
-def mesh_groups(rank: int) -> dict[tuple[str, ...], Pair]:
+def mesh_groups(rank: int, make: Callable[[list[int]], Pair]) -> dict[tuple[str, ...], Pair]:
     """The groups of this rank: for every set of axes, the ranks that differ on these axes only."""
     mine = {}
     for count in range(1, len(AXES) + 1):
@@ -43,10 +43,15 @@ def mesh_groups(rank: int) -> dict[tuple[str, ...], Pair]:
                     for r in range(8)
                     if all((r >> axis) & 1 == at for axis, at in zip(fixed, place, strict=True))
                 ]
-                ours, gloo = dist.new_group(ranks), dist.new_group(ranks, backend="gloo")
+                pair = make(ranks)
                 if rank in ranks:
-                    mine[tuple(AXES[axis] for axis in axes)] = Pair(ours, gloo, ranks)
+                    mine[tuple(AXES[axis] for axis in axes)] = pair
     return mine
+
+
+def with_gloo(ranks: list[int]) -> Pair:
+    """A group of ours and one of Gloo."""
+    return Pair(dist.new_group(ranks), dist.new_group(ranks, backend="gloo"), ranks)
 
 
 def values(source: random.Random, rank: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -197,7 +202,7 @@ KINDS: dict[str, Callable[[Step, dist.ProcessGroup, bool], Begun]] = {
 
 def run_steps(rank: int, size: int, steps: int) -> int:
     """Operations begun in one order in every group, waited for in another order on every rank."""
-    groups = mesh_groups(rank)
+    groups = mesh_groups(rank, with_gloo)
     classes = list(groups)
     order, own = random.Random(5), random.Random(rank)
     open_steps: list[tuple[Step, list[Tensor], list[dist.Work]]] = []
