@@ -80,6 +80,6 @@ def _leave_all() -> None:
 
 def _in_words(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    if isinstance(error, CommunicationError) and with_cause(""):  # a note is short, and the cause says the same
-        text = ""
+    if isinstance(error, CommunicationError) and with_cause(""):
+        text = ""  # a note is short, and the cause says the same
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
