@@ -383,7 +383,7 @@ class MpiCore(GroupCore):
             request = self.group.start(self.comm.Iallreduce, self.mpi.IN_PLACE, buffer, self.mpi.MIN)
             self.group.finish(request, 0, background=background)
             if agreed[0]:
-                self.group.start(call, *arguments)
+                self.group.block(call, *arguments)
             return bool(agreed[0])
         finally:
             if alone:

@@ -7,7 +7,7 @@ thread waits (mostly messages).
 
 Open MPI's collectives that do not block are two to three times slower than those that do (measured on one
 host, 5.0).  There the ranks first agree, in a small call that does not block, that all of them have arrived and have no other
-such call under way.  Then the large call may block inside MPI.  Asynchronous calls never block there: they would keep
+such call under way.  Then the large call may block inside MPI, until its deadline: a watchdog then ends the process.  Asynchronous calls never block there: they would keep
 the program's own thread from its core (DDP is three times slower with it).
 """
 
@@ -36,6 +36,8 @@ BACKGROUND_NAP_S = 20e-6
 BURST = 16
 """Tests between two naps: MPICH moves 16 KiB in each."""
 IDLE_S = 1.0
+GUARD_S = 0.2
+"""Between two looks at the deadline of a call that blocks."""
 
 
 class Pending(Protocol):
@@ -61,6 +63,10 @@ class Engine:
         self._asleep = False
         self._closing = False
         self._thread: threading.Thread | None = None
+        self._limit: tuple[float, Callable[[], str]] | None = (
+            None  # of the call that blocks: its deadline, and why it is late
+        )
+        self._watchdog: threading.Thread | None = None
         # after all groups have taken their leave (see comm/ending.py), before mpi4py ends MPI
         Finalize(None, self._end, exitpriority=-1)
 
@@ -119,6 +125,30 @@ class Engine:
         with self._alone:
             self._blocking = 0
             self._alone.notify_all()
+
+    @contextmanager
+    def limited(self, seconds: float, why: Callable[[], str]) -> Iterator[None]:
+        """End the process if the block, a call that blocks inside MPI, takes longer: nothing can interrupt MPI."""
+        if self._watchdog is None:
+            self._watchdog = threading.Thread(target=self._guard, name="farandole-mpi-watchdog", daemon=True)
+            self._watchdog.start()
+        self._limit = time.monotonic() + seconds, why
+        try:
+            yield
+        finally:
+            self._limit = None
+
+    def _guard(self) -> None:
+        while not self._closing:
+            time.sleep(GUARD_S)
+            limit = self._limit
+            if limit is not None and time.monotonic() > limit[0]:
+                print(
+                    f"farandole: {limit[1]()}; MPI does not return from the call, so this process ends",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
 
     @contextmanager
     def making_group(self) -> Iterator[None]:

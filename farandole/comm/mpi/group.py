@@ -179,6 +179,12 @@ class MpiGroup:
         except self.engine.mpi.Exception as error:
             raise self._failed(error) from error
 
+    def block(self, call: Callable[..., Any], *arguments: Any) -> None:
+        """Make a call that blocks inside MPI; the process ends if it does not return within the timeout."""
+        seconds = self._call_timeout_s or self.timeout_s
+        with self.engine.limited(seconds, lambda: str(self._late(seconds))):
+            self.start(call, *arguments)
+
     def finish(self, request: Any, transfer: int, *, background: bool) -> None:
         """Wait for a part of the call under way.  `RankLate` at the deadline, after which the group is broken."""
         seconds = self._call_timeout_s or self.timeout_s

@@ -224,3 +224,32 @@ def alone(*arguments: str) -> tuple[int, str]:
 
 def test_the_library_is_known():
     assert library() in ("MPICH", "Open MPI", "Intel MPI", "MVAPICH")
+
+
+BLOCKED = """
+import os, signal, sys, time, torch, torch.distributed as dist
+from datetime import timedelta
+from farandole.comm.mpi import group
+from farandole.comm.mpi.engine import engine
+dist.init_process_group("farandole-mpi", init_method="mpi://", timeout=timedelta(seconds=3))
+engine().prefers_blocking = True  # as with Open MPI
+large = torch.ones(1 << 20)
+dist.all_reduce(large)
+print(int(large[0]), flush=True)
+if dist.get_rank() == 1:
+    group.MpiGroup.block = lambda self, *call: os.kill(os.getpid(), signal.SIGSTOP)
+dist.all_reduce(large)
+"""
+
+
+@needs_mpi
+def test_a_call_that_blocks_inside_mpi_ends_at_its_deadline(tmp_path):
+    start = time.monotonic()
+    code, out, errors = run_script(tmp_path, 2, BLOCKED, timeout_s=60)
+    assert code != 0 and "".join(out.split()) == "22"
+    assert re.search(
+        r"farandole: .* within the timeout of 3 s.*all_reduce\(sum, 1048576 x float32\).*; MPI does not return from the call, "
+        r"so this process ends",
+        errors,
+    ), errors
+    assert time.monotonic() - start < 40
