@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,3 +85,32 @@ def test_debug_mode_detail(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     for status, errors in run_program(tmp_path, 2, DEBUG):
         assert status == 0, errors
+
+
+RESTARTED = """
+import os, torch, torch.distributed as dist
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.init_process_group("farandole")
+total = torch.ones(3)
+dist.all_reduce(total)
+if attempt == 0 and dist.get_rank() == 1:
+    os.kill(os.getpid(), 9)
+dist.all_reduce(total)
+dist.barrier()
+if dist.get_rank() == 0:
+    print(attempt, total.tolist(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_an_elastic_restart(tmp_path):
+    """torchrun starts the ranks again after one was killed; the new ranks use the same store."""
+    Path(tmp_path, "restarted.py").write_text(RESTARTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "--max-restarts", "1", "--monitor-interval", "0.2", "restarted.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n")[0] == "1 [4.0, 4.0, 4.0]"
+    assert "RankDied: rank 1 (process" in done.stderr
