@@ -8,7 +8,7 @@ import sys
 import pytest
 
 START = """
-import ctypes, os, sys
+import ctypes, os, signal, sys
 from pathlib import Path
 from farandole import native
 from farandole.native import Status
@@ -45,10 +45,15 @@ RECEIVE = """
 if rank == 0:
     message = send(first)
     os.write(told, b"!")
+    os.kill(os.getpid(), signal.SIGSTOP)           # or the payload might be complete before it is given up
     end(core.frd_message_wait(group, message, 5.0, 0) & 0xff != Status.OK)
 os.read(heard, 1)
-message = receive(second)                          # it has been matched, and is being copied
+stat = Path(f"/proc/{os.getppid()}/stat")
+while stat.read_text().rpartition(")")[2].split()[0] != "T":
+    pass
+message = receive(second)                          # it has been matched, and its payload asked for
 core.frd_message_cancel(group, message)
+os.kill(os.getppid(), signal.SIGCONT)
 end(core.frd_message_wait(group, receive(second), 5.0, 0) & 0xff != Status.OK)
 """
 
