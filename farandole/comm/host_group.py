@@ -39,8 +39,8 @@ from farandole.native import Call, Failure, Status
 if TYPE_CHECKING:
     from farandole.comm.endpoint import Endpoint
 
-_SILENT_S = 4.0
-"""A host that lives acknowledges something every two seconds (`KEEPALIVE_S` in native/tcp.c)."""
+_NOTICEABLE_SILENCE_S = 4.0
+"""Seconds. A running host acknowledges a keep-alive probe every two seconds (`KEEPALIVE_S` in native/handshake.c)."""
 
 
 class HostGroup:
@@ -206,7 +206,7 @@ class HostGroup:
 
     def _link_to(self, peer: int, silence_s: float) -> str:
         host = self.membership.hosts[peer]
-        if silence_s > _SILENT_S:
+        if silence_s > _NOTICEABLE_SILENCE_S:
             return f"{host} has given no sign of life for {silence_s:.0f} s: it is down, or the link to it is"
         return f"{host} answers, so the link to it is up"
 

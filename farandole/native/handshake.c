@@ -14,8 +14,8 @@
  * again.  Only a process of the job computes that proof, for a connection that it opens itself: as the label differs, no proof of
  * an acceptor serves, and as S names both ranks and the acceptor's address, the response to another process does not serve either.
  * (Receiving.)  Likewise the confirmation holds the C of this connection, and is computed by the process that listens at the
- * address to which the connection was opened.  What is left is a program on the path between these two addresses: data are
- * neither encrypted nor signed.
+ * address to which the connection was opened.  This does not
+ * protect against a program on the path between the two addresses: data are neither encrypted nor signed.
  *
  * Two processes never wait for each other to accept: the progress thread of the acceptor answers without waiting for anything, and the
  * messages are smaller than any socket's buffer, which is empty when they are sent.

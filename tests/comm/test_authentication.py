@@ -1,4 +1,4 @@
-"""Processes of other hosts prove that they know the key of the job; docs/security.md says against whom this protects."""
+"""Authentication of connections between hosts.  docs/security.md states the threat model."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def refused(peer: socket.socket) -> bool:
     return True
 
 
-# ---- who may connect ----
+# ---- incoming connections ----
 
 
 def test_a_process_with_the_key_is_confirmed(acceptor):
@@ -152,7 +152,7 @@ def test_a_response_in_single_bytes(acceptor):
         assert len(receive(peer, CONFIRMATION_BYTES)) == CONFIRMATION_BYTES
 
 
-# ---- to whom a process connects ----
+# ---- outgoing connections ----
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ thread waits (mostly messages).
 
 Open MPI's collectives that do not block are two to three times slower than those that do (measured on one
 host, 5.0).  There the ranks first agree, in a small call that does not block, that all of them have arrived and have no other
-such call under way.  Then the large call may block inside MPI, until its deadline: a watchdog then ends the process.  Asynchronous calls never block there: they would keep
-the program's own thread from its core (DDP is three times slower with it).
+such call under way.  Then the large call may block inside MPI.  Nothing can interrupt MPI, so at the
+deadline a watchdog ends the process.  Asynchronous calls never block there: they would keep the program's own thread from its
+core (DDP is three times slower with it).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BURST = 16
 """Tests between two naps: MPICH moves 16 KiB in each."""
 IDLE_S = 1.0
 GUARD_S = 0.2
-"""Between two looks at the deadline of a call that blocks."""
+"""Seconds between two checks of the deadline of a call that blocks."""
 
 
 class Pending(Protocol):
@@ -63,9 +64,8 @@ class Engine:
         self._asleep = False
         self._closing = False
         self._thread: threading.Thread | None = None
-        self._limit: tuple[float, Callable[[], str]] | None = (
-            None  # of the call that blocks: its deadline, and why it is late
-        )
+        # of the call that blocks: its deadline, and a function that says why it is late
+        self._limit: tuple[float, Callable[[], str]] | None = None
         self._watchdog: threading.Thread | None = None
         # after all groups have taken their leave (see comm/ending.py), before mpi4py ends MPI
         Finalize(None, self._end, exitpriority=-1)
