@@ -19,10 +19,14 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def exclude_from_dynamo(cls: _Class) -> _Class:
-    """Exclude the methods that a class defines, and all that they call, from Dynamo; a class decorator."""
+    """Exclude the methods that a class defines, and all that they call, from Dynamo; a class decorator.
+
+    Traced code may read properties: Dynamo takes their values as constants, as torch 2.11 does with `group_name`.
+    """
     for member in vars(cls).values():
         for function in _functions(member):
-            function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a call in traced code
+            if not isinstance(member, property):
+                function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a call in traced code
             _skip(function)
     return cls
 
