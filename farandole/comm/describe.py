@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPE_NAMES
 from farandole.comm.errors import CallMismatch, CommunicationError, RankDied, RankLate, RankLeft
@@ -25,17 +25,29 @@ SPARSE_LAYOUT = 1 << 63
 class Membership:
     """The ranks of a group as messages name them: global ranks, process ids, hosts."""
 
-    def __init__(self, group: str, ranks: Sequence[int], pids: Sequence[int], hosts: Sequence[str]) -> None:
+    def __init__(
+        self,
+        group: str,
+        ranks: Sequence[int],
+        pids: Sequence[int],
+        hosts: Sequence[str],
+        shares_calls: bool = True,
+    ) -> None:
         self.group = group
         self.ranks = list(ranks)
         self.pids = list(pids)
         self.hosts = list(hosts)
         self._several = len(set(hosts)) > 1
+        self._shares_calls = shares_calls  # with the ranks of the same host
 
     def rank(self, rank: int) -> str:
         """`rank 3 (process 4711)`, with its host where there are several."""
         where = f" on {self.hosts[rank]}" if self._several else ""
         return f"rank {self.ranks[rank]} (process {self.pids[rank]}{where})"
+
+    def knows_calls(self, reader: int, rank: int) -> bool:
+        """Whether rank `reader` knows the last call of another rank."""
+        return self._shares_calls and self.hosts[reader] == self.hosts[rank]
 
 
 def describe_call(call: Call, membership: Membership) -> str:
@@ -138,6 +150,28 @@ def describe_whereabouts(calls: Mapping[int, Call], reader: int, membership: Mem
     return what + ("; ".join(behind) if behind else "which all ranks have begun")
 
 
+def describe_stalled_message(
+    own: Call, reader: int, waited_message: Callable[[int], Call | None], membership: Membership
+) -> str:
+    """Describe a message that does not move, and the calls of the ranks that wait for each other, if it is a cycle.
+
+    `waited_message(rank)` is the message for which a rank waits.  Only the first rank of a cycle describes it; the
+    others return "".
+    """
+    text, ranks, call = describe_call(own, membership), [reader], own
+    while (peer := call.root) >= 0 and peer not in ranks:
+        theirs = waited_message(peer)
+        if theirs is None:
+            return text
+        text += f"; {membership.rank(peer)} waits in {describe_call(theirs, membership)}"
+        ranks.append(peer)
+        call = theirs
+    if call.root != reader:
+        return text
+    advice = "they wait for each other; post one of the receives first, or use isend and irecv"
+    return f"{text}: {advice}" if reader == min(ranks) else ""
+
+
 def _numbered(call: Call, membership: Membership) -> str:
     if call.operation in _MESSAGES:
         return f"{describe_call(call, membership)} of {membership.group}"
@@ -164,7 +198,7 @@ def _late(failure: Failure, membership: Membership, timeout_s: float) -> RankLat
         if theirs.operation
         else "it has made no call"
     )
-    if membership.hosts[failure.culprit] != membership.hosts[failure.reporter]:
+    if not membership.knows_calls(failure.reporter, failure.culprit):
         doing = "what it does is not known here"
     if reported.operation in _MESSAGES:
         if reported.root < 0:

@@ -10,7 +10,6 @@ import ctypes
 import math
 import mmap
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from farandole import native
 from farandole.comm.describe import (
     Membership,
     describe_call,
+    describe_stalled_message,
     describe_whereabouts,
     failure_to_error,
     with_own_call,
@@ -34,6 +34,7 @@ from farandole.comm.ending import remember_failure, with_cause
 from farandole.comm.errors import CommunicationError
 from farandole.comm.failure_consensus import FailureConsensus
 from farandole.comm.host import Segment, SegmentName, open_and_map
+from farandole.comm.notices import print_notice
 from farandole.native import Call, Failure, Status
 
 if TYPE_CHECKING:
@@ -222,10 +223,12 @@ class HostGroup:
 
     def _warn_of_stall(self) -> None:
         call = self._waited_message(self.group_rank)
-        text = self._stalled_message(call) if call else self.whereabouts()
+        if call:
+            text = describe_stalled_message(call, self.group_rank, self._waited_message, self.membership)
+        else:
+            text = self.whereabouts()
         if text:
-            me = self.membership.rank(self.group_rank)
-            print(f"farandole: {me} waits in {text}", file=sys.stderr, flush=True)
+            print_notice(f"{self.membership.rank(self.group_rank)} waits in {text}")
 
     def _waited_message(self, rank: int) -> Call | None:
         """Return the call in which a rank of this host has waited for a message for long."""
@@ -235,24 +238,6 @@ class HostGroup:
                 return None
             waits = self.core.frd_get_wait(self.handle, self.members.index(rank), ctypes.byref(call))
         return call if waits else None
-
-    def _stalled_message(self, own: Call) -> str:
-        """Describe a message that does not move, and the calls of the ranks that wait for each other, if it is a cycle.
-
-        Only the first rank of a cycle describes it; the others return "".
-        """
-        text, ranks, call = describe_call(own, self.membership), [self.group_rank], own
-        while (peer := call.root) >= 0 and peer not in ranks:
-            theirs = self._waited_message(peer)
-            if theirs is None:
-                return text
-            text += f"; {self.membership.rank(peer)} waits in {describe_call(theirs, self.membership)}"
-            ranks.append(peer)
-            call = theirs
-        if call.root != self.group_rank:
-            return text
-        advice = "they wait for each other; post one of the receives first, or use isend and irecv"
-        return f"{text}: {advice}" if self.group_rank == min(ranks) else ""
 
     def late_peer(self, peer: int, waited_s: float) -> str:
         """Describe that this rank waits for a message of rank `peer`."""

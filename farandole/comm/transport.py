@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,11 +14,9 @@ from torch import Tensor
 from farandole.comm.dtypes import TYPES
 from farandole.comm.errors import RankLate
 from farandole.comm.host_group import HostGroup
+from farandole.comm.notices import STALL_WARNING_S, print_notice
 from farandole.comm.work import flags_here
 from farandole.native import TRY, Status
-
-STALL_WARNING_S = 5.0
-"""Seconds after which a waiting rank prints a stall warning; the interval doubles each time."""
 
 
 class Pending(Protocol):
@@ -75,11 +72,7 @@ class WireMessage:
                 return wait(self._message, max(0.0, timeout_s - waited), flags)
             status = wait(self._message, max(0.0, warn_after_s - waited), flags | TRY)
             if status == Status.PENDING:
-                print(
-                    f"farandole: {self._host.late_peer(self._peer, warn_after_s)}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print_notice(self._host.late_peer(self._peer, warn_after_s))
                 warn_after_s *= 2
         return status
 

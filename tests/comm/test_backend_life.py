@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from farandole.comm import endpoint
+from tests.comm.jobs import Job
 
 
 def resources() -> Counter[str]:
@@ -171,3 +173,41 @@ def test_between_two(ranks, check):
 
 def test_a_world_of_one(ranks):
     ranks(1).run(check_world_of_one)
+
+
+def init_again(rank: int, size: int, tell: Callable) -> None:
+    store = dist.distributed_c10d._get_default_store()  # kept: the job's own store
+    stale = dist.group.WORLD
+    sizes = []
+    for turn in range(10):
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+        sizes.append(resources())
+        dist.init_process_group(
+            "farandole", store=dist.PrefixStore(f"turn {turn}", store), rank=rank, world_size=size
+        )
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+        model(torch.full((3, 4), float(rank))).sum().backward()
+        assert torch.equal(model.module.weight.grad, torch.full((2, 4), 3 * (size - 1) / 2))
+        group = dist.new_group()
+        total = torch.full((70_000,), float(rank + turn))
+        dist.all_reduce(total, group=group)
+        assert (total == sum(r + turn for r in range(size))).all()
+        with pytest.raises(RuntimeError, match="was destroyed; make a new one"):
+            stale.allreduce([torch.ones(1)])
+        del model
+    # an endpoint is freed when the next one is opened, if the peers have closed theirs by then: a map and a descriptor for each
+    grown = {
+        kind: (sizes[0][kind], count)
+        for kind, count in sizes[-1].items()
+        if count > sizes[0][kind] + 3 * (size - 1)
+    }
+    assert not grown, grown
+    tell("done")
+
+
+@pytest.mark.parametrize(("size", "hosts"), [(2, None), (4, None), (4, [0, 0, 1, 1])])
+def test_destroy_and_init_again(size, hosts):
+    with Job(size, init_again, hosts=hosts) as job:
+        for rank in range(size):
+            assert job.hear(rank) == "done"

@@ -6,7 +6,7 @@ core under their names (`core`), so that point-to-point work is that of the shar
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ from farandole.comm.host import Rendezvous
 from farandole.comm.mpi.engine import SPINS, Engine, engine
 from farandole.comm.mpi.library import NO_FORK, MpiUnavailable, describe_library
 from farandole.comm.mpi.messages import Messages
+from farandole.comm.mpi.waiting import SLOW_S, Waiting
+from farandole.comm.notices import StallWarning
 from farandole.native import Call, Failure, Status
 
-SLOW_S = 1.0
-"""Seconds in a call after which a rank records this in the store, so that the others do not take it for the late rank."""
 PIECE_BYTES = 1 << 30
 GRACE_S = 0.5
-"""How long a rank whose deadline has passed waits for such words."""
+"""How long a rank whose deadline has passed waits for others to record that they have arrived."""
 
 
 class MpiGroup:
@@ -53,9 +53,9 @@ class MpiGroup:
         self.compares = dist.get_debug_level() == dist.DebugLevel.DETAIL
         self._owner = os.getpid()
         self._store = store
+        self.waiting = Waiting(store, self.rank, self.size)
         self._index = 0
         self._call: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
-        self._told = 0  # the number of the last call that the store knows of
         self._call_timeout_s: float | None = None
         self._given_up = False
         self._subgroups = 0
@@ -93,7 +93,7 @@ class MpiGroup:
                 comm = world.Create_group(members.Incl(numbers), tag)
                 comm.Set_errhandler(mpi.ERRORS_RETURN)
         pids, hosts = [int(text.split()[1]) for text in told], [text.split()[2] for text in told]
-        membership = Membership(name, ranks, pids, hosts)
+        membership = Membership(name, ranks, pids, hosts, shares_calls=False)
         return cls(comm, way, membership, rendezvous.store, timeout)
 
     def subgroup(self, members: Sequence[int]) -> MpiGroup:
@@ -109,6 +109,7 @@ class MpiGroup:
             [old.ranks[rank] for rank in members],
             [old.pids[rank] for rank in members],
             [old.hosts[rank] for rank in members],
+            shares_calls=False,
         )
         store = dist.PrefixStore(f"{'-'.join(map(str, members))}/{self._subgroups}/", self._store)
         return MpiGroup(comm, way, membership, store, timedelta(seconds=self.timeout_s))
@@ -137,7 +138,10 @@ class MpiGroup:
     def whereabouts(self) -> str:
         """Describe the call under way and the ranks that are not known to be in it."""
         what = f"{self._in_words()}, call number {self._index} of {self.membership.group}"
-        behind = [f"{self.membership.rank(rank)} has not said that it arrived" for rank in self._missing()]
+        behind = [
+            f"{self.membership.rank(rank)} has not said that it arrived"
+            for rank in self.waiting.missing(self._index)
+        ]
         return "; ".join([what, *behind])
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
@@ -191,8 +195,10 @@ class MpiGroup:
         try:
             if self.engine.complete_soon(request, 3 if background else SPINS):
                 return
+            warning = StallWarning(self._stalled)
+            each_turn = functools.partial(self._each_turn, warning)
             done = self.engine.complete(
-                request, seconds, transfer=transfer, background=background, each_turn=self._each_turn
+                request, seconds, transfer=transfer, background=background, each_turn=each_turn
             )
         except self.engine.mpi.Exception as error:
             raise self._failed(error) from error
@@ -207,13 +213,20 @@ class MpiGroup:
             self._broken = self._late(seconds)
             raise self._broken
 
-    def _each_turn(self, waited_s: float) -> None:
+    def _each_turn(self, warning: StallWarning, waited_s: float) -> None:
         """Between the tests of a call that takes longer."""
         if self._given_up:
             raise CommunicationError(f"the group was destroyed in {self._in_words()}")
         seconds = self._call_timeout_s or self.timeout_s
-        if waited_s > min(SLOW_S, seconds / 2) and self._told < self._index:
-            self._tell()
+        if waited_s > min(SLOW_S, seconds / 2) and self.waiting.recorded < self._index:
+            self.waiting.record(self._index)
+        warning.after(waited_s)
+
+    def _stalled(self) -> str:
+        """The stall warning, on the first rank that waits."""
+        if set(range(self.rank)) - set(self.waiting.missing(self._index)):
+            return ""
+        return f"{self.membership.rank(self.rank)} waits in {self.whereabouts()}"
 
     def compare(self, background: bool) -> None:
         """With TORCH_DISTRIBUTED_DEBUG=DETAIL: `CallMismatch` unless all ranks make the same call here."""
@@ -267,9 +280,9 @@ class MpiGroup:
         return self._broken
 
     def _late(self, seconds: float) -> RankLate:
-        self._tell()
+        self.waiting.record(self._index)
         deadline = time.monotonic() + GRACE_S
-        while (missing := self._missing()) and time.monotonic() < deadline:
+        while (missing := self.waiting.missing(self._index)) and time.monotonic() < deadline:
             time.sleep(0.02)
         waiting = f"in {self._in_words()}, call number {self._index} of {self.membership.group}"
         if not missing:
@@ -281,24 +294,6 @@ class MpiGroup:
         return RankLate(
             f"{names} did not arrive within the timeout of {seconds:g} s; {self.membership.rank(self.rank)} was waiting {waiting}"
         )
-
-    def _tell(self) -> None:
-        """Record in the store, if there is one, that this rank is in its call."""
-        self._told = self._index
-        with contextlib.suppress(RuntimeError):  # torch's DistError: rank 0, which keeps the store, is gone
-            self._store.set(f"in call/{self.rank}", str(self._index))
-
-    def _missing(self) -> list[int]:
-        """Return the ranks that have not recorded that they are in this call or in a later one."""
-        missing = []
-        for rank in range(self.size):
-            key = f"in call/{rank}"
-            with contextlib.suppress(RuntimeError):
-                if rank != self.rank and not (
-                    self._store.check([key]) and int(self._store.get(key)) >= self._index
-                ):
-                    missing.append(rank)
-        return missing
 
 
 def _call(index: int, operation: int, kind: int, op: int, count: int, root: int) -> Call:

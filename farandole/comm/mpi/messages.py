@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from farandole.comm.describe import describe_call
-from farandole.comm.errors import CallMismatch, CommunicationError, RankLate
-from farandole.comm.mpi.engine import Engine
-from farandole.native import BACKGROUND, TRY, Call, Operation, Status
+from farandole.comm.describe import describe_call, describe_stalled_message, failure_to_error
+from farandole.comm.errors import CallMismatch, CommunicationError
+from farandole.comm.mpi.waiting import SLOW_S
+from farandole.comm.notices import StallWarning
+from farandole.native import BACKGROUND, TRY, Call, Failure, Operation, Status
 
 if TYPE_CHECKING:
     from farandole.comm.mpi.group import MpiGroup
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
 class MpiMessage:
     """A send or a receive under way."""
 
-    def __init__(self, way: Engine, request: Any, call: Call, nbytes: int) -> None:
+    def __init__(self, group: MpiGroup, request: Any, call: Call, nbytes: int) -> None:
         self.call = call
         self.source: int = call.root
-        self._way = way
+        self._group, self._way = group, group.engine
         self._request = request
-        self._status = way.mpi.Status()
+        self._status = group.engine.mpi.Status()
         self._nbytes = nbytes
         self.outcome: Exception | None = None
         self.complete = False
@@ -43,7 +44,7 @@ class MpiMessage:
             if not self.sends:
                 self._look_at_what_came(mpi)
         except mpi.Exception as error:
-            self.outcome = CommunicationError(f"MPI failed in a message: {error.Get_error_string()}")
+            self.outcome = self._failure(error)
         self.complete = True
         return True
 
@@ -53,7 +54,19 @@ class MpiMessage:
             self._status.Get_elements(mpi.BYTE) if self._nbytes <= self._way.largest_count else self._nbytes
         )
         if not self._status.Is_cancelled() and came != self._nbytes:
-            self.outcome = CallMismatch(f"a message of {came} bytes came where {self._nbytes} were expected")
+            sender = self._group.membership.rank(self.source)
+            self.outcome = CallMismatch(
+                f"{sender} sent {came} bytes where {self._who()} called {self._in_words()}, which receives {self._nbytes} bytes"
+            )
+
+    def _failure(self, error: Any) -> CommunicationError:
+        if error.Get_error_class() == self._way.mpi.ERR_TRUNCATE:
+            return CallMismatch(
+                f"a longer message arrived where {self._who()} called {self._in_words()}, which receives {self._nbytes} bytes"
+            )
+        return CommunicationError(
+            f"MPI failed on {self._who()} in {self._in_words()}: {error.Get_error_string()}"
+        )
 
     def test(self) -> bool:
         """`advance`, by a thread that does not hold the lock."""
@@ -66,12 +79,47 @@ class MpiMessage:
             if not self.sends and not self.advance():
                 self._request.Cancel()
 
-    def wait(self, deadline: float, *, background: bool) -> bool:
-        """Test until it is complete; False at the deadline, a point of the monotonic clock."""
-        tested = _Tested(self)
-        return self._way.complete_soon(tested) or self._way.complete(
-            tested, deadline - time.monotonic(), transfer=self._nbytes, background=background
+    def wait(self, seconds: float, *, background: bool) -> bool:
+        """Test until it is complete; False after `seconds`."""
+        tested, started = _Tested(self), time.monotonic()
+        if self._way.complete_soon(tested):
+            return True
+        waiting, warning, recorded = self._group.waiting, StallWarning(self._stalled), False
+
+        def each_turn(waited_s: float) -> None:
+            nonlocal recorded
+            if waited_s > SLOW_S and not recorded:
+                recorded = True
+                waiting.record_message(self.call)
+            warning.after(waited_s)
+
+        left_s = seconds - (time.monotonic() - started)
+        try:
+            return self._way.complete(
+                tested, left_s, transfer=self._nbytes, background=background, each_turn=each_turn
+            )
+        finally:
+            if recorded:
+                waiting.record_message(None)
+
+    def late(self, timeout_s: float) -> CommunicationError:
+        """The error of a message that did not move within the timeout."""
+        group = self._group
+        failure = Failure(
+            status=Status.LATE, culprit=max(0, self.call.root), reporter=group.rank, reporter_call=self.call
         )
+        return failure_to_error(failure, group.rank, group.membership, timeout_s)
+
+    def _stalled(self) -> str:
+        group = self._group
+        text = describe_stalled_message(self.call, group.rank, group.waiting.message, group.membership)
+        return f"{self._who()} waits in {text}" if text else ""
+
+    def _who(self) -> str:
+        return self._group.membership.rank(self._group.rank)
+
+    def _in_words(self) -> str:
+        return f"{describe_call(self.call, self._group.membership)} of {self._group.membership.group}"
 
 
 class _Tested:
@@ -117,7 +165,7 @@ class Messages:
         call = Call(operation=operation, type=kind, count=nbytes // (kind >> 8), root=peer, layout=tag)
         source = engine.mpi.ANY_SOURCE if peer < 0 else peer
         request = group.start(begin, group.message_buffer(address, nbytes), source, tag)
-        message = MpiMessage(engine, request, call, nbytes)
+        message = MpiMessage(group, request, call, nbytes)
         if not message.test():
             engine.watch(message)
         return message
@@ -128,9 +176,9 @@ class Messages:
 
     def wait_message(self, message: MpiMessage, seconds: float, flags: int) -> Any:
         """Return the message; at the deadline an error, or with `TRY` `Status.PENDING`."""
-        if message.wait(time.monotonic() + seconds, background=bool(flags & BACKGROUND)):
+        if message.wait(seconds, background=bool(flags & BACKGROUND)):
             return message
-        return Status.PENDING if flags & TRY else late_message(message, self.group, seconds)
+        return Status.PENDING if flags & TRY else message.late(seconds)
 
     def cancel_message(self, message: MpiMessage) -> None:
         """Withdraw a receive that has not arrived."""
@@ -142,17 +190,3 @@ class Messages:
         if error is not None:
             raise error
         return int(outcome.source)
-
-
-def late_message(message: MpiMessage, group: Any, timeout_s: float) -> RankLate:
-    """The error of a message that did not move in time."""
-    what = f"{describe_call(message.call, group.membership)} of {group.membership.group}"
-    waiter = group.membership.rank(group.rank)
-    if message.call.root < 0:
-        return RankLate(
-            f"no rank sent, within the timeout of {timeout_s:g} s, what {waiter} was waiting for in {what}"
-        )
-    verb = "take" if message.sends else "send"
-    return RankLate(
-        f"{group.membership.rank(message.call.root)} did not {verb}, within the timeout of {timeout_s:g} s, the message of {waiter} in {what}"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from farandole.comm.host import Rendezvous
 from farandole.comm.mpi.group import MpiGroup
-from farandole.comm.mpi.messages import MpiMessage, late_message
+from farandole.comm.mpi.messages import MpiMessage
 
 
 class MpiTransport:
@@ -69,21 +68,20 @@ class MpiTransport:
             raise ValueError(f"rank {self.rank} of {self.size} has no peer {peer}")
         post = self._group.post_send if sends else self._group.post_recv
         nbytes, kind = tensor.numel() * tensor.element_size(), 1 << 8
-        return MpiPending(post(tensor.data_ptr(), nbytes, kind, peer, tag), tensor, self._group)
+        return MpiPending(post(tensor.data_ptr(), nbytes, kind, peer, tag), tensor)
 
 
 class MpiPending:
     """A message under way; it keeps its tensor."""
 
-    def __init__(self, message: MpiMessage, tensor: Tensor, group: MpiGroup) -> None:
+    def __init__(self, message: MpiMessage, tensor: Tensor) -> None:
         self._message = message
         self._tensor = tensor
-        self._group = group
 
     def wait(self, timeout_s: float) -> None:
         """Block until it is complete; `RankLate` after `timeout_s`, when it is still under way."""
-        if not self._message.wait(time.monotonic() + timeout_s, background=False):
-            raise late_message(self._message, self._group, timeout_s)
+        if not self._message.wait(timeout_s, background=False):
+            raise self._message.late(timeout_s)
         self._raise()
 
     def test(self) -> bool:

@@ -253,3 +253,55 @@ def test_a_call_that_blocks_inside_mpi_ends_at_its_deadline(tmp_path):
         errors,
     ), errors
     assert time.monotonic() - start < 40
+
+
+STALLED = """
+import sys, time, torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("farandole-mpi", init_method="mpi://", timeout=timedelta(seconds=30))
+rank = dist.get_rank()
+if rank == 2:
+    time.sleep(5.7)
+dist.all_reduce(torch.ones(5))
+print("first", file=sys.stderr, flush=True)
+if rank == 0:
+    time.sleep(5.7)
+    dist.send(torch.ones(3), 1)
+if rank == 1:
+    dist.recv(torch.ones(3), 0)
+dist.barrier()
+dist.group.WORLD.set_timeout(timedelta(seconds=7))
+try:
+    dist.send(torch.ones(1_000_000), (rank + 1) % 3)
+except RuntimeError as error:
+    print(error, flush=True)
+"""
+
+
+@needs_mpi
+def test_a_waiting_rank_says_for_whom_it_waits(tmp_path):
+    _, out, errors = run_script(tmp_path, 3, STALLED, timeout_s=90)
+    first, *meanwhile, last = [line for line in errors.splitlines() if " waits in " in line]
+    process = r"\(process \d+\)"
+    absent = rf"rank {{}} {process} has not said that it arrived"
+    assert re.fullmatch(
+        rf"farandole: rank 0 {process} waits in all_reduce\(sum, 5 x float32\), call number 1 of the default group; "
+        + absent.format(2),
+        first,
+    )
+    of_barrier, of_message = sorted(meanwhile, key=lambda line: "recv" in line)
+    assert re.search(absent.format(0), of_barrier) and re.search(absent.format(1), of_barrier)
+    assert re.fullmatch(rf"farandole: rank 1 {process} waits in recv\(3 x float32, from rank 0\)", of_message)
+    cycle = "; ".join(
+        rf"rank {rank} {process} waits in send\(1000000 x float32, to rank {(rank + 1) % 3}\)"
+        for rank in range(3)
+    )
+    assert re.fullmatch(
+        rf"farandole: {cycle}: they wait for each other; post one of the receives first, .*", last
+    )
+    for rank in range(3):
+        assert re.search(
+            rf"rank {(rank + 1) % 3} {process} did not take, within the timeout of 7 s, the message of rank {rank} "
+            rf"{process} in send\(1000000 x float32, to rank {(rank + 1) % 3}\) of the default group; what it does is not known here",
+            out,
+        ), out
