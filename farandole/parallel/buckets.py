@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.gathering import GatheredWeights
 from farandole.parallel.gradients import Gradients
+from farandole.parallel.sharded_gradient import GradientNorms, ShardedGradient
 from farandole.parallel.weights import Weights
 
 
@@ -40,6 +41,7 @@ class Bucket:
         self.starts = [0] * len(self.parameters)  # of a piece in its flattened parameter
         self._shapes: dict[int, Sequence[int]] = {}  # of each piece's share of the gradient
         self._handed: list[Tensor | None] | None = None
+        self._marks: list[ShardedGradient | None] = [None] * len(self.parameters)
         self._awaited: set[int] = set()
         self._parts: dict[int, slice] = {}  # where a piece lies in the shard
         for piece in layout.pieces(own):
@@ -60,6 +62,8 @@ class Bucket:
     @property
     def _shares(self) -> list[Tensor | None]:
         """Of the gradient, for each piece."""
+        if self.weights is None:
+            return [*self.gradients.views()]
         if self._handed is None:
             reduced = self.gradients.reduced
             self._handed = [
@@ -71,6 +75,7 @@ class Bucket:
     def clear(self) -> None:
         """Begin a new step, without gradients."""
         self.gradients.clear()
+        self._drop_marks()
         if not self.gradients.held:
             self._handed = None
         self.begin_pass()
@@ -78,10 +83,60 @@ class Bucket:
     @property
     def taken(self) -> bool:
         """Whether somebody has taken away all gradients that were handed out, to begin a new step."""
-        return all(
-            piece is None or share is None or piece.grad is None or _is_another(piece.grad, share)
-            for piece, share in zip(self.pieces, self._shares, strict=True)
-        )
+        shares = self._shares
+        return all(self._is_taken(index, shares[index]) for index in range(len(self.parameters)))
+
+    def resume(self, used: Tensor) -> None:
+        """Have a further pass add to the gradients that were handed out, but for those that were taken away.
+
+        `used` says which parameters have a gradient.
+        """
+        self.gradients.resume()
+        shares = self._shares
+        for index, share in enumerate(shares):
+            if self._is_taken(index, share):
+                used[index] = 0
+                if share is not None:
+                    share.zero_()
+
+    def _is_taken(self, index: int, share: Tensor | None) -> bool:
+        """Whether the gradient of a parameter was taken away, or there was none."""
+        piece, mark = self.pieces[index], self._marks[index]
+        if mark is not None and self.parameters[index].grad is not mark:
+            return True
+        if piece is None or share is None:
+            return mark is None
+        return piece.grad is None or _is_another(piece.grad, share)
+
+    def _is_dropped(self, index: int) -> bool:
+        """Whether the `.grad` of a parameter, which stood for the gradient of a piece, was set to None."""
+        mark = self._marks[index]
+        return mark is not None and self.parameters[index].grad is not mark
+
+    def _drop_marks(self) -> None:
+        for parameter, mark in zip(self.parameters, self._marks, strict=True):
+            if mark is not None and parameter.grad is mark:
+                parameter.grad = None
+        self._marks = [None] * len(self.parameters)
+
+    def before_update(self) -> None:
+        """Leave pieces without a gradient whose parameters have none any more."""
+        for index, (parameter, piece) in enumerate(zip(self.parameters, self.pieces, strict=True)):
+            if piece is not None and self._is_dropped(index):
+                if parameter.grad is not None:
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(parameter.shape)} was assigned a gradient, and the optimizer updates another "
+                        f"tensor than it: change gradients through engine.gradients() or engine.scale_gradients(factor)"
+                    )
+                piece.grad = None
+
+    def take_gradient(self, index: int) -> Tensor:
+        """The gradient that autograd has accumulated for a parameter."""
+        gradient = self.parameters[index].grad
+        if isinstance(gradient, ShardedGradient):
+            gradient, self.parameters[index].grad = gradient.received, None
+        assert gradient is not None  # the hook runs because there is one
+        return gradient
 
     def take_away(self) -> None:
         """Leave nothing with a gradient."""
@@ -89,13 +144,13 @@ class Bucket:
             if parameter is not None:
                 parameter.grad = None
 
-    def handed_out(self) -> Iterator[Tensor]:
-        """The gradients of pieces that have one."""
+    def handed_out(self) -> Iterator[tuple[int, Tensor]]:
+        """(index, gradient) of the pieces that have one."""
         if not self.gradients.held:
             return
-        for piece, share in zip(self.pieces, self._shares, strict=True):
+        for index, (piece, share) in enumerate(zip(self.pieces, self._shares, strict=True)):
             if piece is not None and share is not None and piece.grad is not None:
-                yield share
+                yield index, share
 
     def bring_gradients(self) -> None:
         """Copy gradients to where pieces are, if that is another device than theirs."""
@@ -147,12 +202,22 @@ class Bucket:
         """Whether no parameter expects anything more in this pass."""
         return not self._awaited
 
-    def hand_out(self, used: Sequence[bool]) -> None:
-        """Give the pieces of parameters that any rank used their gradients, and the others none."""
-        for parameter, piece, share, anybody in zip(
-            self.parameters, self.pieces, self._shares, used, strict=True
+    def hand_out(self, used: Sequence[bool], norms: GradientNorms, first: int) -> None:
+        """Give the pieces of parameters that any rank used their gradients, and the others none.
+
+        The parameters are those from number `first` on of `norms`.
+        """
+        for index, (parameter, piece, share, anybody) in enumerate(
+            zip(self.parameters, self.pieces, self._shares, used, strict=True)
         ):
             parameter.grad = None
+            if self.weights is not None:
+                mark = (
+                    ShardedGradient(parameter, share if piece is not None else None, norms, first + index)
+                    if anybody
+                    else None
+                )
+                self._marks[index] = parameter.grad = mark
             if piece is not None and share is not None:
                 here = share.device == piece.device
                 handed = share if here else piece.new_zeros(1).expand(piece.shape)  # a mark, without memory
@@ -195,7 +260,10 @@ def filling_of(layout: FlatLayout, *, same_type: bool) -> Filling:
 
 def total_norm(tensors: Iterable[Tensor]) -> float:
     """The Euclidean norm of all elements of `tensors` together; infinite or NaN if any element is."""
-    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
+    norms = [
+        torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)).double()
+        for tensor in tensors
+    ]
     if not norms:
         return 0.0
     return float(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])))

@@ -131,7 +131,10 @@ class Builder:
     def _buckets(
         self, filled: Sequence[list[nn.Parameter]], weights: Sequence[Weights | GatheredWeights | None]
     ) -> list[Bucket]:
-        layouts = [self._layout(members) for members in filled]
+        layouts = [
+            self._layout(members) if weight is not None else self._layout_in_place(members)
+            for members, weight in zip(filled, weights, strict=True)
+        ]
         # the type of the optimizer and of what is reduced: that of the masters
         types = [
             members[0].dtype if weight is None or weight.master is None else weight.master.dtype
@@ -160,6 +163,11 @@ class Builder:
 
     def _layout(self, members: Sequence[nn.Parameter]) -> FlatLayout:
         return FlatLayout([p.shape for p in members], self._shards)
+
+    def _layout_in_place(self, members: Sequence[nn.Parameter]) -> FlatLayout:
+        """Of gradients of parameters that stay where they are, as channels_last ones may: fused optimizers want both alike."""
+        strides = [torch.empty_like(p, device="meta").stride() for p in members]  # without gaps
+        return FlatLayout([p.shape for p in members], strides=strides)
 
     def _whole_weights(self, members: Sequence[nn.Parameter], *, trained: bool) -> Weights:
         kind = self._dtype or members[0].dtype

@@ -21,8 +21,9 @@ single process with all samples (times the number of backward passes, as always 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -40,10 +41,12 @@ from farandole.parallel.hybrid import divide
 from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.nonfinite import GradientWatch, NonFinite, OutputWatch
 from farandole.parallel.offloading import OffloadedUpdate, home_at, rooms_at
+from farandole.parallel.optimizer_probe import state_of_part, why_not_elementwise
 from farandole.parallel.reduction import Reduction
 from farandole.parallel.rounding import StochasticRounding
 from farandole.parallel.starting import start_equal
 from farandole.parallel.weights import Masters
+from farandole.parallel.whole_parameters import WholeParameters
 from farandole.plan import Offloaded
 
 BUCKET_BYTES = 4 << 20
@@ -140,6 +143,10 @@ class DataParallel(Reduction):
         self.buckets, self._weights = built.buckets, built.weights
         if initialise is not None:
             fill_model(model, built.weights, comm, initialise, types)
+        gathering = built.gathering
+        self._whole = WholeParameters(
+            model, built.weights, comm, lambda: gathering is None or gathering.is_whole
+        )
         self._shares_weights = any(bucket.weights and bucket.weights.common for bucket in self.buckets)
         self._follow(
             built.buckets,
@@ -184,34 +191,93 @@ class DataParallel(Reduction):
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Have `optimizer`, made for the model's parameters, update this rank's pieces of them; returns it.
 
-        The optimizer has to treat every element by itself, as SGD, Adam, AdamW and their like do, and must not have
-        made a step.  Its `step` then begins with all ranks' gradients and ends with all ranks' new weights.
+        Where ranks divide or offload parameters the optimizer has to treat every element by itself, as SGD, Adam, AdamW and their
+        like do.  If it has a state, all ranks have the same.  Its `step` then begins with all ranks' gradients and
+        ends with all ranks' new weights; of a closure it gets the mean over ranks.
 
         With offload this is where its masters and states move: all ranks call it together.
 
-        Raises ValueError for an optimizer that has a state, or parameters of another model, and `OffloadError` where
-        there is no room for them.
+        Raises ValueError for an optimizer that cannot update pieces, or has parameters of another model, and
+        `OffloadError` where there is no room for them.
         """
-        if optimizer.state:
-            raise ValueError("the optimizer has made steps: give it here before the first one")
-        piece_of = {id(parameter): piece for parameter, piece, _ in self.pieces()}
+        before = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         known = {id(parameter) for parameter in self.model.parameters()}
+        if any(id(parameter) not in known for parameter in before):
+            raise ValueError(
+                "the optimizer has parameters that are not the model's: make it from model.parameters()"
+            )
+        self._check_optimizer(optimizer)
+        pieces = {id(parameter): (piece, start) for parameter, piece, start in self.pieces()}
         for group in optimizer.param_groups:
-            if any(id(parameter) not in known for parameter in group["params"]):
-                raise ValueError(
-                    "the optimizer has parameters that are not the model's: make it from model.parameters()"
-                )
-            group["params"] = [piece_of[id(p)] for p in group["params"] if id(p) in piece_of]
+            group["params"] = [pieces[id(p)][0] for p in group["params"] if id(p) in pieces]
+        for name, value in vars(optimizer).items():  # LBFGS keeps a list of its own
+            if isinstance(value, list) and value and all(id(each) in known for each in value):
+                setattr(optimizer, name, [pieces[id(p)][0] for p in value if id(p) in pieces])
+        for parameter in list(optimizer.state):
+            piece, start = pieces.get(id(parameter), (parameter, 0))
+            if piece is not parameter or id(parameter) not in pieces:
+                state = optimizer.state.pop(parameter)
+                if id(parameter) in pieces:
+                    optimizer.state[piece] = state_of_part(state, parameter, piece, start)
         if self._offload == "none":
             if self.rounding is not None:
                 self.rounding.drive(optimizer, self.buckets)
-            optimizer.register_step_pre_hook(lambda *_: self._before_update())
+            optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(lambda *_: self._after_update())
         else:
             home = home_at(self._offload, self._comm, pinned=self._used.is_cuda)
             update = OffloadedUpdate(optimizer, self.buckets, home, self._before_update, self._after_update)
             self.offloaded.append(update)
+            if update.state.weights:
+                self._whole.masters_are_elsewhere()
+        _clear_parameters_too(optimizer, before)
         return optimizer
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError if `optimizer` cannot update the pieces that this engine has."""
+        name = type(optimizer).__name__
+        if self._offload != "none" and optimizer.state:
+            raise ValueError(
+                f"{name} has a state, and with offload={self._offload!r} states begin where they are kept: give the optimizer here "
+                f"before its first step"
+            )
+        divided = self.zero and self._shards.size > 1
+        if not divided and self._offload == "none" and self.rounding is None:
+            return
+        if reason := why_not_elementwise(optimizer):
+            how = (
+                f"zero={self.zero}"
+                if divided
+                else "offload"
+                if self.rounding is None
+                else "stochastic rounding"
+            )
+            raise ValueError(
+                f"{name} cannot be used with {how}, where each rank updates shards of parameters: {reason}; use zero=0 without offload, or "
+                f"an optimizer that updates each element by itself, as AdamW does"
+            )
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args begin with the optimizer
+        if closure is None:
+            self._before_update()
+            return None
+
+        def averaged() -> Any:
+            """The closure over all ranks: it computes with published weights, and leaves averaged gradients."""
+            self._after_update()
+            loss = closure()
+            self._before_update()
+            if loss is None:
+                return None
+            mean = torch.as_tensor(loss).detach().double().clone()
+            if self._comm.size > 1:
+                self._comm.all_reduce(mean, "avg")
+            return mean
+
+        return (optimizer, averaged), {}
 
     def publish(self) -> None:
         """Give all ranks' models what optimizers have made of their pieces.  Optimizers do it themselves."""
@@ -230,6 +296,29 @@ class DataParallel(Reduction):
         with self._gathering.whole() if self._gathering is not None else nullcontext():
             yield
 
+    def edit_parameters(self) -> AbstractContextManager[None]:
+        """Within it, under `torch.no_grad()`, all ranks may change the model's parameters in place, alike.
+
+        The parameters are whole, and the optimizer goes on from the new values.  Each rank needs memory for all of them.
+
+        Raises RuntimeError where the masters are offloaded.
+        """
+        self._forget_gathered()
+        return self._whole.edit()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the model with the whole values of all parameters, in memory of its own.  All ranks call it.
+
+        Parameters have the type in which the optimizer updates them; where it is offloaded, the one that the model computes
+        with.  `model.load_state_dict` takes it.
+        """
+        self._forget_gathered()
+        return self._whole.state_dict()
+
+    def _forget_gathered(self) -> None:
+        if self._gathering is not None:
+            self._gathering.forget()
+
     def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every parameter with its whole value, some at a time: all ranks go through them together."""
         gathered: set[int] = set()
@@ -245,17 +334,36 @@ class DataParallel(Reduction):
 
     def _before_update(self) -> None:
         self.synchronize()
+        self._forget_gathered()
+        self._whole.check(self._name)
+        for bucket in self.buckets:
+            bucket.before_update()
         if self._shares_weights:  # nobody may read weights any more
             self._shards.barrier()
 
     def _after_update(self) -> None:
         self.publish()
+        if self._buffers_changed:
+            self._average_buffers()
+
+    def _average_buffers(self) -> None:
+        """Have all ranks go on with the mean of buffers such as the statistics of BatchNorm."""
+        buffers = self._floating_buffers()
+        kinds = {(buffer.dtype, buffer.device): 0 for buffer in buffers}
+        for kind in kinds:
+            members = [buffer for buffer in buffers if (buffer.dtype, buffer.device) == kind]
+            with torch.no_grad():
+                flat = torch.cat([buffer.detach().reshape(-1) for buffer in members])
+                self._comm.all_reduce(flat, "avg")
+                for buffer, mean in zip(members, flat.split([b.numel() for b in members]), strict=True):
+                    buffer.copy_(mean.view(buffer.shape))
+        self._remember_buffers()
 
     # ---- gradients ----
 
     def gradients(self) -> list[Tensor]:
         """What this rank has of the averaged gradients."""
-        return [share for bucket in self.buckets for share in bucket.handed_out()]
+        return [share for _, share in self._shares()]
 
     def gradient_norm(self) -> float:
         """The global norm: over all parameters, of the averaged gradients.  The same on all ranks."""
@@ -334,6 +442,21 @@ class DataParallel(Reduction):
             self.swapped.close()
         if self._gathering is not None:
             self._gathering.close()
+        self._whole.close()
         for update in self.offloaded:
             update.close()
         self.zero_grad()
+
+
+def _clear_parameters_too(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Have `zero_grad` of an optimizer, which knows pieces, clear the `.grad` of the parameters, too."""
+    plain = type(optimizer).zero_grad
+
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters."""
+        plain(self, set_to_none)
+        if set_to_none:
+            for parameter in parameters:
+                parameter.grad = None
+
+    optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]

@@ -29,10 +29,18 @@ class FlatLayout:
     """Where tensors of `shapes` lie in a buffer of `length` elements, which is cut into `shards`.
 
     A shard ends where it ends, also within a tensor.  Elements between tensors and after the last one belong to none.
+    With `strides`, of tensors without gaps, their elements lie in the order of their memory; with several shards they
+    are contiguous.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]], shards: int = 1) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[int]],
+        shards: int = 1,
+        strides: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.shapes = [tuple(shape) for shape in shapes]
+        self._strides = strides
         self.counts = [math.prod(shape) for shape in self.shapes]
         self.starts: list[int] = []
         end = 0
@@ -44,6 +52,12 @@ class FlatLayout:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors, as parts of a buffer."""
+        if self._strides is not None:
+            offset = int(buffer.storage_offset())
+            return [
+                buffer.as_strided(shape, stride, offset + start)
+                for start, shape, stride in zip(self.starts, self.shapes, self._strides, strict=True)
+            ]
         return [
             buffer[start : start + count].view(shape)
             for start, count, shape in zip(self.starts, self.counts, self.shapes, strict=True)

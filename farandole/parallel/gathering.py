@@ -29,7 +29,15 @@ from farandole.comm.communicator import Communicator
 from farandole.memory.mapped import MappedRoom
 from farandole.memory.purpose import taking
 from farandole.parallel.flat import FlatLayout
-from farandole.parallel.weights import Masters, are_apart, copy_of_own, fill_own, first_master
+from farandole.parallel.weights import (
+    Masters,
+    are_apart,
+    copy_of_own,
+    fill_own,
+    first_master,
+    gather_shards,
+    is_same_memory,
+)
 
 CAPACITY = 3
 """Groups of weights that are whole at a time: of the block that computes, the one before and the one to come."""
@@ -63,7 +71,7 @@ class GatheredWeights:
             with taking("masters and states" if self.masters_apart else "weights", parameters):
                 shard = copy_of_own(parameters, layout, own)
             with taking("weights", parameters):
-                self.own = shard if dtype == first.dtype else shard.to(dtype)
+                self.own = shard if dtype == shard.dtype else shard.to(dtype)
             if room is not None:
                 self.own = room.own(layout.shard_length, dtype).copy_(shard)
             self.master = first_master(masters, shard, self.own) if trained else None
@@ -90,6 +98,11 @@ class GatheredWeights:
             self._set(self._layout.views(self._whole))
         return self._whole
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters have their values."""
+        return self._whole is not None and self._work is None
+
     def forget(self) -> None:
         """Keep this rank's shard only."""
         if self._work is not None:
@@ -103,6 +116,23 @@ class GatheredWeights:
         """Whether `tensor` lies in the gathered memory."""
         whole = self._whole
         return whole is not None and whole.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+    def show_weights(self) -> None:
+        """The parameters are not gathered."""
+        self._whole = None
+        self._set(self._placeholders)
+
+    def show_masters(self) -> None:
+        """The parameters are copies of the masters, whole.  All ranks call it."""
+        self.forget()
+        own = self.own if self.master is None or not self.masters_apart else self.master
+        whole = own.new_empty(self._layout.length)
+        gather_shards(self._comm, whole, own)
+        self._set(self._layout.views(whole))
+
+    def holds(self, index: int) -> bool:
+        """Whether parameter `index` is where it should be, while nothing is gathered."""
+        return self._whole is not None or is_same_memory(self.parameters[index], self._placeholders[index])
 
     def fill(self, index: int, values: Tensor) -> None:
         """Begin with other `values` of parameter `index`, shaped as it is; all ranks call it, with the same ones."""
@@ -182,6 +212,11 @@ class Gathering:
             self._recent.remove(other)
             for weights in self._groups[other]:
                 weights.forget()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all weights are whole at the moment."""
+        return all(weights.is_whole for group in self._groups for weights in group)
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -57,6 +57,7 @@ class Gradients:
         self._loan = loan
         self._whole: Tensor | None = None
         self._views: list[Tensor] = []
+        self._shown: list[Tensor] = []
         if loan is None:
             with taking("gradients", parameters):
                 whole = comm.empty(layout.length, dtype=dtype, device=parameters[0].device)
@@ -111,23 +112,46 @@ class Gradients:
             self._reduced = None
         self.received = [False] * len(self._parameters)
 
-    def receive(self, index: int) -> None:
-        """Take over the gradient that parameter `index` has just accumulated."""
+    def views(self) -> list[Tensor]:
+        """The gradients in the buffer, as `.grad` of the parameters."""
+        self._reduced = self._have_whole()
+        return [self._show(index) for index in range(len(self._views))]
+
+    def _show(self, index: int) -> Tensor:
+        """A gradient in the buffer: another tensor than the view that is used here, as Module.to() changes its data."""
+        view, shown = self._views[index], self._shown[index]
+        if shown.data_ptr() != view.data_ptr() or shown.dtype != view.dtype:
+            shown = self._shown[index] = view.detach()
+        return shown
+
+    def resume(self) -> None:
+        """Have further passes add to the averages, which were handed out."""
+        if self._loan is not None:
+            return  # each pass is averaged, and then added
+        whole = self._have_whole()
+        if self._zero and self._comm.size > 1:
+            own = self._layout.shard(whole, self._comm.rank)
+            kept = own * self._comm.size  # the average of it and the zeros of the other ranks is what it was
+            whole.zero_()
+            own.copy_(kept)
+        self.received = [True] * len(self._parameters)
+        self.launched = False
+
+    def receive(self, index: int, gradient: Tensor) -> None:
+        """Take over the `gradient` that parameter `index` has just accumulated."""
         parameter = self._parameters[index]
-        gradient = parameter.grad
-        assert gradient is not None  # the hook runs because there is one
         if self._adopt(gradient):
             parameter.grad = None
             self.received[index] = True
             return
         self._have_whole()
         view = self._views[index]
-        if gradient is not view:  # else it was accumulated in the view
+        if gradient.data_ptr() != view.data_ptr() or not view.numel():  # else it was accumulated in the view
             if self.received[index]:
                 view.add_(gradient)
             else:
                 view.copy_(gradient)
-            parameter.grad = view if self._keeps else None
+            parameter.grad = self._show(index) if self._keeps else None
         self.received[index] = True
 
     def own(self) -> tuple[Tensor, dict[int, Tensor]]:
@@ -204,4 +228,6 @@ class Gradients:
 
     def _hold(self, whole: Tensor) -> Tensor:
         self._whole, self._views = whole, self._layout.views(whole)
+        if self._loan is None:
+            self._shown = [view.detach() for view in self._views]
         return whole

@@ -20,6 +20,7 @@ from farandole.comm.communicator import Communicator
 from farandole.parallel.buckets import Bucket
 from farandole.parallel.gathering import Gathering
 from farandole.parallel.nonfinite import GradientWatch
+from farandole.parallel.sharded_gradient import GradientNorms
 
 _REENTRANT = (
     "a reentrant checkpoint runs backward passes of its own within one: give torch.utils.checkpoint use_reentrant=False, "
@@ -34,6 +35,7 @@ class Reduction:
     """
 
     model: nn.Module
+    _shards: Communicator
 
     def __init__(self, comm: Communicator, zero: int) -> None:
         self.zero = zero
@@ -58,9 +60,18 @@ class Reduction:
         self._watch, self._gathering, self._crosses = watch, gathering, crosses
         parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
         device = parameters[0].device if parameters else None
-        # which parameters anybody had a gradient for, in the order of the buckets
-        self._used = torch.zeros(len(parameters), dtype=torch.uint8, device=device)
-        self._used_by_bucket = self._used.split([len(bucket.parameters) for bucket in buckets])
+        # which parameters anybody had a gradient for, in the order of the buckets, and whether buffers changed on any rank
+        self._used = torch.zeros(len(parameters) + 1, dtype=torch.uint8, device=device)
+        self._used_by_bucket = self._used[:-1].split([len(bucket.parameters) for bucket in buckets])
+        self._buffers_changed = False
+        self._remember_buffers()
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self._norms = GradientNorms(
+            self._shares,
+            [names[id(parameter)] for parameter in parameters],
+            device or torch.device("cpu"),
+            self._shards if self.zero and self._shards.size > 1 else None,
+        )
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(number, bucket, index))
             for number, bucket in enumerate(buckets)
@@ -100,7 +111,7 @@ class Reduction:
                     f"{self._name(parameter)} got a gradient after its gradients had been reduced in the same backward "
                     f"pass, or a pass that failed was not followed by zero_grad() of the engine; {_REENTRANT}"
                 )
-            bucket.gradients.receive(index)
+            bucket.gradients.receive(index, bucket.take_gradient(index))
             if self._reduces and bucket.complete(index):
                 self._launch_full()
 
@@ -125,16 +136,18 @@ class Reduction:
         for bucket in self.buckets:
             bucket.clear()
 
+    def _resume_step(self) -> None:
+        """Have a further pass add to the averages."""
+        self._reduced = False
+        for bucket, used in zip(self.buckets, self._used_by_bucket, strict=True):
+            bucket.resume(used)
+
     def _begin_pass(self) -> None:
         if self._reduced:
             if self._all_taken():
                 self._begin_step()
-            elif self.zero < 2:
-                raise RuntimeError(
-                    "a backward pass came after the gradients were reduced, and nobody has taken them: run every "
-                    "backward pass of a step but the last under no_sync(), and zero_grad() between steps; "
-                    + _REENTRANT
-                )
+            else:
+                self._resume_step()
         self._in_pass = True
         # private, but what DDP and FSDP use: there is no other word of autograd at the end of a pass
         Variable._execution_engine.queue_callback(self._passed)
@@ -179,12 +192,35 @@ class Reduction:
         self._next = 0
         if last:
             if self._comm.size > 1:
+                self._used[-1] = self._buffer_versions() != self._known_buffers
                 self._comm.all_reduce(self._used, "max")
+            self._buffers_changed = bool(self._used[-1])
+            first = 0
+            self._norms.clear()
             for bucket, used in zip(self.buckets, self._used_by_bucket, strict=True):
-                bucket.hand_out(used.tolist())
+                bucket.hand_out(used.tolist(), self._norms, first)
+                first += len(used)
             self._reduced = True
         if self._comm.size > 1:
             self.waited_s += time.perf_counter() - started
+
+    def _floating_buffers(self) -> list[Tensor]:
+        return [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+
+    def _buffer_versions(self) -> list[tuple[int, int]]:
+        # all of them: BatchNorm's kernel does not count changes of its statistics, but those of the number of batches
+        return [(id(buffer), buffer._version) for buffer in self.model.buffers()]
+
+    def _remember_buffers(self) -> None:
+        """The buffers are the same on all ranks."""
+        self._known_buffers = self._buffer_versions()
+
+    def _shares(self) -> Iterator[tuple[int, Tensor]]:
+        """(number of a parameter, this rank's part of its averaged gradient)."""
+        first = 0
+        for bucket in self.buckets:
+            yield from ((first + index, share) for index, share in bucket.handed_out())
+            first += len(bucket.parameters)
 
     def _name(self, parameter: Tensor) -> str:
         return next(name for name, known in self.model.named_parameters() if known is parameter)

@@ -77,6 +77,7 @@ class ScaledDataParallel(DataParallel):
         self._norm: float | None = None  # of the averaged gradients, once it is known
         self._unscaled = False
         self._in_backward = False
+        self._decided = False  # whether these gradients are finite
 
     @property
     def skipped(self) -> bool:
@@ -85,6 +86,9 @@ class ScaledDataParallel(DataParallel):
 
     def backward(self, loss: Tensor) -> None:
         """`loss.backward()`, scaled.  Gradients that it leaves in `.grad` after a step's last pass are unscaled."""
+        if self._unscaled:  # a further pass adds to gradients that were handed out, if nobody has taken them
+            super().scale_gradients(self.scaler.scale)
+            self._norm, self._unscaled = None, False
         self._in_backward = True
         try:
             self.scaler.multiply(loss).backward()
@@ -109,6 +113,7 @@ class ScaledDataParallel(DataParallel):
     def _begin_step(self) -> None:
         super()._begin_step()
         self._norm, self._unscaled = None, False
+        self._decided = False
 
     def _begin_pass(self) -> None:
         if not self._in_backward:
@@ -116,9 +121,7 @@ class ScaledDataParallel(DataParallel):
                 "fp16 needs a scaled loss: call engine.backward(loss) instead of loss.backward()"
             )
         super()._begin_pass()
-        if self._unscaled:  # with zero >= 2 a pass may add to gradients that were handed out
-            super().scale_gradients(self.scaler.scale)
-            self._norm, self._unscaled = None, False
+        self._decided = False
 
     def _end_pass(self, *, last: bool) -> None:
         super()._end_pass(last=last)
@@ -128,6 +131,9 @@ class ScaledDataParallel(DataParallel):
 
     def _before_update(self) -> None:
         super()._before_update()
+        if self._decided:  # another optimizer has made its step with these gradients
+            return
+        self._decided = True
         norm = self.gradient_norm() if self._norm is None else self._norm
         finite, before = math.isfinite(norm), self.scaler.scale
         self.scaler.update(finite)

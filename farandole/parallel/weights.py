@@ -68,19 +68,37 @@ class Weights:
                         if apart
                         else self.own
                     )
+            self._views = layout.views(self._buffer)
             if not self.common or comm.rank == 0:
                 self._buffer.zero_()
-            for parameter, view in zip(parameters, layout.views(self._buffer), strict=True):
-                if not self.common or comm.rank == 0:
+                for parameter, view in zip(parameters, self._views, strict=True):
                     view.copy_(parameter)
-                parameter.data = view
+            self.show_weights()
         if self.common:
             comm.barrier()
+
+    def show_weights(self) -> None:
+        """The parameters are what the model computes with."""
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.data = view
+
+    def show_masters(self) -> None:
+        """The parameters are copies of the masters, whole.  All ranks call it."""
+        whole = self._buffer.clone()
+        if self.masters_apart and self.master is not None:
+            whole = self.master.new_empty(self._layout.length)
+            gather_shards(self._comm if self._sharded else None, whole, self.master)
+        for parameter, view in zip(self.parameters, self._layout.views(whole), strict=True):
+            parameter.data = view
+
+    def holds(self, index: int) -> bool:
+        """Whether parameter `index` lies in the buffer."""
+        return is_same_memory(self.parameters[index], self._views[index])
 
     def fill(self, index: int, values: Tensor) -> None:
         """Begin with other `values` of parameter `index`, shaped as it is; all ranks call it, with the same ones."""
         if not self.common or self._comm.rank == 0:
-            self._layout.views(self._buffer)[index].copy_(values)
+            self._views[index].copy_(values)
         if self.masters_apart and self.master is not None:
             fill_own(self.master, self._layout, self._shard, index, values)
 
@@ -94,6 +112,24 @@ class Weights:
             self.own.copy_(self.master)
         if self._sharded and not self.common and self._comm.size > 1:
             self._comm.all_gather(self._buffer, self.own)
+
+
+def gather_shards(comm: Communicator | None, whole: Tensor, own: Tensor) -> None:
+    """Fill `whole` with the shards of all ranks, or of this one only."""
+    if comm is None or comm.size == 1:
+        whole.copy_(own)
+    else:
+        comm.all_gather(whole, own)
+
+
+def is_same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape are views of the same memory."""
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.device == b.device
+
+
+def master_type(parameter: Tensor) -> torch.dtype:
+    """The type of a parameter's master: the one that the model was made in, and fp32 at least."""
+    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _buffer(
@@ -117,7 +153,7 @@ def _buffer(
 def are_apart(masters: Masters, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
     """Whether masters like `parameter`, computed with as `dtype`, are tensors of their own."""
     elsewhere = masters == "offloaded" and parameter.device.type != "cpu"
-    return masters != "none" and (dtype != parameter.dtype or elsewhere)
+    return masters != "none" and (dtype != master_type(parameter) or elsewhere)
 
 
 def first_master(masters: Masters, shard: Tensor, own: Tensor) -> Tensor:
@@ -130,9 +166,9 @@ def first_master(masters: Masters, shard: Tensor, own: Tensor) -> Tensor:
 
 
 def copy_of_own(parameters: Sequence[nn.Parameter], layout: FlatLayout, own: int) -> Tensor:
-    """Shard `own` of parameters that are not in a buffer yet, in their type."""
+    """Shard `own` of parameters that are not in a buffer yet, in the type of masters."""
     first = parameters[0]
-    shard = torch.zeros(layout.shard_length, dtype=first.dtype, device=first.device)
+    shard = torch.zeros(layout.shard_length, dtype=master_type(first), device=first.device)
     for piece in layout.pieces(own):
         source = parameters[piece.index].detach().reshape(-1)
         shard[piece.offset : piece.offset + piece.length] = source[piece.start : piece.start + piece.length]

@@ -193,12 +193,8 @@ def _refusals(rank: int, size: int) -> None:
     optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     tokens = torch.ones(2, 3, dtype=torch.long)
     _loss(model, tokens).backward()
-    with pytest.raises(RuntimeError, match=r"under no_sync\(\)"):
-        _loss(model, tokens).backward()
-    replica.zero_grad()
-    _loss(model, tokens).backward()
     optimizer.step()
-    with pytest.raises(ValueError, match="has made steps"):
+    with pytest.raises(ValueError, match="not the model's"):
         replica.optimizer(optimizer)
     _world().barrier()
 
@@ -208,7 +204,7 @@ def test_what_cannot_be_is_refused(ranks: Any) -> None:
 
 
 def _two_passes(rank: int, size: int, zero: int) -> None:
-    """Without no_sync, zero >= 2 adds up what every pass has averaged."""
+    """Without no_sync, what every pass has averaged adds up."""
     model = nn.Linear(5, 3)
     nn.init.ones_(model.weight)
     replica = DataParallel(model, _world(), zero=zero)
@@ -223,7 +219,7 @@ def _two_passes(rank: int, size: int, zero: int) -> None:
 
 
 def test_every_pass_counts(ranks: Any) -> None:
-    for zero in (2, 3):
+    for zero in STAGES:
         ranks(2).run(_two_passes, zero)
 
 

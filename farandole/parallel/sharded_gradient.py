@@ -1,0 +1,145 @@
+"""The `.grad` of a parameter that the optimizer updates elsewhere: in shards, or in another type.
+
+    parameter.grad                                   # ShardedGradient, without memory
+    nn.utils.clip_grad_norm_(model.parameters(), 1)  # the global norm, and the same factor on every rank's shards
+    parameter.grad.abs()                             # RuntimeError: names the calls of the engine
+
+Without it such a parameter had no gradient for the functions of PyTorch, which then computed with nothing.  What one process
+can do element by element, and norms, are supported; anything else is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farandole.comm.communicator import Communicator
+
+_ATEN = torch.ops.aten
+_ELEMENTWISE = {
+    _ATEN.mul_.Tensor,
+    _ATEN.mul_.Scalar,
+    _ATEN.div_.Tensor,
+    _ATEN.div_.Scalar,
+    _ATEN.clamp_.default,
+    _ATEN.clamp_min_.default,
+    _ATEN.clamp_max_.default,
+    _ATEN.zero_.default,
+    _ATEN.nan_to_num_.default,
+}
+"""What changes each element by itself, by one number."""
+
+
+class GradientNorms:
+    """The norm of every parameter's averaged gradient, over all ranks of `shards`; one collective computes all."""
+
+    def __init__(
+        self,
+        shares: Callable[[], Iterator[tuple[int, Tensor]]],
+        names: Sequence[str],
+        device: torch.device,
+        shards: Communicator | None,
+    ) -> None:
+        """`shares()` yields (number of the parameter, part of its gradient on this rank)."""
+        self.names = names
+        self._shares, self._device, self._shards = shares, device, shards
+        self._norms: dict[float, list[Tensor]] = {}
+
+    def clear(self) -> None:
+        """The gradients have changed."""
+        self._norms.clear()
+
+    def of(self, number: int, order: float) -> Tensor:
+        """The norm of parameter `number`.  The first call after a change is collective."""
+        if order not in self._norms:
+            self._norms[order] = self._compute(order)
+        return self._norms[order][number]
+
+    def _compute(self, order: float) -> list[Tensor]:
+        powers = torch.zeros(len(self.names), dtype=torch.float64, device=self._device)
+        for number, share in self._shares():
+            kind = torch.promote_types(share.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(share, order, dtype=kind)
+            powers[number] = norm.double() if math.isinf(order) else norm.double() ** order
+        if self._shards is not None:
+            self._shards.all_reduce(powers, "max" if math.isinf(order) else "sum")
+        return list((powers if math.isinf(order) else powers ** (1 / order)).float())
+
+
+class ShardedGradient(Tensor):
+    """Stands for the averaged gradient of `parameter`, of which this rank has `share`, if any."""
+
+    _share: Tensor | None
+    _norms: GradientNorms
+    _number: int
+    received: Tensor | None
+    """What autograd has added in a further backward pass."""
+
+    @staticmethod
+    def __new__(
+        cls, parameter: Tensor, share: Tensor | None, norms: GradientNorms, number: int
+    ) -> ShardedGradient:
+        """Make one, of the parameter's shape, type and device."""
+        made: ShardedGradient = Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        made._share, made._norms, made._number = share, norms, number
+        made.received = None
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Say what it is."""
+        return f"ShardedGradient({self._name}, {tuple(self.shape)})"
+
+    @property
+    def _name(self) -> str:
+        return self._norms.names[self._number]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute what is supported."""
+        gradient, *rest = args
+        if isinstance(gradient, cls) and not any(isinstance(each, cls) for each in rest):
+            if function in _ELEMENTWISE:
+                return gradient._change(function, rest, kwargs or {})
+            if function is _ATEN.linalg_vector_norm.default and len(rest) < 2:
+                return gradient._norm(*rest)
+            if function is _ATEN.detach.default:
+                return gradient
+            if function is _ATEN.add_.Tensor and not torch.is_grad_enabled() and not kwargs:
+                gradient.received = rest[0]  # a further backward pass; the hook of the parameter takes it
+                return gradient
+        found = next(each for each in _flat(args) if isinstance(each, cls))
+        raise RuntimeError(
+            f"{function.__name__.split('.')[0]} of the gradient of {found._name}: this rank does not have the whole gradient in "
+            f"the type of the parameter. engine.gradients() returns what it has; engine.clip(max_norm), engine.gradient_norm() and "
+            f"engine.scale_gradients(factor) work on all of it, and so do torch.nn.utils.clip_grad_norm_ and clip_grad_value_"
+        )
+
+    def _change(self, function: Any, rest: Sequence[Any], kwargs: dict[str, Any]) -> ShardedGradient:
+        if any(isinstance(each, Tensor) and each.numel() != 1 for each in rest):
+            raise RuntimeError(
+                f"the gradient of {self._name} is changed by a tensor of many elements, and this rank does not have the whole "
+                f"gradient; engine.gradients() returns what it has"
+            )
+        self._norms.clear()
+        if self._share is not None:
+            function(self._share, *rest, **kwargs)
+        return self
+
+    def _norm(self, order: float = 2.0) -> Tensor:
+        return self._norms.of(self._number, float(order))
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    if isinstance(values, list | tuple):
+        for value in values:
+            yield from _flat(value)
+    else:
+        yield values

@@ -1,0 +1,184 @@
+"""The model's parameters as one process has them: read, loaded and changed while ranks store them in another way.
+
+    state = engine.state_dict()                 # whole values, on all ranks
+    model.load_state_dict(state)                # all ranks; the optimizer goes on from the loaded values
+    with engine.edit_parameters():              # all ranks make the same changes
+        model.head.weight.mul_(0.5)
+
+The optimizer of an engine updates *masters*: shards, or values of a higher precision.  A change of the model's parameters that
+masters do not take over would be undone by the next update, and one that several ranks make in memory that they share would be
+made several times.  So such changes are found before the next update, and refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from farandole.comm.communicator import Communicator
+from farandole.parallel.gathering import GatheredWeights
+from farandole.parallel.weights import Weights
+
+_EDIT = "make changes within `with engine.edit_parameters():`, or load them with model.load_state_dict()"
+
+
+class WholeParameters:
+    """Gives the parameters of `model`, stored as `weights`, their whole values for some time."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Sequence[Weights | GatheredWeights],
+        comm: Communicator,
+        is_whole: Callable[[], bool],
+    ) -> None:
+        """`is_whole()` tells whether gathered weights are whole at the moment."""
+        self._model, self._weights, self._comm = model, list(weights), comm
+        self._is_whole = is_whole
+        self._gathers = any(isinstance(weight, GatheredWeights) for weight in weights)
+        self._modules = {id(module) for module in model.modules()}
+        self._loading: nn.Module | None = None
+        self._editing = False
+        self._masters_elsewhere = False
+        self._context: Any = None
+        self._handles: list[RemovableHandle] = []
+        if self._weights:
+            self._follow()
+        self.remember()
+
+    def _follow(self) -> None:
+        for module in self._model.modules():
+            self._handles.append(module.register_load_state_dict_pre_hook(self._before_load()))
+            self._handles.append(module.register_load_state_dict_post_hook(self._after_load()))
+            if self._gathers:
+                self._handles.append(module.register_state_dict_pre_hook(self._before_state()))
+        if self._gathers:
+            self._model.__dict__["__deepcopy__"] = _RefusedCopy()
+
+    def close(self) -> None:
+        """Let go of the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._model.__dict__.pop("__deepcopy__", None)
+
+    # ---- changes that nobody announced ----
+
+    def remember(self) -> None:
+        """The parameters are as they should be."""
+        self._versions = [[p._version for p in weight.parameters] for weight in self._weights]
+
+    def check(self, name_of: Callable[[Tensor], str]) -> None:
+        """Raise RuntimeError if parameters were changed by others than the optimizer."""
+        for weight, versions in zip(self._weights, self._versions, strict=True):
+            for index, (parameter, version) in enumerate(zip(weight.parameters, versions, strict=True)):
+                if not weight.holds(index):
+                    raise RuntimeError(
+                        f"{name_of(parameter)} does not lie any more where the engine updates it: model.to(), .half() and the "
+                        f"like come before parallelize, and values are not assigned to .data; {_EDIT}"
+                    )
+                if parameter._version != version:
+                    raise RuntimeError(
+                        f"{name_of(parameter)} was changed in place, and the optimizer updates another tensor; {_EDIT}"
+                    )
+
+    # ---- changes that are announced ----
+
+    def masters_are_elsewhere(self) -> None:
+        """The masters have been offloaded: they cannot be changed through the parameters."""
+        self._masters_elsewhere = True
+
+    @contextmanager
+    def masters(self) -> Iterator[None]:
+        """Within it parameters are whole, in the type of the masters, in memory of their own.  All ranks call it."""
+        if self._editing:
+            raise RuntimeError("edit_parameters() within edit_parameters(), or while a state is loaded")
+        self._editing = True
+        try:
+            with torch.no_grad():
+                for weight in self._weights:
+                    weight.show_masters()
+            yield
+        finally:
+            self._editing = False
+            for weight in self._weights:
+                weight.show_weights()
+
+    @contextmanager
+    def edit(self) -> Iterator[None]:
+        """Within it all ranks may change the parameters in place, alike; masters have the new values at its end."""
+        if self._masters_elsewhere and self._weights:
+            raise RuntimeError(
+                "the master weights are offloaded, and cannot be changed through the parameters: load values before "
+                "engine.optimizer(...) is called"
+            )
+        with self.masters():
+            yield
+            with torch.no_grad():
+                self._comm.barrier()  # nobody reads what they share
+                values = [[p.data for p in weight.parameters] for weight in self._weights]
+                for weight, changed in zip(self._weights, values, strict=True):
+                    for index, value in enumerate(changed):
+                        weight.fill(index, value)
+                self._comm.barrier()
+        self.remember()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's state with whole parameters, in the type of the masters, in memory of its own.  All ranks call it."""
+        with self.masters():
+            state = self._model.state_dict()
+            return {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
+
+    # ---- hooks of modules; functions, as a copy of the model has them too ----
+
+    def _before_load(self) -> Callable[..., None]:
+        def before(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+            if self._editing or id(module) not in self._modules:
+                return
+            if metadata.get("assign_to_params_buffers"):
+                raise RuntimeError(
+                    "load_state_dict(assign=True) replaces the parameters that the engine updates: call it without assign=True, "
+                    "or before parallelize"
+                )
+            self._context = self.edit()
+            self._context.__enter__()
+            self._loading = module
+
+        return before
+
+    def _after_load(self) -> Callable[..., None]:
+        def after(module: nn.Module, _: Any) -> None:
+            if module is self._loading:
+                context, self._context, self._loading = self._context, None, None
+                context.__exit__(None, None, None)
+
+        return after
+
+    def _before_state(self) -> Callable[..., None]:
+        def before(module: nn.Module, *_: Any) -> None:
+            if id(module) in self._modules and not self._editing and not self._is_whole():
+                raise RuntimeError(
+                    "this rank has a shard of the parameters only: engine.state_dict(), called by all ranks, returns their "
+                    "whole values"
+                )
+
+        return before
+
+
+class _RefusedCopy:
+    """`__deepcopy__` of a model whose parameters are not here."""
+
+    def __call__(self, memo: Any) -> NoReturn:
+        """Refuse."""
+        raise RuntimeError(
+            "this rank has a shard of the parameters only, so that the model cannot be copied: make another model, and load what "
+            "engine.state_dict() returns"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to pickle, too."""
+        self(None)

@@ -1,0 +1,286 @@
+"""Plain PyTorch idioms under `parallelize`: the result of one process, or an error that names the call to use."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import farandole
+from farandole import Plan
+from farandole.parallel.data import DataParallel
+
+STEPS, SHARE, RATE, CLIP = 3, 4, 0.2, 0.05
+WEIGHTS = {"shared": "farandole", "gathered": "gloo"}
+"""Whether ranks share the memory of weights, by the backend that decides it."""
+
+
+class Net(nn.Module):
+    """Two blocks of which one is a convolution, as images are made for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 5, 3, padding=1).to(memory_format=torch.channels_last)
+        self.layers = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.layers(torch.tanh(self.convolution(images)).mean((2, 3)))
+        return out
+
+
+@dataclass
+class Loop:
+    """What a training loop has in hand."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    engine: DataParallel | None  # None in one process
+    step: int = 0
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+
+def _make(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), RATE, momentum=0.9, weight_decay=0.01)
+
+
+def _nothing(loop: Loop) -> None:
+    pass
+
+
+def _clear(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+
+
+@dataclass(frozen=True)
+class Idiom:
+    """Parts of a loop; each has the usual default.  `refused(zero, low, gathered)`: whether an error is expected."""
+
+    before_forward: Callable[[Loop], object] = _nothing
+    before_backward: Callable[[Loop], object] = _nothing
+    after_backward: Callable[[Loop], object] = _nothing
+    update: Callable[[Loop], object] = lambda loop: loop.optimizer.step()
+    after_update: Callable[[Loop], object] = _clear
+    passes: int = 1
+    at_the_end: Callable[[Loop], list[Tensor]] | None = None
+    refused: Callable[[int, bool, bool], bool] = lambda zero, low, gathered: False
+
+
+def _is_stored_elsewhere(zero: int, low: bool, gathered: bool) -> bool:
+    """Whether the optimizer updates other tensors than the model's parameters."""
+    return zero > 0 or low
+
+
+def _each(do: Callable[[nn.Parameter], object]) -> Callable[[Loop], object]:
+    def run(loop: Loop) -> None:
+        with torch.no_grad():
+            for parameter in loop.parameters:
+                do(parameter)
+
+    return run
+
+
+def _drop(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+
+
+def _halve_gradient(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def _record_extremes(loop: Loop) -> None:
+    for parameter in loop.parameters:
+        assert parameter.grad is not None
+        assert parameter.grad.abs().max() > 0
+
+
+def _check_norms(loop: Loop) -> None:
+    """Log the norm of every gradient, on all ranks."""
+    norms = [float(p.grad.norm()) for p in loop.parameters if p.grad is not None]
+    total = torch.tensor(norms).norm()
+    loop.__dict__.setdefault("norms", []).append(total)
+
+
+def _logged_norms(loop: Loop) -> list[Tensor]:
+    return [*_values(loop), *loop.__dict__["norms"]]
+
+
+def _load(loop: Loop) -> None:
+    if loop.step == 1:
+        torch.manual_seed(5)
+        loop.model.load_state_dict({k: torch.randn(v.shape) / 4 for k, v in _make().state_dict().items()})
+
+
+def _load_a_block(loop: Loop) -> None:
+    if loop.step == 1:
+        loop.model.layers.load_state_dict(_make(3).layers.state_dict())  # type: ignore[union-attr, operator]
+
+
+def _shrink(parameter: nn.Parameter) -> None:
+    parameter.mul_(0.9)
+
+
+def _edit(loop: Loop) -> None:
+    if loop.engine is None:
+        _each(_shrink)(loop)
+    else:
+        with loop.engine.edit_parameters():
+            _each(_shrink)(loop)
+
+
+def _manual_update(parameter: nn.Parameter) -> None:
+    parameter.add_(parameter.grad, alpha=-RATE)  # type: ignore[arg-type]
+
+
+def _state(loop: Loop) -> list[Tensor]:
+    return [value.float() for value in loop.model.state_dict().values()]
+
+
+def _engine_state(loop: Loop) -> list[Tensor]:
+    state = loop.model.state_dict() if loop.engine is None else loop.engine.state_dict()
+    assert list(state) == list(_make().state_dict())
+    return [value.float() for value in state.values()]
+
+
+def _deep_copy(loop: Loop) -> list[Tensor]:
+    twin = copy.deepcopy(loop.model)
+    return [parameter.detach().float() for parameter in twin.parameters()]
+
+
+def _values(loop: Loop) -> list[Tensor]:
+    if loop.engine is None:
+        return [parameter.detach().clone() for parameter in loop.parameters]
+    values = {id(p): value.float().clone() for p, value in loop.engine.whole_parameters()}
+    return [values[id(parameter)] for parameter in loop.parameters]
+
+
+def _closure_of(loop: Loop) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        return torch.tensor(0.0)
+
+    return closure
+
+
+IDIOMS = {
+    "optimizer.zero_grad()": Idiom(),
+    "optimizer.zero_grad() before backward": Idiom(before_backward=_clear, after_update=_nothing),
+    "optimizer.zero_grad(set_to_none=False)": Idiom(
+        after_update=lambda loop: loop.optimizer.zero_grad(set_to_none=False)
+    ),
+    "optimizer.zero_grad(set_to_none=False) before backward": Idiom(
+        before_backward=lambda loop: loop.optimizer.zero_grad(set_to_none=False), after_update=_nothing
+    ),
+    "model.zero_grad()": Idiom(after_update=lambda loop: loop.model.zero_grad()),
+    "model.zero_grad(set_to_none=False)": Idiom(
+        after_update=lambda loop: loop.model.zero_grad(set_to_none=False)
+    ),
+    "model.zero_grad() before backward": Idiom(
+        before_backward=lambda loop: loop.model.zero_grad(), after_update=_nothing
+    ),
+    "model.zero_grad(set_to_none=False) before backward": Idiom(
+        before_backward=lambda loop: loop.model.zero_grad(set_to_none=False), after_update=_nothing
+    ),
+    "grad = None": Idiom(after_update=_each(_drop)),
+    "grad = None and a step": Idiom(after_update=lambda loop: (_each(_drop)(loop), loop.optimizer.step())),
+    "no zero_grad": Idiom(after_update=_nothing),
+    "several backward passes": Idiom(passes=3),
+    "clip_grad_norm_": Idiom(
+        after_backward=lambda loop: nn.utils.clip_grad_norm_(loop.model.parameters(), CLIP)
+    ),
+    "clip_grad_norm_(inf)": Idiom(
+        after_backward=lambda loop: nn.utils.clip_grad_norm_(loop.model.parameters(), CLIP, float("inf"))
+    ),
+    "clip_grad_norm_(foreach=False)": Idiom(
+        passes=2,
+        after_backward=lambda loop: nn.utils.clip_grad_norm_(loop.model.parameters(), CLIP, foreach=False),
+    ),
+    "clip_grad_value_": Idiom(
+        after_backward=lambda loop: nn.utils.clip_grad_value_(loop.model.parameters(), 0.01)
+    ),
+    "grad.mul_": Idiom(after_backward=_each(_halve_gradient)),
+    "grad.norm()": Idiom(after_backward=_check_norms, at_the_end=_logged_norms),
+    "grad.abs()": Idiom(after_backward=_record_extremes, refused=_is_stored_elsewhere),
+    "update by hand": Idiom(update=_each(_manual_update), refused=_is_stored_elsewhere),
+    "parameter.mul_": Idiom(after_update=_each(_shrink), refused=_is_stored_elsewhere),
+    "engine.edit_parameters": Idiom(after_update=lambda loop: (_clear(loop), _edit(loop))),
+    "load_state_dict": Idiom(before_forward=_load),
+    "load_state_dict of a block": Idiom(before_forward=_load_a_block),
+    "state_dict": Idiom(at_the_end=_state, refused=lambda zero, low, gathered: gathered),
+    "engine.state_dict": Idiom(at_the_end=_engine_state),
+    "deepcopy": Idiom(at_the_end=_deep_copy, refused=lambda zero, low, gathered: gathered),
+    "half": Idiom(
+        after_update=lambda loop: loop.model.double().float(),
+        refused=_is_stored_elsewhere,
+    ),
+}
+
+
+def _batches(size: int) -> Tensor:
+    return torch.randn(STEPS, 3, SHARE * size, 3, 4, 4, generator=torch.Generator().manual_seed(size))
+
+
+def _train(idiom: Idiom, loop: Loop, batches: Tensor, rank: int, low: bool) -> list[Tensor]:
+    for loop.step, batch in enumerate(batches):
+        for part in batch[: idiom.passes]:
+            share = part if loop.engine is None else part[rank * SHARE : (rank + 1) * SHARE]
+            idiom.before_forward(loop)
+            output = (loop.engine or loop.model)(share).float()
+            loss = output.square().mean()
+            idiom.before_backward(loop)
+            loss.backward()
+        idiom.after_backward(loop)
+        idiom.update(loop)
+        idiom.after_update(loop)
+    return (idiom.at_the_end or _values)(loop)
+
+
+def _parallel(rank: int, size: int, name: str, zero: int, precision: Any) -> list[Tensor] | str:
+    model = _make(rank)  # rank 0's wins
+    engine = farandole.parallelize(model, Plan(zero=zero, precision=precision))
+    loop = Loop(model, engine.optimizer(_optimizer(model)), engine)
+    try:
+        result = [
+            value.clone() for value in _train(IDIOMS[name], loop, _batches(size), rank, precision != "fp32")
+        ]
+        torch.distributed.barrier()
+        return result
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", IDIOMS)
+def test_an_idiom_gives_the_result_of_one_process_or_an_error(
+    ranks: Any, name: str, zero: int, precision: str, weights: str
+) -> None:
+    idiom, size, low = IDIOMS[name], 2, precision == "bf16"
+    refused = idiom.refused(zero, low, zero == 3 and weights == "gathered")
+    model = _make()
+    alone = Loop(model, _optimizer(model), None)
+    expected = _train(idiom, alone, _batches(size), 0, low)
+    for result in ranks(size, WEIGHTS[weights]).run(_parallel, name, zero, precision):
+        if refused:
+            # torch itself refuses to write to parameters that are not here
+            assert isinstance(result, str) and ("engine." in result or "written-to tensor" in result), result
+            continue
+        assert not isinstance(result, str), result
+        for value, wanted in zip(result, expected, strict=True):
+            tolerance = {"atol": 4e-3, "rtol": 3e-2} if low else {}
+            torch.testing.assert_close(value, wanted.float(), **tolerance)
