@@ -17,7 +17,7 @@ from farandole.comm.batch import Batch
 from farandole.comm.compression.base import Compression, Compressor
 from farandole.comm.compression.call import compressed_all_reduce
 from farandole.comm.dispatcher import Dispatcher, PersistentOperation
-from farandole.comm.fallback import TorchCore
+from farandole.comm.fallback import TorchCore, local_group
 from farandole.comm.operations import existing_rank, reduction_number
 
 if TYPE_CHECKING:
@@ -100,10 +100,7 @@ class Communicator:
         world = [dist.get_global_rank(self.group, rank) for rank in members]
         if world != sorted(world):
             raise NotImplementedError("expected keys in the order of ranks; torch's groups keep that order")
-        backend = dist.get_backend(self.group)
-        group = dist.new_group(world, backend=backend, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)  # this rank is a member
-        return Communicator(group)
+        return Communicator(local_group(self.group, world))
 
     def close(self) -> None:
         """Leave the group; use it on communicators of `split` and `from_mpi`.  torch destroys its own groups."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from farandole.comm.core import Parts
 from farandole.comm.dtypes import REDUCE_OPS
@@ -72,6 +75,31 @@ def torch_device_group(
     group._set_default_backend(kinds.NCCL)
     group._set_group_name(f"{name}/torch-cuda")  # type: ignore[arg-type]  # a NewType of str
     return group
+
+
+def local_group(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return a group of torch among some ranks of the world, members of `parent`; called by these ranks only.
+
+    `new_group(use_local_synchronization=True)` names a group after the number of groups that a rank has, so that ranks with
+    different histories wait for each other under different names.  Here the name counts the groups of the same ranks.
+    """
+    assert dist.group.WORLD is not None
+    made = _made.setdefault(dist.group.WORLD, Counter())
+    among = f"{parent.group_name}/{'-'.join(map(str, ranks))}"
+    name = f"{among}/{made[among]}"
+    made[among] += 1
+    plain = distributed_c10d._process_group_name
+    setattr(distributed_c10d, "_process_group_name", lambda *_, **__: name)  # noqa: B010 - a NewType of str
+    try:
+        group = dist.new_group(list(ranks), backend=dist.get_backend(parent), use_local_synchronization=True)
+    finally:
+        distributed_c10d._process_group_name = plain
+    assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+    return group
+
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+"""How many groups of the same ranks were made in a world."""
 
 
 class TorchCore:

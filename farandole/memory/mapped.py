@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from farandole.comm.communicator import Communicator
@@ -48,10 +47,9 @@ class MappedRoom:
             lambda: _new_file(self._folder, numel, dtype) if self._comm.rank == 0 else (torch.empty(0), "")
         )
         try:
-            paths = [path]
-            dist.broadcast_object_list(paths, group=self._comm.group, group_src=0)
+            whole = self._comm.broadcast_object(path)
             if self._comm.rank != 0:
-                tensor = self._together(lambda: (_map(paths[0], numel, dtype), ""))[0]
+                tensor = self._together(lambda: (_map(whole, numel, dtype), ""))[0]
             else:
                 self._together(lambda: (tensor, ""))
         finally:
@@ -66,8 +64,7 @@ class MappedRoom:
             made = make()
         except OffloadError as error:
             refusal = error
-        said: list[str | None] = [None] * self._comm.size
-        dist.all_gather_object(said, None if refusal is None else str(refusal), group=self._comm.group)
+        said = self._comm.all_gather_object(None if refusal is None else str(refusal))
         found = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
         if found is not None:
             if made[1]:

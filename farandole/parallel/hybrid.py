@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from farandole.comm import endpoint
 from farandole.comm.communicator import Communicator
 from farandole.plan import PlanError
@@ -31,8 +29,7 @@ def divide(comm: Communicator, *, hybrid: bool) -> Division:
     """
     if not hybrid:
         return Division(comm)
-    hosts: list[str] = [""] * comm.size
-    dist.all_gather_object(hosts, endpoint.host_identity(), group=comm.group)
+    hosts = comm.all_gather_object(endpoint.host_identity())
     counts = Counter(hosts)
     if len(counts) == 1:
         return Division(comm)
@@ -42,14 +39,7 @@ def divide(comm: Communicator, *, hybrid: bool) -> Division:
             f"plan: hybrid=False"
         )
     members = [[rank for rank, host in enumerate(hosts) if host == name] for name in counts]
-    shards = _mine(comm, members)
-    replicas = _mine(comm, [list(ranks) for ranks in zip(*members, strict=True)])
+    host, place = next((h, ranks.index(comm.rank)) for h, ranks in enumerate(members) if comm.rank in ranks)
+    shards, replicas = comm.split(host), comm.split(place)
+    assert shards is not None and replicas is not None  # every rank is in both
     return Division(shards, replicas)
-
-
-def _mine(comm: Communicator, groups: list[list[int]]) -> Communicator:
-    """A communicator of those among `groups`, which are ranks of `comm`, that have this rank."""
-    own = next(ranks for ranks in groups if comm.rank in ranks)
-    world = [dist.get_global_rank(comm.group, rank) for rank in own]
-    backend = dist.get_backend(comm.group)
-    return Communicator(dist.new_group(world, backend=backend, use_local_synchronization=True))

@@ -12,7 +12,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from farandole.comm.communicator import Communicator
@@ -69,15 +68,13 @@ def rooms_at(place: str, offloaded: Offloaded, comm: Communicator, *, accelerato
 def _require_space(folder: str, needed: int, comm: Communicator) -> None:
     """Refuse on all ranks what does not fit on one; nobody has made a file before."""
     here = host_identity()
-    wanted: list[tuple[str, int]] = [(here, needed)] * comm.size
-    dist.all_gather_object(wanted, (here, needed), group=comm.group)
+    wanted = comm.all_gather_object((here, needed))
     refusal = None
     try:
         require_space(folder, sum(size for host, size in wanted if host == here))
     except OffloadError as error:
         refusal = error
-    refusals: list[str | None] = [None] * comm.size
-    dist.all_gather_object(refusals, None if refusal is None else str(refusal), group=comm.group)
+    refusals = comm.all_gather_object(None if refusal is None else str(refusal))
     if refusal is not None:
         raise refusal
     for rank, other in enumerate(refusals):

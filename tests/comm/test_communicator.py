@@ -303,6 +303,24 @@ def check_split(rank: int, size: int) -> None:
     comm.barrier()
 
 
+def check_splits_with_different_histories(rank: int, size: int) -> None:
+    """Groups that only some ranks have do not change how the others recognize the next ones."""
+    draw = random.Random(size)
+    for comm in (Communicator(dist.group.WORLD), Communicator(dist.new_group())):
+        for _ in range(12):
+            colors = [draw.choice([None, 0, 1]) for _ in range(size)]
+            part = comm.split(colors[rank])
+            if part is None:
+                continue
+            members = [r for r in range(size) if colors[r] == colors[rank]]
+            assert (part.rank, part.size) == (members.index(rank), len(members))
+            tensor = torch.tensor([float(rank)])
+            part.all_reduce(tensor)
+            assert tensor == sum(members)
+            deeper = part.split(None if part.rank == 0 else 5)
+            assert deeper is None or deeper.size == part.size - 1
+
+
 def check_invalid(rank: int, size: int) -> None:
     """Mistakes that all ranks see alike; nothing is sent, and the group stays usable."""
     three, four = torch.zeros(3), torch.zeros(4)
@@ -389,6 +407,12 @@ def test_on_every_implementation(ranks, size, check):
 @pytest.mark.parametrize("size", [2, 4])
 def test_among_several(ranks, size, check):
     ranks(size).run(check)
+
+
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
+@pytest.mark.parametrize("size", [3, 4])
+def test_splits_with_different_histories(ranks, size, backend):
+    ranks(size, backend).run(check_splits_with_different_histories)
 
 
 def test_the_direct_path(ranks):

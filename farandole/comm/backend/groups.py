@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -75,11 +75,14 @@ def form(
         core = HierarchicalCore(
             Hosts(host, hosts, options.leaders, transport), Choice(options.algorithm, table, options.exchange)
         )
-    count = itertools.count()
+    made: Counter[tuple[int, ...]] = (
+        Counter()
+    )  # its members make the groups of one set of ranks in the same order
 
     def form_subgroup(chosen: Sequence[int]) -> GroupCore:
         part, numbers = [members[r] for r in chosen], [ranks[r] for r in chosen]
-        part_name = f"{name}/{next(count)}/{'-'.join(map(str, chosen))}"
+        part_name = f"{name}/{'-'.join(map(str, chosen))}/{made[tuple(chosen)]}"
+        made[tuple(chosen)] += 1
         part_who = f"group {part_name!r} (ranks {', '.join(map(str, numbers))})"
         subgroup = form(endpoint, part, numbers, part_name, part_who, host.timeout, options)
         subgroup.takes_devices = True  # it has no group of torch that could take CUDA tensors

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from socket import gethostname
@@ -58,7 +59,9 @@ class MpiGroup:
         self._call: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
         self._call_timeout_s: float | None = None
         self._given_up = False
-        self._subgroups = 0
+        self._subgroups: Counter[tuple[int, ...]] = (
+            Counter()
+        )  # made of each set of ranks, in the same order by its members
         self._broken: CommunicationError | None = None
         self.set_timeout(timeout)
 
@@ -99,9 +102,10 @@ class MpiGroup:
     def subgroup(self, members: Sequence[int]) -> MpiGroup:
         """Return a group of some ranks, in this order; called by them."""
         way, name = self.engine, f"ranks {', '.join(str(self.membership.ranks[rank]) for rank in members)}"
-        self._subgroups += 1
+        number = self._subgroups[tuple(members)]
+        self._subgroups[tuple(members)] += 1
         with way.making_group(), way.lock:
-            comm = self.comm.Create_group(self.comm.Get_group().Incl(list(members)), self._subgroups % 32768)
+            comm = self.comm.Create_group(self.comm.Get_group().Incl(list(members)), number % 32768)
             comm.Set_errhandler(way.mpi.ERRORS_RETURN)
         old = self.membership
         membership = Membership(
@@ -111,7 +115,7 @@ class MpiGroup:
             [old.hosts[rank] for rank in members],
             shares_calls=False,
         )
-        store = dist.PrefixStore(f"{'-'.join(map(str, members))}/{self._subgroups}/", self._store)
+        store = dist.PrefixStore(f"{'-'.join(map(str, members))}/{number}/", self._store)
         return MpiGroup(comm, way, membership, store, timedelta(seconds=self.timeout_s))
 
     def set_timeout(self, timeout: timedelta) -> None:

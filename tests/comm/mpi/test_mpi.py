@@ -75,6 +75,7 @@ ON_THREE: list[Check] = [
     (OWN, "transport", []),
     (OWN, "over_mpi4py", []),
     (API, "check_uneven", []),
+    (API, "check_splits_with_different_histories", []),
     (SPELLINGS, "check_calls", []),
     (GROUPS, "check_sub_groups", []),
     (MESSAGES, "check_any_source", []),
