@@ -90,10 +90,10 @@ class Communicator:
             (rank for rank, (other, _) in enumerate(colors) if other == color),
             key=lambda rank: (colors[rank][1], rank),
         )
-        return self._subgroup(members)
+        return self.create_group(members)
 
-    def _subgroup(self, members: Sequence[int]) -> Communicator:
-        """Return a communicator among some ranks of this one; called by these ranks."""
+    def create_group(self, members: Sequence[int]) -> Communicator:
+        """Return a communicator among some ranks of this one, in this order; called by these ranks only."""
         core = self.dispatcher.core.subgroup(members)
         if core is not None:
             return Communicator.over(Dispatcher(core, f"{self.dispatcher.name}, ranks {list(members)}"))

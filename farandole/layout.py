@@ -1,0 +1,264 @@
+"""Which part of each tensor a cell of the mesh stores, and how the gradients of its copies are summed.
+
+    qkv = Layout("0.qkv", (3 * 12, 12), shards=(("tensor", Shard(0, (Part(12, unit=4),) * 3)),))
+    qkv.boxes(mesh, cell)              # the boxes of the global tensor that the cell stores: its heads of q, of k and of v
+    norm = Layout("0.norm", (12,), same={"tensor"})                 # its gradient is the same on all ranks of the axis
+    norm.reduction(mesh, piece)        # whose gradients are summed, with which weights
+
+A layout states two things for each axis: the tensor is divided along a dimension (`Shard`), or every coordinate has a copy.  The
+gradients of copies are summed, unless the axis is among `same`.  Everything else follows from these functions, so
+that gradient reduction, the division of optimizer states, the global norm, checkpoints and the planner need to know no axis.
+
+Terms.  A *box* is one range per dimension of the global tensor.  A *piece* is a box that every cell holds whole or not at all: boxes
+are cut into pieces where those of different cells overlap in part, as stages of different widths have them.  The *replica set* of a
+piece is the cells that hold it.  It is divided into *classes*: the gradients of a class are identical, those of different classes
+are to be summed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from farandole.mesh import AXES, Cell, Mesh
+
+Box = tuple[tuple[int, int], ...]
+"""A range `(start, end)` for each dimension of a global tensor."""
+
+
+class LayoutError(ValueError):
+    """A layout that a mesh cannot have; the message names the tensor and the sizes."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive rows of a sharded dimension that are divided by themselves, as q, k and v in a fused projection.
+
+    `unit` rows stay together, as those of an attention head.  `copies` neighbors on the axis hold the same chunk, as the ranks that
+    share a key-value head.
+    """
+
+    size: int
+    unit: int = 1
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Divided along dimension `dim`, in whole units; with `parts`, each of them."""
+
+    dim: int
+    parts: tuple[Part, ...] = ()
+    unit: int = 1
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the ranks that hold a piece sum its gradient.
+
+    Each column of `columns` is a set of ranks whose gradients, multiplied by `weights`, add up to the whole gradient.  The columns
+    are disjoint, have every rank that holds the piece, and sum by themselves.  The first one counts for norms and
+    writes checkpoints.
+    """
+
+    columns: tuple[tuple[int, ...], ...]
+    weights: Mapping[int, float]
+
+    def column_of(self, rank: int) -> int:
+        """The number of a rank's column."""
+        return next(number for number, ranks in enumerate(self.columns) if rank in ranks)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of one tensor, the same on all ranks.
+
+    Args:
+        name: in the model of one process.
+        shape: of the tensor of one process.
+        stages: the stages of the pipeline that have it; a tied embedding has two.
+        shards: (axis, how it is divided), applied in this order.
+        same: the axes along which copies have identical gradients, as a norm's under tensor parallelism.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stages: frozenset[int] = frozenset({0})
+    shards: tuple[tuple[str, Shard], ...] = ()
+    same: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        """Check the dimensions."""
+        for axis, shard in self.shards:
+            if not -len(self.shape) <= shard.dim < len(self.shape):
+                raise LayoutError(
+                    f"{self.name}: {axis} divides dimension {shard.dim} of a tensor of shape {self.shape}"
+                )
+
+    def cells(self, mesh: Mesh) -> list[Cell]:
+        """The cells that have the tensor."""
+        return [cell for cell in mesh.cells if cell.pipeline in self.stages]
+
+    def boxes(self, mesh: Mesh, cell: Cell) -> tuple[Box, ...]:
+        """The boxes of the global tensor that a cell stores; its tensor is their concatenation along the divided dimensions."""
+        boxes: list[Box] = [tuple((0, length) for length in self.shape)]
+        for axis, shard in self.shards:
+            width, place = mesh.width(axis, cell.pipeline), mesh.coordinate(cell, axis)
+            dim = shard.dim % len(self.shape)
+            boxes = [each for box in boxes for each in self._cut(box, axis, shard, dim, width, place)]
+        return tuple(boxes)
+
+    def _cut(self, box: Box, axis: str, shard: Shard, dim: int, width: int, place: int) -> Iterator[Box]:
+        at, end = box[dim]
+        parts = shard.parts or (Part(end - at, shard.unit),)
+        if sum(part.size for part in parts) != end - at:
+            raise LayoutError(
+                f"{self.name}: its parts have {sum(part.size for part in parts)} rows, dimension {dim} has {end - at}"
+            )
+        for part in parts:
+            copies = min(part.copies, width)
+            if width % copies:
+                raise LayoutError(f"{self.name}: {axis}={width} is not a multiple of {copies} copies")
+            start, stop = chunk(part.size, width // copies, place // copies, part.unit)
+            yield (*box[:dim], (at + start, at + stop), *box[dim + 1 :])
+            at += part.size
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - layouts are small, and there are few meshes
+    def pieces(self, mesh: Mesh) -> tuple[Box, ...]:
+        """The smallest set of boxes of which every cell's boxes consist, in order; empty boxes are in none."""
+        boxes = {box for cell in self.cells(mesh) for box in self.boxes(mesh, cell) if volume(box)}
+        if any(_overlap(a, b) for a, b in itertools.combinations(boxes, 2)):
+            cuts = [sorted({end for box in boxes for end in box[dim]}) for dim in range(len(self.shape))]
+            boxes = {piece for box in boxes for piece in _grid(box, cuts)}
+        return tuple(sorted(boxes))
+
+    def replicas(self, mesh: Mesh, piece: Box) -> tuple[Cell, ...]:
+        """The cells that hold a piece."""
+        return tuple(
+            cell for cell in self.cells(mesh) if any(contains(box, piece) for box in self.boxes(mesh, cell))
+        )
+
+    def classes(self, mesh: Mesh, piece: Box) -> dict[tuple[int, ...], list[Cell]]:
+        """The replica set in classes of cells whose gradients are identical."""
+        axes = mesh.others(sorted(self.same))
+        found: dict[tuple[int, ...], list[Cell]] = defaultdict(list)
+        for cell in self.replicas(mesh, piece):
+            found[tuple(mesh.coordinate(cell, axis) for axis in axes)].append(cell)
+        return dict(found)
+
+    def reduction(self, mesh: Mesh, piece: Box) -> Reduction:
+        """Whose gradients of a piece are summed.
+
+        Ranks communicate, not cells.  A rank with several cells of the replica set has one tensor, whose gradient is the sum of
+        theirs, each class as often as it has cells of it: its *signature*.  Ranks of one signature have equal gradients.
+
+        - Signatures have no class in common, and equally many ranks: a column has one rank of each.
+        - They have none in common, and different numbers of ranks: one column has all, each with the weight 1 / number.
+        - They have classes in common: one column, whose weights count each class once, if there are such.
+
+        Raises:
+            LayoutError: if there are none.
+        """
+        return _reduction(self, mesh, piece)
+
+
+@functools.lru_cache(maxsize=65536)
+def _reduction(layout: Layout, mesh: Mesh, piece: Box) -> Reduction:
+    same = sorted(layout.same & set(AXES))
+    held: dict[int, Counter[tuple[int, ...]]] = defaultdict(Counter)  # of a rank: cells of each class
+    first: dict[int, tuple[int, ...]] = {}
+    classes = layout.classes(mesh, piece)
+    for key, cells in classes.items():
+        for cell in cells:
+            held[cell.rank][key] += 1
+            place = cell.at(same)
+            first[cell.rank] = min(first.get(cell.rank, place), place)
+    alike: dict[frozenset[tuple[tuple[int, ...], int]], list[int]] = defaultdict(list)
+    for rank in sorted(held, key=lambda rank: (first[rank], rank)):
+        alike[frozenset(held[rank].items())].append(rank)
+    everyone = tuple(sorted(held))
+    if sum(count for signature in alike for _, count in signature) == len(classes):  # nothing in common
+        if len({len(ranks) for ranks in alike.values()}) == 1:
+            columns = tuple(tuple(sorted(column)) for column in zip(*alike.values(), strict=True))
+            return Reduction(columns, dict.fromkeys(everyone, 1.0))
+        weights = {rank: 1 / len(ranks) for ranks in alike.values() for rank in ranks}
+        return Reduction((everyone,), weights)
+    counts = np.array([[held[rank][key] for rank in everyone] for key in sorted(classes)], float)
+    solution, *_ = np.linalg.lstsq(counts, np.ones(len(counts)), rcond=None)
+    if not np.allclose(counts @ solution, 1):
+        raise LayoutError(
+            f"{layout.name}: the ranks {', '.join(map(str, everyone))} hold copies of {piece} whose gradients cannot be summed so that "
+            f"each counts once; place the stages of the mesh on other ranks"
+        )
+    return Reduction((everyone,), dict(zip(everyone, map(float, solution), strict=True)))
+
+
+# ---- ranges and boxes ----
+
+
+def chunk(length: int, parts: int, number: int, unit: int = 1) -> tuple[int, int]:
+    """Range `number` of `parts` ranges of whole units, as even as possible, the longer ones first."""
+    if length % unit:
+        raise LayoutError(f"{length} elements are not whole units of {unit}")
+    least, longer = divmod(length // unit, parts)
+    start = number * least + min(number, longer)
+    return start * unit, (start + least + (number < longer)) * unit
+
+
+def volume(box: Box) -> int:
+    """How many elements a box has."""
+    return math.prod(end - start for start, end in box)
+
+
+def contains(outer: Box, inner: Box) -> bool:
+    """Whether one box lies in the other."""
+    return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))
+
+
+def _overlap(a: Box, b: Box) -> bool:
+    return all(max(p, r) < min(q, s) for (p, q), (r, s) in zip(a, b, strict=True))
+
+
+def _grid(box: Box, cuts: Sequence[Sequence[int]]) -> Iterator[Box]:
+    """The parts into which `cuts` in each dimension divide a box."""
+    ranges = [
+        [(a, b) for a, b in itertools.pairwise(ends) if start <= a and b <= end]
+        for (start, end), ends in zip(box, cuts, strict=True)
+    ]
+    return itertools.product(*ranges)
+
+
+def boxes_of_range(box: Box, start: int, end: int) -> list[Box]:
+    """The boxes that make up the elements `start` to `end` of a box, in the order of its flattened elements.
+
+    There are at most 2n - 1 of them for n dimensions.
+    """
+    if start >= end:
+        return []
+    if len(box) <= 1:
+        return [tuple((first + start, first + end) for first, _ in box)]
+    (first, _), rest = box[0], box[1:]
+    row = volume(rest)
+    head, tail = start // row, (end - 1) // row
+    if head == tail:
+        return _in_row(first + head, boxes_of_range(rest, start - head * row, end - head * row))
+    found: list[Box] = []
+    if start % row:
+        found += _in_row(first + head, boxes_of_range(rest, start % row, row))
+        head += 1
+    whole = tail if end % row else tail + 1
+    if head < whole:
+        found.append(((first + head, first + whole), *rest))
+    if end % row:
+        found += _in_row(first + tail, boxes_of_range(rest, 0, end % row))
+    return found
+
+
+def _in_row(row: int, boxes: Sequence[Box]) -> list[Box]:
+    return [((row, row + 1), *box) for box in boxes]
