@@ -18,7 +18,7 @@ from farandole.bench.half import HalfCommunicator
 from farandole.bench.setup import BenchError, TrainingSetup, one_of
 from farandole.launch.runtime import Runtime
 from farandole.models.resnet import build_resnet, resnet_config
-from farandole.parallel.data import DataParallel
+from farandole.parallel.engine import Engine
 
 HOROVOD = "farandole.horovod.torch"
 
@@ -66,9 +66,9 @@ def alone(job: Job) -> Step:
 
 
 def farandole(job: Job) -> Step:
-    """Our DataParallel."""
+    """Our engine."""
     comm = job.runtime.comm
-    replica = DataParallel(job.model, HalfCommunicator(comm.group) if job.fp16_allreduce else comm)
+    replica = Engine(job.model, HalfCommunicator(comm.group) if job.fp16_allreduce else comm)
 
     def step() -> None:
         replica.zero_grad()

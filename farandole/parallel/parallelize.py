@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from farandole.comm.communicator import Communicator
 from farandole.memory.recompute import apply_recompute
 from farandole.memory.swap import Swap, swap_activations
-from farandole.parallel.data import DataParallel
 from farandole.parallel.deferred import Initialise
+from farandole.parallel.engine import Engine
 from farandole.parallel.float8 import check_float8, use_float8
+from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.rounding import StochasticRounding
-from farandole.parallel.scaled import ScaledDataParallel
 from farandole.plan import Plan, PlanError
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -41,7 +41,7 @@ def parallelize(
     loss: Callable[[Any], Tensor] | None = None,
     initialise: Initialise | None = None,
     diagnose: bool = False,
-) -> DataParallel:
+) -> Engine:
     """Have all ranks of `comm` (by default all there are) train `model` together, as `plan` says.
 
     Called by all ranks; they get the parameters of rank 0.  The model's own parameters become those that the plan
@@ -54,7 +54,7 @@ def parallelize(
     process has more of it in memory than its own part and a block.
 
     With `rounding="stochastic"`, what is rounded up depends on torch's seed on rank 0.  With `precision="fp16"` the loss
-    is scaled (`ScaledDataParallel`); then `diagnose` has every step's outputs looked at, so that the first overflow
+    is scaled (`scaled`); then `diagnose` has every step's outputs looked at, so that the first overflow
     already names the block where the forward pass went wrong.
 
     Raises `PlanError` where the plan does not fit the ranks or the model, and RuntimeError where there are none.
@@ -90,10 +90,10 @@ def parallelize(
         "initialise": initialise,
     }
     if plan.precision == "fp16":
-        engine: DataParallel = ScaledDataParallel(model, comm, diagnose=diagnose, **options)
-    else:
-        rounding = StochasticRounding(_common_seed(comm)) if plan.rounding == "stochastic" else None
-        engine = DataParallel(model, comm, rounding=rounding, **options)
+        options |= {"scaler": LossScaler(), "diagnose": diagnose}
+    if plan.rounding == "stochastic":
+        options["rounding"] = StochasticRounding(_common_seed(comm))
+    engine = Engine(model, comm, **options)
     if plan.swap != "none":
         engine.swap(_swap(model, plan))
     return engine

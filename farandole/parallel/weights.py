@@ -5,7 +5,7 @@ shard of this rank in the precision of the optimizer.  Where both have the same 
 the buffer itself.  A master that is kept elsewhere (`offloading`) is None here.
 
 Ranks that share memory need one buffer in all, as they only read it: each of them updates its shard in place, and
-there is nothing to gather.  Two barriers keep readers and writers apart (`DataParallel`): nobody updates before
+there is nothing to gather.  Two barriers keep readers and writers apart (`Engine`): nobody updates before
 all have ended their backward passes, and nobody reads before all have updated.
 """
 

@@ -21,9 +21,9 @@ from farandole.memory.recompute import Recomputed, apply_recompute
 from farandole.memory.swap import SwapError, swap_activations
 from farandole.models.gpt import build_gpt
 from farandole.models.loss import next_token_loss
-from farandole.parallel.data import DataParallel
+from farandole.parallel import engine as parallel_engine
 from farandole.parallel.loss_scaling import LossScaler
-from farandole.parallel.scaled import Overflow, ScaledDataParallel
+from farandole.parallel.scaled import Overflow
 from farandole.train.config import ConfigError, TrainConfig
 from farandole.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from farandole.train.precision import autocast
@@ -74,11 +74,9 @@ class Engine:
             "zero": parallel.zero,
             "offload": parallel.offload,
         }
-        self.replica = (
-            ScaledDataParallel(self.model, comm, report=False, diagnose=config.log.diagnose, **options)
-            if precision == "fp16"
-            else DataParallel(self.model, comm, watch=True, **options)
-        )
+        if precision == "fp16":
+            options |= {"scaler": LossScaler(), "diagnose": config.log.diagnose}
+        self.replica = parallel_engine.Engine(self.model, comm, watch=True, report=False, **options)
         self._swap(parallel.swap)
         self.optimizer = self.replica.optimizer(build_optimizer(self.model, config.optimizer))
         self.sampler = Sampler(text.train.samples, config.seed)
@@ -111,8 +109,7 @@ class Engine:
             )
         self._learn(norm)
         self.step_number += 1
-        overflow = self.replica.overflow if isinstance(self.replica, ScaledDataParallel) else None
-        return StepResult(mean_loss, norm, rate, waited, stops > 0, overflow)
+        return StepResult(mean_loss, norm, rate, waited, stops > 0, self.replica.overflow)
 
     def evaluate(self) -> float:
         """The loss on the validation samples of the configuration, the same ones each time."""

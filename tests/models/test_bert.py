@@ -29,7 +29,7 @@ from farandole.models.bert import (
     initialise,
 )
 from farandole.models.loss import masked_token_loss
-from farandole.parallel.data import DataParallel
+from farandole.parallel.engine import Engine
 from tests.pool import Ranks
 
 SMALL = BERTConfig(vocabulary=97, context=16, layers=3, heads=2, width=8, feed_forward=20)
@@ -271,7 +271,7 @@ def _train(rank: int, size: int) -> dict[str, Tensor]:
     assert dist.group.WORLD is not None
     comm = Communicator(dist.group.WORLD)
     model, batches = build_bert(SMALL, seed=1), _batches()
-    replica, optimizer = DataParallel(model, comm), torch.optim.SGD(model.parameters(), lr=0.5)
+    replica, optimizer = Engine(model, comm), torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(3):
         inputs, targets = map(torch.from_numpy, batches.next(8, rank, size))
         replica.zero_grad()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from farandole.comm.communicator import Communicator
 from farandole.memory.device import DeviceMemory
-from farandole.parallel.data import DataParallel
+from farandole.parallel.engine import Engine
 from farandole.parallel.lender import DEPTH
 
 WIDTH, SHARE, STEPS = 64, 4, 3
@@ -86,7 +86,7 @@ def _together(rank: int, size: int, zero: int, accumulate: int) -> dict[str, Ten
     torch.manual_seed(0)
     model = Even()
     comm = Communicator(dist.group.WORLD)
-    engine = DataParallel(model, comm, bucket_bytes=1, zero=zero)
+    engine = Engine(model, comm, bucket_bytes=1, zero=zero)
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     for batch in _batches(size):
         *first, last = batch.split(SHARE)[rank].split(SHARE // accumulate)
@@ -121,7 +121,7 @@ def _alive(rank: int, size: int) -> list[int]:
     """How many gradients of autograd's there are, whenever another one arrives."""
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(12)]
     model = nn.Sequential(*layers)
-    engine = DataParallel(model, Communicator(dist.group.WORLD), bucket_bytes=1, zero=2)
+    engine = Engine(model, Communicator(dist.group.WORLD), bucket_bytes=1, zero=2)
     seen: list[weakref.ref[torch.UntypedStorage]] = []
     counts = []
 
@@ -140,7 +140,7 @@ def _alive(rank: int, size: int) -> list[int]:
 def _taken(rank: int, size: int, dtype: torch.dtype | None, width: int) -> tuple[int, int]:
     """The most bytes of gradients and their buffers in a pass, and those of what a rank keeps at its end."""
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(24)))
-    engine = DataParallel(model, Communicator(dist.group.WORLD), bucket_bytes=4000, zero=2, dtype=dtype)
+    engine = Engine(model, Communicator(dist.group.WORLD), bucket_bytes=4000, zero=2, dtype=dtype)
     most = 0
     with DeviceMemory(None, torch.device("cpu")) as memory:
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Cast, Compression, Int8, PowerSGD, TopK
-from farandole.parallel.data import DataParallel
+from farandole.parallel.engine import Engine
 from tests.comm.hosts import hierarchical_group
 
 STEPS, SAMPLES = 150, 32
@@ -32,7 +32,7 @@ def losses(rank: int, size: int, compressions: list[Compression | None]) -> list
     found = []
     for compression in compressions:
         student = network(3)
-        replica = DataParallel(student, comm, bucket_bytes=10_000, compression=compression)
+        replica = Engine(student, comm, bucket_bytes=10_000, compression=compression)
         optimizer = torch.optim.SGD(student.parameters(), lr=0.05, momentum=0.9)
         generator = torch.Generator().manual_seed(10 + rank)
         for _ in range(STEPS):
@@ -72,7 +72,7 @@ def added_threads(rank: int, size: int) -> int:
     """How many threads of OpenMP a compressed reduction starts."""
     group = hierarchical_group([0, 1], rank)
     model = network(1)
-    replica = DataParallel(model, Communicator(group), compression=PowerSGD(2))
+    replica = Engine(model, Communicator(group), compression=PowerSGD(2))
     before = threads_beside_pythons()
     for _ in range(3):
         replica.zero_grad()
@@ -106,7 +106,7 @@ def who_has_a_gradient(rank: int, size: int) -> None:
     for compression in (Int8(), TopK(0.001), PowerSGD(1)):
         torch.manual_seed(rank)
         model = Sometimes()
-        replica = DataParallel(model, Communicator(group), compression=compression)
+        replica = Engine(model, Communicator(group), compression=compression)
         for _ in range(2):
             replica.zero_grad()
             model(torch.ones(3, 40), rank == 0).sum().backward()
@@ -114,7 +114,7 @@ def who_has_a_gradient(rank: int, size: int) -> None:
             assert model.always.weight.grad is not None
             assert model.at_first.weight.grad is not None
             assert model.never.weight.grad is None
-        again = DataParallel(model, Communicator(group), compression=compression)
+        again = Engine(model, Communicator(group), compression=compression)
         again.load_compression(replica.compression_state())
         assert again.compression_state().keys() == replica.compression_state().keys()
         again.rescale(2)
@@ -122,9 +122,9 @@ def who_has_a_gradient(rank: int, size: int) -> None:
             factor = 2 if "residual" in name else 1
             assert torch.equal(value, replica.compression_state()[name] * factor)
     with pytest.raises(TypeError, match=r"compression='int8': a Compression \(Cast, Int8"):
-        DataParallel(nn.Linear(2, 2), Communicator(group), compression="int8")
+        Engine(nn.Linear(2, 2), Communicator(group), compression="int8")
     with pytest.raises(TypeError, match=r"torch\.float64 is not compressed"):
-        DataParallel(nn.Linear(2, 2).double(), Communicator(group), compression=Int8())
+        Engine(nn.Linear(2, 2).double(), Communicator(group), compression=Int8())
     dist.destroy_process_group(group)
 
 

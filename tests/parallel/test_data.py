@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from farandole.comm.communicator import Communicator
 from farandole.parallel.buckets import fill, total_norm
 from farandole.parallel.building import Builder
-from farandole.parallel.data import DataParallel
+from farandole.parallel.engine import Engine
 
 SHARE, STEPS, CLIP = 4, 3, 0.5
 
@@ -78,7 +78,7 @@ def _train_parallel(
     rank: int, size: int, batches: list[Tensor], accumulate: int, user: int | None, bucket_bytes: int
 ) -> dict[str, Any]:
     model = _model(seed=rank)  # rank 0's must win
-    replica = DataParallel(model, _world(), bucket_bytes)
+    replica = Engine(model, _world(), bucket_bytes)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for batch in batches:
         mine = batch.split(SHARE)[rank].split(SHARE // accumulate)
@@ -126,7 +126,7 @@ def _reductions(rank: int, size: int) -> tuple[int, int]:
         return reduce(*args, **options)
 
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-    replica = DataParallel(model, comm, bucket_bytes=100)
+    replica = Engine(model, comm, bucket_bytes=100)
     comm.all_reduce = counted  # type: ignore[method-assign]
     for _ in range(3):
         with replica.no_sync():
@@ -147,7 +147,7 @@ def test_accumulation_communicates_once(ranks: Any) -> None:
 def _alone_is_silent(rank: int, size: int) -> bool:
     comm = _world()
     comm.all_reduce = comm.broadcast = None  # type: ignore[method-assign,assignment]
-    replica = DataParallel(_model(0), comm)
+    replica = Engine(_model(0), comm)
     _loss(replica.model, torch.ones(2, 3, dtype=torch.long)).backward()
     replica.synchronize()
     return replica.waited_s == 0.0
@@ -156,7 +156,7 @@ def _alone_is_silent(rank: int, size: int) -> bool:
 def _several_passes(rank: int, size: int, zero: int) -> None:
     """Passes that are reduced one by one add up, also where ranks use parameters in different passes."""
     model, reference = _model(0), _model(0)
-    replica = DataParallel(model, _world(), zero=zero)
+    replica = Engine(model, _world(), zero=zero)
     optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     plain = torch.optim.SGD(reference.parameters(), 0.1)
     batches = torch.randint(0, 11, (2, 3, size, 2, 5), generator=torch.Generator().manual_seed(1))
@@ -183,7 +183,7 @@ def test_passes_add_up(ranks: Any, zero: int, backend: str) -> None:
 
 def _views(rank: int, size: int) -> None:
     model = _model(0)
-    replica = DataParallel(model, _world())
+    replica = Engine(model, _world())
     for _ in range(2):
         replica.zero_grad()
         _loss(model, torch.ones(2, 3, dtype=torch.long)).backward()
@@ -201,7 +201,7 @@ def test_gradients_are_aligned_views_of_the_buckets(ranks: Any) -> None:
 
 def _norm(rank: int, size: int) -> tuple[float, float, float]:
     model = _model(0)
-    replica = DataParallel(model, _world(), bucket_bytes=50)
+    replica = Engine(model, _world(), bucket_bytes=50)
     _loss(model, torch.full((2, 3), rank + 1)).backward()
     replica.synchronize()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -283,7 +283,7 @@ def _reentrant(rank: int, size: int, zero: int, twice: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = Reentrant(twice=twice)
     reference = copy.deepcopy(model)
-    replica = DataParallel(model, _world(), bucket_bytes=1, zero=zero)
+    replica = Engine(model, _world(), bucket_bytes=1, zero=zero)
     optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     replica(torch.ones(2, 4)).square().mean().backward()
     optimizer.step()
@@ -324,7 +324,7 @@ def _after_a_failure(rank: int, size: int, zero: int, width: int, bucket_bytes: 
     layers = [nn.Linear(width, width) for _ in range(6)]
     reference = copy.deepcopy(layers)
     model = nn.Sequential(*layers)
-    replica = DataParallel(model, _world(), bucket_bytes, zero=zero)
+    replica = Engine(model, _world(), bucket_bytes, zero=zero)
     optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1))
 
     def loss(first: nn.Module, rest: Sequence[nn.Module]) -> Tensor:

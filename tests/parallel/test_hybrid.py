@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from farandole.comm.communicator import Communicator
-from farandole.parallel.data import DataParallel
+from farandole.parallel.engine import Engine
 from farandole.parallel.hybrid import divide
 from farandole.plan import Plan, PlanError
 from tests.comm.hosts import hierarchical_group, on_hosts
@@ -25,7 +25,7 @@ def _train(
     model = _model(seed=rank)
     model.offset = model.offset.to(dtype)
     with on_hosts(hosts, rank):
-        engine = DataParallel(model, comm, 400, zero=zero, hybrid=True, dtype=dtype)
+        engine = Engine(model, comm, 400, zero=zero, hybrid=True, dtype=dtype)
     optimizer = engine.optimizer(_grouped(model))
     for batch in _batches(size):
         *first, last = batch.split(SHARE)[rank].split(SHARE // accumulate)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
-from farandole.parallel.data import DataParallel
+from farandole.parallel.engine import Engine
 from farandole.parallel.lender import slot_lengths
 
 
@@ -25,7 +25,7 @@ def _gradients(rank: int, size: int, zero: int) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(one, other) for one, other in pairwise((64, 256, 8, 8, 16, 1024))))
     comm = Communicator(torch.distributed.group.WORLD)
-    engine = DataParallel(model, comm, bucket_bytes=600, zero=zero)
+    engine = Engine(model, comm, bucket_bytes=600, zero=zero)
     if zero:
         several = [bucket for bucket in engine.buckets if len(bucket.parameters) > 1]
         lender = several[0].gradients._loan.lender

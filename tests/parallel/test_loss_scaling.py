@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 import farandole
 from farandole import Plan, PlanError
-from farandole.parallel.data import DataParallel
+from farandole.parallel.engine import Engine
 from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.nonfinite import OutputWatch
-from farandole.parallel.scaled import ScaledDataParallel
 from tests.parallel.test_data import SHARE, _loss, _model, _world
 from tests.parallel.test_zero import CLIP, STAGES, _batches, _grouped, _train_alone
 
@@ -121,7 +120,7 @@ def _spoil(parameter: nn.Parameter, when: list[bool], value: float) -> None:
     parameter.register_hook(spoiled)
 
 
-def _frozen_state(engine: DataParallel, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _frozen_state(engine: Engine, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Copies of all that a step changes: the model's weights, masters, moments and counts."""
     pieces = [piece for _, piece, _ in engine.pieces()]
     states = [value for piece in pieces for value in optimizer.state[piece].values()]
@@ -133,7 +132,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a[~a.isnan()], b[~b.isnan()])
 
 
-def _pass(engine: DataParallel, rank: int, accumulate: int) -> None:
+def _pass(engine: Engine, rank: int, accumulate: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     for part in range(accumulate):
         loss = engine(torch.randn(4, 8, generator=generator)).float().square().mean() / accumulate
@@ -152,9 +151,7 @@ def _skip(rank: int, size: int, zero: int, accumulate: int, clip: bool) -> list[
         _spoil(model.blocks[1].weight, when, INF)
         _spoil(model.blocks[2].bias, when, NAN)
     scaler = LossScaler(2.0**12, growth_interval=3)
-    engine = ScaledDataParallel(
-        model, _world(), 300, scaler=scaler, zero=zero, dtype=torch.float16, report=False
-    )
+    engine = Engine(model, _world(), 300, scaler=scaler, zero=zero, dtype=torch.float16, report=False)
     optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
     lines, scales = [], []
@@ -206,7 +203,7 @@ def _several(rank: int, size: int) -> str:
     when = [True]
     if rank != 1:
         _spoil(model.blocks[rank].bias, when, NAN if rank else INF)
-    engine = ScaledDataParallel(model, _world(), scaler=LossScaler(2.0**4), zero=2, dtype=torch.float16)
+    engine = Engine(model, _world(), scaler=LossScaler(2.0**4), zero=2, dtype=torch.float16)
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     _pass(engine, rank, 1)
     optimizer.step()
@@ -237,7 +234,7 @@ def _outputs(rank: int, size: int, diagnose: bool) -> tuple[list[str], bool]:
     model = Growing(rank)
     plan = Plan(zero=1, precision="fp16")
     engine = farandole.parallelize(model, plan, diagnose=diagnose)
-    assert isinstance(engine, ScaledDataParallel)
+    assert isinstance(engine, Engine)
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     lines = []
     for _ in range(3):
@@ -275,7 +272,7 @@ def _train_scaled(rank: int, size: int, zero: int, accumulate: int) -> dict[str,
     model = _model(seed=rank)
     model.offset = model.offset.half()
     scaler = LossScaler(2.0**10)
-    engine = ScaledDataParallel(model, _world(), 200, scaler=scaler, zero=zero, dtype=torch.float16)
+    engine = Engine(model, _world(), 200, scaler=scaler, zero=zero, dtype=torch.float16)
     optimizer = engine.optimizer(_grouped(model))
     for batch in _batches(size):
         *first, last = batch.split(SHARE)[rank].split(SHARE // accumulate)
@@ -309,9 +306,7 @@ def _beside_torch(rank: int, size: int) -> None:
     when = [False]
     _spoil(model.first.weight, when, INF)
     _spoil(reference.first.weight, when, INF)
-    engine = ScaledDataParallel(
-        model, _world(), scaler=LossScaler(2.0**8, growth_interval=2), zero=1, report=False
-    )
+    engine = Engine(model, _world(), scaler=LossScaler(2.0**8, growth_interval=2), zero=1, report=False)
     ours = engine.optimizer(torch.optim.Adam(model.parameters(), 0.01))
     theirs = torch.optim.Adam(reference.parameters(), 0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
@@ -339,7 +334,7 @@ def test_training_is_that_of_torch(ranks: Any) -> None:
 def _passes_add_up(rank: int, size: int) -> None:
     """With zero=2 a second pass without no_sync adds to gradients that were handed out, and unscaled."""
     model = _blocks()
-    engine = ScaledDataParallel(model, _world(), scaler=LossScaler(2.0**6), zero=2)
+    engine = Engine(model, _world(), scaler=LossScaler(2.0**6), zero=2)
     _pass(engine, rank, 1)
     once = [g.clone() for g in engine.gradients()]
     _pass(engine, rank, 1)
@@ -351,7 +346,7 @@ def _passes_add_up(rank: int, size: int) -> None:
 def _average_overflows(rank: int, size: int) -> str:
     """Every rank's gradient is finite in fp32, and their sum is not."""
     model = nn.Linear(2, 2, bias=False)
-    engine = ScaledDataParallel(model, _world(), scaler=LossScaler(1.0), report=False)
+    engine = Engine(model, _world(), scaler=LossScaler(1.0), report=False)
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     engine.backward((engine(torch.ones(1, 2)) * 3e38).sum())
     optimizer.step()
@@ -391,7 +386,7 @@ def test_what_cannot_be_is_refused(ranks: Any) -> None:
 def _said(rank: int, size: int) -> list[str]:
     model = _blocks()
     _spoil(model.first.bias, [True], NAN)
-    engine = ScaledDataParallel(model, _world(), scaler=LossScaler(1.0, minimum=1.0))
+    engine = Engine(model, _world(), scaler=LossScaler(1.0, minimum=1.0))
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     with contextlib.redirect_stderr(io.StringIO()) as said:
         for _ in range(3):

@@ -10,7 +10,7 @@ from torch import nn
 
 import farandole
 from farandole import Plan, PlanError
-from farandole.parallel.data import DataParallel
+from farandole.parallel.engine import Engine
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def _meet(rank: int, size: int) -> None:
         farandole.parallelize(nn.Linear(2, 2).bfloat16(), Plan())
     model = nn.Linear(2, 2)
     engine = farandole.parallelize(model, Plan(data=2, zero=2, precision="bf16"))
-    assert isinstance(engine, DataParallel)
+    assert isinstance(engine, Engine)
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     before = [value.float() for value in model.parameters()]
     for _ in range(2):

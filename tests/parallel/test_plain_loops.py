@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import farandole
 from farandole import Plan
-from farandole.parallel.data import DataParallel
+from farandole.parallel.engine import Engine
 
 STEPS, SHARE, RATE, CLIP = 3, 4, 0.2, 0.05
 WEIGHTS = {"shared": "farandole", "gathered": "gloo"}
@@ -39,7 +39,7 @@ class Loop:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    engine: DataParallel | None  # None in one process
+    engine: Engine | None  # None in one process
     step: int = 0
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import farandole
 from farandole import Plan, PlanError
-from farandole.parallel.data import DataParallel
+from farandole.parallel.engine import Engine
 from farandole.parallel.rounding import StochasticRounding, round_stochastically
 from tests.parallel.test_data import _world
 from tests.parallel.test_zero import STAGES, Listed
@@ -72,7 +72,7 @@ def _neighbours(rank: int, size: int, zero: int) -> None:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(9, 13), nn.Linear(13, 5))
     model[0].bias.requires_grad_(False)
-    engine = DataParallel(model, _world(), 200, zero=zero, dtype=BF16, rounding=StochasticRounding(7))
+    engine = Engine(model, _world(), 200, zero=zero, dtype=BF16, rounding=StochasticRounding(7))
     optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), 0.01))
     calls = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
@@ -177,13 +177,13 @@ def test_small_updates_add_up(ranks: Any) -> None:
 def _resumed(rank: int, size: int) -> None:
     """With the weights, the optimizer's state and the count of steps, training goes on with the same bits."""
 
-    def step(engine: DataParallel, optimizer: torch.optim.Optimizer) -> None:
+    def step(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         engine(torch.ones(1, 6)).float().square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    def new(model: nn.Module) -> tuple[DataParallel, torch.optim.Optimizer]:
-        engine = DataParallel(model, _world(), dtype=BF16, rounding=StochasticRounding(5))
+    def new(model: nn.Module) -> tuple[Engine, torch.optim.Optimizer]:
+        engine = Engine(model, _world(), dtype=BF16, rounding=StochasticRounding(5))
         return engine, engine.optimizer(torch.optim.Adam(model.parameters(), 0.01))
 
     model = nn.Linear(6, 6)

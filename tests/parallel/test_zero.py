@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from farandole.comm.communicator import Communicator
 from farandole.models.gpt import GPTConfig, build_gpt
-from farandole.parallel.data import DataParallel
+from farandole.parallel.engine import Engine
 from tests.parallel.test_data import SHARE, Odd, _loss, _model
 
 STEPS, CLIP, RATE, MOMENTUM = 3, 0.5, 0.1, 0.9
@@ -81,7 +81,7 @@ def _train(
 ) -> dict[str, Tensor]:
     model = _model(seed=rank)  # rank 0's must win
     model.offset = model.offset.to(dtype)
-    replica = DataParallel(model, _world(), bucket_bytes, zero=zero, dtype=dtype)
+    replica = Engine(model, _world(), bucket_bytes, zero=zero, dtype=dtype)
     optimizer = replica.optimizer(_grouped(model))
     for batch in _batches(size):
         *first, last = batch.split(SHARE)[rank].split(SHARE // accumulate)
@@ -131,7 +131,7 @@ def _gpt_losses(rank: int, size: int, zero: int | None, dtype: torch.dtype | Non
         fully_shard(model, mp_policy=policy)
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
     else:
-        replica = DataParallel(model, _world(), 4000, zero=zero, dtype=dtype)
+        replica = Engine(model, _world(), 4000, zero=zero, dtype=dtype)
         optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.5))
     losses = []
     for batch in tokens:
@@ -156,7 +156,7 @@ def test_fsdp2_learns_the_same(ranks: Any, dtype: torch.dtype | None) -> None:
 def _adam_matches_torch(rank: int, size: int, zero: int) -> None:
     """AdamW on pieces makes what AdamW makes on whole parameters."""
     model, reference = _model(0), _model(0)
-    replica = DataParallel(model, _world(), 300, zero=zero)
+    replica = Engine(model, _world(), 300, zero=zero)
     optimizer = replica.optimizer(torch.optim.AdamW(model.parameters(), 0.01, fused=True))
     plain = torch.optim.AdamW(reference.parameters(), 0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -186,8 +186,8 @@ def test_adam_and_schedulers_work_on_pieces(ranks: Any) -> None:
 def _refusals(rank: int, size: int) -> None:
     model = _model(0)
     with pytest.raises(ValueError, match="zero=4: the stages are 0, 1, 2 and 3"):
-        DataParallel(model, _world(), zero=4)
-    replica = DataParallel(model, _world(), zero=1)
+        Engine(model, _world(), zero=4)
+    replica = Engine(model, _world(), zero=1)
     with pytest.raises(ValueError, match="not the model's"):
         replica.optimizer(torch.optim.SGD(Odd().parameters(), 0.1))
     optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
@@ -207,7 +207,7 @@ def _two_passes(rank: int, size: int, zero: int) -> None:
     """Without no_sync, what every pass has averaged adds up."""
     model = nn.Linear(5, 3)
     nn.init.ones_(model.weight)
-    replica = DataParallel(model, _world(), zero=zero)
+    replica = Engine(model, _world(), zero=zero)
     x = torch.full((2, 5), float(rank + 1))
     for _ in range(2):
         for _ in range(2):
@@ -229,7 +229,7 @@ def _order(rank: int, size: int, zero: int) -> None:
     layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(5))
     reference = nn.ModuleList(nn.Linear(40, 40) for _ in range(5))
     reference.load_state_dict(layers.state_dict())
-    replica = DataParallel(layers, _world(), 1000, zero=zero)
+    replica = Engine(layers, _world(), 1000, zero=zero)
     torch.manual_seed(1)
     xs = torch.randn(size, 3, 40)
     for chosen in ((4, 0, 3, 1, 2, 0), (0, 1, 2), (2, 4)):
@@ -260,7 +260,7 @@ def test_any_order_of_blocks(ranks: Any, zero: int) -> None:
 def _memory(rank: int, size: int, zero: int) -> tuple[int, int]:
     """Bytes of this rank's own tensors, and of those that all ranks have in common, that a stage keeps."""
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
-    replica = DataParallel(model, _world(), 1, zero=zero)
+    replica = Engine(model, _world(), 1, zero=zero)
     own = sum(bucket.gradients.reduced.nbytes for bucket in replica.buckets)
     common = sum(p.nbytes for p in model.parameters() if replica.buckets[0].weights is not None)
     return own, common
@@ -299,7 +299,7 @@ def _train_listed(
     """Losses, the weights at the end, and the most bytes of gathered weights at a time."""
     torch.manual_seed(0)
     model = Listed()
-    replica = DataParallel(model, _world(), zero=zero, dtype=dtype)
+    replica = Engine(model, _world(), zero=zero, dtype=dtype)
     optimizer = replica.optimizer(_grouped(model))
     losses = []
     most = 0

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from farandole.comm.communicator import Communicator
 from farandole.models.gpt import GPTConfig, build_gpt
-from farandole.parallel.data import DataParallel
+from farandole.parallel.engine import Engine
 from farandole.train.config import load_config
 from farandole.train.lora import LoRA, LoRALinear, add_lora, merge, remove, summarize, unmerge
 from farandole.train.optimizer import build_optimizer
@@ -509,7 +509,7 @@ def _train_parallel(rank: int, size: int, batches: list[Tensor]) -> tuple[dict[s
     add_lora(model, LoRA(rank=4, alpha=8, targets=TARGETS))
     disturb(model, seed=rank)
     assert dist.group.WORLD is not None
-    replica = DataParallel(model, Communicator(dist.group.WORLD))
+    replica = Engine(model, Communicator(dist.group.WORLD))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.5)
     for batch in batches:
         replica.zero_grad()

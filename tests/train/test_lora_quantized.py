@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
-from farandole.parallel.data import DataParallel
+from farandole.parallel.engine import Engine
 from farandole.train.lora import (
     LoRA,
     LoRALinear,
@@ -223,7 +223,7 @@ def _train_parallel(rank: int, size: int, base: Any) -> list[Tensor]:
             add_lora(net_layer, LoRA(base=base))
             layer.weight = net_layer[0].weight
     assert dist.group.WORLD is not None
-    replica = DataParallel(net, Communicator(dist.group.WORLD))
+    replica = Engine(net, Communicator(dist.group.WORLD))
     net(X.chunk(size)[rank]).square().mean().backward()
     replica.synchronize()
     torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1).step()

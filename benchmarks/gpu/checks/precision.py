@@ -21,10 +21,10 @@ from benchmarks.gpu.reference import (
     train_planned,
 )
 from benchmarks.gpu.registry import Context, Figures, Skip, check
+from farandole.parallel.engine import Engine
 from farandole.parallel.float8 import check_float8, use_float8
 from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.rounding import round_stochastically
-from farandole.parallel.scaled import ScaledDataParallel
 from farandole.plan import Plan, PlanError
 
 
@@ -64,7 +64,7 @@ def overflow(context: Context) -> Figures:
     """A step that overflows is skipped, named, and the scale follows torch's GradScaler."""
     comm, model = context.comm, make(context)
     scaler = LossScaler(scale=2.0**16, growth_interval=2)
-    engine = ScaledDataParallel(model, comm, zero=1, dtype=torch.float16, scaler=scaler, report=False)
+    engine = Engine(model, comm, zero=1, dtype=torch.float16, scaler=scaler, report=False)
     optimizer = engine.optimizer(sgd(model.parameters()))
     tokens = batches(context)[0]
     overflows = (False, True, False, False)

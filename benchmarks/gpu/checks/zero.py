@@ -24,7 +24,7 @@ from benchmarks.gpu.reference import (
 )
 from benchmarks.gpu.registry import Context, Figures, check
 from farandole.models.gpt import build_gpt
-from farandole.parallel.data import DataParallel
+from farandole.parallel.engine import Engine
 from farandole.plan import Plan
 
 _TOLERANCE = 2e-3
@@ -138,7 +138,7 @@ def deferred(context: Context) -> Figures:
 def locates_infinity(context: Context) -> Figures:
     """The rank and the parameter of a gradient that is not finite."""
     model = make(context)
-    engine = DataParallel(model, context.comm, zero=1, watch=True)
+    engine = Engine(model, context.comm, zero=1, watch=True)
     name, parameter = next((n, p) for n, p in model.named_parameters() if p.dim() == 1)
     bad = context.comm.size - 1
     if context.comm.rank == bad:

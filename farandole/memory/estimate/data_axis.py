@@ -14,7 +14,7 @@ from torch import nn
 from farandole.memory.blocks import blocks_of
 from farandole.memory.estimate.machine import Machine
 from farandole.parallel.buckets import Filling, fill, filling_of
-from farandole.parallel.data import BUCKET_BYTES
+from farandole.parallel.engine import BUCKET_BYTES
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.gathering import CAPACITY
 from farandole.parallel.lender import DEPTH, slot_lengths

@@ -34,9 +34,9 @@ class Summary:
 def add_lora(model: nn.Module, lora: LoRA) -> Summary:
     """Freeze `model` but for adapters beside the layers that `lora` names (and what else it trains).
 
-    Layers are changed in place, before anything that collects parameters is made: an optimizer, `DataParallel`.
+    Layers are changed in place, before anything that collects parameters is made: an optimizer, `Engine`.
     The model computes what it did, since B starts at zero, and with a quantized `lora.base` nearly that. Draws A
-    from torch's global generator: `DataParallel` gives all ranks those of rank 0.
+    from torch's global generator: `Engine` gives all ranks those of rank 0.
 
     Raises ValueError, with the model as it was, where a pattern matches nothing or no plain `nn.Linear`, where the
     model has adapters already, or where tied weights would not stay so; ImportError where torchao is missing.
