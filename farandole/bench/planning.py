@@ -24,7 +24,7 @@ from farandole.memory.estimate import Estimate, Machine, Workload, estimate_work
 from farandole.plan import Plan, Recompute
 from farandole.train.config import Precision, TrainConfig, load_config
 from farandole.train.planning import workload_of
-from farandole.train.precision import WORTH_IT
+from farandole.train.precision import bf16_unit
 from farandole.train.start import read_request
 
 _PRECISIONS = tuple(precision for precision in get_args(Precision) if precision != "auto")
@@ -236,7 +236,7 @@ def _precision(config: TrainConfig, machine: Machine) -> str:
         return config.precision
     if not machine.host:
         return "bf16"
-    return "bf16" if machine.flops["bf16"] >= WORTH_IT * machine.flops["fp32"] else "fp32"
+    return "bf16" if bf16_unit(torch.device("cpu")) else "fp32"
 
 
 def _check(option: str, given: Sequence[str], known: Sequence[str]) -> None:

@@ -31,6 +31,7 @@ from farandole.train.checkpoint_folder import (
     CheckpointError,
     Facts,
     checkpoints,
+    damaged,
     folder_name,
     read_facts,
     step_of,
@@ -236,7 +237,7 @@ def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
         dcp.load(wanted, storage_reader=reader, planner=PieceLoadPlanner(), process_group=comm.group)
         load_offloaded(engine, folder / STATE)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
-        raise CheckpointError(f"checkpoint {folder} is damaged: {_root(error)}") from error
+        raise damaged(folder, str(_root(error))) from error
     restore(engine, comm.rank, wanted)
     engine.step_number = facts.step
     engine.sampler.consumed = facts.consumed

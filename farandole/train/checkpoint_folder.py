@@ -59,13 +59,32 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def check_whole(folder: Path) -> None:
-    """Raise `CheckpointError` where a part of checkpoint `folder` is missing, naming the one before it."""
+    """Raise `CheckpointError` where a part of checkpoint `folder` is missing or cut off, naming the one before it."""
     missing = [name for name in (FACTS, STATE_INDEX, WEIGHTS, TOKENIZER) if not (folder / name).is_file()]
-    if not missing:
-        return
+    if missing:
+        raise damaged(folder, f"{', '.join(missing)} missing")
+    has, needs = (folder / WEIGHTS).stat().st_size, _length_of_safetensors(folder / WEIGHTS)
+    if has != needs:
+        raise damaged(folder, f"{WEIGHTS} has {has} bytes, and {needs or 'more'} by its header")
+
+
+def damaged(folder: Path, why: str) -> CheckpointError:
+    """The error of a checkpoint that cannot be read; it names the one before it."""
     before = [path for path in checkpoints(folder.parent.parent) if step_of(path) < step_of(folder)]
-    advice = f"; the checkpoint before it: {before[-1]}" if before else ""
-    raise CheckpointError(f"checkpoint {folder} is damaged: {', '.join(missing)} missing{advice}")
+    advice = f"; the checkpoint before it: --resume {before[-1]}" if before else ""
+    return CheckpointError(f"checkpoint {folder} is damaged: {why}{advice}")
+
+
+def _length_of_safetensors(path: Path) -> int:
+    """How long a file of tensors is by its header; 0 if that is not whole."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(length)) if length < path.stat().st_size else {}
+        except ValueError:
+            return 0
+    ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+    return 8 + length + max(ends, default=0) if header else 0
 
 
 def folder_name(step: int) -> str:

@@ -1,26 +1,27 @@
 """The type that products are computed in: fp32, bf16, or fp16 with loss scaling.
 
 Weights, gradients and optimizer are fp32 throughout; `torch.autocast` gives matrix products their operands
-in the lower type (Micikevicius et al., 2018, "Mixed Precision Training").  Which type is faster differs
-between machines by more than any list of processors would tell, so `auto` measures.  Scaling of the loss is the
-business of `parallel.scaled`.
+in the lower type (Micikevicius et al., 2018, "Mixed Precision Training").  `auto` is decided by what the hardware says that it can
+multiply, not by a measurement: on a loaded machine the same command would choose another type, and learn other weights.
+Scaling of the loss is the business of `parallel.scaled`.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from farandole.comm.communicator import Communicator
-from farandole.models.gpt import GPTConfig
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-WORTH_IT = 1.2
-"""bf16 has to be this many times as fast as fp32 to be chosen: it has 8 bits of precision, fp32 has 24."""
+_CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+"""Of processors that multiply bf16: Intel's, AMD's from Zen 4 on, and Arm's."""
+_CUDA_CAPABILITY = (8, 0)
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
@@ -31,37 +32,32 @@ class Choice:
     reason: str
 
 
-def choose_precision(
-    asked: str, model: GPTConfig, tokens: int, comm: Communicator, device: torch.device
-) -> Choice:
-    """What was asked, or for `auto` what is faster on the slowest rank; all ranks get the same answer.
-
-    `tokens` is how many a rank computes at a time: the rows of every product of the model.
-    """
+def choose_precision(asked: str, comm: Communicator, device: torch.device) -> Choice:
+    """What was asked, or for `auto` bf16 if the devices of all ranks multiply it; all ranks get the same answer."""
     if asked != "auto":
         return Choice(asked, "as asked")
-    speeds = torch.tensor([_speed(dtype, model, tokens, device) for dtype in (torch.float32, torch.bfloat16)])
-    comm.all_reduce(speeds, "min")
-    fp32, bf16 = speeds.tolist()
-    name = "bf16" if bf16 >= WORTH_IT * fp32 else "fp32"
-    return Choice(name, f"measured: bf16 {bf16:.3g}, fp32 {fp32:.3g} GFLOP/s per rank")
+    found = comm.all_gather_object(bf16_unit(device))
+    missing = next((rank for rank, unit in enumerate(found) if not unit), None)
+    if missing is None:
+        return Choice("bf16", f"the hardware multiplies bf16: {', '.join(sorted(set(found)))}")
+    return Choice("fp32", f"the {device.type.upper()} of rank {missing} does not multiply bf16")
 
 
-def _speed(dtype: torch.dtype, model: GPTConfig, tokens: int, device: torch.device) -> float:
-    """GFLOP/s on `device` of a block's largest product, forward and both of its gradients, median of five."""
-    x = torch.randn(tokens, model.width, device=device).to(dtype)
-    weight = torch.randn(4 * model.width, model.width, device=device).to(dtype)
-    seconds = []
-    for _ in range(6):  # the first one warms up
-        started = time.perf_counter()
-        y = x @ weight.T
-        _ = y @ weight
-        _ = y.T @ x
-        if device.type == "cuda":  # products are only queued there
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    flops = 3 * 2 * x.numel() * weight.shape[0]
-    return flops / statistics.median(seconds[1:]) / 1e9
+def bf16_unit(device: torch.device) -> str:
+    """The name of what multiplies bf16 on a device, or ""."""
+    if device.type == "cuda":
+        capable = torch.cuda.get_device_capability(device) >= _CUDA_CAPABILITY
+        return torch.cuda.get_device_name(device) if capable else ""
+    flags = _cpu_flags()
+    return next((flag for flag in _CPU_FLAGS if flag in flags), "")
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = re.findall(r"^(?:flags|Features)\s*:(.*)$", _CPUINFO.read_text(), re.MULTILINE)
+    except OSError:  # no Linux
+        return set()
+    return set(lines[0].split()) if lines else set()
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:

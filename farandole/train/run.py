@@ -17,6 +17,7 @@ from farandole.train.checkpoint import CheckpointWriter
 from farandole.train.checkpoint_folder import TOKENIZER, read_facts
 from farandole.train.config import TrainConfig
 from farandole.train.engine import Engine
+from farandole.train.lock import RunLock
 from farandole.train.observer import Observer
 from farandole.train.precision import Choice, choose_precision
 from farandole.train.stopping import StopSignals
@@ -31,7 +32,7 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
     """
     keep_freed_memory()
     text = open_text(config)
-    with StopSignals() as stop:
+    with StopSignals() as stop, RunLock(run, runtime.comm):
         choice = _precision(config, resume, runtime)
         engine = Engine(config, text, choice.name, runtime.comm, runtime.device)
         earlier_s, resumed_step = 0.0, None
@@ -82,9 +83,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _precision(config: TrainConfig, resume: Path | None, runtime: Runtime) -> Choice:
-    """A run that is continued keeps its precision, whatever a probe would find today."""
+    """A run that is continued keeps its precision, on whatever hardware."""
     if resume is not None:
         return Choice(read_facts(resume).precision, "as before")
-    _, size = config.micro_batches(runtime.size)
-    tokens = size * config.model.context
-    return choose_precision(config.precision, config.model.gpt(), tokens, runtime.comm, runtime.device)
+    return choose_precision(config.precision, runtime.comm, runtime.device)

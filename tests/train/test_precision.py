@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,49 +12,49 @@ import torch.distributed as dist
 from torch import nn
 
 from farandole.comm.communicator import Communicator
-from farandole.models.gpt import GPTConfig
 from farandole.train import precision
 from farandole.train.config import load_config
 from farandole.train.optimizer import build_optimizer, learning_rate
 from farandole.train.precision import choose_precision
 
 CPU = torch.device("cpu")
-MODEL = GPTConfig(vocabulary=300, context=8, layers=1, heads=1, width=16)
+INTEL = "processor : 0\nflags\t\t: fpu sse avx512f avx512_bf16 amx_bf16\n\nprocessor : 1\nflags : fpu\n"
+OLD = "processor : 0\nflags\t\t: fpu sse avx2\n"
+ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n"
 
 
-def _choose(rank: int, size: int, asked: str, fp32: list[float], bf16: list[float]) -> tuple[str, str]:
+def _choose(rank: int, size: int, asked: str, processors: list[str], folder: Path) -> tuple[str, str]:
     assert dist.group.WORLD is not None
-    measured = {torch.float32: fp32[rank], torch.bfloat16: bf16[rank]}
-    original = precision._speed
-    precision._speed = lambda dtype, *_: measured[dtype]
-    try:
-        choice = choose_precision(asked, MODEL, 8, Communicator(dist.group.WORLD), CPU)
-    finally:
-        precision._speed = original
+    file = folder / f"cpuinfo-{rank}"
+    file.write_text(processors[rank])
+    with mock.patch.object(precision, "_CPUINFO", file):
+        choice = choose_precision(asked, Communicator(dist.group.WORLD), CPU)
     return choice.name, choice.reason
 
 
 @pytest.mark.parametrize(
-    ("bf16", "expected"), [([400.0, 400.0], "bf16"), ([400.0, 90.0], "fp32"), ([110.0, 400.0], "fp32")]
+    ("processors", "expected"),
+    [
+        ([INTEL, INTEL], ("bf16", "the hardware multiplies bf16: amx_bf16")),
+        ([INTEL, ARM], ("bf16", "the hardware multiplies bf16: amx_bf16, bf16")),
+        ([INTEL, OLD], ("fp32", "the CPU of rank 1 does not multiply bf16")),
+        (["", OLD], ("fp32", "the CPU of rank 0 does not multiply bf16")),
+    ],
 )
-def test_the_slowest_rank_decides_for_all(ranks: Any, bf16: list[float], expected: str) -> None:
-    results = ranks(2).run(_choose, "auto", [100.0, 100.0], bf16)
-    assert results[0] == results[1]
-    assert results[0][0] == expected
-    assert "GFLOP/s" in results[0][1]
+def test_the_hardware_of_all_ranks_decides(
+    ranks: Any, tmp_path: Path, processors: list[str], expected: tuple[str, str]
+) -> None:
+    assert ranks(2).run(_choose, "auto", processors, tmp_path) == [expected] * 2
 
 
-def test_what_is_asked_is_not_measured(ranks: Any) -> None:
-    assert ranks(1).run(_choose, "fp16", [1.0], [1.0]) == [("fp16", "as asked")]
+def test_what_is_asked_is_taken(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(1).run(_choose, "fp16", [OLD], tmp_path) == [("fp16", "as asked")]
 
 
-def test_the_probe_measures() -> None:
-    assert precision._speed(torch.float32, MODEL, 64, CPU) > 0.0
-
-
-def test_the_probe_computes_on_the_device_of_the_run() -> None:
-    huge = GPTConfig(vocabulary=300, context=8, layers=1, heads=1, width=1 << 24)  # 4 PiB: only meta has room
-    assert precision._speed(torch.float32, huge, 64, torch.device("meta")) > 0.0
+def test_the_processor_of_this_machine_is_read() -> None:
+    assert precision.bf16_unit(CPU) in ("", "amx_bf16", "avx512_bf16", "bf16")
+    with mock.patch.object(precision, "_CPUINFO", Path("/nowhere")):
+        assert precision.bf16_unit(CPU) == ""
 
 
 def test_the_rate_warms_up_and_follows_a_cosine() -> None:

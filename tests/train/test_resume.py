@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -138,3 +139,48 @@ def test_an_older_checkpoint_that_is_damaged_costs_no_later_one(folder: Path, re
     assert command.end() != 0
     assert f"{before[0]} is damaged" in command.output
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
+
+
+def test_what_is_damaged_in_a_checkpoint_is_named_with_the_one_before_it(
+    folder: Path, reference: Path
+) -> None:
+    run = folder / "cut"
+    shutil.copytree(reference, run)
+    *_, before, newest = sorted((run / "checkpoints").glob("step-*"))
+    whole = (newest / "model.safetensors").read_bytes()
+    for content, says in (
+        (whole[:-7], f"has {len(whole) - 7} bytes, and {len(whole)} by its header"),
+        (whole[:100], "and more by"),
+    ):
+        (newest / "model.safetensors").write_bytes(content)
+        command = Command(folder, "train", "--resume", str(run), f"steps={2 * STEPS}")
+        assert command.end() == 2
+        assert says in command.output
+        assert f"the checkpoint before it: --resume {before.relative_to(folder)}" in command.output.replace(
+            f"{folder}/", ""
+        )
+    (newest / "model.safetensors").write_bytes(whole)
+    part = max((newest / "state").iterdir(), key=lambda path: path.stat().st_size)
+    part.write_bytes(b"\0" * part.stat().st_size)
+    command = Command(folder, "train", "--resume", str(run), f"steps={2 * STEPS}")
+    assert command.end() != 0
+    assert f"{newest.name} is damaged" in command.output
+    assert "the checkpoint before it: --resume" in command.output
+    assert "Traceback" not in command.output
+
+
+def test_one_job_at_a_time_trains_in_a_run(folder: Path, reference: Path) -> None:
+    run = folder / "shared"
+    shutil.copytree(reference, run)
+    with (run / ".lock").open("w+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        held.write("process 4711 on elsewhere")
+        held.flush()
+        before = sorted(path.name for path in (run / "checkpoints").iterdir())
+        command = Command(folder, "train", "--resume", str(run), f"steps={STEPS + 2}")
+        assert command.end() != 0
+        assert "is in use: process 4711 on elsewhere trains in it" in command.output
+        assert "Traceback" not in command.output
+        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
+    command = Command(folder, "train", "--resume", str(run), f"steps={STEPS + 2}")
+    assert command.end() == 0, command.output
