@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -168,14 +168,14 @@ class Bucket:
                 self.weights.take(part.start, piece.detach())
 
     def values_of_piece(self, index: int) -> Tensor:
-        """Return the values of piece `index`, flat.
+        """Return the values of piece `index`, in its shape, or flat.
 
         A piece whose values are kept elsewhere reads as NaN; the model then computes with a copy in the shard.
         """
         piece, weights = self.pieces[index], self.weights
         assert piece is not None
         if weights is None or weights.master is not None:
-            return piece.detach().view(-1)
+            return piece.detach()
         return weights.own[self._parts[index]]
 
     def lay_pieces(self, shard: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
@@ -228,18 +228,21 @@ def _is_another(gradient: Tensor, share: Tensor) -> bool:
     return gradient is not share and gradient.device == share.device
 
 
-def fill(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+def fill(
+    parameters: Iterable[nn.Parameter], bucket_bytes: int, apart: Collection[int] = ()
+) -> list[list[nn.Parameter]]:
     """Divide parameters into buckets of about `bucket_bytes` in the order given, one type and device in each.
 
-    A parameter of that size or more has one for itself, so that its gradient need not be copied (`lender`).
+    A parameter of that size or more has one for itself, so that its gradient need not be copied (`lender`).  The parameters
+    whose identities are in `apart` have buckets without others.
     """
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.device, bool], list[nn.Parameter]] = {}
     full: list[list[nn.Parameter]] = []
     for parameter in parameters:
         if parameter.nbytes >= bucket_bytes:
             full.append([parameter])
             continue
-        kind = (parameter.dtype, parameter.device)
+        kind = (parameter.dtype, parameter.device, id(parameter) in apart)
         members = open_buckets.setdefault(kind, [])
         members.append(parameter)
         if sum(member.nbytes for member in members) >= bucket_bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -71,12 +71,14 @@ class Builder:
         self._comm, self._bucket_bytes = comm, bucket_bytes
         self._compression, self._zero, self._dtype = compression, zero, dtype
         self._settle = settle
+        self._kept: set[int] = set()  # the parameters that keep their type
         self._shards = comm.size if zero else 1
         self._own = comm.rank if zero else 0
 
     def build(self, model: nn.Module) -> Built:
         """Do it; called by all ranks."""
         parameters = list(model.parameters())
+        self._kept = {id(p) for p in _of_statistics(model)} if self._dtype is not None else set()
         gathers = (
             self._zero == 3
             and self._comm.size > 1
@@ -86,10 +88,10 @@ class Builder:
             return self._build_gathered(model)
         frozen: list[Weights] = []
         if self._moves:
-            filled = fill(filter(_is_frozen, parameters), self._bucket_bytes)
+            filled = fill(filter(_is_frozen, parameters), self._bucket_bytes, self._kept)
             frozen = [self._whole_weights(members, trained=False) for members in filled]
         trained = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
-        filled = fill(trained, self._bucket_bytes)
+        filled = fill(trained, self._bucket_bytes, self._kept)
         weights = [self._whole_weights(members, trained=True) if self._moves else None for members in filled]
         moved = [weight for weight in weights if weight is not None]
         return Built(self._buckets(filled, weights), [*frozen, *moved])
@@ -110,9 +112,10 @@ class Builder:
         filled: list[list[nn.Parameter]] = []
         weights: list[Weights | GatheredWeights | None] = []
         for number in reversed(range(len(members))):
-            for frozen in fill(filter(_is_frozen, members[number]), _NO_LIMIT):
+            for frozen in fill(filter(_is_frozen, members[number]), _NO_LIMIT, self._kept):
                 groups[number].append(self._gathered_weights(frozen, trained=False))
-            for trained in fill((p for p in reversed(members[number]) if p.requires_grad), _NO_LIMIT):
+            own = (p for p in reversed(members[number]) if p.requires_grad)
+            for trained in fill(own, _NO_LIMIT, self._kept):
                 groups[number].append(self._gathered_weights(trained, trained=True))
                 filled.append(trained)
                 weights.append(groups[number][-1])
@@ -161,6 +164,10 @@ class Builder:
             )
         return buckets
 
+    def _type_of(self, members: Sequence[nn.Parameter]) -> torch.dtype:
+        """The type that the model computes with."""
+        return members[0].dtype if self._dtype is None or id(members[0]) in self._kept else self._dtype
+
     def _layout(self, members: Sequence[nn.Parameter]) -> FlatLayout:
         return FlatLayout([p.shape for p in members], self._shards)
 
@@ -170,7 +177,7 @@ class Builder:
         return FlatLayout([p.shape for p in members], strides=strides)
 
     def _whole_weights(self, members: Sequence[nn.Parameter], *, trained: bool) -> Weights:
-        kind = self._dtype or members[0].dtype
+        kind = self._type_of(members)
         layout = self._layout(members)
         return Weights(
             members,
@@ -185,7 +192,7 @@ class Builder:
         )
 
     def _gathered_weights(self, members: Sequence[nn.Parameter], *, trained: bool) -> GatheredWeights:
-        kind = self._dtype or members[0].dtype
+        kind = self._type_of(members)
         return GatheredWeights(
             members,
             self._layout(members),
@@ -219,6 +226,13 @@ class Builder:
 
 
 _NO_LIMIT = 1 << 62
+
+
+def _of_statistics(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of layers such as BatchNorm, which compute with statistics in fp32, and take such parameters only."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            yield from module.parameters(recurse=False)
 
 
 def _is_frozen(parameter: nn.Parameter) -> bool:

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
 from farandole.memory.swap import Swap
+from farandole.parallel import checkpoint
 from farandole.parallel.buckets import total_norm
 from farandole.parallel.building import Builder
 from farandole.parallel.casting import cast_floating
@@ -53,6 +55,9 @@ from farandole.plan import Offloaded
 
 BUCKET_BYTES = 4 << 20
 
+
+_PLAIN = (bool, int, float, str, tuple, type(None))
+"""The settings of an optimizer that a checkpoint holds; tensors, as of the learning rate, are set by those who made them."""
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
 """`loss(output, batch)` returns the sum over a micro-batch, and the count of what is summed."""
@@ -133,7 +138,8 @@ class Engine:
         self.zero = zero
         self.rank = comm.rank
         self.rounding = rounding
-        self._comm = comm
+        self.comm = self._comm = comm
+        self.optimizers: list[torch.optim.Optimizer] = []
         self._dtype = dtype
         self._offload = offload
         self.offloaded: list[OffloadedUpdate] = []
@@ -170,6 +176,7 @@ class Engine:
         self._whole = WholeParameters(
             model, built.weights, comm, lambda: gathering is None or gathering.is_whole
         )
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._shares_weights = any(bucket.weights and bucket.weights.common for bucket in self.buckets)
         self._gathering = built.gathering
         self._count: float | None = None  # of the last step, which is expected of the next one, too
@@ -380,8 +387,18 @@ class Engine:
                 if piece is not None:
                     yield parameter, piece, start
 
+    def frozen_shards(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+        """(parameter, values, start): what this rank stores of frozen parameters in flat buffers, flat."""
+        for weights in self._weights:
+            if not any(parameter.requires_grad for parameter in weights.parameters):
+                yield from weights.shard_parts()
+
+    def divides(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter lies in a flat buffer, of which this rank may store no part."""
+        return any(each is parameter for weights in self._weights for each in weights.parameters)
+
     def piece_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """(piece, values): the values of each piece, flat, in the order of `pieces`."""
+        """(piece, values): the values of each piece, as many, in the order of `pieces`."""
         for bucket in self.buckets:
             for index, piece in enumerate(bucket.pieces):
                 if piece is not None:
@@ -430,6 +447,7 @@ class Engine:
             if update.state.weights:
                 self._whole.masters_are_elsewhere()
         _clear_parameters_too(optimizer, before)
+        self.optimizers.append(optimizer)
         return optimizer
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -477,6 +495,51 @@ class Engine:
             return mean
 
         return (optimizer, averaged), {}
+
+    # ---- checkpoints ----
+
+    def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write the state of the model and its optimizers to a new folder; all ranks call it.
+
+        There are parameters, buffers, optimizer states and settings, the loss scale, random generators, and what `extra` has: values
+        that JSON can hold, such as the position in the data.  The folder gets its name when it is whole.
+
+        Raises:
+            CheckpointError: on all ranks, if the folder exists or cannot be written.
+        """
+        checkpoint.save(self, Path(folder).expanduser(), extra or {})
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Go on from a checkpoint of `save`, written under any plan by any number of ranks; all ranks call it.
+
+        Optimizers are given to `optimizer` before.
+
+        Returns:
+            `extra`, as it was saved.
+
+        Raises:
+            CheckpointError: on all ranks, if the checkpoint is damaged or belongs to another model; the engine stays as it is.
+        """
+        return checkpoint.load(self, Path(folder).expanduser())
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors."""
+        groups = [
+            [{k: v for k, v in g.items() if isinstance(v, _PLAIN)} for g in optimizer.param_groups]
+            for optimizer in self.optimizers
+        ]
+        steps = self.rounding.steps if self.rounding is not None else 0
+        return {"scaler": self.scaler.state_dict(), "rounding_steps": steps, "groups": groups}
+
+    def take_facts(self, facts: Mapping[str, Any]) -> None:
+        """Go on from what `facts` returned."""
+        if self.scaler.enabled and facts["scaler"]["scale"] != 1:
+            self.scaler.load_state_dict(facts["scaler"])
+        if self.rounding is not None:
+            self.rounding.steps = facts["rounding_steps"]
+        for optimizer, groups in zip(self.optimizers, facts["groups"], strict=False):
+            for group, saved in zip(optimizer.param_groups, groups, strict=False):
+                group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
 
     def publish(self) -> None:
         """Give all ranks' models what optimizers have made of their pieces.  Optimizers do it themselves."""

@@ -140,6 +140,15 @@ class GatheredWeights:
         if self.masters_apart and self.master is not None:
             fill_own(self.master, self._layout, self._shard, index, values)
 
+    def shard_parts(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+        """(parameter, values, start): what this rank's shard has of each parameter, flat."""
+        for piece in self._layout.pieces(self._shard):
+            yield (
+                self.parameters[piece.index],
+                self.own[piece.offset : piece.offset + piece.length],
+                piece.start,
+            )
+
     def take(self, offset: int, values: Tensor) -> None:
         """Compute with new `values` of this rank's shard, from its element `offset` on."""
         self.own[offset : offset + values.numel()].copy_(values)

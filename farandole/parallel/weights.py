@@ -11,7 +11,7 @@ all have ended their backward passes, and nobody reads before all have updated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -101,6 +101,15 @@ class Weights:
             self._views[index].copy_(values)
         if self.masters_apart and self.master is not None:
             fill_own(self.master, self._layout, self._shard, index, values)
+
+    def shard_parts(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+        """(parameter, values, start): what this rank's shard has of each parameter, flat."""
+        for piece in self._layout.pieces(self._shard):
+            yield (
+                self.parameters[piece.index],
+                self.own[piece.offset : piece.offset + piece.length],
+                piece.start,
+            )
 
     def take(self, offset: int, values: Tensor) -> None:
         """Have the model compute with new `values` of this rank's shard, from its element `offset` on."""

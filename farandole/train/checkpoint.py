@@ -23,6 +23,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from farandole.comm.communicator import Communicator
 from farandole.data.cache import flush
+from farandole.parallel.checkpoint import (
+    LoadPlanner,
+    Range,
+    SavePlanner,
+    State,
+    cause_of,
+    commit,
+    load_offloaded,
+    room_for,
+    state_of,
+)
 from farandole.train.checkpoint_folder import (
     FACTS,
     STATE,
@@ -39,9 +50,6 @@ from farandole.train.checkpoint_folder import (
 from farandole.train.disk import reason
 from farandole.train.engine import Engine
 from farandole.train.folders import new_folder
-from farandole.train.offloaded_state import load_offloaded
-from farandole.train.saved_piece import Piece, PieceLoadPlanner, PieceSavePlanner, SavedPiece
-from farandole.train.state import State, restore, room_for, state_of
 
 _ABANDON_S = 3.0
 """How long a failed rank lets a checkpoint be written to its end: the launcher gives it 5.5 seconds."""
@@ -108,7 +116,8 @@ class CheckpointWriter:
         if engine.step_number == self._saved_step:  # asked to stop before the first step after a checkpoint
             return
         self._saved_step = engine.step_number
-        state = {name: self._copy(name, value) for name, value in state_of(engine, self._comm.rank).items()}
+        found = state_of(engine.replica, self._comm.rank)
+        state = {name: self._copy(name, value) for name, value in found.items()}
         weights = self._whole_weights(engine, state)
         if self._comm.rank == 0 or engine.replica.zero:  # what ranks hold alike is written by one of them
             self._bytes = sum(part.nbytes for part in (*state.values(), *weights.values()))
@@ -143,7 +152,7 @@ class CheckpointWriter:
     def _why_failed(self) -> str:
         """What to say where some rank could not write its part, alike on all ranks; removes what was written."""
         told: list[tuple[OSError | str | None, int]] = [(None, 0)] * self._comm.size
-        mine = None if self._error is None else _root(self._error)
+        mine = None if self._error is None else cause_of(self._error)
         dist.all_gather_object(told, (mine, self._bytes), group=self._comm.group)
         said: list[str] = [""]
         if self._comm.rank == 0:
@@ -165,11 +174,11 @@ class CheckpointWriter:
     def _partial(self) -> Path:
         return self.newest.with_name(self.newest.name + ".tmp")
 
-    def _copy(self, name: str, value: Tensor | Piece) -> Tensor | Piece:
+    def _copy(self, name: str, value: Tensor | Range) -> Tensor | Range:
         """A copy in memory that is kept and used again for the next checkpoint; of what is in memory."""
-        if isinstance(value, SavedPiece):
-            return replace(value, held=self._copy_of(name, value.held))
-        return value if isinstance(value, Piece) else self._copy_of(name, value)
+        if not isinstance(value, Range):
+            return self._copy_of(name, value)
+        return value if value.held is None else replace(value, held=self._copy_of(name, value.held))
 
     def _copy_of(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self._copies or self._copies[name].shape != tensor.shape:
@@ -185,8 +194,8 @@ class CheckpointWriter:
                 continue
             name = names[id(parameter)]
             piece = state.get(f"model.{name}")
-            if isinstance(piece, SavedPiece) and piece.values.numel() == piece.count:
-                weights[name] = piece.values.view(parameter.shape)
+            if isinstance(piece, Range) and piece.held is not None and piece.length == parameter.numel():
+                weights[name] = piece.held.view(parameter.shape)
             else:
                 weights[name] = self._copy_of(f"whole.{name}", value)
         return weights
@@ -194,7 +203,7 @@ class CheckpointWriter:
     def _write(self, state: State, weights: dict[str, Tensor], facts: Facts) -> None:
         try:
             writer = FileSystemWriter(self._partial / STATE, sync_files=True)
-            dcp.save(state, storage_writer=writer, planner=PieceSavePlanner(), process_group=self._group)
+            dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=self._group)
             if self._comm.rank == 0:  # all ranks' parts are on the disk: the save is a collective call
                 self._complete(weights, facts)
         except BaseException as error:  # noqa: BLE001 - handed to the training thread, which raises it
@@ -214,17 +223,6 @@ class CheckpointWriter:
             _remove(old)
 
 
-def _root(error: BaseException) -> OSError | str:
-    """The failure behind those that it led to (of several ranks, of closing files), or its first line."""
-    if isinstance(error, CheckpointException):
-        causes = [_root(failure) for failure, _ in error.failures.values()]
-        return next((cause for cause in causes if isinstance(cause, OSError)), causes[0])
-    behind = error.__cause__ or error.__context__
-    if isinstance(error, OSError) or behind is None:
-        return error if isinstance(error, OSError) else f"{type(error).__name__}: {error}".splitlines()[0]
-    return _root(behind)
-
-
 def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
     """Bring `engine` to the state in checkpoint `folder`; all ranks call this together.
 
@@ -233,12 +231,12 @@ def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
     facts = read_facts(folder)
     try:
         reader = FileSystemReader(folder / STATE)
-        wanted = room_for(engine, comm.rank, reader.read_metadata().state_dict_metadata)
-        dcp.load(wanted, storage_reader=reader, planner=PieceLoadPlanner(), process_group=comm.group)
-        load_offloaded(engine, folder / STATE)
+        wanted = room_for(engine.replica, comm.rank, reader.read_metadata().state_dict_metadata)
+        dcp.load(dict(wanted), storage_reader=reader, planner=LoadPlanner(), process_group=comm.group)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
-        raise damaged(folder, str(_root(error))) from error
-    restore(engine, comm.rank, wanted)
+        raise damaged(folder, str(cause_of(error))) from error
+    commit(engine.replica, comm.rank, wanted)
+    load_offloaded(engine.replica, folder / STATE)
     engine.step_number = facts.step
     engine.sampler.consumed = facts.consumed
     engine.scaler.scale, engine.scaler.good_steps = facts.loss_scale, facts.good_steps

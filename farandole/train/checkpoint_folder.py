@@ -18,12 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from farandole.parallel.errors import CheckpointError
+
 STATE, WEIGHTS, FACTS, TOKENIZER = "state", "model.safetensors", "train.json", "tokenizer.json"
 STATE_INDEX = "state/.metadata"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, found, or continued from; the message says which and why."""
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ def _random_of_an_accelerator(rank: int, size: int, words: list[str], run: Path)
     config, text, engine = _make(words)
     engine.step()
     writer = CheckpointWriter(run, text.folder / "tokenizer.json", keep=2, comm=_world())
-    engine.device = torch.device("cuda", 0)  # its generator is not: see the mocks
+    engine.replica.device = torch.device("cuda", 0)  # its generator is not: see the mocks
     mine = torch.tensor([rank, 7], dtype=torch.uint8)
     with mock.patch("torch.cuda.get_rng_state", return_value=mine):
         writer.save(engine, 0.0)
@@ -196,16 +196,16 @@ def _random_of_an_accelerator(rank: int, size: int, words: list[str], run: Path)
 
     other = Engine(config, text, "fp32", _world(), CPU)
     load(other, writer.newest, _world())  # on a machine without accelerators
-    other.device = engine.device
+    other.replica.device = engine.replica.device
     with (
         mock.patch("torch.cuda.get_rng_state", return_value=torch.zeros(2, dtype=torch.uint8)),
         mock.patch("torch.cuda.set_rng_state") as restored,
     ):
         load(other, writer.newest, _world())
         (state, device), _ = restored.call_args
-        assert (state.tolist(), device) == (mine.tolist(), engine.device)
+        assert (state.tolist(), device) == (mine.tolist(), engine.replica.device)
 
-        engine.device = CPU
+        engine.replica.device = CPU
         engine.step()
         writer.save(engine, 0.0)
         writer.wait()

@@ -1,0 +1,243 @@
+"""A checkpoint of an engine under any plan is one of every other, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import farandole
+from farandole import Plan
+from farandole.parallel import checkpoint
+from farandole.parallel.checkpoint import Range
+from farandole.parallel.engine import Engine
+from farandole.parallel.errors import CheckpointError
+
+STEPS = 3
+Way = tuple[int, str, int, str, str]
+"""Number of ranks, backend, stage of ZeRO, precision, offload."""
+
+
+class Net(nn.Module):
+    """A channels_last convolution, statistics, a frozen layer, a tied weight, a scalar, a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 6, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(6)
+        self.frozen = nn.Linear(6, 7)
+        self.frozen.requires_grad_(False)
+        self.first = nn.Linear(7, 9, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(torch.tanh(self.convolution(x))).mean((2, 3))
+        hidden = torch.tanh(self.first(torch.tanh(self.frozen(x)))) * self.scale
+        return F.linear(hidden, self.first.weight.t())
+
+
+def _make(way: Way, seed: int) -> tuple[Engine, torch.optim.Optimizer]:
+    _, _, zero, precision, offload = way
+    torch.manual_seed(seed)
+    model = Net()
+    engine = farandole.parallelize(model, Plan(zero=zero, precision=precision, offload=offload))  # type: ignore[arg-type]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return engine, engine.optimizer(torch.optim.AdamW(trained, 0.01 * seed, fused=offload == "none"))
+
+
+def _train(engine: Engine, optimizer: torch.optim.Optimizer, first: int, steps: int) -> list[float]:
+    """The same samples on every rank: gradients do not depend on their number, but for rounding."""
+    losses = []
+    for step in range(first, first + steps):
+        batch = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(step))
+        loss = engine(batch).float().square().mean()
+        engine.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _contents(engine: Engine) -> dict[str, Tensor]:
+    """All that the checkpoint holds, whole, from the parts of all ranks."""
+    state = {
+        name: value
+        for name, value in checkpoint.state_of(engine, engine.rank).items()
+        if not name.startswith("random")
+    }
+    mine: dict[str, Any] = {
+        name: (found.shape, found.start, found.values.clone()) if isinstance(found, Range) else found.clone()
+        for name, found in state.items()
+    }
+    whole: dict[str, Tensor] = {}
+    for part in engine.comm.all_gather_object(mine):
+        for name, found in part.items():
+            if isinstance(found, Tensor):
+                whole[name] = found
+            else:
+                shape, start, values = found
+                room = whole.setdefault(
+                    name,
+                    torch.full(shape, -1 if values.dtype is torch.int64 else torch.nan, dtype=values.dtype),
+                )
+                room.view(-1)[start : start + len(values)] = values
+    return whole
+
+
+def _save(rank: int, size: int, way: Way, folder: Path) -> tuple[dict[str, Tensor], list[float]]:
+    engine, optimizer = _make(way, seed=1)
+    _train(engine, optimizer, 0, STEPS)
+    engine.save(folder / "state", {"position": 17, "note": "after three steps"})
+    contents = _contents(engine)
+    losses = _train(engine, optimizer, STEPS, 2)
+    dist.barrier()
+    engine.close()
+    return contents, losses
+
+
+def _load(rank: int, size: int, way: Way, folder: Path) -> tuple[dict[str, Tensor], list[float]]:
+    engine, optimizer = _make(way, seed=2)
+    _train(engine, optimizer, 7, 1)  # has states of its own
+    assert engine.load(folder / "state") == {"position": 17, "note": "after three steps"}
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    contents = _contents(engine)
+    losses = _train(engine, optimizer, STEPS, 2)
+    dist.barrier()
+    engine.close()
+    return contents, losses
+
+
+PLAIN: list[Way] = [(1, "farandole", 0, "fp32", "none"), (2, "farandole", 0, "fp32", "none")]
+WAYS: list[Way] = [
+    *PLAIN,
+    (2, "farandole", 1, "fp32", "none"),
+    (4, "farandole", 2, "fp32", "none"),
+    (3, "gloo", 3, "fp32", "none"),
+    (2, "farandole", 2, "bf16", "none"),
+    (2, "gloo", 3, "bf16", "none"),
+    (2, "farandole", 2, "fp16", "none"),
+    (2, "farandole", 2, "fp32", "host"),
+]
+
+
+@pytest.mark.parametrize("before", WAYS, ids=str)
+def test_from_any_plan_to_any_other(ranks: Any, tmp_path: Path, before: Way) -> None:
+    saved = ranks(before[0], before[1]).run(_save, before, tmp_path)
+    expected, losses = saved[0]
+    for after in WAYS:
+        for contents, found in ranks(after[0], after[1]).run(_load, after, tmp_path):
+            assert contents.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.equal(contents[name], value.to(contents[name].dtype)), f"{after}: {name}"
+            if "fp32" in before and "fp32" in after:
+                assert found == pytest.approx(losses, rel=1e-4), after
+
+
+def test_offloaded_states_in_files(ranks: Any, tmp_path: Path) -> None:
+    disk: Way = (2, "farandole", 2, "fp32", f"disk:{tmp_path}")
+    for before, after in (
+        (disk, PLAIN[0]),
+        (PLAIN[1], disk),
+        (disk, (4, "farandole", 1, "bf16", f"disk:{tmp_path}")),
+    ):
+        shutil.rmtree(tmp_path / "state", ignore_errors=True)
+        (expected, losses), *_ = ranks(before[0]).run(_save, before, tmp_path)
+        for contents, found in ranks(after[0]).run(_load, after, tmp_path):
+            assert contents.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.equal(contents[name], value.to(contents[name].dtype)), name
+            assert found == pytest.approx(losses, rel=1e-4 if "fp32" in after else 5e-2)
+
+
+def _flat(engine: Engine, rank: int) -> checkpoint.State:
+    """As versions up to 2026-11 saved it: flat tensors, and neither buffers nor frozen parameters."""
+    state: checkpoint.State = {}
+    left_out = {f"model.{name}" for name, _ in engine.model.named_buffers()}
+    left_out |= {f"model.{n}" for n, p in engine.model.named_parameters() if not p.requires_grad}
+    for name, found in _STATE_OF(engine, rank).items():
+        if name in left_out:
+            continue
+        if isinstance(found, Range):
+            count = int(torch.Size(found.shape).numel())
+            found = dataclasses.replace(found, shape=(count,))
+        state[name] = found
+    return state
+
+
+_STATE_OF = checkpoint.state_of
+
+
+def _save_flat(rank: int, size: int, way: Way, folder: Path) -> tuple[dict[str, Tensor], list[float]]:
+    engine, optimizer = _make(way, seed=1)
+    _train(engine, optimizer, 0, STEPS)
+    with mock.patch.object(checkpoint, "state_of", _flat):
+        engine.save(folder / "state", {"position": 17, "note": "after three steps"})
+    contents = _contents(engine)
+    dist.barrier()
+    engine.close()
+    return contents, []
+
+
+def test_flat_tensors_of_earlier_versions_are_read(ranks: Any, tmp_path: Path) -> None:
+    (expected, _), *_ = ranks(2).run(_save_flat, (2, "farandole", 2, "fp32", "none"), tmp_path)
+    for way in (PLAIN[0], (4, "farandole", 3, "fp32", "none"), (2, "gloo", 3, "fp32", "none")):
+        for contents, _ in ranks(way[0], way[1]).run(_load, way, tmp_path):
+            for name, value in expected.items():
+                if name.startswith("optimizer") or "first" in name or "convolution" in name:
+                    assert torch.equal(contents[name], value), name
+
+
+def _refusals(rank: int, size: int, folder: Path) -> None:
+    engine, optimizer = _make((2, "", 2, "fp32", "none"), seed=1)
+    _train(engine, optimizer, 0, 1)
+    engine.save(folder / "state")
+    with pytest.raises(
+        CheckpointError, match=r"state: it exists; choose another name, or remove it first \(rank 0\)"
+    ):
+        engine.save(folder / "state")
+    with pytest.raises(CheckpointError, match="cannot be written as JSON"):
+        engine.save(folder / "other", {"generator": torch.Generator()})
+    with pytest.raises(CheckpointError, match="it is not there, or not a whole checkpoint"):
+        engine.load(folder / "nowhere")
+    (folder / "file").touch()
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="file is not a folder"):
+        engine.save(folder / "file" / "state")
+    before = _contents(engine)
+    other = farandole.parallelize(nn.Linear(3, 3))
+    with pytest.raises(
+        CheckpointError, match="it has no parameter (weight|bias): it is a checkpoint of another model"
+    ):
+        other.load(folder / "state")
+    larger = Net()
+    larger.first = nn.Linear(7, 10, bias=False)
+    with pytest.raises(
+        CheckpointError, match=r"model.first.weight has shape \(9, 7\) in it, and \(10, 7\) in this model"
+    ):
+        farandole.parallelize(larger).load(folder / "state")
+    dist.barrier()
+    if rank == 0:
+        largest = max((folder / "state").glob("*.distcp"), key=lambda path: path.stat().st_size)
+        largest.write_bytes(largest.read_bytes()[:500])
+    dist.barrier()
+    _train(engine, optimizer, 5, 1)
+    changed = _contents(engine)
+    with pytest.raises(CheckpointError, match="state: "):
+        engine.load(folder / "state")
+    after = _contents(engine)
+    assert all(torch.equal(changed[name], after[name]) for name in changed)  # nothing was loaded in part
+    assert not all(torch.equal(before[name], after[name]) for name in before)
+    assert sorted(path.name for path in folder.iterdir()) == ["file", "state"]
+
+
+def test_what_cannot_be_saved_or_loaded(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(_refusals, tmp_path)
