@@ -10,6 +10,7 @@ method, which makes each call slower.  `exclude_from_dynamo` marks code objects 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -31,6 +32,16 @@ def exclude_from_dynamo(cls: _Class) -> _Class:
     return cls
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def excluded_from_dynamo(function: _Function) -> _Function:
+    """Return a function that compiled code calls without tracing it or what it calls; a decorator."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _skip(function)
+    return function
+
+
 def _functions(member: Any) -> list[FunctionType]:
     if isinstance(member, property):
         candidates = [member.fget, member.fset, member.fdel]
@@ -41,7 +52,7 @@ def _functions(member: Any) -> list[FunctionType]:
     return [candidate for candidate in candidates if inspect.isfunction(candidate)]
 
 
-def _skip(function: FunctionType) -> None:
+def _skip(function: Callable[..., Any]) -> None:
     """Have the frames of a function, and the frames below them, run without Dynamo."""
     if hasattr(eval_frame, "set_code_exec_strategy"):
         skip = eval_frame._FrameAction.SKIP

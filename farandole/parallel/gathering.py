@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from farandole.comm.communicator import Communicator
+from farandole.comm.dynamo import excluded_from_dynamo
 from farandole.memory.mapped import MappedRoom
 from farandole.memory.purpose import taking
 from farandole.parallel.flat import FlatLayout
@@ -263,7 +264,7 @@ class Gathering:
             context.__enter__()
             self._contexts.append(context)
 
-        return before_forward
+        return excluded_from_dynamo(before_forward)
 
     def _end(self, needs: list[int]) -> Callable[..., None]:
         def after_forward(*_: Any) -> None:
@@ -271,7 +272,7 @@ class Gathering:
             for group in needs:
                 self._pinned[group] -= 1
 
-        return after_forward
+        return excluded_from_dynamo(after_forward)
 
     def keep_others(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         """Have what is no weight kept by these hooks: of nested ones autograd calls the innermost only, which are here."""

@@ -165,7 +165,10 @@ def test_a_checkpoint_without_a_part_is_not_gone_on_with(launched: list[Any], pa
     (_checkpoint(Path("runs/tiny-1"), 15) / part).unlink()
     result = _train("--resume")
     assert result.exit_code == 2
-    assert f"step-000015 is damaged: {part} missing; the checkpoint before it: {before}" in result.output
+    assert (
+        f"step-000015 is damaged: {part} missing; the checkpoint before it: --resume {before}"
+        in result.output
+    )
 
 
 def _started_later(run: Path) -> Path:
