@@ -1,22 +1,29 @@
-"""Data parallelism: every rank computes with the whole model on its own samples; gradients are averaged.
+"""The engine: a model under a plan, its steps, clipping, optimizers and states.
 
-One engine for all stages of ZeRO (Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models").  What a rank keeps after a backward pass is the only difference: all gradients, and an optimizer
-for all parameters (`zero=0`), or its shard of them.  Where what lives is told by `weights` and `gradients`.
+Every rank computes with the whole model on its own samples.  One engine serves all stages of ZeRO (Rajbhandari et al., 2020, "ZeRO:
+Memory Optimizations Toward Training Trillion Parameter Models"); they differ in what a rank keeps after a backward pass: all
+gradients, and an optimizer for all parameters (`zero=0`), or its shard of them (`weights`, `gradients`).
 
-Gradients are reduced while the backward pass goes on (`reduction`).
-
-    replica = Engine(model, comm, zero=2)
-    optimizer = replica.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
-    with replica.no_sync():
-        loss(replica(first)).backward()     # accumulates
-    loss(replica(second)).backward()        # buckets are reduced as they fill, and the last when it returns
-    replica.clip(1.0)
+    engine = farandole.parallelize(model, Plan(zero=2))
+    optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
+    step = engine.forward_backward(micro_batches, loss)     # loss(output, batch) -> (sum, count)
+    engine.clip(1.0)
     optimizer.step()                        # this rank's shard; then all ranks have the new weights
     optimizer.zero_grad()
+    engine.save(folder, extra={"step": n})
 
-Each rank's loss is a mean over its own samples; when all ranks have equally many, the gradient is the one of a
-single process with all samples (times the number of backward passes, as always in accumulation).
+or, in a loop of one's own,
+
+    with engine.no_sync():
+        loss(engine(first)).backward()      # accumulates
+    loss(engine(second)).backward()         # buckets are reduced as they fill, and the last when it returns
+
+where each rank's loss is a mean over its own samples.  When all ranks have equally many, the gradient is that of a single
+process with all samples, times the number of backward passes, as always in accumulation.
+
+How a pipeline fits in: `forward_backward` owns the order of forward passes, backward passes and reductions.  A schedule of
+micro-batches takes the place of its loop; the reducer needs one signal per step, after the last backward pass of a parameter
+(`GradientReducer.end_pass`), and the counts come from the ranks of the last stage.
 """
 
 from __future__ import annotations
@@ -84,8 +91,8 @@ class Engine:
     without one on all ranks, its `.grad` stays None.  With one rank nothing is communicated.
 
     With `zero` >= 1 an optimizer updates pieces of the parameters: `optimizer` gives it those.  The gradients are then
-    those of the pieces, and the parameters' own `.grad` is None.  Ranks that share memory have one copy of the
-    weights between them.  With `hybrid` the ranks of each host divide what is divided, and hosts have a copy each.
+    those of the pieces, and the parameters' own `.grad` stands for them (`sharded_gradient`).  Ranks that share memory have one
+    copy of the weights between them.  With `hybrid` the ranks of each host divide what is divided, and hosts have a copy each.
 
     With `dtype` (bf16, fp16) the model computes with weights of that type, while the
     optimizer updates masters of the type that they had, with gradients of that type.  With `offload` ("host",

@@ -233,6 +233,8 @@ def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
         reader = FileSystemReader(folder / STATE)
         wanted = room_for(engine.replica, comm.rank, reader.read_metadata().state_dict_metadata)
         dcp.load(dict(wanted), storage_reader=reader, planner=LoadPlanner(), process_group=comm.group)
+    except CheckpointError as error:  # it is whole, and does not fit
+        raise CheckpointError(f"checkpoint {folder}: {error}") from error
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise damaged(folder, str(cause_of(error))) from error
     commit(engine.replica, comm.rank, wanted)

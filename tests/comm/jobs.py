@@ -133,7 +133,14 @@ class Job:
         pipe = self.ranks[rank][1]
         deadline = time.monotonic() + timeout_s
         while pipe.poll(max(0, deadline - time.monotonic())):
-            said = pipe.recv()
+            try:
+                said = pipe.recv()
+            except EOFError:
+                process = self.ranks[rank][0]
+                process.join(5)
+                raise AssertionError(
+                    f"rank {rank} ended without a word: exit code {process.exitcode}"
+                ) from None
             if isinstance(said, End):
                 return said
         raise AssertionError(f"rank {rank} does not end within {timeout_s:g} s")

@@ -245,8 +245,12 @@ def leave_no_keys(rank: int, size: int, tell: Callable) -> list[str]:
         dist.all_reduce(torch.ones(2), group=group)
         dist.destroy_process_group(group)
     dist.barrier()
-    time.sleep(0.5)  # the last rank deletes them
-    return [key for key in store.list_keys() if "group-" in key and "/left" in key or "/leaving" in key]
+    deadline, left = time.monotonic() + 10, [""]
+    while left and time.monotonic() < deadline:  # the last rank deletes them
+        time.sleep(0.05)
+        left = [key for key in store.list_keys() if "group-" in key and "/left" in key or "/leaving" in key]
+    dist.barrier()
+    return left
 
 
 def test_the_keys_of_a_destroyed_group_are_deleted():
