@@ -21,8 +21,27 @@ class BufferAverage:
         return self._versions() != self._known
 
     def average(self) -> None:
-        """Give all ranks the mean; a collective call."""
-        buffers = [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
+        """Give all ranks the mean of the buffers of modules in which any rank has changed one; a collective call.
+
+        Others keep their bits, which a mean of equal values may not.
+        """
+        modules = [
+            module for module in self._model.modules() if any(True for _ in module.buffers(recurse=False))
+        ]
+        known = dict(self._known)
+        flags = torch.tensor(
+            [any(known.get(id(b)) != b._version for b in m.buffers(recurse=False)) for m in modules],
+            dtype=torch.uint8,
+        )
+        if self._comm.size > 1:
+            self._comm.all_reduce(flags, "max")
+        chosen = {
+            id(b): b
+            for m, flag in zip(modules, flags.tolist(), strict=True)
+            if flag
+            for b in m.buffers(recurse=False)
+        }
+        buffers = [buffer for buffer in chosen.values() if buffer.is_floating_point()]
         for kind in dict.fromkeys((buffer.dtype, buffer.device) for buffer in buffers):
             members = [buffer for buffer in buffers if (buffer.dtype, buffer.device) == kind]
             with torch.no_grad():

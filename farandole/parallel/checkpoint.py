@@ -166,9 +166,12 @@ def state_of(engine: Engine, rank: int) -> State:
     state: State = {f"model.{s.name}": Range.of(s.values, s.start, s.shape) for s in _stored(engine)}
     for prefix, name, parameter, piece, start, states in _states(engine):
         for key, value in states.items():
-            if isinstance(value, Tensor):
-                like = value.dim() and value.numel() == piece.numel()
-                state[f"{prefix}.{name}/{key}"] = Range.of(value, start, parameter.shape) if like else value
+            if not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"an optimizer keeps {key!r} of {name} as {type(value).__name__}: only tensors can be saved"
+                )
+            like = value.dim() and value.numel() == piece.numel()
+            state[f"{prefix}.{name}/{key}"] = Range.of(value, start, parameter.shape) if like else value
     state |= _offloaded_state(engine)
     state[f"random.rank{rank}"] = torch.get_rng_state()
     if engine.device.type == "cuda":
@@ -217,6 +220,7 @@ def commit(engine: Engine, rank: int, loaded: State) -> None:
                 stored.values.copy_(new.values.view(stored.values.shape))
     for prefix, name, _, piece, _, states in _states(engine):
         own = f"{prefix}.{name}/"
+        states.clear()  # of steps that the checkpoint does not have
         for entry, found in loaded.items():
             if entry.startswith(own):
                 states[entry.removeprefix(own)] = _as_state(found, piece)
@@ -469,6 +473,7 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
         facts = json.loads((folder / FACTS).read_text())
         reader = FileSystemReader(folder)
         loaded = room_for(engine, comm.rank, reader.read_metadata().state_dict_metadata)
+        refusal = _other_optimizers(engine, facts)
     except FileNotFoundError:
         refusal = "it is not there, or not a whole checkpoint of an engine"
     except (Exception, CheckpointException) as error:
@@ -484,6 +489,16 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
     engine.take_facts(facts)
     extra: dict[str, Any] = facts["extra"]
     return extra
+
+
+def _other_optimizers(engine: Engine, facts: Mapping[str, Any]) -> str:
+    """Why the optimizers of the engine cannot go on from the saved ones, or ""; an engine without any can."""
+    own = engine.facts()
+    counts = [[len(groups) for groups in each["groups"]] for each in (own, facts)]
+    if not engine.optimizers or (own["optimizers"] == facts["optimizers"] and counts[0] == counts[1]):
+        return ""
+    saved = ", ".join(facts["optimizers"]) or "no optimizer"
+    return f"it has the state of {saved} with {counts[1]} groups, the engine {', '.join(own['optimizers'])} with {counts[0]}"
 
 
 def _make_room(folder: Path, partial_folder: Path) -> str:

@@ -66,6 +66,9 @@ BUCKET_BYTES = 4 << 20
 _PLAIN = (bool, int, float, str, tuple, type(None))
 """The settings of an optimizer that a checkpoint holds; tensors, as of the learning rate, are set by those who made them."""
 
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+"""Settings that say how an optimizer computes, not what."""
+
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
 """`loss(output, batch)` returns the sum over a micro-batch, and the count of what is summed."""
 
@@ -241,7 +244,13 @@ class Engine:
 
         Raises:
             ValueError: on all ranks, if nothing counts, or weights are gathered and a rank has no micro-batch.
+            RuntimeError: if there are gradients of an earlier call, which nobody has cleared.
         """
+        if self._reducer.reduced and not self._reducer.all_taken:
+            raise RuntimeError(
+                "forward_backward computes the gradients of a whole step, and there are some already: call optimizer.zero_grad() "
+                "before, and give all micro-batches of a step to one call"
+            )
         mine = list(batches)
         passes = self._agreed_passes(len(mine))
         sums, counts = [], []
@@ -532,11 +541,19 @@ class Engine:
     def facts(self) -> dict[str, Any]:
         """What a checkpoint holds besides tensors."""
         groups = [
-            [{k: v for k, v in g.items() if isinstance(v, _PLAIN)} for g in optimizer.param_groups]
+            [
+                {k: v for k, v in group.items() if isinstance(v, _PLAIN) and k not in _IMPLEMENTATION}
+                for group in optimizer.param_groups
+            ]
             for optimizer in self.optimizers
         ]
         steps = self.rounding.steps if self.rounding is not None else 0
-        return {"scaler": self.scaler.state_dict(), "rounding_steps": steps, "groups": groups}
+        return {
+            "scaler": self.scaler.state_dict(),
+            "rounding_steps": steps,
+            "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
+            "groups": groups,
+        }
 
     def take_facts(self, facts: Mapping[str, Any]) -> None:
         """Go on from what `facts` returned."""

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from farandole.comm import endpoint
 from farandole.comm.communicator import Communicator
+from farandole.comm.fallback import local_group
 from farandole.plan import PlanError
 
 
@@ -39,7 +42,15 @@ def divide(comm: Communicator, *, hybrid: bool) -> Division:
             f"plan: hybrid=False"
         )
     members = [[rank for rank, host in enumerate(hosts) if host == name] for name in counts]
-    host, place = next((h, ranks.index(comm.rank)) for h, ranks in enumerate(members) if comm.rank in ranks)
-    shards, replicas = comm.split(host), comm.split(place)
-    assert shards is not None and replicas is not None  # every rank is in both
+    shards = _mine(comm, members)
+    replicas = _mine(comm, [list(ranks) for ranks in zip(*members, strict=True)])
     return Division(shards, replicas)
+
+
+def _mine(comm: Communicator, groups: list[list[int]]) -> Communicator:
+    """A communicator of those among `groups`, which are ranks of `comm`, that have this rank.
+
+    It is over a group of torch, unlike those of `split`, so that CUDA tensors go through NCCL.
+    """
+    own = next(ranks for ranks in groups if comm.rank in ranks)
+    return Communicator(local_group(comm.group, [dist.get_global_rank(comm.group, rank) for rank in own]))

@@ -112,8 +112,10 @@ class ShardedGradient(Tensor):
                 return gradient._norm(*rest)
             if function is _ATEN.detach.default:
                 return gradient
-            if function is _ATEN.add_.Tensor and not torch.is_grad_enabled() and not kwargs:
-                gradient.received = rest[0]  # a further backward pass; the hook of the parameter takes it
+            if function is _ATEN.add_.Tensor and torch._C._current_graph_task_id() != -1:
+                gradient.received = rest[
+                    0
+                ]  # autograd accumulates in a further pass; the hook of the parameter takes it
                 return gradient
         found = next(each for each in _flat(args) if isinstance(each, cls))
         raise RuntimeError(
@@ -134,6 +136,11 @@ class ShardedGradient(Tensor):
         return self
 
     def _norm(self, order: float = 2.0) -> Tensor:
+        if not order > 0:
+            raise RuntimeError(
+                f"norm of order {order} of the gradient of {self._name}: orders above 0 and infinity are supported; "
+                f"engine.gradients() returns what this rank has of all gradients"
+            )
         return self._norms.of(self._number, float(order))
 
 

@@ -218,6 +218,12 @@ def _refusals(rank: int, size: int, folder: Path) -> None:
         CheckpointError, match="it has no parameter (weight|bias): it is a checkpoint of another model"
     ):
         other.load(folder / "state")
+    momentum = farandole.parallelize(Net())
+    momentum.optimizer(torch.optim.SGD(momentum.model.parameters(), 0.1))
+    with pytest.raises(
+        CheckpointError, match=r"the state of AdamW with \[1\] groups, the engine SGD with \[1\]"
+    ):
+        momentum.load(folder / "state")
     larger = Net()
     larger.first = nn.Linear(7, 10, bias=False)
     with pytest.raises(

@@ -101,6 +101,16 @@ def _halve_gradient(parameter: nn.Parameter) -> None:
     parameter.grad.mul_(0.5)
 
 
+def _decay_gradient(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.add_(parameter * 0.5)
+
+
+def _smallest(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    assert torch.linalg.vector_norm(parameter.grad, -float("inf")) < 1
+
+
 def _record_extremes(loop: Loop) -> None:
     for parameter in loop.parameters:
         assert parameter.grad is not None
@@ -211,6 +221,8 @@ IDIOMS = {
         after_backward=lambda loop: nn.utils.clip_grad_value_(loop.model.parameters(), 0.01)
     ),
     "grad.mul_": Idiom(after_backward=_each(_halve_gradient)),
+    "grad.add_": Idiom(after_backward=_each(_decay_gradient), refused=_is_stored_elsewhere),
+    "grad.norm(-inf)": Idiom(after_backward=_each(_smallest), refused=_is_stored_elsewhere),
     "grad.norm()": Idiom(after_backward=_check_norms, at_the_end=_logged_norms),
     "grad.abs()": Idiom(after_backward=_record_extremes, refused=_is_stored_elsewhere),
     "update by hand": Idiom(update=_each(_manual_update), refused=_is_stored_elsewhere),

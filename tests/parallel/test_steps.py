@@ -121,6 +121,10 @@ def _refusals(rank: int, size: int) -> None:
             engine.forward_backward(batches[rank:], _loss)
     with pytest.raises(ValueError, match="add up to 0"):
         engine.forward_backward([], _loss)
+    engine.zero_grad()
+    engine.forward_backward(batches, _loss)
+    with pytest.raises(RuntimeError, match="give all micro-batches of a step to one call"):
+        engine.forward_backward(batches, _loss)
     engine.close()
 
 
