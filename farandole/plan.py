@@ -31,7 +31,7 @@ class Plan:
         gradients only.
     precision: the type of the weights that the model computes with.  The optimizer keeps masters in the type that
         the model was made in, and gradients are averaged in that type.  With "fp8" weights are bf16, and linear layers
-        multiply 8-bit floats (`parallel.float8`).
+        multiply 8-bit floats (`parallel.precision`).
     recompute: which activations the backward pass computes again instead of keeping them (`memory.recompute`).
     activation_bytes: for `recompute="auto"`, how many bytes of activations may be kept.
     swap: where activations that are kept wait for the backward pass: "none" for where they are, "host" for the memory of

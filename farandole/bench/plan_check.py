@@ -150,13 +150,13 @@ def measure(order: Order, runtime: Runtime) -> Seen:
 
 def _parts(engine: Engine, runtime: Runtime) -> dict[str, int]:
     """Bytes of tensors between two steps; a rank's share of what all have in common."""
-    buckets = engine.replica.buckets
-    common = any(bucket.weights is not None and bucket.weights.common for bucket in buckets)
+    shards = engine.replica.shards_of_buckets
+    common = any(each.weights is not None and each.weights.shared for each in shards)
     weights = _storages(engine.model.parameters())
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
     return {
         "parameters": weights // runtime.size if common else weights,
-        "gradients": _storages(bucket.gradients.reduced for bucket in buckets),
+        "gradients": _storages(each.bucket.reduced for each in shards),
         "optimizer": _storages(value for value in states if isinstance(value, Tensor))
         + sum(update.state.home.memory_bytes for update in engine.replica.offloaded),
     }

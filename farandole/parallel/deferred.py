@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from farandole.comm.communicator import Communicator
 from farandole.memory.blocks import blocks_of
 from farandole.memory.purpose import taking
-from farandole.parallel.gathering import GatheredWeights
-from farandole.parallel.weights import Weights
+from farandole.parallel.weights import FlatWeights
 
 Initialise = Callable[[str, nn.Module], None]
 """Fills a block in place: the name of the block, and the block with its parameters and buffers in memory, undefined.
@@ -59,7 +58,7 @@ def stand_in(model: nn.Module, device: torch.device) -> dict[int, torch.dtype]:
 
 def fill_model(
     model: nn.Module,
-    weights: Sequence[Weights | GatheredWeights],
+    weights: Sequence[FlatWeights],
     comm: Communicator,
     initialise: Initialise,
     types: Mapping[int, torch.dtype],
@@ -89,7 +88,7 @@ def fill_model(
             for parameter, value in zip(fresh, values, strict=True):
                 if id(parameter) in places:
                     weight, index = places[id(parameter)]
-                    weight.fill(index, value)
+                    weight.set_values(index, value)
                 else:
                     parameter.data = value
     comm.barrier()  # what ranks have in common is there for all

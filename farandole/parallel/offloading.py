@@ -22,8 +22,8 @@ from farandole.memory.home import DiskHome, MemoryHome, StateHome
 from farandole.memory.mapped import MappedRoom
 from farandole.memory.offloaded_optimizer import OffloadedOptimizer, PieceState
 from farandole.memory.purpose import taking
-from farandole.parallel.buckets import Bucket
 from farandole.parallel.building import Rooms
+from farandole.parallel.optimizer_shards import OptimizerShards
 from farandole.plan import Offloaded
 
 Home = Callable[[Sequence[int]], StateHome]
@@ -92,22 +92,22 @@ class OffloadedUpdate:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        buckets: Sequence[Bucket],
+        shards: Sequence[OptimizerShards],
         home: Home,
         before: Callable[[], None],
         after: Callable[[], None],
     ) -> None:
         own = {id(piece) for group in optimizer.param_groups for piece in group["params"]}
-        self._buckets: list[Bucket] = []
+        self._shards: list[OptimizerShards] = []
         units: list[list[nn.Parameter]] = []
-        for bucket in buckets:
-            mine = [piece for piece in bucket.pieces if piece is not None and id(piece) in own]
+        for each in shards:
+            mine = [piece for piece in each.tensors if piece is not None and id(piece) in own]
             if mine:
-                self._buckets.append(bucket)
+                self._shards.append(each)
                 units.append(mine)
-        weights = [bucket.weights for bucket in self._buckets if bucket.weights is not None]
-        apart = any(weight.masters_apart for weight in weights)
-        self._elsewhere = any(bucket.parameters[0].is_cuda for bucket in self._buckets)
+        weights = [each.weights for each in self._shards if each.weights is not None]
+        apart = any(weight.has_master_copy for weight in weights)
+        self._elsewhere = any(each.parameters[0].is_cuda for each in self._shards)
         replaced = optimizer.step
         with taking("masters and states"):
             self.state = OffloadedOptimizer(optimizer, units, home, weights=apart or self._elsewhere)
@@ -140,10 +140,10 @@ class OffloadedUpdate:
         self.state.close()
 
     def _bring_gradients(self, unit: int) -> None:
-        self._buckets[unit].bring_gradients()
+        self._shards[unit].move_gradients()
 
     def _take_weights(self, unit: int) -> None:
-        self._buckets[unit].take_weights(self.state.units[unit])
+        self._shards[unit].update_weights(self.state.units[unit])
 
 
 def _step_of(update: OffloadedUpdate) -> Callable[..., Any]:

@@ -22,8 +22,7 @@ from farandole.memory.swap import SwapError, swap_activations
 from farandole.models.gpt import build_gpt
 from farandole.models.loss import next_token_loss
 from farandole.parallel import engine as parallel_engine
-from farandole.parallel.loss_scaling import LossScaler
-from farandole.parallel.scaled import Overflow
+from farandole.parallel.loss_scaling import LossScaler, Overflow
 from farandole.train.config import ConfigError, TrainConfig
 from farandole.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from farandole.train.precision import autocast

@@ -3,7 +3,7 @@
 Weights, gradients and optimizer are fp32 throughout; `torch.autocast` gives matrix products their operands
 in the lower type (Micikevicius et al., 2018, "Mixed Precision Training").  `auto` is decided by what the hardware says that it can
 multiply, not by a measurement: on a loaded machine the same command would choose another type, and learn other weights.
-Scaling of the loss is the business of `parallel.scaled`.
+Scaling of the loss is the business of `parallel.loss_scaling`.
 """
 
 from __future__ import annotations

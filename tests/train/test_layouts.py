@@ -54,7 +54,7 @@ def _contents(engine: Engine) -> dict[str, Tensor]:
         for key in ("exp_avg", "exp_avg_sq"):
             whole[f"{name}/{key}"] = torch.zeros(parameter.numel())
         whole[f"{name}/step"] = torch.zeros(())
-    places = {piece: (names[id(parameter)], start) for parameter, piece, start in engine.replica.pieces()}
+    places = {piece: (names[id(parameter)], start) for parameter, piece, start in engine.replica.shards()}
     for piece, state in _states(engine):
         name, start = places[piece]
         for key in ("exp_avg", "exp_avg_sq"):

@@ -7,7 +7,7 @@ Nothing is computed or allocated.  Every storage that an operation returns is co
 the real ones would be; so a gradient of an activation that stands beside what is saved is seen, and the gradient of a tied
 weight, which waits for its other half.  What a kernel takes and gives back before it returns is not seen.
 
-The gradient of a parameter is taken away as soon as it is there: `parallel.gradients` copies it into a buffer.
+The gradient of a parameter is taken away as soon as it is there: `parallel.bucket` copies it into a buffer.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from farandole.comm.communicator import Communicator
 from farandole.memory.device import DeviceMemory
+from farandole.parallel.buffer_pool import DEPTH
 from farandole.parallel.engine import Engine
-from farandole.parallel.lender import DEPTH
 
 WIDTH, SHARE, STEPS = 64, 4, 3
 

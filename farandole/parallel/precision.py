@@ -1,6 +1,6 @@
-"""Matrix products of 8-bit floats, through torchao.
+"""The types of a plan's precision: the cast of inputs, and matrix products of 8-bit floats through torchao.
 
-Weights stay bf16, and so does everything between layers.  Each product of a linear layer scales its two operands by
+With fp8 weights stay bf16, and so does everything between layers.  Each product of a linear layer scales its two operands by
 their largest value and casts them (Micikevicius et al., 2022, "FP8 Formats for Deep Learning"): e4m3 in the forward pass,
 e5m2 for gradients.  Parameters remain the same objects, so that plans divide and offload them as any others.
 """
@@ -14,11 +14,30 @@ from torch import nn
 
 from farandole.plan import PlanError
 
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""In which the model computes."""
+
 _UNIT = 16
 """Accelerators multiply 8-bit matrices whose rows have a multiple of so many values."""
 
 _CAPABILITY = (8, 9)
 _AMD = ("gfx94", "gfx95", "gfx12")
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with every floating tensor in it as `dtype`: in tuples, lists and dictionaries, at any depth."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floating(item, dtype) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(cast_floating(item, dtype) for item in value)
+    if isinstance(value, dict):
+        return {key: cast_floating(item, dtype) for key, item in value.items()}
+    return value
+
+
+# ---- 8-bit floats ----
 
 
 def check_float8(device: torch.device) -> None:

@@ -1,24 +1,90 @@
-"""Whether an optimizer may update shards: from two steps on tensors of a few elements, not from a list of names.
+"""Have optimizers of PyTorch update this rank's shards instead of whole parameters.
 
-A rank of ZeRO has an optimizer of its own for its shard of the parameters.  SGD, Adam, AdamW, Adagrad and others update each
-element by itself, so that this makes no difference.  It does for those that look at a whole matrix (Adafactor, Muon, LAMB,
-Shampoo) or at all parameters (LBFGS, Prodigy).
+An optimizer that treats every element by itself (SGD, Adam, AdamW, Adagrad, ...) may update shards.  One that looks at a whole matrix
+(Adafactor, Muon, LAMB, Shampoo) or at all parameters (LBFGS, Prodigy) may not.  Two steps on tensors of a few elements tell, not a list
+of names.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+_PLAIN = (bool, int, float, str, tuple, type(None))
+"""The settings of an optimizer that a checkpoint holds; tensors, as of the learning rate, are set by those who made them."""
+
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+"""Settings that say how an optimizer computes, not what."""
+
 _SHAPES = ((4, 6), (5, 3))
 _CUT = 10
 """One shard has so many elements of the first matrix, the other one the rest and the second matrix."""
 _STEPS = 3
+
+
+def use_shards(optimizer: Optimizer, shards: Iterable[tuple[nn.Parameter, nn.Parameter, int]]) -> None:
+    """Have `optimizer` update shards, and keep its states for them.
+
+    Args:
+        shards: (parameter, shard, first element of the flattened parameter).
+    """
+    before = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = {id(parameter) for parameter in before}
+    shard_of = {id(parameter): (shard, start) for parameter, shard, start in shards}
+    for group in optimizer.param_groups:
+        group["params"] = [shard_of[id(p)][0] for p in group["params"] if id(p) in shard_of]
+    for name, value in vars(optimizer).items():  # LBFGS keeps a list of its own
+        if isinstance(value, list) and value and all(id(each) in known for each in value):
+            setattr(optimizer, name, [shard_of[id(p)][0] for p in value if id(p) in shard_of])
+    for parameter in list(optimizer.state):
+        shard, start = shard_of.get(id(parameter), (parameter, 0))
+        if shard is not parameter or id(parameter) not in shard_of:
+            state = optimizer.state.pop(parameter)
+            if id(parameter) in shard_of:
+                optimizer.state[shard] = _state_of_shard(state, parameter, shard, start)
+    _clear_parameters_too(optimizer, before)
+
+
+def _clear_parameters_too(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Have `zero_grad` of an optimizer, which knows shards, clear the `.grad` of the parameters, too."""
+    plain = type(optimizer).zero_grad
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters."""
+        plain(self, set_to_none)
+        if set_to_none:
+            for parameter in parameters:
+                parameter.grad = None
+
+    optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+
+
+def settings_of(optimizers: Iterable[Optimizer]) -> list[list[dict[str, Any]]]:
+    """Return the settings of all groups of each optimizer, as a checkpoint holds them."""
+    return [
+        [
+            {k: v for k, v in group.items() if isinstance(v, _PLAIN) and k not in _IMPLEMENTATION}
+            for group in optimizer.param_groups
+        ]
+        for optimizer in optimizers
+    ]
+
+
+def restore_settings(optimizers: Iterable[Optimizer], saved: Iterable[Sequence[Mapping[str, Any]]]) -> None:
+    """Have optimizers go on with the settings that `settings_of` returned."""
+    for optimizer, groups in zip(optimizers, saved, strict=False):
+        for group, settings in zip(optimizer.param_groups, groups, strict=False):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+
+
+# ---- whether an optimizer may update shards ----
 
 
 def why_not_elementwise(optimizer: Optimizer) -> str:
@@ -104,7 +170,7 @@ def _state_like(state: dict[str, Any], owner: Tensor, other: Tensor) -> dict[str
     return {key: alike(value) for key, value in state.items()}
 
 
-def state_of_part(state: dict[str, Any], owner: Tensor, part: Tensor, start: int) -> dict[str, Any]:
+def _state_of_shard(state: dict[str, Any], owner: Tensor, part: Tensor, start: int) -> dict[str, Any]:
     """The state of an elementwise optimizer for `part`, which begins at element `start` of the flattened `owner`."""
 
     def cut(value: Any) -> Any:

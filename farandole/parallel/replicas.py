@@ -1,11 +1,36 @@
-"""Buffers that a step changes on each rank in its own way, such as the statistics of BatchNorm: all ranks go on with their mean."""
+"""What all ranks have alike: parameters and buffers at the start, and buffers that a step changes on each rank in its own way."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
+from farandole.layout import Layout
+from farandole.mesh import Groups, Mesh
+from farandole.parallel.sharding import ranks_of
+
+
+def broadcast_parameters(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout], groups: Groups) -> None:
+    """Copy parameters and buffers from the first rank that stores them to the others; a collective call."""
+    everywhere = frozenset(range(mesh.stages))
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            layout = layouts.get(name) or Layout(name, tuple(tensor.shape), everywhere)
+            comm = groups.of_ranks(ranks_of(mesh, layout, groups.comm.rank, 0).copies)
+            if comm is not None and comm.size > 1:
+                for part in _stored(tensor.detach()):
+                    comm.broadcast(part, root=0)
+
+
+def _stored(tensor: Tensor) -> list[Tensor]:
+    """The tensors in which the values lie: `tensor` itself, or those of which a quantized one consists."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _stored(getattr(tensor, name))]
 
 
 class BufferAverage:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from farandole.comm.communicator import Communicator
 from farandole.memory.blocks import blocks_of
-from farandole.parallel.buckets import Bucket
+from farandole.parallel.optimizer_shards import OptimizerShards
 
 KINDS = ("finite", "inf", "nan")
 """What a tensor can be, the worst last; they are exchanged as their places here."""
@@ -32,7 +32,7 @@ def kind_of(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class NonFinite:
+class OverflowReport:
     """What is known of gradients that were not finite, the same on all ranks.
 
     `parameter` is the first in the order of the model, and `rank` the first that had it so; None where every rank's
@@ -69,12 +69,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 class GradientWatch:
     """Notes of which parameters this rank's own gradients were not finite in a step."""
 
-    def __init__(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, model: nn.Module, shards: Sequence[OptimizerShards]) -> None:
         named = list(model.named_parameters())
         self.names = [name for name, _ in named]
         places = {id(parameter): place for place, (_, parameter) in enumerate(named)}
-        self._places = [[places[id(parameter)] for parameter in bucket.parameters] for bucket in buckets]
-        self._buckets = buckets
+        self._places = [[places[id(parameter)] for parameter in each.parameters] for each in shards]
+        self._shards = shards
         self._kinds: dict[int, int] = {}
         self._norms: list[tuple[list[int], Tensor]] = []
 
@@ -85,7 +85,7 @@ class GradientWatch:
 
     def look(self, number: int) -> None:
         """Look at bucket `number`, whose gradients are complete and are about to be averaged."""
-        whole, received = self._buckets[number].gradients.own()
+        whole, received = self._shards[number].bucket.own_gradients()
         views = {index: view for index, view in received.items() if view.numel()}
         if not views:
             return
@@ -96,7 +96,7 @@ class GradientWatch:
             for index, view in views.items():
                 self._note(self._places[number][index], kind_of(view))
 
-    def locate(self, comm: Communicator, outputs: OutputWatch | None = None) -> NonFinite:
+    def locate(self, comm: Communicator, outputs: OutputWatch | None = None) -> OverflowReport:
         """What all ranks together know of this step's gradients; all ranks call it."""
         block, output = (-2, 0) if outputs is None else outputs.found()
         mine = torch.tensor([*self._kinds_here(), *self._kinds_averaged(), block, output], dtype=torch.int32)
@@ -121,10 +121,10 @@ class GradientWatch:
     def _kinds_averaged(self) -> list[int]:
         """What every parameter's averaged gradient is, in this rank's part of it."""
         kinds = [0] * len(self.names)
-        for places, bucket in zip(self._places, self._buckets, strict=True):
-            for place, piece in zip(places, bucket.pieces, strict=True):
-                if piece is not None and piece.grad is not None:
-                    kinds[place] = kind_of(piece.grad)
+        for places, shards in zip(self._places, self._shards, strict=True):
+            for place, tensor in zip(places, shards.tensors, strict=True):
+                if tensor is not None and tensor.grad is not None:
+                    kinds[place] = kind_of(tensor.grad)
         return kinds
 
     def _note(self, place: int, kind: int) -> None:
@@ -200,15 +200,15 @@ def _floating(value: Any) -> Iterator[Tensor]:
             yield from _floating(item)
 
 
-def _blame(table: Tensor, names: Sequence[str], by_rank: bool) -> NonFinite:
+def _blame(table: Tensor, names: Sequence[str], by_rank: bool) -> OverflowReport:
     """The first parameter and its rank, of a table (rank, parameter) of kinds: of own gradients, or of averages."""
     bad = table.amax(0).nonzero().flatten().tolist()
     if not bad:
-        return NonFinite("inf")  # nothing but the sum of squares
+        return OverflowReport("inf")  # nothing but the sum of squares
     column = table[:, bad[0]]
     rank = int(column.nonzero()[0])
     kind = KINDS[int(column[rank])]
     if not by_rank:
-        return NonFinite(kind, None, names[bad[0]], len(bad) - 1)
+        return OverflowReport(kind, None, names[bad[0]], len(bad) - 1)
     others = [other for other in table.amax(1).nonzero().flatten().tolist() if other != rank]
-    return NonFinite(kind, rank, names[bad[0]], len(bad) - 1, tuple(others))
+    return OverflowReport(kind, rank, names[bad[0]], len(bad) - 1, tuple(others))

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
+from farandole.parallel.buffer_pool import buffer_lengths
 from farandole.parallel.engine import Engine
-from farandole.parallel.lender import slot_lengths
 
 
 def test_a_slot_is_as_long_as_its_longest_bucket() -> None:
-    assert slot_lengths([]) == []
-    assert slot_lengths([5]) == [5]
-    assert slot_lengths([5, 7]) == [5, 7]
-    assert slot_lengths([5, 7, 6, 2, 4]) == [6, 7]
+    assert buffer_lengths([]) == []
+    assert buffer_lengths([5]) == [5]
+    assert buffer_lengths([5, 7]) == [5, 7]
+    assert buffer_lengths([5, 7, 6, 2, 4]) == [6, 7]
 
 
 def _gradients(rank: int, size: int, zero: int) -> list[Tensor]:
@@ -28,8 +28,9 @@ def _gradients(rank: int, size: int, zero: int) -> list[Tensor]:
     engine = Engine(model, comm, bucket_bytes=600, zero=zero)
     if zero:
         several = [bucket for bucket in engine.buckets if len(bucket.parameters) > 1]
-        lender = several[0].gradients._loan.lender
-        assert 0 < lender.nbytes <= 2 * (2 * 600 + 4 * 64)  # two buckets of small ones, with gaps
+        pool = several[0]._pool
+        assert pool is not None
+        assert 0 < pool.nbytes <= 2 * (2 * 600 + 4 * 64)  # two buckets of small ones, with gaps
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(2):
         optimizer.zero_grad()
