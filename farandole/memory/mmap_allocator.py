@@ -1,8 +1,8 @@
-"""Tensors in scratch files that are mapped: the kernel keeps in memory what there is room for.
+"""Tensors in memory-mapped scratch files: the kernel keeps in memory what fits.
 
-For what is used all through a step, as weights and gradients are: unlike masters and states (`stream`), of which one
-knows when each is wanted next.  A page that memory is needed for is written to the file, if it has changed, and
-read again when it is used.  The files have no names, so that nothing is left of them however a process ends.
+For gradients and parameters, which are used all through a step; master weights and optimizer states, whose next use is
+known, go through `record_stream`.  A page whose memory is needed is written to the file if it has changed, and read
+again when it is used.  The files have no names, so that nothing remains of them however a process ends.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from torch import Tensor
 
 from farandole.comm.communicator import Communicator
 from farandole.data.wording import size
-from farandole.memory.errors import NoSpace, OffloadError
-from farandole.memory.file_system import require_folder, require_space
+from farandole.memory.disk import NoSpace, OffloadError, require_folder, require_space
 
 
-class MappedRoom:
-    """Makes tensors in files in `folder`, for one rank or for all those of `comm`, which share memory.
+class MmapAllocator:
+    """Makes tensors in files in `folder`, for one rank or for all ranks of `comm`, which share memory.
 
-    Every method is called by all ranks of `comm`.  Raises `OffloadError` on all of them where one can have no file.
+    Every method is called by all ranks of `comm`.  Raises `OffloadError` on all of them if one can have no file.
     """
 
     def __init__(self, folder: str, comm: Communicator) -> None:
         self._folder, self._comm = folder, comm
 
     def own(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A zeroed flat tensor of this rank."""
+        """Return a zeroed flat tensor of this rank."""
 
         def make() -> tuple[Tensor, str]:
             tensor, path = _new_file(self._folder, numel, dtype)
@@ -41,8 +40,8 @@ class MappedRoom:
 
         return self._together(make)[0]
 
-    def common(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A zeroed flat tensor for all ranks of `comm`: what one writes, all see."""
+    def shared(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a zeroed flat tensor in memory that all ranks of `comm` share."""
         tensor, path = self._together(
             lambda: _new_file(self._folder, numel, dtype) if self._comm.rank == 0 else (torch.empty(0), "")
         )
@@ -58,14 +57,14 @@ class MappedRoom:
         return tensor
 
     def _together(self, make: Callable[[], tuple[Tensor, str]]) -> tuple[Tensor, str]:
-        """What `make` makes; where it cannot on one rank, an error on all."""
+        """Return the result of `make`; raise on all ranks if it fails on one."""
         made, refusal = (torch.empty(0), ""), None
         try:
             made = make()
         except OffloadError as error:
             refusal = error
-        said = self._comm.all_gather_object(None if refusal is None else str(refusal))
-        found = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
+        refusals = self._comm.all_gather_object(None if refusal is None else str(refusal))
+        found = next(((rank, text) for rank, text in enumerate(refusals) if text is not None), None)
         if found is not None:
             if made[1]:
                 with suppress(FileNotFoundError):
@@ -75,7 +74,7 @@ class MappedRoom:
 
 
 def _new_file(folder: str, numel: int, dtype: torch.dtype) -> tuple[Tensor, str]:
-    """A tensor in a new file that still has a name, and the name."""
+    """Return a tensor in a new file that still has a name, and the name."""
     nbytes = max(1, numel * dtype.itemsize)
     where = require_folder(folder)
     require_space(where, nbytes)
@@ -86,7 +85,7 @@ def _new_file(folder: str, numel: int, dtype: torch.dtype) -> tuple[Tensor, str]
     try:
         os.posix_fallocate(
             descriptor, 0, nbytes
-        )  # else a full disk would end the process at a write to memory
+        )  # else a full disk would kill the process at a write to memory
     except OSError as error:
         os.unlink(path)
         raise NoSpace(f"no room for {size(nbytes)} in {where}: {error.strerror}") from error
@@ -103,6 +102,4 @@ def _map(path: str, numel: int, dtype: torch.dtype) -> Tensor:
         raise OffloadError(f"cannot map {path}: {error.strerror}") from error
     if numel == 0:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(
-        memory, dtype=dtype, count=numel
-    )  # which keeps the mapping for as long as it lives
+    return torch.frombuffer(memory, dtype=dtype, count=numel)  # the tensor keeps the mapping alive
