@@ -12,7 +12,7 @@ from torch import nn
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
 from farandole.memory.blocks import blocks_of
-from farandole.memory.mapped import MappedRoom
+from farandole.memory.mmap_allocator import MmapAllocator
 from farandole.parallel.buckets import Bucket, Filling, fill, filling_of
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.gathering import GatheredWeights, Gathering
@@ -38,8 +38,8 @@ class Built:
 class Rooms:
     """Where what takes most memory is made, if not there."""
 
-    gradients: MappedRoom | None = None
-    weights: MappedRoom | None = None
+    gradients: MmapAllocator | None = None
+    weights: MmapAllocator | None = None
 
 
 class Builder:

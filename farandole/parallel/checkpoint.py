@@ -40,8 +40,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from farandole.layout import Box, boxes_of_range, volume
-from farandole.memory.offloaded_optimizer import PieceState
-from farandole.memory.unit_reader import UnitReader
+from farandole.memory.offloaded_optimizer import ShardState, UnitReader
 from farandole.parallel.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -396,7 +395,7 @@ def load_offloaded(engine: Engine, folder: Path) -> None:
                     key: value.view(piece.shape) if isinstance(kept.get(key), torch.dtype) else value
                     for key, value in states.items()
                 }
-                pieces.append(PieceState(values_of[piece], shaped))
+                pieces.append(ShardState(values_of[piece], shaped))
             update.state.load(unit, pieces)
 
 

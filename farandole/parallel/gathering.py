@@ -27,8 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from farandole.comm.communicator import Communicator
 from farandole.comm.dynamo import excluded_from_dynamo
-from farandole.memory.mapped import MappedRoom
-from farandole.memory.purpose import taking
+from farandole.memory.mmap_allocator import MmapAllocator
+from farandole.memory.tracker import memory_tag
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.weights import (
     Masters,
@@ -62,16 +62,16 @@ class GatheredWeights:
         *,
         trained: bool,
         masters: Masters = "beside",
-        room: MappedRoom | None = None,
+        room: MmapAllocator | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self._layout, self._comm, self._shard = layout, comm, own
         first = parameters[0]
         self.masters_apart = trained and are_apart(masters, first, dtype)
         with torch.no_grad():
-            with taking("masters and states" if self.masters_apart else "weights", parameters):
+            with memory_tag("masters and states" if self.masters_apart else "weights", parameters):
                 shard = copy_of_own(parameters, layout, own)
-            with taking("weights", parameters):
+            with memory_tag("weights", parameters):
                 self.own = shard if dtype == shard.dtype else shard.to(dtype)
             if room is not None:
                 self.own = room.own(layout.shard_length, dtype).copy_(shard)
@@ -85,7 +85,7 @@ class GatheredWeights:
     def start(self) -> None:
         """Begin to gather them, if they are not whole."""
         if self._whole is None:
-            with taking("weights", self.parameters):
+            with memory_tag("weights", self.parameters):
                 self._whole = self.own.new_empty(self._layout.length)
             self._work = self._comm.all_gather(self._whole, self.own, async_op=True)
 

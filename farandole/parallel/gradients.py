@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
 from farandole.comm.compression.call import check
-from farandole.memory.mapped import MappedRoom
-from farandole.memory.purpose import taking
+from farandole.memory.mmap_allocator import MmapAllocator
+from farandole.memory.tracker import memory_tag
 from farandole.parallel.flat import FlatLayout
 from farandole.parallel.lender import Loan
 
@@ -47,7 +47,7 @@ class Gradients:
         compression: Compression | None = None,
         loan: Loan | None = None,
         replicas: Communicator | None = None,
-        room: MappedRoom | None = None,
+        room: MmapAllocator | None = None,
     ) -> None:
         self._mapped = None if room is None or loan is None else room.own(layout.shard_length, dtype)
         self._replicas = replicas
@@ -59,7 +59,7 @@ class Gradients:
         self._views: list[Tensor] = []
         self._shown: list[Tensor] = []
         if loan is None:
-            with taking("gradients", parameters):
+            with memory_tag("gradients", parameters):
                 whole = comm.empty(layout.length, dtype=dtype, device=parameters[0].device)
                 layout.zero_gaps(self._hold(whole))
         self.compressor = None
@@ -98,7 +98,7 @@ class Gradients:
             return self._layout.shard(whole, self._comm.rank) if self._zero else whole
         if self._mapped is not None:
             return self._mapped
-        with taking("gradients", self._parameters):
+        with memory_tag("gradients", self._parameters):
             device = self._parameters[0].device
             return torch.empty(self._layout.shard_length, dtype=self._dtype, device=device)
 

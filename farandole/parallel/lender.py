@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from farandole.comm.communicator import Communicator
-from farandole.memory.purpose import taking
+from farandole.memory.tracker import memory_tag
 
 DEPTH = 2
 """One bucket is filled while the one before it is reduced; and so many that adopt have a gradient at a time."""
@@ -74,7 +74,7 @@ class Lender:
         self.adopts = adopts
         self._lengths, self._dtype, self._device = list(lengths), dtype, device
         self._settle = settle
-        with taking("gradients"):
+        with memory_tag("gradients"):
             self._slots = [
                 comm.empty(length, dtype=dtype, device=device)
                 for length in slot_lengths([] if adopts else lengths)
@@ -117,5 +117,5 @@ class Lender:
             self._holders[number % DEPTH] = None
 
     def _ordinary(self, number: int) -> Tensor:
-        with taking("gradients"):
+        with memory_tag("gradients"):
             return torch.empty(self._lengths[number], dtype=self._dtype, device=self._device)

@@ -16,17 +16,16 @@ from torch import nn
 
 from farandole.comm.communicator import Communicator
 from farandole.comm.host import host_identity
-from farandole.memory.errors import OffloadError
-from farandole.memory.file_system import require_space
-from farandole.memory.home import DiskHome, MemoryHome, StateHome
-from farandole.memory.mapped import MappedRoom
-from farandole.memory.offloaded_optimizer import OffloadedOptimizer, PieceState
-from farandole.memory.purpose import taking
+from farandole.memory.disk import OffloadError, require_space
+from farandole.memory.mmap_allocator import MmapAllocator
+from farandole.memory.offloaded_optimizer import OffloadedOptimizer, ShardState
+from farandole.memory.record_stream import RecordStream, disk_records, host_records
+from farandole.memory.tracker import memory_tag
 from farandole.parallel.buckets import Bucket
 from farandole.parallel.building import Rooms
 from farandole.plan import Offloaded
 
-Home = Callable[[Sequence[int]], StateHome]
+Home = Callable[[Sequence[int]], RecordStream]
 
 
 def home_at(place: str, comm: Communicator, *, pinned: bool) -> Home:
@@ -36,13 +35,13 @@ def home_at(place: str, comm: Communicator, *, pinned: bool) -> Home:
     """
     kind, _, folder = place.partition(":")
     if kind == "host" and not folder:
-        return partial(MemoryHome, pinned=pinned)
+        return partial(host_records, pinned=pinned)
     if kind != "disk" or not folder:
         raise OffloadError(f"offload={place!r}: 'host' or 'disk:FOLDER'")
 
-    def on_disk(record_bytes: Sequence[int]) -> StateHome:
+    def on_disk(record_bytes: Sequence[int]) -> RecordStream:
         _require_space(folder, sum(record_bytes), comm)
-        return DiskHome(folder, record_bytes, "masters and states of the optimizer")
+        return disk_records(folder, record_bytes, "masters and states of the optimizer")
 
     return on_disk
 
@@ -61,7 +60,7 @@ def rooms_at(place: str, offloaded: Offloaded, comm: Communicator, *, accelerato
             f"offloaded={offloaded!r} for a model on an accelerator: its gradients and weights stay there; "
             f"offloaded='optimizer' works"
         )
-    room = MappedRoom(folder, comm)
+    room = MmapAllocator(folder, comm)
     return Rooms(gradients=room, weights=room if offloaded == "parameters" else None)
 
 
@@ -109,7 +108,7 @@ class OffloadedUpdate:
         apart = any(weight.masters_apart for weight in weights)
         self._elsewhere = any(bucket.parameters[0].is_cuda for bucket in self._buckets)
         replaced = optimizer.step
-        with taking("masters and states"):
+        with memory_tag("masters and states"):
             self.state = OffloadedOptimizer(optimizer, units, home, weights=apart or self._elsewhere)
         for weight in weights:
             if self.state.weights:
@@ -123,14 +122,14 @@ class OffloadedUpdate:
     def step(self) -> None:
         """All of it: gradients averaged, pieces updated, weights published."""
         self._before()
-        with taking("masters and states"):
+        with memory_tag("masters and states"):
             self.state.step(
                 before=self._bring_gradients if self._elsewhere else None,
                 after=self._take_weights if self.state.weights else None,
             )
         self._after()
 
-    def saved(self) -> Iterator[tuple[nn.Parameter, PieceState]]:
+    def saved(self) -> Iterator[tuple[nn.Parameter, ShardState]]:
         """Each piece with its weights and states, to be copied before the next one is asked for."""
         for unit, states in self.state.saved():
             yield from zip(self.state.units[unit], states, strict=True)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
-from farandole.memory.mapped import MappedRoom
-from farandole.memory.purpose import taking
+from farandole.memory.mmap_allocator import MmapAllocator
+from farandole.memory.tracker import memory_tag
 from farandole.parallel.flat import FlatLayout
 
 Masters = Literal["beside", "offloaded", "none"]
@@ -45,7 +45,7 @@ class Weights:
         sharded: bool,
         trained: bool,
         masters: Masters = "beside",
-        room: MappedRoom | None = None,
+        room: MmapAllocator | None = None,
     ) -> None:
         first = parameters[0]
         self.parameters = list(parameters)
@@ -54,7 +54,7 @@ class Weights:
         self._comm = comm
         self._sharded = sharded
         self.common = sharded and comm.shares_memory(first.device)
-        with taking("weights", parameters, ranks=comm.size if self.common else 1):
+        with memory_tag("weights", parameters, ranks=comm.size if self.common else 1):
             self._buffer = _buffer(comm, layout.length, dtype, first.device, common=self.common, room=room)
         self._shard = own
         self.own = layout.shard(self._buffer, own)
@@ -62,7 +62,7 @@ class Weights:
         with torch.no_grad():
             if trained:
                 apart = self.masters_apart or masters == "none"
-                with taking("masters and states", parameters):
+                with memory_tag("masters and states", parameters):
                     self.master = (
                         first_master(masters, copy_of_own(parameters, layout, own), self.own)
                         if apart
@@ -148,10 +148,10 @@ def _buffer(
     device: torch.device,
     *,
     common: bool,
-    room: MappedRoom | None,
+    room: MmapAllocator | None,
 ) -> Tensor:
     if room is not None:
-        return room.common(length, dtype) if common else room.own(length, dtype)
+        return room.shared(length, dtype) if common else room.own(length, dtype)
     if common:
         shared = comm.common(length, dtype=dtype, device=device)
         assert shared is not None

@@ -21,7 +21,7 @@ from farandole.parallel.lender import DEPTH, slot_lengths
 from farandole.plan import Plan, PlanError
 
 BUFFERS = 3
-"""Records of offloaded states that are in memory at a time (`memory.home.DiskHome`)."""
+"""Records of offloaded states that are in memory at a time (`memory.record_stream.disk_records`)."""
 
 
 @dataclass(frozen=True)
