@@ -6,7 +6,6 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,11 +140,6 @@ class Budget:
     read_bytes: int
     written_bytes: int
     bandwidth: Bandwidth | None = None
-
-    @classmethod
-    def of_records(cls, record_bytes: Sequence[int], bandwidth: Bandwidth | None = None) -> Budget:
-        """Return the budget of a step that reads and writes every record once."""
-        return cls(sum(record_bytes), sum(record_bytes), bandwidth)
 
     @property
     def seconds(self) -> float | None:

@@ -317,50 +317,35 @@ def attention_modules(
             undo.callback(unwrap_calls, module, finder)
         args, kwargs = call_arguments(undo.enter_context(fake_model(model, example, device_of(model), dtype)))
         undo.enter_context(torch.enable_grad())
-        undo.enter_context(_CallRecorder(finder.calls))
+        undo.enter_context(finder)
         model(*args, **kwargs)
     return [(name, module) for name, module in model.named_modules() if module in finder.found]
 
 
-class _Call:
-    """The kinds of operations in a running call of a module."""
+class _AttentionFinder(TorchDispatchMode):
+    """Wraps every module, notes the operations of its running calls, and collects attention modules in `found`."""
 
     def __init__(self) -> None:
-        self.fused = self.products = self.softmax = False
-
-
-class _AttentionFinder:
-    """Wraps every module: collects those that compute attention in `found`."""
-
-    def __init__(self) -> None:
+        super().__init__()
         self.found: list[nn.Module] = []
-        self.calls = [_Call()]
+        self.calls: list[set[str]] = [set()]
 
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        mine = _Call()
-        self.calls.append(mine)
+        self.calls.append(set())
         try:
             return call(*args, **kwargs)
         finally:
-            self.calls.pop()
-            if mine.fused or (mine.products and mine.softmax):
+            mine = self.calls.pop()
+            if "fused" in mine or {"products", "softmax"} <= mine:
                 self.found.append(module)
-            else:  # the softmax may be a module of its own
-                self.calls[-1].softmax |= mine.softmax
-
-
-class _CallRecorder(TorchDispatchMode):
-    def __init__(self, calls: list[_Call]) -> None:
-        super().__init__()
-        self.calls = calls
+            else:
+                self.calls[-1] |= mine & {"softmax"}  # which may be a module of its own
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kind, current = func.overloadpacket, self.calls[-1]
-        current.fused |= kind in FUSED_ATTENTION
-        current.products |= kind in _BATCHED_PRODUCTS
-        current.softmax |= kind in _SOFTMAX
+        kinds = {"fused": FUSED_ATTENTION, "products": _BATCHED_PRODUCTS, "softmax": _SOFTMAX}
+        self.calls[-1].update(kind for kind, operations in kinds.items() if func.overloadpacket in operations)
         return func(*args, **(kwargs or {}))

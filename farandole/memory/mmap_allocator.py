@@ -8,17 +8,17 @@ again when it is used.  The files have no names, so that nothing remains of them
 from __future__ import annotations
 
 import mmap
-import os
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from farandole.comm.communicator import Communicator
-from farandole.data.wording import size
-from farandole.memory.disk import NoSpace, OffloadError, require_folder, require_space
+from farandole.memory.disk import OffloadError
+from farandole.memory.disk_file import DiskFile
+
+T = TypeVar("T")
 
 
 class MmapAllocator:
@@ -33,32 +33,39 @@ class MmapAllocator:
     def own(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed flat tensor of this rank."""
 
-        def make() -> tuple[Tensor, str]:
-            tensor, path = _new_file(self._folder, numel, dtype)
-            os.unlink(path)
-            return tensor, path
+        def make() -> mmap.mmap:
+            file = self._file(numel * dtype.itemsize, linked=False)
+            try:
+                return file.map()
+            finally:
+                file.close()
 
-        return self._together(make)[0]
+        return _tensor(self._together(make), numel, dtype)
 
     def shared(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed flat tensor in memory that all ranks of `comm` share."""
-        tensor, path = self._together(
-            lambda: _new_file(self._folder, numel, dtype) if self._comm.rank == 0 else (torch.empty(0), "")
-        )
+        first = self._comm.rank == 0
+        file = self._together(lambda: self._file(numel * dtype.itemsize, linked=True) if first else None)
         try:
-            whole = self._comm.broadcast_object(path)
-            if self._comm.rank != 0:
-                tensor = self._together(lambda: (_map(whole, numel, dtype), ""))[0]
-            else:
-                self._together(lambda: (tensor, ""))
+            path = self._comm.broadcast_object(file.path if file is not None else "")
+            memory = self._together(lambda: _open_map(path) if file is None else file.map())
         finally:
-            if path:
-                os.unlink(path)
-        return tensor
+            if file is not None:
+                file.close()
+        return _tensor(memory, numel, dtype)
 
-    def _together(self, make: Callable[[], tuple[Tensor, str]]) -> tuple[Tensor, str]:
+    def _file(self, nbytes: int, linked: bool) -> DiskFile:
+        file = DiskFile(self._folder, "a memory-mapped tensor", linked)
+        try:
+            file.extend(max(1, nbytes))  # else a full disk would kill the process at a write to memory
+        except OffloadError:
+            file.close()
+            raise
+        return file
+
+    def _together(self, make: Callable[[], T]) -> T:
         """Return the result of `make`; raise on all ranks if it fails on one."""
-        made, refusal = (torch.empty(0), ""), None
+        made, refusal = None, None
         try:
             made = make()
         except OffloadError as error:
@@ -66,40 +73,20 @@ class MmapAllocator:
         refusals = self._comm.all_gather_object(None if refusal is None else str(refusal))
         found = next(((rank, text) for rank, text in enumerate(refusals) if text is not None), None)
         if found is not None:
-            if made[1]:
-                with suppress(FileNotFoundError):
-                    os.unlink(made[1])
+            if isinstance(made, DiskFile):
+                made.close()
             raise refusal or OffloadError(f"rank {found[0]}: {found[1]}")
-        return made
+        return cast(T, made)
 
 
-def _new_file(folder: str, numel: int, dtype: torch.dtype) -> tuple[Tensor, str]:
-    """Return a tensor in a new file that still has a name, and the name."""
-    nbytes = max(1, numel * dtype.itemsize)
-    where = require_folder(folder)
-    require_space(where, nbytes)
-    try:
-        descriptor, path = tempfile.mkstemp(prefix="farandole-", dir=where)
-    except OSError as error:
-        raise OffloadError(f"cannot make a file in {where}: {error.strerror}") from error
-    try:
-        os.posix_fallocate(
-            descriptor, 0, nbytes
-        )  # else a full disk would kill the process at a write to memory
-    except OSError as error:
-        os.unlink(path)
-        raise NoSpace(f"no room for {size(nbytes)} in {where}: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
-    return _map(path, numel, dtype), path
-
-
-def _map(path: str, numel: int, dtype: torch.dtype) -> Tensor:
+def _open_map(path: str) -> mmap.mmap:
     try:
         with open(path, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), max(1, numel * dtype.itemsize))
+            return mmap.mmap(file.fileno(), 0)
     except OSError as error:
         raise OffloadError(f"cannot map {path}: {error.strerror}") from error
-    if numel == 0:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=numel)  # the tensor keeps the mapping alive
+
+
+def _tensor(memory: mmap.mmap, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return the tensor in `memory`, which it keeps alive."""
+    return torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)

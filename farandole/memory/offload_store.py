@@ -46,7 +46,7 @@ _PROBE_S = 1.0
 class Transfer:
     """A read or write of a record; this one is finished from the start.
 
-    Until it is `done` the caller must not touch the memory that is read into or written from.
+    Until it is `done` the caller keeps it, and must not touch the memory that is read into or written from.
     """
 
     error: OffloadError | None = None
@@ -119,7 +119,10 @@ class OffloadStore(ABC):
 
 
 class HostStore(OffloadStore):
-    """Records in the memory of this host; `pinned` for a CUDA device, which then copies at full speed beside kernels."""
+    """Records in the memory of this host; `pinned` for a CUDA device, which then copies at full speed beside kernels.
+
+    Copies from and to a device run in order on a stream of their own.
+    """
 
     in_memory = True
 
@@ -176,7 +179,9 @@ class HostStore(OffloadStore):
             to[:count].copy_(source[:count])
             return Transfer()
         device = outside.device
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             to[:count].copy_(source[:count], non_blocking=True)
@@ -208,10 +213,10 @@ class _Extent(Record):
 
     def __init__(self, index: int, nbytes: int, offset: int, returned: deque[tuple[int, int]]) -> None:
         super().__init__(index, nbytes)
-        self.offset, self._returned = offset, returned
+        self.offset, self._extent, self._returned = offset, (offset, padded(nbytes)), returned
 
     def __del__(self) -> None:  # at any time and in any thread, so it takes no lock
-        self._returned.append((self.offset, padded(self.nbytes)))
+        self._returned.append(self._extent)
 
 
 class _DiskTransfer(Transfer):

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -160,19 +159,12 @@ class OffloadedOptimizer:
 
     def budget(self, bandwidth: Bandwidth | None = None) -> Budget:
         """Return the cost of a step in which every unit has gradients, in bytes and, with a `bandwidth`, in time."""
-        return Budget.of_records(self.stream.record_bytes, bandwidth)
+        nbytes = sum(self.stream.record_bytes)
+        return Budget(nbytes, nbytes, bandwidth)
 
     def close(self) -> None:
         """Free the records and the values in them; may be called again."""
         self.stream.close()
-
-    def __enter__(self) -> OffloadedOptimizer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _load_records(self) -> None:
         """Move values and states into the records; free them only when all are written."""

@@ -25,6 +25,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -84,33 +85,27 @@ def apply_recompute(
             that no choice keeps, naming the least possible; then nothing is recomputed.
     """
     _check(mode, example, loss, budget_bytes)
-    trial = _DryRun(example, loss, dtype)
+    saved = partial(saved_bytes, model, example, loss=loss, dtype=dtype)
+    repeated = partial(recomputed_flops, model, example, dtype)
     _wrap(model, {})
     if budget_bytes is not None:
-        return _within_budget(model, trial, budget_bytes)
-    ways = _ways(model, mode, trial)
+        return _within_budget(model, saved, repeated, budget_bytes)
+    ways: dict[str, str] = {}
+    if mode == "attention":
+        ways = {name: mode for name, _ in attention_modules(model, example, dtype)}
+        if not ways:
+            raise ValueError(
+                "recompute='attention': no module of this model computes attention; 'selective' and 'block' work for any"
+            )
+    elif mode != "none":
+        ways = {name: mode for name, _ in blocks_of(model)}
     if example is None:
         _wrap(model, ways)
         return Recomputed(mode, ways)
-    before = trial.saved(model).total
+    before = saved().total
     _wrap(model, ways)
-    repeated = sum(trial.repeated(model).values())
-    return Recomputed(mode, ways, before, trial.saved(model).total, repeated)
-
-
-@dataclass(frozen=True)
-class _DryRun:
-    """The arguments of dry runs."""
-
-    example: Any
-    loss: Callable[[Any], Tensor] | None
-    dtype: torch.dtype | None
-
-    def saved(self, model: nn.Module) -> SavedBytes:
-        return saved_bytes(model, self.example, loss=self.loss, dtype=self.dtype)
-
-    def repeated(self, model: nn.Module) -> Counter[str]:
-        return recomputed_flops(model, self.example, self.dtype)
+    flops = sum(repeated().values())
+    return Recomputed(mode, ways, before, saved().total, flops)
 
 
 def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None:
@@ -135,19 +130,6 @@ def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None
         )
     if budget_bytes is not None and budget_bytes < 0:
         raise ValueError(f"budget_bytes={budget_bytes} is negative")
-
-
-def _ways(model: nn.Module, mode: Recompute, trial: _DryRun) -> dict[str, str]:
-    if mode == "none":
-        return {}
-    if mode != "attention":
-        return {name: mode for name, _ in blocks_of(model)}
-    found = attention_modules(model, trial.example, trial.dtype)
-    if not found:
-        raise ValueError(
-            "recompute='attention': no module of this model computes attention; 'selective' and 'block' work for any"
-        )
-    return {name: mode for name, _ in found}
 
 
 def _wrap(model: nn.Module, ways: dict[str, str]) -> None:
@@ -193,26 +175,28 @@ def cheapest_first(blocks: Mapping[str, Mapping[str, Option]]) -> Iterator[tuple
         yield total, dict(chosen)
 
 
-def _within_budget(model: nn.Module, trial: _DryRun, budget_bytes: int) -> Recomputed:
-    before = trial.saved(model)
+def _within_budget(
+    model: nn.Module, saved: Callable[[], SavedBytes], repeated: Callable[[], Counter[str]], budget_bytes: int
+) -> Recomputed:
+    before = saved()
     options: dict[str, dict[str, Option]] = {name: {} for name in before.blocks}
     for way in ("selective", "block"):
         _wrap(model, dict.fromkeys(before.blocks, way))
-        flops = trial.repeated(model)
-        for name, kept in trial.saved(model).blocks.items():
+        flops = repeated()
+        for name, kept in saved().blocks.items():
             options[name][way] = Option(before.blocks[name] - kept, flops[name])
 
     choices = [(0, {}), *cheapest_first(options)]
     # What two blocks share counts for one of them, so the sum of the savings is an estimate, a little too high or
     # too low: the first choice that could suffice is measured, and then those after it until one does.
-    promising = [ways for saved, ways in choices if before.total - saved <= budget_bytes]
+    promising = [ways for spared, ways in choices if before.total - spared <= budget_bytes]
     least = before.total
     for ways in promising or [choices[-1][1]]:
         _wrap(model, ways)
-        repeated = sum(trial.repeated(model).values())
-        after = trial.saved(model).total
+        again = sum(repeated().values())  # before `saved`: recomputations learn how far they have to go
+        after = saved().total
         if after <= budget_bytes:
-            return Recomputed("auto", ways, before.total, after, repeated)
+            return Recomputed("auto", ways, before.total, after, again)
         least = min(least, after)
     _wrap(model, {})
     raise ValueError(

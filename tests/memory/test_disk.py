@@ -65,7 +65,7 @@ def test_the_nearest_folder_is_named(tmp_path: Path) -> None:
 
 def test_seconds_are_bytes_over_bandwidth() -> None:
     bandwidth = Bandwidth(read=2 << 30, write=1 << 30, access="ext4, direct")
-    budget = Budget.of_records([1 << 30, 1 << 30], bandwidth)
+    budget = Budget(2 << 30, 2 << 30, bandwidth)
     assert budget.seconds == 3.0
     assert str(budget) == (
         "each step reads 2.0 GiB and writes 2.0 GiB: about 3 s at 2.0 GiB/s read, 1.0 GiB/s write (ext4, direct)"
