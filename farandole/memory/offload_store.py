@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -261,9 +262,10 @@ class _DiskTransfer(Transfer):
 
     def fail(self, error: Exception) -> None:
         """Give up the parts that no thread has begun."""
-        while self._parts:
-            self._parts.pop()
-            self._end_part(OffloadError(f"{self._what}: {error}"))
+        with suppress(IndexError):
+            while True:
+                self._parts.pop()
+                self._end_part(OffloadError(f"{self._what}: {error}"))
 
     def _end_part(self, error: OffloadError | None = None) -> None:
         with self._lock:
