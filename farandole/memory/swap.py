@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from farandole.memory.blocks import blocks_of
-from farandole.memory.call_wrappers import unwrap_calls, wrap_calls, wrapper_of
+from farandole.memory.call_wrappers import Wrapper, unwrap_calls, wrap_calls, wrapper_of
 from farandole.memory.disk import OffloadError
 from farandole.memory.dry_run import device_of
 from farandole.memory.offload_store import DiskStore, HostStore, OffloadStore, Record, Transfer
@@ -70,7 +70,7 @@ def swap_activations(
             raise ValueError(f"{name}={value} is negative")
     if behind_bytes < 1:
         raise ValueError(f"behind_bytes={behind_bytes}: at least one byte must be allowed to wait")
-    if wrapper_of(model, _SwapWrapper) is not None:
+    if wrapper_of(model, Swap) is not None:
         raise ValueError("the activations of this model are swapped already: close() that first")
     store = _store(to, device_of(model))
     if not store.in_memory:
@@ -179,10 +179,10 @@ class Swap:
         self._waiting_bytes = 0
         self._stays: set[int] = set()
         self._closed = False
-        self._wrappers: list[tuple[nn.Module, _BlockWrapper | _SwapWrapper]] = [
-            (block, _BlockWrapper(self)) for _, block in blocks_of(model) if block is not model
+        blocks: list[tuple[nn.Module, Wrapper]] = [
+            (block, self._run_block) for _, block in blocks_of(model) if block is not model
         ]
-        self._wrappers.append((model, _SwapWrapper(self)))
+        self._wrappers: list[tuple[nn.Module, Wrapper]] = [*blocks, (model, self)]
         for module, wrapper in self._wrappers:
             wrap_calls(module, wrapper)
 
@@ -203,6 +203,23 @@ class Swap:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __call__(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the model's forward pass under the hooks, as the wrapper of its calls."""
+        if not torch.is_grad_enabled() or measuring():
+            return call(*args, **kwargs)
+        with self.hooks(args, kwargs):
+            return call(*args, **kwargs)
+
+    def _run_block(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Wraps a block: what it saves is fetched together."""
+        if torch.is_grad_enabled() and not recomputing():
+            self.enter_block()
+        return call(*args, **kwargs)
 
     def hooks(self, *living: Any) -> AbstractContextManager[Any]:
         """Return the hooks for one forward pass; the memory of the tensors in `living` is not swapped."""
@@ -335,32 +352,3 @@ class Swap:
                     return
                 if saved.original is None:
                     self._fetch(saved)
-
-
-class _SwapWrapper:
-    """Wraps the model: its forward pass runs under the hooks."""
-
-    def __init__(self, swap: Swap) -> None:
-        self.swap = swap
-
-    def __call__(
-        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if not torch.is_grad_enabled() or measuring():
-            return call(*args, **kwargs)
-        with self.swap.hooks(args, kwargs):
-            return call(*args, **kwargs)
-
-
-class _BlockWrapper:
-    """Wraps a block: what it saves is fetched together."""
-
-    def __init__(self, swap: Swap) -> None:
-        self.swap = swap
-
-    def __call__(
-        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if torch.is_grad_enabled() and not recomputing():
-            self.swap.enter_block()
-        return call(*args, **kwargs)
