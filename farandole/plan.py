@@ -20,6 +20,26 @@ class PlanError(ValueError):
     """A plan that cannot be; the message says what was asked and what would do."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where state is kept: with the model ("none"), in host memory, or in `folder` on a disk."""
+
+    kind: Literal["none", "host", "disk"]
+    folder: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        """Return the place of "none", "host" or "disk:FOLDER".  Raise `PlanError` for anything else."""
+        kind, _, folder = text.partition(":")
+        if text == "none":
+            return cls("none")
+        if text == "host":
+            return cls("host")
+        if kind == "disk" and folder:
+            return cls("disk", folder)
+        raise PlanError(f"{text!r}: 'none', 'host' or 'disk:FOLDER'")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What is asked for; `check` says whether some number of ranks can do it.
@@ -83,9 +103,10 @@ class Plan:
 
     def _check_places(self) -> None:
         for name, place in (("offload", self.offload), ("swap", self.swap)):
-            kind, _, folder = place.partition(":")
-            if not (place in ("none", "host") or (kind == "disk" and folder)):
-                raise PlanError(f"{name}={place!r}: 'none', 'host' or 'disk:FOLDER'")
+            try:
+                Place.parse(place)
+            except PlanError as error:
+                raise PlanError(f"{name}={error}") from None
         _one_of("offloaded", self.offloaded, get_args(Offloaded))
         if self.offloaded == "optimizer":
             return
@@ -104,8 +125,7 @@ class Plan:
     @property
     def offload_folder(self) -> str | None:
         """The folder on a disk to which is offloaded, if it is one."""
-        kind, _, folder = self.offload.partition(":")
-        return folder if kind == "disk" else None
+        return Place.parse(self.offload).folder or None
 
     def check(self, ranks: int) -> None:
         """Raise `PlanError` unless the plan is one for `ranks` ranks."""

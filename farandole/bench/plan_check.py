@@ -26,7 +26,7 @@ import farandole
 from farandole.bench.resident import data_bytes, library_bytes, peak_bytes, start_peak
 from farandole.data.text import Text, Windows
 from farandole.launch.runtime import Runtime
-from farandole.memory.estimate.alive import Alive
+from farandole.memory.tracker import MemoryTracker
 from farandole.train.allocator import keep_freed_memory
 from farandole.train.config import TrainConfig, load_config, parse_config
 from farandole.train.engine import Engine
@@ -158,7 +158,7 @@ def _parts(engine: Engine, runtime: Runtime) -> dict[str, int]:
         "parameters": weights // runtime.size if common else weights,
         "gradients": _storages(each.bucket.reduced for each in shards),
         "optimizer": _storages(value for value in states if isinstance(value, Tensor))
-        + sum(update.state.home.memory_bytes for update in engine.replica.offloaded),
+        + sum(update.state.stream.memory_bytes for update in engine.replica.offloaded),
     }
 
 
@@ -172,7 +172,7 @@ def _tensors(engine: Engine) -> int:
     """The most bytes of tensors that a step has beside those that live longer."""
     gc.collect()
     longer = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-    with Alive([*longer, *engine.model.parameters()]) as alive:
+    with MemoryTracker([*longer, *engine.model.parameters()]) as alive:
         engine.step()
     return alive.peak
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from farandole.comm.communicator import Communicator, ReduceName
 from farandole.comm.compression import Compression
 from farandole.comm.compression.call import check
-from farandole.memory.mapped import MappedRoom
-from farandole.memory.purpose import taking
+from farandole.memory.mmap_allocator import MmapAllocator
+from farandole.memory.tracker import memory_tag
 from farandole.parallel.buffer_pool import BufferPool, empty
 from farandole.parallel.sharding import BucketPlan
 
@@ -40,7 +40,7 @@ class Bucket:
         pool: where whole buffers come from (`zero` 2 and 3); None for a buffer that stays.
         place: the number of the bucket in the pool.
         compression: of the all-reduce, where it crosses hosts.
-        room: where the result is kept, if not in memory.
+        allocator: where the result is kept, if not in memory.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Bucket:
         pool: BufferPool | None = None,
         place: int = 0,
         compression: Compression | None = None,
-        room: MappedRoom | None = None,
+        allocator: MmapAllocator | None = None,
     ) -> None:
         self.plan = plan
         self.parameters = list(plan.parameters)
@@ -69,7 +69,9 @@ class Bucket:
         self._op: ReduceName = "avg" if self._weight is None else "sum"
         self._pool, self._place = pool, place
         self._mapped = (
-            None if room is None or pool is None else room.own(plan.layout.shard_length, self._dtype)
+            None
+            if allocator is None or pool is None
+            else allocator.own(plan.layout.shard_length, self._dtype)
         )
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
@@ -84,7 +86,7 @@ class Bucket:
         self._in_place = pool is None and self._dtype == plan.dtype
         self.received = [False] * len(self.parameters)
         if pool is None:
-            with taking("gradients", self.parameters):
+            with memory_tag("gradients", self.parameters):
                 buffer = empty(shards or replicas, plan.layout.length, self._dtype, self._device)
                 plan.layout.zero_gaps(self._use(buffer))
         if compression is not None and replicas is not None:
@@ -185,7 +187,7 @@ class Bucket:
             elif self._mapped is not None:
                 self._reduced = self._mapped
             else:
-                with taking("gradients", self.parameters):
+                with memory_tag("gradients", self.parameters):
                     self._reduced = torch.empty(
                         self._layout.shard_length, dtype=self._dtype, device=self._device
                     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from farandole.comm.communicator import Communicator
-from farandole.memory.purpose import taking
+from farandole.memory.tracker import memory_tag
 
 if TYPE_CHECKING:
     from farandole.parallel.bucket import Bucket
@@ -51,7 +51,7 @@ class BufferPool:
     ) -> None:
         self.zero_copy = zero_copy
         self._lengths, self._dtype, self._device = list(lengths), dtype, device
-        with taking("gradients"):
+        with memory_tag("gradients"):
             self._buffers = [
                 empty(comm, length, dtype, device) for length in buffer_lengths([] if zero_copy else lengths)
             ]
@@ -81,7 +81,7 @@ class BufferPool:
         elif self._users[number % DEPTH] is None:
             self._users[number % DEPTH] = bucket
             return self._buffers[number % DEPTH][: self._lengths[number]]
-        with taking("gradients"):
+        with memory_tag("gradients"):
             return torch.empty(self._lengths[number], dtype=self._dtype, device=self._device)
 
     def release(self, bucket: Bucket, number: int) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
 from farandole.layout import Layout
-from farandole.memory.mapped import MappedRoom
+from farandole.memory.mmap_allocator import MmapAllocator
 from farandole.mesh import Groups, Mesh
 from farandole.parallel.bucket import Bucket
 from farandole.parallel.buffer_pool import BufferPool
@@ -22,11 +22,11 @@ from farandole.parallel.weights import FlatWeights, Masters, WholeWeights
 
 
 @dataclass(frozen=True)
-class Rooms:
+class Allocators:
     """Where gradients and weights are made, if not in memory."""
 
-    gradients: MappedRoom | None = None
-    weights: MappedRoom | None = None
+    gradients: MmapAllocator | None = None
+    weights: MmapAllocator | None = None
 
 
 @dataclass
@@ -47,24 +47,26 @@ def build(
     zero: int,
     masters: Masters = "memory",
     compression: Compression | None = None,
-    rooms: Rooms | None = None,
+    allocators: Allocators | None = None,
 ) -> Built:
     """Move the parameters of `model` to where the plan has them; all ranks call it.
 
     Args:
         groups: with the ranks that sum and divide each bucket.
         masters: where master weights are.
-        rooms: where gradients and weights are made, if not in memory.
+        allocators: where gradients and weights are made, if not in memory.
     """
-    rank, rooms, built = groups.comm.rank, rooms or Rooms(), Built()
+    rank, allocators, built = groups.comm.rank, allocators or Allocators(), Built()
 
     def weights_of(bucket: BucketPlan, *, trained: bool) -> FlatWeights:
         number, shards = _number(bucket, rank, zero), groups.of_ranks(bucket.ranks.shards)
         if plan.gathered and shards is not None:
             return GatheredWeights(
-                bucket, number, shards, trained=trained, masters=masters, room=rooms.weights
+                bucket, number, shards, trained=trained, masters=masters, allocator=allocators.weights
             )
-        return WholeWeights(bucket, number, shards, trained=trained, masters=masters, room=rooms.weights)
+        return WholeWeights(
+            bucket, number, shards, trained=trained, masters=masters, allocator=allocators.weights
+        )
 
     if plan.flat:
         built.weights += [weights_of(bucket, trained=False) for bucket in plan.frozen]
@@ -80,7 +82,7 @@ def build(
             pool=pool,
             place=place,
             compression=compression,
-            room=rooms.gradients,
+            allocator=allocators.gradients,
         )
         weights = trained[number] if plan.flat else None
         built.buckets.append(bucket)

@@ -30,8 +30,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
-from farandole.memory.offloaded_optimizer import PieceState
-from farandole.memory.unit_reader import UnitReader
+from farandole.memory.offloaded_optimizer import ShardState, UnitReader
 from farandole.parallel.errors import CheckpointError
 from farandole.parallel.stored_ranges import LoadPlanner, Place, Range, SavePlanner
 
@@ -293,7 +292,7 @@ def load_offloaded(engine: Engine, folder: Path) -> None:
                     key: value.view(piece.shape) if isinstance(kept.get(key), torch.dtype) else value
                     for key, value in states.items()
                 }
-                pieces.append(PieceState(values_of[piece], shaped))
+                pieces.append(ShardState(values_of[piece], shaped))
             update.state.load(unit, pieces)
 
 

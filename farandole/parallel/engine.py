@@ -48,7 +48,7 @@ from farandole.parallel.data import GradientReducer
 from farandole.parallel.deferred import Initialise, fill_model, is_deferred, stand_in
 from farandole.parallel.global_mean import GlobalMean, Loss, StepLoss, first_of
 from farandole.parallel.loss_scaling import LossScaler, Overflow, ScaledSteps
-from farandole.parallel.offloading import OffloadedUpdate, home_at, rooms_at
+from farandole.parallel.offloading import OffloadedUpdate, allocators_at, records_at
 from farandole.parallel.optimizers import restore_settings, settings_of, use_shards, why_not_elementwise
 from farandole.parallel.overflow import GradientWatch, OutputWatch, OverflowReport
 from farandole.parallel.precision import cast_floating
@@ -58,7 +58,7 @@ from farandole.parallel.sharded_gradient import GradientNorms
 from farandole.parallel.sharding import BUCKET_BYTES, data_mesh, plan_sharding, ranks_of, replicated_layouts
 from farandole.parallel.weights import Masters
 from farandole.parallel.whole_parameters import WholeParameters
-from farandole.plan import Offloaded
+from farandole.plan import Offloaded, Place
 
 
 class Engine:
@@ -125,7 +125,7 @@ class Engine:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.offloaded: list[OffloadedUpdate] = []
         self.swapped: Swap | None = None
-        self._dtype, self._offload = dtype, offload
+        self._dtype, self._offload = dtype, Place.parse(offload)
         types: dict[int, torch.dtype] = {}
         if initialise is not None:
             types = stand_in(model, torch.get_default_device())
@@ -152,8 +152,10 @@ class Engine:
         masters: Masters = "none" if rounding is not None else "memory" if offload == "none" else "offloaded"
         accelerator = any(p.is_cuda for p in model.parameters())
         over = groups.of_ranks(min(dividing, default=())) if dividing else None
-        rooms = rooms_at(offload, offloaded, over or comm, accelerator=accelerator)
-        built = build(model, plan, groups, zero=zero, masters=masters, compression=compression, rooms=rooms)
+        allocators = allocators_at(self._offload, offloaded, over or comm, accelerator=accelerator)
+        built = build(
+            model, plan, groups, zero=zero, masters=masters, compression=compression, allocators=allocators
+        )
         self.buckets, self.shards_of_buckets = built.buckets, built.shards
         self._weights, self._gatherer = built.weights, built.gatherer
         if initialise is not None:
@@ -337,15 +339,17 @@ class Engine:
             )
         self._check_optimizer(optimizer)
         use_shards(optimizer, self.shards())
-        if self._offload == "none":
+        if self._offload.kind == "none":
             if self.rounding is not None:
                 self.rounding.drive(optimizer, self.shards_of_buckets)
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(lambda *_: self._after_update())
         else:
-            home = home_at(self._offload, self.comm, pinned=any(p.is_cuda for p in self.model.parameters()))
+            records = records_at(
+                self._offload, self.comm, pinned=any(p.is_cuda for p in self.model.parameters())
+            )
             update = OffloadedUpdate(
-                optimizer, self.shards_of_buckets, home, self._before_update, self._after_update
+                optimizer, self.shards_of_buckets, records, self._before_update, self._after_update
             )
             self.offloaded.append(update)
             if update.state.weights:
@@ -356,16 +360,16 @@ class Engine:
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if `optimizer` cannot update the shards that this engine has."""
         name = type(optimizer).__name__
-        if self._offload != "none" and optimizer.state:
+        if self._offload.kind != "none" and optimizer.state:
             raise ValueError(
-                f"{name} has a state, and with offload={self._offload!r} states begin where they are kept: give the optimizer here "
+                f"{name} has a state, and with offload={self._offload.kind!r} states begin where they are kept: give the optimizer here "
                 f"before its first step"
             )
         divided = any(
             shards.bucket.plan.layout.shard_length < shards.bucket.plan.layout.length
             for shards in self.shards_of_buckets
         )
-        if not divided and self._offload == "none" and self.rounding is None:
+        if not divided and self._offload.kind == "none" and self.rounding is None:
             return
         if reason := why_not_elementwise(optimizer):
             how = "offload" if self.rounding is None else "stochastic rounding"

@@ -25,8 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from farandole.comm.communicator import Communicator
 from farandole.comm.dynamo import excluded_from_dynamo
-from farandole.memory.mapped import MappedRoom
-from farandole.memory.purpose import taking
+from farandole.memory.mmap_allocator import MmapAllocator
+from farandole.memory.tracker import memory_tag
 from farandole.parallel.bucket import Bucket
 from farandole.parallel.call_order import CallOrder, Kind
 from farandole.parallel.sharding import BucketPlan
@@ -50,17 +50,17 @@ class GatheredWeights(FlatWeights):
         *,
         trained: bool,
         masters: Masters = "memory",
-        room: MappedRoom | None = None,
+        allocator: MmapAllocator | None = None,
     ) -> None:
-        super().__init__(plan, number, shards, trained=trained, masters=masters, room=room)
+        super().__init__(plan, number, shards, trained=trained, masters=masters, allocator=allocator)
         self._gather_comm = shards
         with torch.no_grad():
-            with taking("masters and states" if self.has_master_copy else "weights", self.parameters):
+            with memory_tag("masters and states" if self.has_master_copy else "weights", self.parameters):
                 copy = self._master_shard()
-            with taking("weights", self.parameters):
+            with memory_tag("weights", self.parameters):
                 self.shard = copy if plan.dtype == copy.dtype else copy.to(plan.dtype)
-            if room is not None:
-                self.shard = room.own(self._layout.shard_length, plan.dtype).copy_(copy)
+            if allocator is not None:
+                self.shard = allocator.own(self._layout.shard_length, plan.dtype).copy_(copy)
             self.master = self._first_master(masters, copy) if trained else None
             nothing = torch.full((), torch.nan, dtype=plan.dtype, device=plan.device)
         self._placeholders = [nothing.expand(parameter.shape) for parameter in self.parameters]
@@ -74,7 +74,7 @@ class GatheredWeights(FlatWeights):
 
     def gather_async(self) -> None:
         """Start to gather the weights."""
-        with taking("weights", self.parameters):
+        with memory_tag("weights", self.parameters):
             whole = self.shard.new_empty(self._layout.length)
         work = self._gather_comm.all_gather(whole, self.shard, async_op=True)
         if self._whole is None:

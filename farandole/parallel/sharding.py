@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from farandole.layout import Layout, LayoutError, Reduction, contains
-from farandole.memory.blocks import blocks_of
+from farandole.memory.blocks import group_by_block
 from farandole.mesh import Mesh, by_host
 from farandole.parallel.flat import FlatLayout
 from farandole.plan import PlanError
@@ -169,7 +169,8 @@ def plan_sharding(
     parameters = sorted(model.parameters(), key=lambda p: place[names[id(p)]])
     kept = {id(p) for p in _of_statistics(model)} if dtype is not None else set()
     ranks = {id(p): ranks_of(mesh, layouts[names[id(p)]], rank, zero) for p in parameters}
-    group_of, needs = _gather_groups(model) if gathered else ({}, [])
+    groups, needs = group_by_block(model) if gathered else ([], [])
+    group_of = {id(p): number for number, members in enumerate(groups) for p in members}
 
     def plan_of(members: Sequence[nn.Parameter]) -> BucketPlan:
         first = members[0]
@@ -191,8 +192,9 @@ def plan_sharding(
     def buckets(members: Iterable[nn.Parameter]) -> list[BucketPlan]:
         keys = {id(p): (ranks[id(p)].key, id(p) in kept, group_of.get(id(p), 0)) for p in parameters}
         filled = fill(members, _NO_LIMIT if gathered else bucket_bytes, keys)
-        if gathered:  # blocks are computed backward, and what several blocks share is complete last
-            filled.sort(key=lambda each: -group_of[id(each[0])])
+        if gathered:  # blocks are computed backward, and what is in no block or in several is complete last
+            order = [*reversed(range(len(groups) - 1)), len(groups) - 1]
+            filled.sort(key=lambda each: order.index(group_of[id(each[0])]))
         return [plan_of(each) for each in filled]
 
     return ShardingPlan(
@@ -272,25 +274,6 @@ def fill(
 def master_type(parameter: torch.Tensor) -> torch.dtype:
     """The type of a parameter's master weights: the type in which the model was made, and fp32 at least."""
     return torch.promote_types(parameter.dtype, torch.float32)
-
-
-def _gather_groups(model: nn.Module) -> tuple[dict[int, int], list[tuple[nn.Module, list[int]]]]:
-    """The group of each parameter by identity, and the groups that modules need.
-
-    Group 0 has the parameters of no block and of several, as a tied embedding; the others are those of one block each.
-    """
-    blocks = blocks_of(model)
-    users: dict[int, list[int]] = {}
-    for number, (_, block) in enumerate(blocks):
-        for parameter in block.parameters():
-            users.setdefault(id(parameter), []).append(number)
-    group_of = {
-        id(p): users[id(p)][0] + 1 if len(users.get(id(p), ())) == 1 else 0 for p in model.parameters()
-    }
-    needs = [(block, sorted({group_of[id(p)] for p in block.parameters()})) for _, block in blocks]
-    if any(id(p) not in users for p in model.parameters()):
-        needs.append((model, [0]))
-    return group_of, needs
 
 
 def _of_statistics(model: nn.Module) -> Iterator[nn.Parameter]:

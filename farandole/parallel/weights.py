@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
-from farandole.memory.mapped import MappedRoom
-from farandole.memory.purpose import taking
+from farandole.memory.mmap_allocator import MmapAllocator
+from farandole.memory.tracker import memory_tag
 from farandole.parallel.sharding import BucketPlan
 
 Masters = Literal["memory", "offloaded", "none"]
@@ -37,7 +37,7 @@ class FlatWeights(ABC):
     Args:
         shards: the ranks that divide the buffer; None for this rank alone.
         trained: whether there are master weights.
-        room: where the weights are made, if not in memory.
+        allocator: where the weights are made, if not in memory.
     """
 
     shard: Tensor
@@ -55,11 +55,11 @@ class FlatWeights(ABC):
         *,
         trained: bool,
         masters: Masters = "memory",
-        room: MappedRoom | None = None,
+        allocator: MmapAllocator | None = None,
     ) -> None:
         self.plan, self.number = plan, number
         self.parameters = list(plan.parameters)
-        self.comm, self._layout, self._room = shards, plan.layout, room
+        self.comm, self._layout, self._allocator = shards, plan.layout, allocator
         elsewhere = masters == "offloaded" and is_accelerator(plan.device)
         self.has_master_copy = (
             trained and masters != "none" and (plan.dtype != plan.master_dtype or elsewhere)
@@ -144,18 +144,18 @@ class WholeWeights(FlatWeights):
         *,
         trained: bool,
         masters: Masters = "memory",
-        room: MappedRoom | None = None,
+        allocator: MmapAllocator | None = None,
     ) -> None:
-        super().__init__(plan, number, shards, trained=trained, masters=masters, room=room)
+        super().__init__(plan, number, shards, trained=trained, masters=masters, allocator=allocator)
         self.shared = shards is not None and shards.shares_memory(plan.device)
         self._work: dist.Work | None = None
-        with taking("weights", self.parameters, ranks=shards.size if shards and self.shared else 1):
+        with memory_tag("weights", self.parameters, ranks=shards.size if shards and self.shared else 1):
             self._buffer = self._allocate()
         self.shard = self._layout.shard(self._buffer, number)
         self.master = None
         with torch.no_grad():
             if trained:
-                with taking("masters and states", self.parameters):
+                with memory_tag("masters and states", self.parameters):
                     apart = self.has_master_copy or masters == "none"
                     self.master = self._first_master(masters, self._master_shard()) if apart else self.shard
             self._views = self._layout.views(self._buffer)
@@ -169,8 +169,8 @@ class WholeWeights(FlatWeights):
 
     def _allocate(self) -> Tensor:
         length, dtype = self._layout.length, self.plan.dtype
-        if self._room is not None:
-            return (self._room.common if self.shared else self._room.own)(length, dtype)
+        if self._allocator is not None:
+            return (self._allocator.shared if self.shared else self._allocator.own)(length, dtype)
         if self.comm is not None and self.shared:
             buffer = self.comm.common(length, dtype=dtype, device=self.plan.device)
             assert buffer is not None

@@ -17,8 +17,9 @@ from farandole.comm.communicator import Communicator
 from farandole.comm.compression import compression_named
 from farandole.data.sampler import Sampler
 from farandole.data.text import Text
+from farandole.memory.disk import OffloadError
 from farandole.memory.recompute import Recomputed, apply_recompute
-from farandole.memory.swap import SwapError, swap_activations
+from farandole.memory.swap import swap_activations
 from farandole.models.gpt import build_gpt
 from farandole.models.loss import next_token_loss
 from farandole.parallel import engine as parallel_engine
@@ -151,7 +152,7 @@ class Engine:
             return
         try:
             self.replica.swap(swap_activations(self.model, place))
-        except (ValueError, SwapError) as error:
+        except (ValueError, OffloadError) as error:
             raise ConfigError(f"parallel.swap={place}: {error}") from error
 
     def _backward(self) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from farandole.data.wording import counted, size
-from farandole.memory.budget import Budget, measure_bandwidth
-from farandole.memory.errors import OffloadError
+from farandole.memory.disk import Budget, OffloadError
+from farandole.memory.offload_store import measure_bandwidth
 from farandole.memory.swap import THRESHOLD_BYTES
 from farandole.train.engine import Engine
 
@@ -27,7 +27,7 @@ def memory_notes(engine: Engine, ranks: int) -> Iterator[str]:
     for update in engine.replica.offloaded:
         mine = update.state.budget()
         if kind != "disk":
-            yield f"AdamW's averages in {update.state.home.access}"
+            yield f"AdamW's averages in {update.state.stream.access}"
             continue
         try:
             bandwidth = measure_bandwidth(folder)

@@ -14,7 +14,7 @@ from pathlib import Path
 from farandole.data.errors import DataError
 from farandole.data.sources import find_source
 from farandole.data.wording import counted
-from farandole.memory.errors import OffloadError, SwapError
+from farandole.memory.disk import OffloadError
 from farandole.train.checkpoint_folder import CheckpointError, check_whole, read_facts
 from farandole.train.config import (
     ConfigError,
@@ -28,7 +28,7 @@ from farandole.train.config import (
 from farandole.train.disk import DiskError
 from farandole.train.folders import checkpoint_to_resume, new_run
 
-REFUSALS = (ConfigError, DataError, CheckpointError, DiskError, OffloadError, SwapError, FloatingPointError)
+REFUSALS = (ConfigError, DataError, CheckpointError, DiskError, OffloadError, FloatingPointError)
 """What is the user's to mend, and said without a stack trace."""
 
 DEFAULT_RANKS = 2

@@ -15,7 +15,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from farandole.comm.communicator import Communicator
-from farandole.memory.budget import Bandwidth
+from farandole.memory.disk import Bandwidth
+from farandole.memory.dry_run import saved_bytes
 from farandole.memory.estimate import (
     Estimate,
     Machine,
@@ -28,7 +29,6 @@ from farandole.memory.estimate import (
 from farandole.memory.estimate.data_axis import DataAxis
 from farandole.memory.estimate.formulas import activation_bytes, state_bytes
 from farandole.memory.estimate.heap import Heap, excess
-from farandole.memory.measure import saved_bytes
 from farandole.memory.recompute import apply_recompute
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.models.loss import next_token_loss

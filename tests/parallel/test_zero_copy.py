@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from farandole.comm.communicator import Communicator
-from farandole.memory.device import DeviceMemory
+from farandole.memory.tracker import DeviceMemory
 from farandole.parallel.buffer_pool import DEPTH
 from farandole.parallel.engine import Engine
 

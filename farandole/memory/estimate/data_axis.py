@@ -16,7 +16,7 @@ from farandole.parallel.sharding import Filling, data_mesh, plan_sharding, repli
 from farandole.plan import Plan, PlanError
 
 BUFFERS = 3
-"""Records of offloaded states that are in memory at a time (`memory.home.DiskHome`)."""
+"""Records of offloaded states that are in memory at a time (`memory.record_stream.disk_records`)."""
 
 
 class DataAxis:

@@ -1,4 +1,4 @@
-"""Which file system a folder lies on, and whether there is room."""
+"""What a disk offers: the file system of a folder, its free space, its bandwidth, and what a step of training costs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from farandole.data.wording import counted, size
-from farandole.memory.errors import NoSpace, OffloadError
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 
 
+class OffloadError(RuntimeError):
+    """State cannot be kept, read or written in its place; the message says what, where and why."""
+
+
+class NoSpace(OffloadError):
+    """A file system has less free space than the state needs."""
+
+
 @dataclass(frozen=True)
 class FileSystem:
-    """Where a folder lies: the kind (`ext4`), the device and the folder where it is mounted."""
+    """The file system of a folder: its kind (`ext4`), its device and where it is mounted."""
 
     kind: str
     device: str
@@ -26,7 +33,7 @@ class FileSystem:
 
     @property
     def in_memory(self) -> bool:
-        """Whether its files occupy memory, so that nothing is gained by keeping state there."""
+        """Whether its files occupy memory, so that offloading to it gains nothing."""
         return self.kind in _IN_MEMORY
 
     def __str__(self) -> str:
@@ -34,25 +41,25 @@ class FileSystem:
 
 
 def file_system(folder: str | os.PathLike[str]) -> FileSystem:
-    """The file system of `folder`; of an unknown kind where there is no /proc to ask."""
+    """Return the file system of `folder`; of unknown kind on systems without /proc."""
     real = Path(folder).resolve()
     found = FileSystem("file system", "an unknown device", str(real))
     longest = -1
-    for mount in _mounts():  # the last of those mounted at one place covers the others
+    for mount in _mounts():  # the last one mounted at a place covers the others
         if real.is_relative_to(mount.mounted) and len(Path(mount.mounted).parts) >= longest:
             found, longest = mount, len(Path(mount.mounted).parts)
     return found
 
 
 def free_bytes(folder: str | os.PathLike[str]) -> int:
-    """What a user without privileges can still write there; no limit where the file system names none."""
-    facts = os.statvfs(folder)
-    return facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize
+    """Return the bytes that an unprivileged user can still write; sys.maxsize if the file system states none."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
 
 def require_folder(folder: str | os.PathLike[str]) -> Path:
-    """`folder` as a path.  Raises `OffloadError`, with the nearest folder there is, if it is none."""
-    path = Path(folder)
+    """Return `folder` as a path, `~` expanded.  Raise `OffloadError`, naming the nearest folder, if it is none."""
+    path = Path(folder).expanduser()
     try:
         if stat.S_ISDIR(path.stat().st_mode):
             return path
@@ -67,9 +74,9 @@ def require_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def require_space(folder: str | os.PathLike[str], needed: int, ranks: int = 1) -> None:
-    """Raise `NoSpace` unless `folder` has room for `needed` bytes of each of this host's `ranks`.
+    """Raise `NoSpace` unless `folder` has space for `needed` bytes of each of this host's `ranks`.
 
-    All ranks ask before the first one makes its file: what one has reserved is no longer free for the others.
+    All ranks check before the first one makes its file: space that one has reserved is no longer free for the others.
     """
     path = require_folder(folder)
     total, free = needed * ranks, free_bytes(path)
@@ -83,20 +90,20 @@ def require_space(folder: str | os.PathLike[str], needed: int, ranks: int = 1) -
 
 
 def _advice(needed: int, free: int, where: FileSystem) -> str:
-    """The nearest thing that works: what must go, or which disk has room."""
-    best, room = "", needed - 1
+    """Say how much to free, and which other disk has space."""
+    best, most = "", needed - 1
     for mount in _mounts():
         if mount.in_memory or mount.device == where.device or not mount.device.startswith("/"):
             continue
         if os.path.isdir(mount.mounted) and os.access(mount.mounted, os.W_OK):
             there = free_bytes(mount.mounted)
-            if there > room:
-                best, room = f", or use {mount.mounted}, which has {size(there)}", there
+            if there > most:
+                best, most = f", or use {mount.mounted}, which has {size(there)}", there
     return f"free {size(needed - free)} more there{best}"
 
 
 def _mounts() -> list[FileSystem]:
-    """What is mounted, in the order in which it was."""
+    """Return what is mounted, in the order of mounting."""
     try:
         lines = _MOUNTS.read_text(errors="replace").splitlines()
     except OSError:  # not Linux
@@ -105,10 +112,42 @@ def _mounts() -> list[FileSystem]:
     for line in lines:  # 36 35 98:0 /root /mounted rw,noatime master:1 - ext4 /dev/sda rw
         before, _, after = line.partition(" - ")
         kind, device = after.split(" ")[:2]
-        mounts.append(FileSystem(kind, _plain(device), _plain(before.split(" ")[4])))
+        mounts.append(FileSystem(kind, _unescape(device), _unescape(before.split(" ")[4])))
     return mounts
 
 
-def _plain(text: str) -> str:
-    """Without the escapes of spaces: the kernel writes them as octal numbers."""
+def _unescape(text: str) -> str:
+    """Decode the octal numbers that the kernel writes for spaces."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bytes per second of a disk, one direction at a time, and how the disk is accessed."""
+
+    read: float
+    write: float
+    access: str
+
+    def __str__(self) -> str:
+        return f"{size(self.read)}/s read, {size(self.write)}/s write ({self.access})"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that a step reads and writes, and the disk's bandwidth if it has been measured."""
+
+    read_bytes: int
+    written_bytes: int
+    bandwidth: Bandwidth | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds that the disk takes for a step, if nothing else uses it."""
+        if self.bandwidth is None:
+            return None
+        return self.read_bytes / self.bandwidth.read + self.written_bytes / self.bandwidth.write
+
+    def __str__(self) -> str:
+        text = f"each step reads {size(self.read_bytes)} and writes {size(self.written_bytes)}"
+        return text if self.seconds is None else f"{text}: about {self.seconds:.2g} s at {self.bandwidth}"

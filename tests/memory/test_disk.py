@@ -1,4 +1,4 @@
-"""Which file system a folder is on, and what is said where there is no room."""
+"""The file system of a folder, errors without space, and the cost of a step on the disk."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from farandole.memory.errors import NoSpace, OffloadError
-from farandole.memory.file_system import file_system, free_bytes, require_folder, require_space
+from farandole.memory.disk import (
+    Bandwidth,
+    Budget,
+    NoSpace,
+    OffloadError,
+    file_system,
+    free_bytes,
+    require_folder,
+    require_space,
+)
 from tests.memory.disks import in_memory
 
 
@@ -53,3 +61,14 @@ def test_the_nearest_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OffloadError, match=f"{tmp_path}/file is not a folder .* it lies in {tmp_path}$"):
         require_folder(tmp_path / "file")
+
+
+def test_seconds_are_bytes_over_bandwidth() -> None:
+    bandwidth = Bandwidth(read=2 << 30, write=1 << 30, access="ext4, direct")
+    budget = Budget(2 << 30, 2 << 30, bandwidth)
+    assert budget.seconds == 3.0
+    assert str(budget) == (
+        "each step reads 2.0 GiB and writes 2.0 GiB: about 3 s at 2.0 GiB/s read, 1.0 GiB/s write (ext4, direct)"
+    )
+    assert str(Budget(512, 0)) == "each step reads 512 bytes and writes 0 bytes"
+    assert Budget(512, 0).seconds is None

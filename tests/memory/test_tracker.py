@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from farandole.memory.device import DeviceMemory, OutOfDeviceMemory
-from farandole.memory.purpose import taking
 from farandole.memory.recompute import apply_recompute
+from farandole.memory.tracker import DeviceMemory, OutOfDeviceMemory, memory_tag
 
 CPU = torch.device("cpu")
 
@@ -44,9 +43,9 @@ def test_memory_that_no_operation_made_is_counted_when_it_is_used() -> None:
 
 def test_kinds_and_what_ranks_have_in_common() -> None:
     with DeviceMemory(None, CPU) as memory:
-        with taking("weights", ranks=4):
+        with memory_tag("weights", ranks=4):
             common = torch.empty(1000)
-        with taking("gradients"):
+        with memory_tag("gradients"):
             own = torch.empty(100)
         model = nn.Linear(10, 10, bias=False)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -103,7 +102,7 @@ def test_a_cuda_device_keeps_the_limit_itself() -> None:
     with DeviceMemory(64 << 20, device) as memory:
         kept = torch.empty(32 << 20, dtype=torch.uint8, device=device)
         assert memory.total == kept.nbytes
-        with pytest.raises(OutOfDeviceMemory, match="more wanted for gradients"), taking("gradients"):
+        with pytest.raises(OutOfDeviceMemory, match="more wanted for gradients"), memory_tag("gradients"):
             torch.empty(64 << 20, dtype=torch.uint8, device=device)
     torch.empty(64 << 20, dtype=torch.uint8, device=device)
 
@@ -124,12 +123,12 @@ def test_the_limit_names_the_parameter() -> None:
             pytest.raises(
                 OutOfDeviceMemory, match="before the first step: 400 bytes wanted for weights of 1.weight"
             ),
-            taking("weights", [model[1].weight]),
+            memory_tag("weights", [model[1].weight]),
         ):
             torch.empty(10, 10)
         with (
             pytest.raises(OutOfDeviceMemory, match="gradients of 0.weight to 1.bias"),
-            taking("gradients", list(model.parameters())),
+            memory_tag("gradients", list(model.parameters())),
         ):
             torch.empty(10, 10)
     torch.empty(10, 10)  # the limit is gone

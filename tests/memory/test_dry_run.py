@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from farandole.memory.measure import saved_bytes
+from farandole.memory.dry_run import saved_bytes
 from farandole.memory.recompute import apply_recompute
 from farandole.models.gpt import GPTConfig, build_gpt
 from tests.memory.models import CASES, small_gpt, small_resnet, step

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from farandole.data.wording import counted
-from farandole.memory.disk_file import RecordFile
-from farandole.memory.errors import OffloadError
-from farandole.memory.transfer import Transfer
+from farandole.memory.disk import OffloadError
+from farandole.memory.offload_store import DiskStore, HostStore, OffloadStore, Transfer
 
 Work = Callable[[int, Tensor], None]
 """What is done with a record: its number, and its bytes (1-D, uint8)."""
+
+_CPU = torch.device("cpu")
+
+
+def host_records(record_bytes: Sequence[int], pinned: bool = False) -> RecordStream:
+    """Return records in host memory, which are used where they are."""
+    return RecordStream(HostStore("optimizer state", pinned), record_bytes)
+
+
+def disk_records(
+    folder: str | os.PathLike[str],
+    record_bytes: Sequence[int],
+    name: str = "optimizer state",
+    buffers: int = 3,
+) -> RecordStream:
+    """Return records in a scratch file in `folder`.  Raise `OffloadError` if there is no space for them."""
+    store = DiskStore(folder, name)
+    try:
+        return RecordStream(store, record_bytes, buffers)
+    except BaseException:
+        store.close()
+        raise
 
 
 @dataclass
@@ -25,46 +48,60 @@ class _Slot:
     buffer: Tensor
     record: int | None = None
     held: bool = False  # by the caller, until `write` or `release`
-    blank: bool = False  # given out without having been read
-    awaited: bool = False  # read ahead, for someone who has not come yet
+    blank: bool = False  # given to the caller without having been read
+    prefetched: bool = False  # and not yet asked for
     used: int = 0  # when, on the stream's own clock
-    moving: Transfer | None = None  # the last one: it began after those before it had ended
+    moving: Transfer = field(
+        default_factory=Transfer
+    )  # the last one: it began after those before it had ended
 
 
-class Stream:
-    """The records of `file` through `buffers` buffers (at least 2; with 3, all of them move at any time).
+class RecordStream:
+    """Records of `record_bytes` in `store`, through `buffers` buffers (at least 2; with 3, all of them move at any time).
+
+    Records of a store in memory need no buffers: they are used where they are.
 
     `update` and `visit` go over many records.  For one at a time: `read` (or `blank`) gives the bytes of a record,
     until `write` or `release` takes them back; `prefetch` starts to read one that will be wanted.  Reading a record
     that is still being written waits for that; one that is still in a buffer is not read again.
 
     One thread at a time may use a stream.  A failure is raised as `OffloadError` by the call that waits for the
-    record, and a failure to write also by every later call: what is on the disk is no longer the whole state.
+    record, and a failure to write also by every later call: the store no longer has the whole state.
 
-    `waited_s` counts the seconds in which the caller waited for the disk.
+    `waited_s` counts the seconds in which the caller waited for the disk.  The stream closes its store.
     """
 
-    def __init__(self, file: RecordFile, buffers: int = 3) -> None:
+    def __init__(self, store: OffloadStore, record_bytes: Sequence[int], buffers: int = 3) -> None:
         if buffers < 2:
             raise ValueError(
                 f"buffers={buffers}: a stream needs 2 at least, to read one while another is used"
             )
-        self.file = file
-        self.record_bytes = file.record_bytes
+        self.store = store
+        self.record_bytes = tuple(record_bytes)
         self.waited_s = 0.0
-        useful = min(buffers, max(2, len(file.record_bytes)))
-        self._slots = [_Slot(file.buffer()) for _ in range(useful)]
+        self.records = store.allocate(self.record_bytes)
+        if store.in_memory:
+            self._slots = [_Slot(one.memory, one.index) for one in self.records if one.memory is not None]
+        else:
+            largest = max(self.record_bytes, default=0)
+            useful = min(buffers, max(2, len(self.records)))
+            self._slots = [_Slot(store.empty(largest, _CPU)) for _ in range(useful)]
         self._writing: dict[int, Transfer] = {}
         self._clock = 0
         self._closed = False
 
     @property
+    def access(self) -> str:
+        """Where the records are and how they are accessed, for people."""
+        return self.store.access
+
+    @property
     def memory_bytes(self) -> int:
-        """What the buffers take."""
+        """Bytes of the buffers, or of the records if they are in memory."""
         return sum(slot.buffer.nbytes for slot in self._slots)
 
     def prefetch(self, record: int) -> bool:
-        """Start to read `record`; false if all buffers are in use or read ahead already."""
+        """Start to read `record`; return False if all buffers are in use or prefetched already."""
         self._check(record)
         slot = self._holder(record) or self._free_slot(evict=False)
         if slot is None:
@@ -74,7 +111,7 @@ class Stream:
         return True
 
     def read(self, record: int) -> Tensor:
-        """The bytes of `record`, for the caller alone until `write` or `release`."""
+        """Return the bytes of `record`, for the caller alone until `write` or `release`."""
         self._check(record)
         slot = self._holder(record) or self._free_slot(evict=True)
         self._fetch(slot, record)
@@ -87,14 +124,13 @@ class Stream:
         return slot.buffer[: self.record_bytes[record]]
 
     def blank(self, record: int) -> Tensor:
-        """A buffer to make `record` anew in; what it holds is not defined."""
+        """Return a buffer of undefined content, to make `record` again in."""
         self._check(record)
         slot = self._holder(record) or self._free_slot(evict=True)
         self._hand_out(slot, blank=True)
-        slot.record = None  # until the buffer is at rest
+        slot.record = None  # until nothing moves the buffer
         try:
-            if slot.moving is not None:
-                self._settle_one(slot.moving)
+            self._settle_one(slot.moving)
         except BaseException:
             slot.held = False
             raise
@@ -103,32 +139,32 @@ class Stream:
 
     def write(self, record: int) -> None:
         """Take back the bytes of `record`, which the caller must not touch any more, and start to write them."""
-        slot = self._given(record)
-        slot.moving = self.file.write(record, slot.buffer, after=self._unwritten(record))
+        slot = self._held(record)
+        slot.moving = self.store.write(self.records[record], slot.buffer, after=self._unwritten(record))
         self._writing[record] = slot.moving
         slot.held = False
 
     def release(self, record: int) -> None:
         """Take back the bytes of `record`, which the caller has not changed, or does not want to keep if blank."""
-        slot = self._given(record)
+        slot = self._held(record)
         slot.held = False
         if slot.blank:
             slot.record = None
 
     def update(self, order: Iterable[int], work: Work) -> None:
-        """Call `work(record, bytes)` for each record in `order`, and write what it makes of the bytes.
+        """Call `work(record, bytes)`, which may change the bytes, for each record in `order`, and write the bytes.
 
-        If it raises, so does this, after everything has come to rest and all buffers are taken back: the record in
-        hand is on the disk as it was before, the ones before it as `work` left them.  The same holds for Ctrl-C.
+        If `work` raises, so does this, after all transfers have ended and all buffers are taken back.  On a disk the
+        current record is as it was before, the ones before it as `work` left them.  The same holds for Ctrl-C.
         """
-        self._pass(list(order), work, self.write, self.read)
+        self._pass(list(order), work, self.read)
 
     def fill(self, order: Iterable[int], work: Work) -> None:
-        """The same with buffers of undefined content, to make the records in `order` anew."""
-        self._pass(list(order), work, self.write, self.blank)
+        """The same with bytes of undefined content, to make the records in `order` again."""
+        self._pass(list(order), work, self.blank)
 
     def visit(self, order: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
-        """Each record in `order` and its bytes, which are valid until the next and must not be changed."""
+        """Yield each record in `order` and its bytes, valid until the next one and not to be changed."""
         ahead = list(order)
         for position, record in enumerate(ahead):
             content = self.read(record)
@@ -139,21 +175,19 @@ class Stream:
                 self.release(record)
 
     def flush(self) -> None:
-        """Return when everything that was written is with the disk."""
-        started = time.perf_counter()
-        Transfer.settle(self._writing.values())
-        self.waited_s += time.perf_counter() - started
+        """Block until everything is written; raise what went wrong."""
+        for transfer in self._writing.values():
+            self._settle_one(transfer)
         self._raise_failed()
 
     def close(self) -> None:
-        """Wait until nothing moves, and let go of the buffers; may be called again.  The file stays open."""
+        """Wait until nothing moves, and free buffers and store; may be called again."""
         self._settle()
         self._closed = True
-        self._slots = []
+        self._slots, self.records = [], []
+        self.store.close()
 
-    def _pass(
-        self, order: list[int], work: Work, put: Callable[[int], None], get: Callable[[int], Tensor]
-    ) -> None:
+    def _pass(self, order: list[int], work: Work, get: Callable[[int], Tensor]) -> None:
         for record in order:
             self._check(record)
         try:
@@ -162,7 +196,7 @@ class Stream:
                 if get == self.read:
                     self._prefetch(order, position + 1)
                 work(record, content)
-                put(record)
+                self.write(record)
         except BaseException:
             self._settle()
             raise
@@ -174,14 +208,16 @@ class Stream:
 
     def _check(self, record: int) -> None:
         if self._closed:
-            raise OffloadError(f"record {record} of {self.file.name}: the stream has been closed")
+            raise OffloadError(f"record {record} of {self.store.name}: the stream has been closed")
         if not 0 <= record < len(self.record_bytes):
             raise IndexError(
-                f"record {record} of {self.file.name}: there are {counted(len(self.record_bytes), 'record')}, "
+                f"record {record} of {self.store.name}: there are {counted(len(self.record_bytes), 'record')}, "
                 f"counted from 0"
             )
 
     def _holder(self, record: int) -> _Slot | None:
+        if self.store.in_memory:
+            return self._slots[record]
         return next((slot for slot in self._slots if slot.record == record), None)
 
     @overload
@@ -191,12 +227,12 @@ class Stream:
     def _free_slot(self, evict: Literal[False]) -> _Slot | None: ...
 
     def _free_slot(self, evict: bool) -> _Slot | None:
-        """The slot not used for the longest time; one that was read ahead only with `evict`."""
+        """The least recently used slot; a prefetched one only with `evict`."""
         free = [slot for slot in self._slots if not slot.held]
-        idle = [slot for slot in free if not slot.awaited]
+        idle = [slot for slot in free if not slot.prefetched]
         if evict and not free:
             raise OffloadError(
-                f"all {len(self._slots)} buffers of {self.file.name} are in use (records "
+                f"all {len(self._slots)} buffers of {self.store.name} are in use (records "
                 f"{sorted(slot.record for slot in self._slots if slot.record is not None)}): write or release "
                 f"one, or make the stream with more"
             )
@@ -204,47 +240,50 @@ class Stream:
 
     def _fetch(self, slot: _Slot, record: int) -> None:
         """Have `record` in `slot`, if it is not there."""
-        if slot.held:
-            raise OffloadError(f"record {record} of {self.file.name} is in use: write or release it first")
+        self._refuse_held(slot, record)
         if slot.record != record:
-            before = [*([] if slot.moving is None else [slot.moving]), *self._unwritten(record)]
+            before = [slot.moving, *self._unwritten(record)]
             slot.record = None
-            slot.moving = self.file.read(record, slot.buffer, after=before)
+            slot.moving = self.store.read(self.records[record], slot.buffer, after=before)
             slot.record = record
-        slot.awaited = True
-        self._clock += 1
-        slot.used = self._clock
+        slot.prefetched = True
+        self._touch(slot)
 
     def _hand_out(self, slot: _Slot, blank: bool) -> None:
+        self._refuse_held(slot, slot.record)
+        slot.held, slot.prefetched, slot.blank = True, False, blank
+        self._touch(slot)
+
+    def _refuse_held(self, slot: _Slot, record: int | None) -> None:
         if slot.held:
-            raise OffloadError(
-                f"record {slot.record} of {self.file.name} is in use: write or release it first"
-            )
-        slot.held, slot.awaited, slot.blank = True, False, blank
+            raise OffloadError(f"record {record} of {self.store.name} is in use: write or release it first")
+
+    def _touch(self, slot: _Slot) -> None:
         self._clock += 1
         slot.used = self._clock
 
-    def _given(self, record: int) -> _Slot:
+    def _held(self, record: int) -> _Slot:
         slot = self._holder(record)
         if slot is None or not slot.held:
-            raise OffloadError(f"record {record} of {self.file.name} has not been read: nothing to take back")
+            raise OffloadError(
+                f"record {record} of {self.store.name} has not been read: nothing to take back"
+            )
         return slot
 
     def _unwritten(self, record: int) -> list[Transfer]:
-        """What must end before `record` can be read or written anew."""
+        """What must end before `record` can be read or written again."""
         return [self._writing[record]] if record in self._writing else []
 
     def _wait(self, slot: _Slot) -> None:
-        """Return when `slot` is at rest; raise what went wrong with it, or with anything written before."""
-        assert slot.moving is not None  # it was read or written
+        """Block until nothing moves in `slot`; raise what went wrong with it, or with anything written before."""
         self._settle_one(slot.moving)
         self._raise_failed()
-        slot.moving.wait()
+        slot.moving.synchronize()
 
     def _settle_one(self, transfer: Transfer) -> None:
         if not transfer.done:
             started = time.perf_counter()
-            Transfer.settle([transfer])
+            transfer.settle()
             self.waited_s += time.perf_counter() - started
 
     def _raise_failed(self) -> None:
@@ -256,7 +295,7 @@ class Stream:
     def _settle(self) -> None:
         """Take all buffers back, and return when nothing moves."""
         try:
-            self.file.settle()
-        finally:  # a second Ctrl-C ends the waiting; what still moves is waited for by what uses its slot next
+            self.store.settle()
+        finally:  # a second Ctrl-C ends the waiting; the next use of a slot waits for its last transfer
             for slot in self._slots:
-                slot.record, slot.held, slot.awaited = None, False, False
+                slot.record, slot.held, slot.prefetched = None, False, False

@@ -1,4 +1,4 @@
-"""A limit to the memory of a device that holds from the first allocation on, and says what ran out and where.
+"""Count the memory of live tensors: what it is for, its peak, and a limit that holds from the first allocation on.
 
     with DeviceMemory(12 << 30, torch.device("cpu")) as memory:
         memory.watch(model)
@@ -8,19 +8,22 @@
             ...
             memory.in_use, memory.peak
 
-What is counted is the memory of every tensor on the device, once however many views of it there are, from the first
-operation that makes or takes it until it is freed.  What several ranks have in common (`memory.purpose`) counts as this
-rank's share.  Not seen is what no tensor holds, such as libraries' work space and what torch makes inside of one operation.
-A CUDA device enforces the limit itself, with all that.
+Code that allocates tags the memory, which costs next to nothing if nobody counts:
+
+    with memory_tag("weights", parameters):
+        buffer = torch.empty(length)
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,20 +33,48 @@ from torch.utils._pytree import tree_leaves
 
 from farandole.data.wording import size
 from farandole.memory.blocks import blocks_of
-from farandole.memory.purpose import Kind, Purpose, current_purpose, taking
+from farandole.memory.dry_run import flops_of
+
+Kind = Literal["weights", "gradients", "masters and states", "activations"]
+
+
+@dataclass(frozen=True)
+class MemoryTag:
+    """Memory of one kind, for some of a model's parameters if they are known.
+
+    `ranks` share the memory.
+    """
+
+    kind: Kind
+    parameters: Sequence[nn.Parameter] = ()
+    ranks: int = 1
+
+
+_ACTIVATIONS = MemoryTag("activations")
+
+_current: ContextVar[MemoryTag] = ContextVar("memory_tag")
+
+
+@contextmanager
+def memory_tag(kind: Kind, parameters: Sequence[nn.Parameter] = (), *, ranks: int = 1) -> Iterator[None]:
+    """Tag the memory that this thread allocates within the context; untagged memory counts as activations."""
+    token = _current.set(MemoryTag(kind, parameters, ranks))
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 def by_kind(count: Mapping[Kind, int]) -> str:
-    """`weights 2.3 GiB, gradients 4.6 GiB`; kinds of which there is nothing are left out."""
+    """Return `weights 2.3 GiB, gradients 4.6 GiB`, without kinds of zero bytes."""
     return ", ".join(f"{kind} {size(count[kind])}" for kind in get_args(Kind) if count.get(kind))
 
 
 class OutOfDeviceMemory(RuntimeError):
-    """The device has less memory than was asked for.
+    """The device has less memory than was requested.
 
-    `requested` is the bytes, where they are known, `in_use` the bytes of each kind that there were before, `purpose` what
-    more was wanted for, `place` the block and the part of a step in which it was, and `step` which one (None before the
-    first).
+    `requested` is the bytes, if they are known; `in_use` the bytes of each kind before; `purpose` what the memory was
+    for; `place` the block and the part of a step in which it was requested; and `step` its number (None before the first).
     """
 
     def __init__(
@@ -70,9 +101,14 @@ class OutOfDeviceMemory(RuntimeError):
 
 
 class DeviceMemory:
-    """Has this process take no more than `limit_bytes` of `device` within it, and counts by kind what it takes.
+    """Limits this process to `limit_bytes` of `device` within the context, and counts its memory by kind.
 
-    `limit_bytes` None counts only.  Raises ValueError for a limit that is no number of bytes.
+    What counts is the memory of every tensor on the device, once however many views it has, from the first
+    operation that makes or takes it until it is freed; memory that several ranks share counts as this rank's part.  Not
+    seen is what no tensor holds, such as libraries' work space and what torch makes inside of one operation.  A CUDA
+    device enforces the limit itself, with all that.
+
+    `limit_bytes` None counts only.  Raises ValueError for a limit below one byte.
     """
 
     def __init__(self, limit_bytes: int | None, device: torch.device) -> None:
@@ -87,17 +123,17 @@ class DeviceMemory:
         self._model: nn.Module | None = None
         self._place = ""
         self._updating = False
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Purpose]] = {}
-        self._freed: deque[int] = deque()  # keys of what is to be taken off; any thread may free something
-        self._mode = _Seeing(self._see, self._refused)
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, MemoryTag]] = {}
+        self._freed: deque[int] = deque()  # keys to subtract; any thread may free something
+        self._mode = _TensorMode(self._see, self._refused)
         self._hooks: list[Any] = []
 
     @property
     def in_use(self) -> Counter[Kind]:
         """Bytes in use, by kind."""
         while self._freed:
-            _, nbytes, purpose = self._known.pop(self._freed.popleft())
-            self._in_use[purpose.kind] -= nbytes // purpose.ranks
+            _, nbytes, tag = self._known.pop(self._freed.popleft())
+            self._in_use[tag.kind] -= nbytes // tag.ranks
         return self._in_use
 
     @property
@@ -106,13 +142,13 @@ class DeviceMemory:
         return self.in_use.total()
 
     def watch(self, model: nn.Module) -> None:
-        """Name blocks and parameters of `model` in errors, and count what it has already as weights.
+        """Name blocks and parameters of `model` in errors, and count its present tensors as weights.
 
         Call it before the model is parallelized.
         """
         self._model = model
         for tensor in (*model.parameters(), *model.buffers()):
-            with taking("weights", [tensor] if isinstance(tensor, nn.Parameter) else []):
+            with memory_tag("weights", [tensor] if isinstance(tensor, nn.Parameter) else []):
                 self._see(tensor)
         for name, block in blocks_of(model):
             self._hooks += [
@@ -142,7 +178,7 @@ class DeviceMemory:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     def _see(self, tensor: Tensor) -> None:
-        """Count the memory of `tensor`, if it is new or has another size than before."""
+        """Count the memory of `tensor` if it is new or has changed its size."""
         storage = tensor.untyped_storage()
         if storage.device.type != self.device.type:
             return
@@ -150,28 +186,28 @@ class DeviceMemory:
         known = self._known.get(key)
         if known is not None and known[1] == nbytes:
             return
-        purpose = self._purpose() if known is None else known[2]
-        more = nbytes // purpose.ranks - (0 if known is None else known[1] // purpose.ranks)
+        tag = self._tag() if known is None else known[2]
+        more = nbytes // tag.ranks - (0 if known is None else known[1] // tag.ranks)
         limit = None if self.device.type == "cuda" else self.limit
         if limit is not None and in_use.total() + more > limit:
-            raise self._error(more, purpose, limit)
+            raise self._error(more, tag, limit)
         reference = weakref.ref(storage, self._note_freed(key)) if known is None else known[0]
-        self._known[key] = (reference, nbytes, purpose)
-        in_use[purpose.kind] += more
+        self._known[key] = (reference, nbytes, tag)
+        in_use[tag.kind] += more
         self.peak = max(self.peak, in_use.total())
 
     def _refused(self) -> OutOfDeviceMemory | None:
-        """What to say where a CUDA device has refused memory, if the limit was ours."""
-        return None if self.limit is None else self._error(None, self._purpose(), self.limit)
+        """Return the error to raise if a CUDA device has refused memory because of this limit."""
+        return None if self.limit is None else self._error(None, self._tag(), self.limit)
 
     def _note_freed(self, key: int) -> Callable[[Any], None]:
         return lambda _: self._freed.append(key)
 
-    def _purpose(self) -> Purpose:
-        purpose = current_purpose()
-        if self._updating and purpose.kind == "activations":
-            return Purpose("masters and states")
-        return purpose
+    def _tag(self) -> MemoryTag:
+        tag = _current.get(_ACTIVATIONS)
+        if self._updating and tag.kind == "activations":
+            return MemoryTag("masters and states")
+        return tag
 
     def _update(self, begins: bool) -> None:
         self._updating = begins
@@ -194,12 +230,12 @@ class DeviceMemory:
 
         return leave
 
-    def _error(self, requested: int | None, purpose: Purpose, limit: int) -> OutOfDeviceMemory:
-        wanted = purpose.kind + self._names(purpose.parameters)
+    def _error(self, requested: int | None, tag: MemoryTag, limit: int) -> OutOfDeviceMemory:
+        wanted = tag.kind + self._names(tag.parameters)
         return OutOfDeviceMemory(limit, requested, dict(self.in_use), wanted, self._place, self.step)
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> str:
-        """` of 3.attention.qkv.weight`, the first and the last where there are several."""
+        """Return ` of 3.attention.qkv.weight`, of several names the first and the last."""
         if self._model is None or not parameters:
             return ""
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -208,10 +244,10 @@ class DeviceMemory:
         return f" of {(' and ' if len(found) < 3 else ' to ').join(ends)}" if ends else ""
 
 
-class _Seeing(TorchDispatchMode):
-    """Shows `see` every tensor that an operation takes, before it runs, and makes.
+class _TensorMode(TorchDispatchMode):
+    """Calls `see` with every tensor that an operation takes, before it runs, and every tensor that it makes.
 
-    Where an operation fails for lack of memory, what `refused` returns is raised.
+    If an operation runs out of memory, the error that `refused` returns is raised.
     """
 
     def __init__(
@@ -239,3 +275,59 @@ class _Seeing(TorchDispatchMode):
         for value in tree_leaves(values):
             if isinstance(value, Tensor) and value.layout is torch.strided:
                 self._see(value)
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make, real or fake, and the work of the operations.
+
+    Memory of the tensors in `outside` does not count.  `now` and `peak` are bytes; `flops`, `moved` and `events` as
+    in `estimate.Trace`.
+    """
+
+    def __init__(self, outside: Iterable[Any]) -> None:
+        super().__init__()
+        self.now = self.peak = self.flops = self.moved = 0
+        self.events: list[tuple[int, int]] = []
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._outside = {tensor.untyped_storage()._cdata for tensor in outside if isinstance(tensor, Tensor)}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        written = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
+        fresh = False
+        for tensor in written:
+            fresh |= self._add(tensor)
+        self.peak = max(self.peak, self.now)
+        flops = flops_of(func.overloadpacket, args, kwargs, output)
+        self.flops += flops
+        if not flops and (fresh or func._schema.is_mutable):  # else it is a view
+            read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+            self.moved += sum(one.numel() * one.element_size() for one in (*read, *written))
+        return output
+
+    def _add(self, tensor: Tensor) -> bool:
+        """Count the storage of `tensor`; return whether it is a new one."""
+        if tensor.layout is not torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._outside:
+            return False
+        known = self._seen.get(key)
+        if known is not None and known() is not None:
+            return False
+        nbytes = storage.nbytes()
+        if nbytes == 0:
+            return True
+        number = len(self.events)
+        self.now += nbytes
+        self.events.append((number, nbytes))
+        self._seen[key] = weakref.ref(storage, lambda _: self._free(number, nbytes))
+        return True
+
+    def _free(self, number: int, nbytes: int) -> None:
+        self.now -= nbytes
+        self.events.append((number, 0))

@@ -19,11 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farandole.memory.disk_file import PART_BYTES, RecordFile
-from farandole.memory.errors import OffloadError
-from farandole.memory.file_system import free_bytes
-from farandole.memory.home import DiskHome, MemoryHome, StateHome
-from farandole.memory.stream import Stream
+from farandole.memory.disk import OffloadError, free_bytes
+from farandole.memory.offload_store import PART_BYTES, DiskStore
+from farandole.memory.record_stream import RecordStream, disk_records, host_records
 from tests.memory.disks import ext4, in_memory
 
 SIZES = [1000, PART_BYTES + 4096, 0, 7777, 4096, 1]
@@ -49,35 +47,35 @@ def failing(at: int, error: BaseException) -> object:
 
 
 @pytest.fixture(params=["disk", "memory"])
-def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StateHome]:
+def records(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RecordStream]:
     """Both kinds."""
-    made: StateHome = DiskHome(tmp_path, SIZES) if request.param == "disk" else MemoryHome(SIZES)
+    made: RecordStream = disk_records(tmp_path, SIZES) if request.param == "disk" else host_records(SIZES)
     yield made
     made.close()
     made.close()
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[RecordFile]:
-    """Six records."""
-    made = RecordFile(tmp_path, SIZES, "things")
+def file(tmp_path: Path) -> Iterator[DiskStore]:
+    """A disk, for records of `SIZES`."""
+    made = DiskStore(tmp_path, "things")
     yield made
     made.close()
 
 
-def contents(home: Stream | StateHome) -> list[set[int]]:
+def contents(records: RecordStream) -> list[set[int]]:
     """The different bytes in each record."""
-    return [set(bytes(content.numpy())) for _, content in home.visit(range(len(home.record_bytes)))]
+    return [set(bytes(content.numpy())) for _, content in records.visit(range(len(records.record_bytes)))]
 
 
-def test_passes_follow_each_other(home: StateHome) -> None:
-    home.fill(range(6), set_to_number)
+def test_passes_follow_each_other(records: RecordStream) -> None:
+    records.fill(range(6), set_to_number)
     for _ in range(4):
-        home.update(range(6), add_one)
-    home.update([5, 3, 3, 0], add_one)
-    home.prefetch(2)
-    home.flush()
-    assert contents(home) == [{5}, {5}, set(), {9}, {8}, {10}]
+        records.update(range(6), add_one)
+    records.update([5, 3, 3, 0], add_one)
+    records.prefetch(2)
+    records.flush()
+    assert contents(records) == [{5}, {5}, set(), {9}, {8}, {10}]
 
 
 @settings(max_examples=15, deadline=None)
@@ -92,8 +90,8 @@ def test_passes_follow_each_other(home: StateHome) -> None:
     ),
 )
 def test_any_order_of_calls_gives_what_memory_gives(buffers: int, calls: list[tuple[str, int]]) -> None:
-    file = RecordFile("/tmp", [9000] * 5)
-    stream = Stream(file, buffers)
+    file = DiskStore("/tmp")
+    stream = RecordStream(file, [9000] * 5, buffers)
     stream.fill(range(5), set_to_number)
     wanted = [torch.full((9000,), k, dtype=torch.uint8) for k in range(5)]
     for call, record in calls:
@@ -121,21 +119,21 @@ def test_any_order_of_calls_gives_what_memory_gives(buffers: int, calls: list[tu
                 stream.write(record)
     for k, content in stream.visit(range(5)):
         assert torch.equal(content, wanted[k])
-    stream.close()
-    again = file.buffer()
+    stream.flush()
+    again = torch.empty(9000, dtype=torch.uint8)
     for k in range(5):  # from the disk, not from buffers
-        file.read(k, again).wait()
-        assert torch.equal(again[:9000], wanted[k])
-    file.close()
+        file.read(stream.records[k], again).wait()
+        assert torch.equal(again, wanted[k])
+    stream.close()
 
 
-def held_by(stream: Stream) -> set[int | None]:
+def held_by(stream: RecordStream) -> set[int | None]:
     """Return the records in the buffers that are not being read or written."""
     return {slot.record for slot in stream._slots if slot.moving is None or slot.moving.done}
 
 
-def test_the_next_is_read_while_one_is_worked_on(file: RecordFile) -> None:
-    stream = Stream(file)
+def test_the_next_is_read_while_one_is_worked_on(file: DiskStore) -> None:
+    stream = RecordStream(file, SIZES)
     stream.fill(range(6), set_to_number)
     stream.flush()
 
@@ -150,8 +148,8 @@ def test_the_next_is_read_while_one_is_worked_on(file: RecordFile) -> None:
     stream.close()
 
 
-def test_a_record_in_a_buffer_is_not_read_again(file: RecordFile) -> None:
-    stream = Stream(file)
+def test_a_record_in_a_buffer_is_not_read_again(file: DiskStore) -> None:
+    stream = RecordStream(file, SIZES)
     stream.fill([0], set_to_number)
     stream.flush()
     os.ftruncate(file._file._descriptor, 0)
@@ -162,8 +160,8 @@ def test_a_record_in_a_buffer_is_not_read_again(file: RecordFile) -> None:
     stream.close()
 
 
-def test_misuse_is_refused(file: RecordFile) -> None:
-    stream = Stream(file, buffers=2)
+def test_misuse_is_refused(file: DiskStore) -> None:
+    stream = RecordStream(file, SIZES, buffers=2)
     stream.fill(range(6), set_to_number)
     stream.read(0)
     for call in (stream.read, stream.blank):
@@ -180,15 +178,15 @@ def test_misuse_is_refused(file: RecordFile) -> None:
     with pytest.raises(IndexError, match="record 6 of things: there are 6 records, counted from 0"):
         stream.update([0, 6], add_one)
     with pytest.raises(ValueError, match="buffers=1: a stream needs 2"):
-        Stream(file, buffers=1)
+        RecordStream(file, SIZES, buffers=1)
     stream.close()
     stream.close()
     with pytest.raises(OffloadError, match="the stream has been closed"):
         stream.read(0)
 
 
-def test_an_exception_leaves_the_record_in_hand_as_it_was(file: RecordFile) -> None:
-    stream = Stream(file)
+def test_an_exception_leaves_the_record_in_hand_as_it_was(file: DiskStore) -> None:
+    stream = RecordStream(file, SIZES)
     stream.fill(range(6), set_to_number)
     with pytest.raises(ZeroDivisionError):
         stream.update(range(6), failing(3, ZeroDivisionError()))  # type: ignore[arg-type]
@@ -199,8 +197,8 @@ def test_an_exception_leaves_the_record_in_hand_as_it_was(file: RecordFile) -> N
     stream.close()
 
 
-def test_visiting_may_end_early(file: RecordFile) -> None:
-    stream = Stream(file)
+def test_visiting_may_end_early(file: DiskStore) -> None:
+    stream = RecordStream(file, SIZES)
     stream.fill(range(6), set_to_number)
     for record, _ in stream.visit(range(6)):
         if record == 1:
@@ -222,8 +220,8 @@ def without_collector() -> Iterator[None]:
 
 @pytest.mark.parametrize("delay_s", [0.001, 0.004, 0.01, 0.03])
 def test_ctrl_c_anywhere_leaves_threads_at_rest(tmp_path: Path, delay_s: float) -> None:
-    file = RecordFile(tmp_path, [2 * PART_BYTES] * 8, "things")
-    stream = Stream(file)
+    file = DiskStore(tmp_path, "things")
+    stream = RecordStream(file, [2 * PART_BYTES] * 8)
     stream.fill(range(8), set_to_number)
     interrupt = threading.Timer(delay_s, signal.raise_signal, [signal.SIGINT])
 
@@ -239,16 +237,14 @@ def test_ctrl_c_anywhere_leaves_threads_at_rest(tmp_path: Path, delay_s: float) 
     for _, content in stream.visit(range(8)):
         assert content.eq(content[0]).all()  # whole, old or new
     stream.close()
-    file.close()
 
 
 def test_a_write_that_fails_is_raised_by_the_next_calls(tmp_path: Path) -> None:
     with (
         in_memory(tmp_path / "below", "4m") as below,
         ext4(below / "image", tmp_path / "disk", "64m") as disk,
-        contextlib.closing(RecordFile(disk, [4 << 20] * 6, "things")) as file,
+        contextlib.closing(RecordStream(DiskStore(disk, "things"), [4 << 20] * 6)) as stream,
     ):
-        stream = Stream(file)
         random_bytes = torch.empty(4 << 20, dtype=torch.uint8).random_()
 
         def write_and_wait(record: int) -> None:
@@ -263,18 +259,17 @@ def test_a_write_that_fails_is_raised_by_the_next_calls(tmp_path: Path) -> None:
                 stream.flush()
             with pytest.raises(OffloadError, match=re.escape(str(first.value))):
                 stream.update(range(6), add_one)
-        stream.close()
 
 
 def endless(folder: Path, ready: int) -> None:
     """Stream until killed."""
-    home = DiskHome(folder, [1 << 20] * 8)
+    records = disk_records(folder, [1 << 20] * 8)
 
     def work(record: int, content: Tensor) -> None:
         os.write(ready, b".")
 
     while True:
-        home.update(range(8), work)
+        records.update(range(8), work)
 
 
 def test_kill_9_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
@@ -297,14 +292,3 @@ def test_kill_9_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
         while free_bytes(disk) < before and time.monotonic() < deadline:
             time.sleep(0.01)
         assert free_bytes(disk) >= before - 4096
-
-
-def test_memory_is_pinned_only_where_there_is_a_device() -> None:
-    if torch.cuda.is_available():
-        home = MemoryHome([10], pinned=True)
-        home.fill([0], set_to_number)
-        assert next(home.visit([0]))[1].is_pinned()
-        assert home.access == "pinned memory, 10 bytes"
-    else:
-        with pytest.raises(ValueError, match="there is none; pinned=False works"):
-            MemoryHome([10], pinned=True)
