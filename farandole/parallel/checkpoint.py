@@ -1,388 +1,153 @@
-"""The state of an engine on a disk: boxes of globally named tensors, in PyTorch's distributed checkpoint format.
+"""Checkpoints of an engine in a folder: saved at once or in the background, loaded under any plan by any number of ranks.
 
-    model.NAME              a parameter in the type that the optimizer updates, frozen or not, or a buffer
-    optimizer.NAME/KEY      a state that an optimizer keeps of a parameter (`exp_avg`, ...); numbers are whole
-    random.rankN            the generator of a rank, random.cuda.rankN that of its accelerator
-    compression.rankN.KEY   what compression remembers on a rank
+    engine.save(folder, extra={"step": n})            # `engine_state` says what is in it
+    pending = engine.save(folder, asynchronous=True)  # copies the state to host memory, and writes it while training goes on
+    pending.wait()
+    engine.load(folder)
+    engine.export(folder)                             # model.safetensors: parameters and buffers alone, for other tools
+    engine.load_weights(folder)
 
-Every rank saves the boxes that it stores, under the names of the model of one process.  Who loads names the boxes it wants, and gets
-them from whatever boxes there are, so a checkpoint of any number of ranks, stage of ZeRO and precision is one of every other.
-What several ranks store alike has the same name and place on each, and is written once.
-
-Optimizer states that are offloaded pass through memory one bucket at a time, when they are saved and when they are loaded.
+A folder gets its name when all is in it and on the disk; before that it is called `FOLDER.tmp`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
-from farandole.memory.offloaded_optimizer import ShardState, UnitReader
+from farandole.comm.communicator import Communicator
+from farandole.comm.fallback import local_group
+from farandole.parallel.engine_state import State, empty_state, load_offloaded, restore, state_of
 from farandole.parallel.errors import CheckpointError
-from farandole.parallel.stored_ranges import LoadPlanner, Place, Range, SavePlanner
+from farandole.parallel.stored_ranges import LoadPlanner, Range, SavePlanner
 
 if TYPE_CHECKING:
     from farandole.parallel.engine import Engine
 
-FACTS = "engine.json"
+METADATA = "engine.json"
 _VERSION = 1
 
-State = dict[str, "Tensor | Range"]
 
-# ---- the state of an engine ----
+class PendingSave:
+    """A checkpoint that is being written to `folder`."""
 
-
-def state_of(engine: Engine, rank: int) -> State:
-    """The state of `engine` as it is; its tensors are the engine's own."""
-    state: State = {f"model.{s.name}": Range.of(s.values, s.start, s.place) for s in _stored(engine)}
-    for prefix, name, place, shard, start, states in _states(engine):
-        for key, value in states.items():
-            if not isinstance(value, Tensor):
-                raise CheckpointError(
-                    f"an optimizer keeps {key!r} of {name} as {type(value).__name__}: only tensors can be saved"
-                )
-            like = value.dim() and value.numel() == shard.numel()
-            state[f"{prefix}.{name}/{key}"] = Range.of(value, start, place) if like else value
-    state |= _offloaded_state(engine)
-    state[f"random.rank{rank}"] = torch.get_rng_state()
-    if engine.device.type == "cuda":
-        state[f"random.cuda.rank{rank}"] = torch.cuda.get_rng_state(engine.device)
-    for key, value in engine.compression_state().items():
-        state[f"compression.rank{rank}.{key}"] = value
-    return state
-
-
-def room_for(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -> State:
-    """New tensors for what was `saved` and this rank needs.
-
-    What a checkpoint has no part of for this rank, as the generator of one that it did not have, is left out.
-
-    Raises:
-        CheckpointError: where a trained parameter is missing, or has another shape.
-    """
-    room: State = {}
-    for stored in _stored(engine):
-        entry = f"model.{stored.name}"
-        if entry in saved:
-            room[entry] = _room_for_range(
-                saved[entry], stored.place, stored.start, stored.values.numel(), entry
+    def __init__(
+        self, folder: Path, comm: Communicator, state: State, text: str, *, background: bool
+    ) -> None:
+        self.folder = folder
+        self._comm, self._state, self._text = comm, state, text
+        self._refusal = ""
+        self._thread: threading.Thread | None = None
+        if background:
+            group = _background_group(comm)
+            self._thread = threading.Thread(
+                target=self._write, args=(group,), name="farandole-checkpoint", daemon=True
             )
-        elif stored.trained:  # earlier versions saved neither buffers nor frozen parameters
-            raise CheckpointError(f"it has no parameter {stored.name}: it is a checkpoint of another model")
-    for prefix, name, place, shard, start, _ in _states(engine):
-        for key in _keys_of(saved, prefix).get(name, ()):
-            entry = f"{prefix}.{name}/{key}"
-            room[entry] = _room_of_state(saved[entry], shard, start, place)
-    own = (f"random.rank{rank}", f"random.cuda.rank{rank}")
-    for entry, description in saved.items():
-        if entry in own or entry.startswith(f"compression.rank{rank}."):
-            room[entry] = _empty_as(description)
-    if engine.device.type != "cuda":
-        room.pop(own[1], None)
-    return room
+            self._thread.start()
+        else:
+            self._write(comm.group)
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has ended its part; `wait` tells whether it has succeeded."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is on the disk; all ranks call it.
+
+        Raises:
+            CheckpointError: on all ranks, if one of them could not write its part.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        agree(self._comm, self._refusal, self.folder)
+
+    def _write(self, group: dist.ProcessGroup) -> None:
+        partial = partial_folder(self.folder)
+        try:
+            writer = FileSystemWriter(partial, sync_files=True)
+            dcp.save(dict(self._state), storage_writer=writer, planner=SavePlanner(), process_group=group)
+            if self._comm.rank == 0:  # all ranks' parts are on the disk: the save is a collective call
+                (partial / METADATA).write_text(self._text)
+                partial.rename(self.folder)
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            self._refusal = str(cause_of(error))
+            if self._comm.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+        self._state = {}  # copies of the whole state: memory for training
 
 
-def commit(engine: Engine, rank: int, loaded: State) -> None:
-    """Have `engine` go on from what was loaded into the room that `room_for` made; all ranks call it."""
-    with torch.no_grad():
-        for stored in _stored(engine):
-            new = loaded.get(f"model.{stored.name}")
-            if isinstance(new, Range):
-                stored.values.copy_(new.values.view(stored.values.shape))
-    for prefix, name, _, shard, _, states in _states(engine):
-        own = f"{prefix}.{name}/"
-        states.clear()  # of steps that the checkpoint does not have
-        for entry, found in loaded.items():
-            if entry.startswith(own):
-                states[entry.removeprefix(own)] = _as_state(found, shard)
-    engine.all_gather_parameters()
-    remembered = f"compression.rank{rank}."
-    engine.load_compression(
-        {
-            entry.removeprefix(remembered): value
-            for entry, value in loaded.items()
-            if entry.startswith(remembered) and isinstance(value, Tensor)
-        }
-    )
-    generator = loaded.get(f"random.rank{rank}")
-    if isinstance(generator, Tensor):
-        torch.set_rng_state(generator)
-    generator = loaded.get(f"random.cuda.rank{rank}")
-    if isinstance(generator, Tensor):
-        torch.cuda.set_rng_state(generator, engine.device)
+_background_groups: dict[int, dist.ProcessGroup] = {}
 
 
-def _as_state(found: Tensor | Range, shard: nn.Parameter) -> Tensor:
-    """A state as optimizers keep it: laid out as the shard, on its device."""
-    if isinstance(found, Tensor):
-        return found
-    like = torch.empty_like(shard, dtype=found.dtype, requires_grad=False)
-    return like.copy_(found.values.view(shard.shape))
+def _background_group(comm: Communicator) -> dist.ProcessGroup:
+    """A group of the same ranks: calls of the thread must not mix with those of training."""
+    key = id(comm.group)
+    if key not in _background_groups:
+        ranks = [dist.get_global_rank(comm.group, rank) for rank in range(comm.size)]
+        _background_groups[key] = local_group(comm.group, ranks)
+    return _background_groups[key]
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """What this rank stores of a parameter or buffer: `values`, from element `start` of its tensor on."""
-
-    name: str
-    place: Place
-    start: int
-    values: Tensor
-    trained: bool = False
-
-
-def _stored(engine: Engine) -> Iterator[_Stored]:
-    """Parameters and buffers, by the names of the model's state."""
-    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-    values_of = dict(engine.shard_values())
-    trained = {id(parameter) for bucket in engine.buckets for parameter in bucket.parameters}
-
-    def stored(name: str, tensor: Tensor, start: int, values: Tensor, *, trained: bool = False) -> _Stored:
-        return _Stored(name, _place(engine, name, tensor), start, values, trained=trained)
-
-    for parameter, shard, start in engine.shards():
-        yield stored(names[id(parameter)], parameter, start, values_of[shard], trained=True)
-    for parameter, values, start in engine.frozen_shards():
-        yield stored(names[id(parameter)], parameter, start, values)
-    for name, parameter in engine.model.named_parameters():
-        plain = type(parameter.data) is Tensor  # quantized ones are saved by those who made them
-        if plain and id(parameter) not in trained and not engine.divides(parameter):
-            yield stored(name, parameter, 0, parameter.detach())
-    for name, buffer in _persistent_buffers(engine.model):
-        yield stored(name, buffer, 0, buffer)
-
-
-def _place(engine: Engine, name: str, tensor: Tensor) -> Place:
-    """The place of a tensor of this rank, by its layout."""
-    layout = engine.layouts.get(name)
-    if layout is None or not layout.shards:
-        return Place.whole(tensor.shape)
-    cell = next(cell for cell in engine.mesh.of_rank(engine.rank) if cell.pipeline in layout.stages)
-    return Place.of_boxes(layout.shape, tensor.shape, layout.boxes(engine.mesh, cell))
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
-
-
-_StateOf = tuple[str, str, Place, nn.Parameter, int, dict[str, Any]]
-
-
-def _states(engine: Engine) -> Iterator[_StateOf]:
-    """(prefix of names, name, place, shard, start, states) of what optimizers keep in memory."""
-    if engine.offloaded:
-        return
-    places = _places(engine)
-    for number, optimizer in enumerate(engine.optimizers):
-        for shard in (each for group in optimizer.param_groups for each in group["params"]):
-            name, start, place = places[id(shard)]
-            yield _prefix(number), name, place, shard, start, optimizer.state[shard]
-
-
-def _prefix(number: int) -> str:
-    """Of the states of optimizer `number`."""
-    return f"optimizer{number}" if number else "optimizer"
-
-
-def _keys_of(saved: Mapping[str, STORAGE_TYPES], prefix: str) -> dict[str, list[str]]:
-    """For each parameter the states of its optimizer that were saved."""
-    keys: dict[str, list[str]] = {}
-    for entry in saved:
-        if entry.startswith(f"{prefix}."):
-            name, _, key = entry.removeprefix(f"{prefix}.").rpartition("/")
-            keys.setdefault(name, []).append(key)
-    return keys
-
-
-# ---- room for what is loaded ----
-
-
-def _described(description: STORAGE_TYPES) -> TensorStorageMetadata:
-    if not isinstance(description, TensorStorageMetadata):
-        raise CheckpointError(f"expected a tensor, found {type(description).__name__}")
-    return description
-
-
-def _empty_as(description: STORAGE_TYPES) -> Tensor:
-    """Room for a whole tensor as it was saved."""
-    found = _described(description)
-    return torch.empty(found.size, dtype=found.properties.dtype)
-
-
-def _place_in(description: STORAGE_TYPES, place: Place) -> Place | None:
-    """The place in the tensor that was saved: as it is now, or flat, as earlier versions saved tensors; None for another tensor."""
-    size = tuple(_described(description).size)
-    if size == place.shape:
-        return place
-    return Place.whole(size) if place.is_whole and size == (math.prod(place.shape),) else None
-
-
-def _room_for_range(description: STORAGE_TYPES, place: Place, start: int, length: int, entry: str) -> Range:
-    """Room for consecutive elements, in the type that was saved."""
-    found = _described(description)
-    there = _place_in(description, place)
-    if there is None:
-        raise CheckpointError(f"{entry} has shape {tuple(found.size)} in it, and {place.shape} in this model")
-    return Range.of(torch.empty(length, dtype=found.properties.dtype), start, there)
-
-
-def _room_of_state(
-    description: STORAGE_TYPES, shard: nn.Parameter, start: int, place: Place
-) -> Tensor | Range:
-    found = _described(description)
-    there = _place_in(description, place)
-    if there is None or not found.size:
-        return _empty_as(description)
-    return Range.of(torch.empty(shard.numel(), dtype=found.properties.dtype), start, there)
-
-
-# ---- states that are offloaded ----
-
-
-def _offloaded_state(engine: Engine) -> State:
-    """What offloaded optimizers keep, by name; ranges are brought when they are written, in this order."""
-    places = _places(engine)
-    state: State = {}
-    for number, update in enumerate(engine.offloaded):
-        reader = UnitReader(update.state)
-        for unit, members in enumerate(update.state.units):
-            for at, (piece, kept) in enumerate(zip(members, update.state.kept(unit), strict=True)):
-                name, start, place = places[id(piece)]
-                for key, value in kept.items():
-                    entry = f"{_prefix(number)}.{name}/{key}"
-                    if isinstance(value, torch.dtype):
-                        load = partial(_load_state, reader, unit, at, key)
-                        state[entry] = Range(place, start, piece.numel(), value, load=load)
-                    elif isinstance(value, Tensor):
-                        state[entry] = value
-    return state
-
-
-def _load_state(reader: UnitReader, unit: int, at: int, key: str) -> Tensor:
-    value: Tensor = reader.states(unit)[at].state[key]
-    return value.view(-1)
-
-
-def load_offloaded(engine: Engine, folder: Path) -> None:
-    """Have offloaded optimizers go on from what checkpoint files in `folder` have of their pieces, after `commit`."""
-    values_of = dict(engine.shard_values())
-    for number, update in enumerate(engine.offloaded):
-        for unit, members in enumerate(update.state.units):
-            found = _read_states(engine, folder, _prefix(number), members)
-            pieces = []
-            for piece, states, kept in zip(members, found, update.state.kept(unit), strict=True):
-                # those that are kept by element have the shape of the piece, also if its parameter is a number
-                shaped = {
-                    key: value.view(piece.shape) if isinstance(kept.get(key), torch.dtype) else value
-                    for key, value in states.items()
-                }
-                pieces.append(ShardState(values_of[piece], shaped))
-            update.state.load(unit, pieces)
-
-
-def _read_states(
-    engine: Engine, folder: Path, prefix: str, members: Sequence[nn.Parameter]
-) -> list[dict[str, Tensor]]:
-    """The states of some pieces, from the files of a checkpoint; each rank reads by itself."""
-    reader, places = FileSystemReader(folder), _places(engine)
-    saved = reader.read_metadata().state_dict_metadata
-    keys = _keys_of(saved, prefix)
-    room: State = {}
-    for piece in members:
-        name, start, place = places[id(piece)]
-        for key in keys.get(name, ()):
-            entry = f"{prefix}.{name}/{key}"
-            room[entry] = _room_of_state(saved[entry], piece, start, place)
-    if room:
-        dcp.load(dict(room), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
-    found: list[dict[str, Tensor]] = []
-    for piece in members:
-        name = places[id(piece)][0]
-        states = {key: room[f"{prefix}.{name}/{key}"] for key in keys.get(name, ())}
-        found.append({k: v.values if isinstance(v, Range) else v for k, v in states.items()})
-    return found
-
-
-def _places(engine: Engine) -> dict[int, tuple[str, int, Place]]:
-    """Of each shard: the name of its parameter, where it begins in the parameter, and the parameter's place."""
-    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-    return {
-        id(shard): (names[id(parameter)], start, _place(engine, names[id(parameter)], parameter))
-        for parameter, shard, start in engine.shards()
-    }
-
-
-# ---- a checkpoint of an engine alone ----
-
-
-def save(engine: Engine, folder: Path, extra: Mapping[str, Any]) -> None:
+def save(engine: Engine, folder: Path, extra: Mapping[str, Any], *, background: bool) -> PendingSave:
     """See `Engine.save`."""
-    comm = engine.comm
-    partial_folder = folder.with_name(f"{folder.name}.tmp")
-    text, refusal = "", ""
+    comm, text, refusal = engine.comm, "", ""
     try:
         text = json.dumps({"version": _VERSION, **engine.metadata(), "extra": dict(extra)}, indent=1)
     except TypeError as error:
         refusal = f"extra cannot be written as JSON: {error}"
     if comm.rank == 0 and not refusal:
-        refusal = _make_room(folder, partial_folder)
-    _agree(engine, refusal, folder)
-    try:
-        writer = FileSystemWriter(partial_folder, sync_files=True)
-        dcp.save(
-            dict(state_of(engine, comm.rank)),
-            storage_writer=writer,
-            planner=SavePlanner(),
-            process_group=comm.group,
-        )
-        if comm.rank == 0:
-            (partial_folder / FACTS).write_text(text)
-            partial_folder.rename(folder)
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
-        refusal = str(cause_of(error))
-        if comm.rank == 0:
-            shutil.rmtree(partial_folder, ignore_errors=True)
-    _agree(engine, refusal, folder)
+        refusal = prepare(folder)
+    agree(comm, refusal, folder)
+    state = state_of(engine, comm.rank)
+    if background:
+        state = {name: _copy_of(value) for name, value in state.items()}
+    pending = PendingSave(folder, comm, state, text, background=background)
+    if not background or engine.offloaded:  # the next step changes what is kept elsewhere
+        pending.wait()
+    return pending
+
+
+def _copy_of(value: Tensor | Range) -> Tensor | Range:
+    """A copy in host memory; offloaded states are read when they are written."""
+    if isinstance(value, Range):
+        return value if value.held is None else replace(value, held=value.held.to("cpu", copy=True))
+    return value.detach().to("cpu", copy=True)
 
 
 def load(engine: Engine, folder: Path) -> dict[str, Any]:
     """See `Engine.load`."""
-    comm, facts, loaded, refusal = engine.comm, {}, State(), ""
+    comm, metadata, loaded, refusal = engine.comm, {}, State(), ""
     try:
-        facts = json.loads((folder / FACTS).read_text())
+        metadata = json.loads((folder / METADATA).read_text())
         reader = FileSystemReader(folder)
-        loaded = room_for(engine, comm.rank, reader.read_metadata().state_dict_metadata)
-        refusal = _other_optimizers(engine, facts)
+        loaded = empty_state(engine, comm.rank, reader.read_metadata().state_dict_metadata)
+        refusal = _other_optimizers(engine, metadata)
     except FileNotFoundError:
         refusal = "it is not there, or not a whole checkpoint of an engine"
     except (Exception, CheckpointException) as error:
         refusal = str(cause_of(error))
-    _agree(engine, refusal, folder)
+    agree(comm, refusal, folder)
     try:  # into new tensors: the engine stays as it is if this fails
         dcp.load(dict(loaded), storage_reader=reader, planner=LoadPlanner(), process_group=comm.group)
     except (Exception, CheckpointException) as error:
         refusal = str(cause_of(error))
-    _agree(engine, refusal, folder)
-    commit(engine, comm.rank, loaded)
+    agree(comm, refusal, folder)
+    restore(engine, comm.rank, loaded)
     load_offloaded(engine, folder)
-    engine.restore_metadata(facts)
-    extra: dict[str, Any] = facts["extra"]
+    engine.restore_metadata(metadata)
+    extra: dict[str, Any] = metadata["extra"]
     return extra
 
 
@@ -396,24 +161,30 @@ def _other_optimizers(engine: Engine, facts: Mapping[str, Any]) -> str:
     return f"it has the state of {saved} with {counts[1]} groups, the engine {', '.join(own['optimizers'])} with {counts[0]}"
 
 
-def _make_room(folder: Path, partial_folder: Path) -> str:
+def prepare(folder: Path) -> str:
     """Prepare to write `folder`; why that cannot be, or ""."""
+    partial = partial_folder(folder)
     if folder.exists():
         return "it exists; choose another name, or remove it first"
     if folder.parent.exists() and not folder.parent.is_dir():
         return f"{folder.parent} is not a folder"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if partial_folder.exists():  # of a job that was killed
-            shutil.rmtree(partial_folder)
+        if partial.exists():  # of a job that was killed
+            shutil.rmtree(partial)
     except OSError as error:
         return f"{error.strerror}: {error.filename}"
     return ""
 
 
-def _agree(engine: Engine, refusal: str, folder: Path) -> None:
+def partial_folder(folder: Path) -> Path:
+    """The name of a folder while it is being written."""
+    return folder.with_name(f"{folder.name}.tmp")
+
+
+def agree(comm: Communicator, refusal: str, folder: Path) -> None:
     """Raise `CheckpointError` on all ranks if any has a reason to."""
-    told = engine.comm.all_gather_object(refusal)
+    told = comm.all_gather_object(refusal)
     found = next(((rank, why) for rank, why in enumerate(told) if why), None)
     if found is not None:
         raise CheckpointError(f"checkpoint {folder}: {found[1]} (rank {found[0]})")

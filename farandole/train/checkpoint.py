@@ -23,17 +23,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from farandole.comm.communicator import Communicator
 from farandole.data.cache import flush
-from farandole.parallel.checkpoint import (
-    LoadPlanner,
-    Range,
-    SavePlanner,
-    State,
-    cause_of,
-    commit,
-    load_offloaded,
-    room_for,
-    state_of,
-)
+from farandole.parallel.checkpoint import cause_of
+from farandole.parallel.engine_state import State, empty_state, load_offloaded, restore, state_of
+from farandole.parallel.stored_ranges import LoadPlanner, Range, SavePlanner
 from farandole.train.checkpoint_folder import (
     FACTS,
     STATE,
@@ -231,13 +223,13 @@ def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
     facts = read_facts(folder)
     try:
         reader = FileSystemReader(folder / STATE)
-        wanted = room_for(engine.replica, comm.rank, reader.read_metadata().state_dict_metadata)
+        wanted = empty_state(engine.replica, comm.rank, reader.read_metadata().state_dict_metadata)
         dcp.load(dict(wanted), storage_reader=reader, planner=LoadPlanner(), process_group=comm.group)
     except CheckpointError as error:  # it is whole, and does not fit
         raise CheckpointError(f"checkpoint {folder}: {error}") from error
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise damaged(folder, str(cause_of(error))) from error
-    commit(engine.replica, comm.rank, wanted)
+    restore(engine.replica, comm.rank, wanted)
     load_offloaded(engine.replica, folder / STATE)
     engine.step_number = facts.step
     engine.sampler.consumed = facts.consumed

@@ -1,0 +1,322 @@
+"""The state of an engine on a disk: boxes of globally named tensors, in PyTorch's distributed checkpoint format.
+
+    model.NAME              a parameter in the type that the optimizer updates, frozen or not, or a buffer
+    optimizer.NAME/KEY      a state that an optimizer keeps of a parameter (`exp_avg`, ...); numbers are whole
+    random.rankN            the generator of a rank, random.cuda.rankN that of its accelerator
+    compression.rankN.KEY   what compression remembers on a rank
+
+Every rank saves the boxes that it stores, under the names of the model of one process.  Who loads names the boxes it wants, and gets
+them from whatever boxes there are, so a checkpoint of any number of ranks, stage of ZeRO and precision is one of every other.
+What several ranks store alike has the same name and place on each, and is written once.
+
+Optimizer states that are offloaded pass through memory one bucket at a time, when they are saved and when they are loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+
+from farandole.memory.offloaded_optimizer import ShardState, UnitReader
+from farandole.parallel.errors import CheckpointError
+from farandole.parallel.stored_ranges import LoadPlanner, Place, Range
+
+if TYPE_CHECKING:
+    from farandole.parallel.engine import Engine
+
+State = dict[str, "Tensor | Range"]
+
+# ---- the state of an engine ----
+
+
+def state_of(engine: Engine, rank: int) -> State:
+    """The state of `engine` as it is; its tensors are the engine's own."""
+    state: State = {f"model.{s.name}": Range.of(s.values, s.start, s.place) for s in stored_tensors(engine)}
+    for prefix, name, place, shard, start, states in _states(engine):
+        for key, value in states.items():
+            if not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"an optimizer keeps {key!r} of {name} as {type(value).__name__}: only tensors can be saved"
+                )
+            like = value.dim() and value.numel() == shard.numel()
+            state[f"{prefix}.{name}/{key}"] = Range.of(value, start, place) if like else value
+    state |= _offloaded_state(engine)
+    state[f"random.rank{rank}"] = torch.get_rng_state()
+    if engine.device.type == "cuda":
+        state[f"random.cuda.rank{rank}"] = torch.cuda.get_rng_state(engine.device)
+    for key, value in engine.compression_state().items():
+        state[f"compression.rank{rank}.{key}"] = value
+    return state
+
+
+def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -> State:
+    """New tensors for what was `saved` and this rank needs.
+
+    What a checkpoint has no part of for this rank, as the generator of one that it did not have, is left out.
+
+    Raises:
+        CheckpointError: where a trained parameter is missing, or has another shape.
+    """
+    state: State = {}
+    for stored in stored_tensors(engine):
+        entry = f"model.{stored.name}"
+        if entry in saved:
+            state[entry] = _empty_range(
+                saved[entry], stored.place, stored.start, stored.values.numel(), entry
+            )
+        elif stored.trained:  # earlier versions saved neither buffers nor frozen parameters
+            raise CheckpointError(f"it has no parameter {stored.name}: it is a checkpoint of another model")
+    for prefix, name, place, shard, start, _ in _states(engine):
+        for key in _keys_of(saved, prefix).get(name, ()):
+            entry = f"{prefix}.{name}/{key}"
+            state[entry] = _empty_optimizer_state(saved[entry], shard, start, place)
+    own = (f"random.rank{rank}", f"random.cuda.rank{rank}")
+    for entry, description in saved.items():
+        if entry in own or entry.startswith(f"compression.rank{rank}."):
+            state[entry] = _empty_as(description)
+    if engine.device.type != "cuda":
+        state.pop(own[1], None)
+    return state
+
+
+def restore(engine: Engine, rank: int, loaded: State) -> None:
+    """Have `engine` go on from what was loaded into the tensors of `empty_state`; all ranks call it."""
+    with torch.no_grad():
+        for stored in stored_tensors(engine):
+            new = loaded.get(f"model.{stored.name}")
+            if isinstance(new, Range):
+                stored.values.copy_(new.values.view(stored.values.shape))
+    for prefix, name, _, shard, _, states in _states(engine):
+        own = f"{prefix}.{name}/"
+        states.clear()  # of steps that the checkpoint does not have
+        for entry, found in loaded.items():
+            if entry.startswith(own):
+                states[entry.removeprefix(own)] = _as_state(found, shard)
+    engine.all_gather_parameters(frozen=True)
+    remembered = f"compression.rank{rank}."
+    engine.load_compression(
+        {
+            entry.removeprefix(remembered): value
+            for entry, value in loaded.items()
+            if entry.startswith(remembered) and isinstance(value, Tensor)
+        }
+    )
+    generator = loaded.get(f"random.rank{rank}")
+    if isinstance(generator, Tensor):
+        torch.set_rng_state(generator)
+    generator = loaded.get(f"random.cuda.rank{rank}")
+    if isinstance(generator, Tensor):
+        torch.cuda.set_rng_state(generator, engine.device)
+
+
+def _as_state(found: Tensor | Range, shard: nn.Parameter) -> Tensor:
+    """A state as optimizers keep it: laid out as the shard, on its device."""
+    if isinstance(found, Tensor):
+        return found
+    like = torch.empty_like(shard, dtype=found.dtype, requires_grad=False)
+    return like.copy_(found.values.view(shard.shape))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What this rank stores of a parameter or buffer: `values`, from element `start` of its tensor on."""
+
+    name: str
+    place: Place
+    start: int
+    values: Tensor
+    trained: bool = False
+
+
+def stored_tensors(engine: Engine) -> Iterator[Stored]:
+    """Parameters and buffers, by the names of the model's state."""
+    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
+    values_of = dict(engine.shard_values())
+    trained = {id(parameter) for bucket in engine.buckets for parameter in bucket.parameters}
+
+    def stored(name: str, tensor: Tensor, start: int, values: Tensor, *, trained: bool = False) -> Stored:
+        return Stored(name, _place(engine, name, tensor), start, values, trained=trained)
+
+    for parameter, shard, start in engine.shards():
+        yield stored(names[id(parameter)], parameter, start, values_of[shard], trained=True)
+    for parameter, values, start in engine.frozen_shards():
+        yield stored(names[id(parameter)], parameter, start, values)
+    for name, parameter in engine.model.named_parameters():
+        plain = type(parameter.data) is Tensor  # quantized ones are saved by those who made them
+        if plain and id(parameter) not in trained and not engine.divides(parameter):
+            yield stored(name, parameter, 0, parameter.detach())
+    for name, buffer in _persistent_buffers(engine.model):
+        yield stored(name, buffer, 0, buffer)
+
+
+def _place(engine: Engine, name: str, tensor: Tensor) -> Place:
+    """The place of a tensor of this rank, by its layout."""
+    layout = engine.layouts.get(name)
+    if layout is None or not layout.shards:
+        return Place.whole(tensor.shape)
+    cell = next(cell for cell in engine.mesh.of_rank(engine.rank) if cell.pipeline in layout.stages)
+    return Place.of_boxes(layout.shape, tensor.shape, layout.boxes(engine.mesh, cell))
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+_StateOf = tuple[str, str, Place, nn.Parameter, int, dict[str, Any]]
+
+
+def _states(engine: Engine) -> Iterator[_StateOf]:
+    """(prefix of names, name, place, shard, start, states) of what optimizers keep in memory."""
+    if engine.offloaded:
+        return
+    places = _places(engine)
+    for number, optimizer in enumerate(engine.optimizers):
+        for shard in (each for group in optimizer.param_groups for each in group["params"]):
+            name, start, place = places[id(shard)]
+            yield _prefix(number), name, place, shard, start, optimizer.state[shard]
+
+
+def _prefix(number: int) -> str:
+    """Of the states of optimizer `number`."""
+    return f"optimizer{number}" if number else "optimizer"
+
+
+def _keys_of(saved: Mapping[str, STORAGE_TYPES], prefix: str) -> dict[str, list[str]]:
+    """For each parameter the states of its optimizer that were saved."""
+    keys: dict[str, list[str]] = {}
+    for entry in saved:
+        if entry.startswith(f"{prefix}."):
+            name, _, key = entry.removeprefix(f"{prefix}.").rpartition("/")
+            keys.setdefault(name, []).append(key)
+    return keys
+
+
+# ---- tensors to load into ----
+
+
+def _described(description: STORAGE_TYPES) -> TensorStorageMetadata:
+    if not isinstance(description, TensorStorageMetadata):
+        raise CheckpointError(f"expected a tensor, found {type(description).__name__}")
+    return description
+
+
+def _empty_as(description: STORAGE_TYPES) -> Tensor:
+    """A tensor for a whole tensor as it was saved."""
+    found = _described(description)
+    return torch.empty(found.size, dtype=found.properties.dtype)
+
+
+def _place_in(description: STORAGE_TYPES, place: Place) -> Place | None:
+    """The place in the tensor that was saved: as it is now, or flat, as earlier versions saved tensors; None for another tensor."""
+    size = tuple(_described(description).size)
+    if size == place.shape:
+        return place
+    return Place.whole(size) if place.is_whole and size == (math.prod(place.shape),) else None
+
+
+def _empty_range(description: STORAGE_TYPES, place: Place, start: int, length: int, entry: str) -> Range:
+    """Tensors for consecutive elements, in the type that was saved."""
+    found = _described(description)
+    there = _place_in(description, place)
+    if there is None:
+        raise CheckpointError(f"{entry} has shape {tuple(found.size)} in it, and {place.shape} in this model")
+    return Range.of(torch.empty(length, dtype=found.properties.dtype), start, there)
+
+
+def _empty_optimizer_state(
+    description: STORAGE_TYPES, shard: nn.Parameter, start: int, place: Place
+) -> Tensor | Range:
+    found = _described(description)
+    there = _place_in(description, place)
+    if there is None or not found.size:
+        return _empty_as(description)
+    return Range.of(torch.empty(shard.numel(), dtype=found.properties.dtype), start, there)
+
+
+# ---- states that are offloaded ----
+
+
+def _offloaded_state(engine: Engine) -> State:
+    """What offloaded optimizers keep, by name; ranges are brought when they are written, in this order."""
+    places = _places(engine)
+    state: State = {}
+    for number, update in enumerate(engine.offloaded):
+        reader = UnitReader(update.state)
+        for unit, members in enumerate(update.state.units):
+            for at, (piece, kept) in enumerate(zip(members, update.state.kept(unit), strict=True)):
+                name, start, place = places[id(piece)]
+                for key, value in kept.items():
+                    entry = f"{_prefix(number)}.{name}/{key}"
+                    if isinstance(value, torch.dtype):
+                        load = partial(_load_state, reader, unit, at, key)
+                        state[entry] = Range(place, start, piece.numel(), value, load=load)
+                    elif isinstance(value, Tensor):
+                        state[entry] = value
+    return state
+
+
+def _load_state(reader: UnitReader, unit: int, at: int, key: str) -> Tensor:
+    value: Tensor = reader.states(unit)[at].state[key]
+    return value.view(-1)
+
+
+def load_offloaded(engine: Engine, folder: Path) -> None:
+    """Have offloaded optimizers go on from what checkpoint files in `folder` have of their pieces, after `restore`."""
+    values_of = dict(engine.shard_values())
+    for number, update in enumerate(engine.offloaded):
+        for unit, members in enumerate(update.state.units):
+            found = _read_states(engine, folder, _prefix(number), members)
+            pieces = []
+            for piece, states, kept in zip(members, found, update.state.kept(unit), strict=True):
+                # those that are kept by element have the shape of the piece, also if its parameter is a number
+                shaped = {
+                    key: value.view(piece.shape) if isinstance(kept.get(key), torch.dtype) else value
+                    for key, value in states.items()
+                }
+                pieces.append(ShardState(values_of[piece], shaped))
+            update.state.load(unit, pieces)
+
+
+def _read_states(
+    engine: Engine, folder: Path, prefix: str, members: Sequence[nn.Parameter]
+) -> list[dict[str, Tensor]]:
+    """The states of some pieces, from the files of a checkpoint; each rank reads by itself."""
+    reader, places = FileSystemReader(folder), _places(engine)
+    saved = reader.read_metadata().state_dict_metadata
+    keys = _keys_of(saved, prefix)
+    state: State = {}
+    for piece in members:
+        name, start, place = places[id(piece)]
+        for key in keys.get(name, ()):
+            entry = f"{prefix}.{name}/{key}"
+            state[entry] = _empty_optimizer_state(saved[entry], piece, start, place)
+    if state:
+        dcp.load(dict(state), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+    found: list[dict[str, Tensor]] = []
+    for piece in members:
+        name = places[id(piece)][0]
+        states = {key: state[f"{prefix}.{name}/{key}"] for key in keys.get(name, ())}
+        found.append({k: v.values if isinstance(v, Range) else v for k, v in states.items()})
+    return found
+
+
+def _places(engine: Engine) -> dict[int, tuple[str, int, Place]]:
+    """Of each shard: the name of its parameter, where it begins in the parameter, and the parameter's place."""
+    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
+    return {
+        id(shard): (names[id(parameter)], start, _place(engine, names[id(parameter)], parameter))
+        for parameter, shard, start in engine.shards()
+    }
