@@ -42,20 +42,26 @@ from farandole.comm.compression import Compression
 from farandole.layout import Layout
 from farandole.memory.swap import Swap
 from farandole.mesh import Mesh
-from farandole.parallel import checkpoint, safetensors_files
 from farandole.parallel.building import build, connect
-from farandole.parallel.checkpoint import PendingSave
+from farandole.parallel.checkpoint import folder as checkpoint
+from farandole.parallel.checkpoint import safetensors_files
+from farandole.parallel.checkpoint.folder import PendingSave
 from farandole.parallel.data import GradientReducer
-from farandole.parallel.deferred import Initialise, fill_model, is_deferred, stand_in
 from farandole.parallel.global_mean import GlobalMean, Loss, StepLoss, first_of
+from farandole.parallel.initial_values import (
+    Initialise,
+    broadcast_parameters,
+    fill_model,
+    is_deferred,
+    stand_in,
+)
 from farandole.parallel.loss_scaling import LossScaler, Overflow, ScaledSteps
 from farandole.parallel.offloading import OffloadedUpdate, allocators_at, records_at
+from farandole.parallel.optimizer_shards import GradientNorms
 from farandole.parallel.optimizers import restore_settings, settings_of, use_shards, why_not_elementwise
 from farandole.parallel.overflow import GradientWatch, OutputWatch, OverflowReport
 from farandole.parallel.precision import cast_floating
-from farandole.parallel.replicas import broadcast_parameters
 from farandole.parallel.rounding import StochasticRounding
-from farandole.parallel.sharded_gradient import GradientNorms
 from farandole.parallel.sharding import BUCKET_BYTES, data_mesh, plan_sharding, ranks_of, replicated_layouts
 from farandole.parallel.weights import Masters
 from farandole.parallel.whole_parameters import WholeParameters
@@ -70,7 +76,7 @@ class Engine:
     without one on all ranks, its `.grad` stays None.  With one rank nothing is communicated.
 
     With `zero` >= 1 an optimizer updates shards of the parameters: `optimizer` gives it those.  The gradients are then
-    those of the shards, and the parameters' own `.grad` stands for them (`sharded_gradient`).  Ranks that share memory have one
+    those of the shards, and the parameters' own `.grad` stands for them (`optimizer_shards`).  Ranks that share memory have one
     copy of the weights between them.
 
     Args:
@@ -83,7 +89,7 @@ class Engine:
             with gradients of that type.
         offload: "host" or "disk:FOLDER", where master weights and states of the optimizer are kept; they pass through memory in its
             step.  `offloaded`: on a disk also "gradients", with `zero` >= 2, or "parameters" too, with `zero=3`.
-        initialise: makes a model on the meta device, block by block, where ranks keep its parts (`deferred`).
+        initialise: makes a model on the meta device, block by block, where ranks keep its parts (`initial_values`).
         watch: whether every rank looks at its own gradients before they are averaged, so that `locate_nonfinite` can tell whose were
             not finite; it costs one pass over a bucket that has just been filled.
         rounding: of the update of bf16 weights, instead of master weights; shards read as NaN between updates.

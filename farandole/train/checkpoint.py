@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from farandole.comm.communicator import Communicator
 from farandole.data.cache import flush
-from farandole.parallel.checkpoint import cause_of
-from farandole.parallel.engine_state import State, empty_state, load_offloaded, restore, state_of
-from farandole.parallel.stored_ranges import LoadPlanner, Range, SavePlanner
+from farandole.parallel.checkpoint.folder import cause_of
+from farandole.parallel.checkpoint.ranges import LoadPlanner, Range, SavePlanner
+from farandole.parallel.checkpoint.state import State, empty_state, load_offloaded, restore, state_of
 from farandole.train.checkpoint_folder import (
     FACTS,
     STATE,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from farandole.parallel.errors import CheckpointError
+from farandole.parallel.checkpoint.errors import CheckpointError
 
 STATE, WEIGHTS, FACTS, TOKENIZER = "state", "model.safetensors", "train.json", "tokenizer.json"
 STATE_INDEX = "state/.metadata"

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 import farandole
 from farandole import Plan
-from farandole.parallel import checkpoint, engine_state
+from farandole.parallel.checkpoint import folder as checkpoint
+from farandole.parallel.checkpoint import state as engine_state
+from farandole.parallel.checkpoint.errors import CheckpointError
+from farandole.parallel.checkpoint.ranges import Place, Range
 from farandole.parallel.engine import Engine
-from farandole.parallel.errors import CheckpointError
-from farandole.parallel.stored_ranges import Place, Range
 
 STEPS = 3
 Way = tuple[int, str, int, str, str]

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from farandole.parallel import checkpoint
+from farandole.parallel.checkpoint import folder as checkpoint
+from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.engine import Engine
-from farandole.parallel.errors import CheckpointError
 from tests.parallel.test_checkpoint import STEPS, Net, Way, _contents, _make, _output, _train
 
 WAYS: list[Way] = [

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
 from farandole.memory.offloaded_optimizer import ShardState, UnitReader
-from farandole.parallel.errors import CheckpointError
-from farandole.parallel.stored_ranges import LoadPlanner, Place, Range
+from farandole.parallel.checkpoint.errors import CheckpointError
+from farandole.parallel.checkpoint.ranges import LoadPlanner, Place, Range
 
 if TYPE_CHECKING:
     from farandole.parallel.engine import Engine

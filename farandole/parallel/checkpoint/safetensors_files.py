@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from farandole.parallel.checkpoint import agree, cause_of, partial_folder, prepare
-from farandole.parallel.engine_state import Stored, state_of, stored_tensors
-from farandole.parallel.errors import CheckpointError
-from farandole.parallel.stored_ranges import LoadPlanner, Range, SavePlanner
+from farandole.parallel.checkpoint.errors import CheckpointError
+from farandole.parallel.checkpoint.folder import agree, cause_of, partial_folder, prepare
+from farandole.parallel.checkpoint.ranges import LoadPlanner, Range, SavePlanner
+from farandole.parallel.checkpoint.state import Stored, state_of, stored_tensors
 
 if TYPE_CHECKING:
     from farandole.parallel.engine import Engine

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from farandole.comm.communicator import Communicator
 from farandole.comm.fallback import local_group
-from farandole.parallel.engine_state import State, empty_state, load_offloaded, restore, state_of
-from farandole.parallel.errors import CheckpointError
-from farandole.parallel.stored_ranges import LoadPlanner, Range, SavePlanner
+from farandole.parallel.checkpoint.errors import CheckpointError
+from farandole.parallel.checkpoint.ranges import LoadPlanner, Range, SavePlanner
+from farandole.parallel.checkpoint.state import State, empty_state, load_offloaded, restore, state_of
 
 if TYPE_CHECKING:
     from farandole.parallel.engine import Engine
