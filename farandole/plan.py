@@ -14,6 +14,7 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "block", "selective", "attention", "auto"]
 Offloaded = Literal["optimizer", "gradients", "parameters"]
 Rounding = Literal["nearest", "stochastic"]
+Compression = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"]
 
 
 class PlanError(ValueError):
@@ -41,6 +42,8 @@ class Plan:
     offloaded: what is kept there besides: "gradients", with `zero` >= 2, or "parameters" too, with `zero=3`; on a disk.
     rounding: how what the optimizer computes becomes bf16 weights.  With "stochastic" there are no masters, which saves
         4 bytes per parameter (`parallel.rounding`).
+    compression: of the gradients that hosts exchange, with `zero=0` (`comm.compression`).  Gradients are then no longer those
+        of one process: error feedback adds what a step omits to later steps.
     """
 
     data: int | None = None
@@ -53,6 +56,7 @@ class Plan:
     offload: str = "none"
     offloaded: Offloaded = "optimizer"
     rounding: Rounding = "nearest"
+    compression: Compression = "none"
 
     def __post_init__(self) -> None:
         if self.data is not None and self.data < 1:
@@ -64,6 +68,12 @@ class Plan:
         _one_of("precision", self.precision, get_args(Precision))
         _one_of("rounding", self.rounding, get_args(Rounding))
         _one_of("recompute", self.recompute, get_args(Recompute))
+        _one_of("compression", self.compression, get_args(Compression))
+        if self.compression != "none" and self.zero:
+            raise PlanError(
+                f"compression={self.compression!r} with zero={self.zero}: whole gradients are compressed; nearest plan: "
+                f"zero=0, or compression='none'"
+            )
         if self.rounding == "stochastic" and self.precision != "bf16":
             raise PlanError(
                 f"rounding='stochastic' with precision={self.precision!r}: it is for bf16; nearest plan: "
@@ -79,6 +89,8 @@ class Plan:
                 f"recompute={self.recompute!r} with activation_bytes={self.activation_bytes}: 'auto' needs the "
                 f"bytes of activations that may be kept, and nothing else takes them"
             )
+        if self.activation_bytes is not None and self.activation_bytes < 1:
+            raise PlanError(f"activation_bytes={self.activation_bytes}: 1 byte or more")
         self._check_places()
 
     def _check_places(self) -> None:
@@ -111,7 +123,7 @@ class Plan:
         """Raise `PlanError` unless the plan is one for `ranks` ranks."""
         if self.data is not None and self.data != ranks:
             raise PlanError(
-                f"the plan needs data={self.data} ranks, {ranks} were launched; nearest plan: data={ranks}"
+                f"data={self.data}: the plan needs data={self.data} ranks, {ranks} were launched; nearest plan: data={ranks}"
             )
 
 

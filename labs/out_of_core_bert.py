@@ -46,7 +46,7 @@ from farandole.memory.estimate import (
 from farandole.models.bert import BERTConfig, bert_config, block_generator, build_bert, initialise
 from farandole.models.loss import masked_token_loss, next_token_loss
 from farandole.plan import Plan
-from farandole.train.allocator import keep_freed_memory
+from farandole._startup import keep_freed_memory
 
 SEED = 0
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: nn.Sequential,
     prompt: list[int],

@@ -12,6 +12,7 @@ for inputs, targets in batches:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
+from farandole.comm.compression import compression_named
+from farandole.data.wording import counted, size
 from farandole.memory.recompute import apply_recompute
 from farandole.memory.swap import Swap, swap_activations
 from farandole.parallel.deferred import Initialise
@@ -28,6 +31,8 @@ from farandole.parallel.float8 import check_float8, use_float8
 from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.rounding import StochasticRounding
 from farandole.plan import Plan, PlanError
+
+_log = logging.getLogger(__name__)
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
@@ -41,6 +46,8 @@ def parallelize(
     loss: Callable[[Any], Tensor] | None = None,
     initialise: Initialise | None = None,
     diagnose: bool = False,
+    watch: bool = False,
+    report: bool = True,
 ) -> Engine:
     """Have all ranks of `comm` (by default all there are) train `model` together, as `plan` says.
 
@@ -55,7 +62,12 @@ def parallelize(
 
     With `rounding="stochastic"`, what is rounded up depends on torch's seed on rank 0.  With `precision="fp16"` the loss
     is scaled (`scaled`); then `diagnose` has every step's outputs looked at, so that the first overflow
-    already names the block where the forward pass went wrong.
+    already names the block where the forward pass went wrong.  With `report` rank 0 prints a line for each overflow.
+
+    With `watch` every rank looks at its own gradients before they are averaged, in any precision, so that
+    `Engine.locate_nonfinite` names the rank and the parameter whose gradient is not finite.
+
+    What is recomputed is logged at level INFO.
 
     Raises `PlanError` where the plan does not fit the ranks or the model, and RuntimeError where there are none.
     """
@@ -88,6 +100,9 @@ def parallelize(
         "offload": plan.offload,
         "offloaded": plan.offloaded,
         "initialise": initialise,
+        "compression": compression_named(plan.compression),
+        "watch": watch,
+        "report": report,
     }
     if plan.precision == "fp16":
         options |= {"scaler": LossScaler(), "diagnose": diagnose}
@@ -116,11 +131,16 @@ def _recompute(model: nn.Module, plan: Plan, example: Any, loss: Callable[[Any],
     """Recompute what the plan says; measured as the model that it is going to be."""
     kind = None if plan.precision == "fp32" else TYPES[plan.precision]
     try:
-        apply_recompute(
+        done = apply_recompute(
             model, plan.recompute, example=example, loss=loss, budget_bytes=plan.activation_bytes, dtype=kind
         )
     except ValueError as error:
-        raise PlanError(str(error)) from error
+        raise PlanError(str(error).replace("budget_bytes", "activation_bytes")) from error
+    if done.modules:
+        kept = ""
+        if done.before is not None and done.after is not None:
+            kept = f": each rank keeps {size(done.after)} of activations instead of {size(done.before)}"
+        _log.info("recomputing %s in %s%s", plan.recompute, counted(len(done.modules), "module"), kept)
 
 
 def _common_seed(comm: Communicator) -> int:

@@ -1,7 +1,6 @@
 """Checkpoints: everything a run needs to go on as if it had not stopped.
 
-The state is copied in memory and written by a thread while training goes on; `checkpoint_folder` says what
-is written.
+The state is copied in memory and written by a thread while training goes on; `run_folder` says what is written.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import json
 import shutil
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -34,22 +34,22 @@ from farandole.parallel.checkpoint import (
     room_for,
     state_of,
 )
-from farandole.train.checkpoint_folder import (
-    FACTS,
+from farandole.parallel.engine import Engine
+from farandole.train.run_folder import (
+    METADATA,
     STATE,
-    TOKENIZER,
     WEIGHTS,
     CheckpointError,
-    Facts,
+    Metadata,
     checkpoints,
     damaged,
     folder_name,
-    read_facts,
+    new_folder,
+    read_metadata,
+    reason,
     step_of,
 )
-from farandole.train.disk import reason
-from farandole.train.engine import Engine
-from farandole.train.folders import new_folder
+from farandole.train.trainer import Trainer
 
 _ABANDON_S = 3.0
 """How long a failed rank lets a checkpoint be written to its end: the launcher gives it 5.5 seconds."""
@@ -63,7 +63,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of `run` in the background, and keeps the newest `keep`.
+    """Writes the checkpoints of `run`, with copies of `files`, in the background, and keeps the newest `keep`.
 
     A run that goes on from step `resumed_step` leaves another future behind, if it had been further: those
     checkpoints are set aside, because their steps will be made again.
@@ -73,11 +73,16 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, run: Path, tokenizer: Path, keep: int, comm: Communicator, resumed_step: int | None = None
+        self,
+        run: Path,
+        files: Mapping[str, Path],
+        keep: int,
+        comm: Communicator,
+        resumed_step: int | None = None,
     ) -> None:
         self._run = run
         self._folder = run / "checkpoints"
-        self._tokenizer = tokenizer
+        self._files = dict(files)
         self._keep = keep
         self._comm = comm
         # Its own group: the thread's collectives must not mix with those of training.
@@ -110,25 +115,23 @@ class CheckpointWriter:
         for partial in self._folder.glob("*.tmp"):
             shutil.rmtree(partial)
 
-    def save(self, engine: Engine, elapsed_s: float) -> None:
-        """Copy the state of `engine` now; write it while training goes on."""
+    def save(self, trainer: Trainer, elapsed_s: float) -> None:
+        """Copy the state of `trainer` now; write it while training goes on."""
         self.wait()
-        if engine.step_number == self._saved_step:  # asked to stop before the first step after a checkpoint
+        if trainer.step_number == self._saved_step:  # asked to stop before the first step after a checkpoint
             return
-        self._saved_step = engine.step_number
-        found = state_of(engine.replica, self._comm.rank)
-        state = {name: self._copy(name, value) for name, value in found.items()}
+        self._saved_step = trainer.step_number
+        engine = trainer.engine
+        state = {name: self._copy(name, value) for name, value in state_of(engine, self._comm.rank).items()}
         weights = self._whole_weights(engine, state)
-        if self._comm.rank == 0 or engine.replica.zero:  # what ranks hold alike is written by one of them
+        if self._comm.rank == 0 or engine.zero:  # what ranks hold alike is written by one of them
             self._bytes = sum(part.nbytes for part in (*state.values(), *weights.values()))
-        facts = _facts(engine, self._comm.size, elapsed_s)
+        metadata = _metadata(trainer, self._comm.size, elapsed_s, list(self._files))
         self._thread = threading.Thread(
-            target=self._write, args=(state, weights, facts), name="farandole-checkpoint", daemon=True
+            target=self._write, args=(state, weights, metadata), name="farandole-checkpoint", daemon=True
         )
         self._thread.start()
-        if (
-            engine.replica.offloaded
-        ):  # what is kept elsewhere is read by the thread, and changed by the next step
+        if engine.offloaded:  # offloaded state is read by the thread, and changed by the next step
             self.wait()
 
     def wait(self) -> None:
@@ -187,35 +190,39 @@ class CheckpointWriter:
 
     def _whole_weights(self, engine: Engine, state: State) -> dict[str, Tensor]:
         """Copies of all parameters on rank 0, for those who only want to use the model."""
-        weights = {}
+        weights: dict[str, Tensor] = {}
         names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-        for parameter, value in engine.replica.whole_parameters():
+        for parameter, value in engine.whole_parameters():
             if self._comm.rank != 0:
                 continue
             name = names[id(parameter)]
-            piece = state.get(f"model.{name}")
-            if isinstance(piece, Range) and piece.held is not None and piece.length == parameter.numel():
-                weights[name] = piece.held.view(parameter.shape)
+            own = state.get(f"model.{name}")
+            held = own.held if isinstance(own, Range) else own
+            if held is not None and held.dtype == value.dtype and held.numel() == parameter.numel():
+                weights[name] = held.view(parameter.shape)
             else:
                 weights[name] = self._copy_of(f"whole.{name}", value)
         return weights
 
-    def _write(self, state: State, weights: dict[str, Tensor], facts: Facts) -> None:
+    def _write(self, state: State, weights: dict[str, Tensor], metadata: Metadata) -> None:
         try:
             writer = FileSystemWriter(self._partial / STATE, sync_files=True)
             dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=self._group)
             if self._comm.rank == 0:  # all ranks' parts are on the disk: the save is a collective call
-                self._complete(weights, facts)
+                self._complete(weights, metadata)
         except BaseException as error:  # noqa: BLE001 - handed to the training thread, which raises it
             self._error = error
 
-    def _complete(self, weights: dict[str, Tensor], facts: Facts) -> None:
+    def _complete(self, weights: dict[str, Tensor], metadata: Metadata) -> None:
         partial = self._partial
         save_file(weights, partial / WEIGHTS)
-        shutil.copyfile(self._tokenizer, partial / TOKENIZER)
-        (partial / FACTS).write_text(json.dumps(asdict(facts), indent=1))
-        shutil.copymode(partial / FACTS, partial / WEIGHTS)  # safetensors makes it readable by its owner only
-        for name in (WEIGHTS, TOKENIZER, FACTS, STATE, "."):
+        for name, path in self._files.items():
+            shutil.copyfile(path, partial / name)
+        (partial / METADATA).write_text(json.dumps(asdict(metadata), indent=1))
+        shutil.copymode(
+            partial / METADATA, partial / WEIGHTS
+        )  # safetensors makes it readable by its owner only
+        for name in (WEIGHTS, *self._files, METADATA, STATE, "."):
             flush(partial / name)
         partial.rename(self.newest)
         flush(self._folder)
@@ -223,39 +230,43 @@ class CheckpointWriter:
             _remove(old)
 
 
-def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
-    """Bring `engine` to the state in checkpoint `folder`; all ranks call this together.
+def load(trainer: Trainer, folder: Path, comm: Communicator) -> Metadata:
+    """Bring `trainer` to the state in checkpoint `folder`; all ranks call this together.
 
     Raises `CheckpointError` where files are missing or damaged.
     """
-    facts = read_facts(folder)
+    metadata, engine = read_metadata(folder), trainer.engine
     try:
         reader = FileSystemReader(folder / STATE)
-        wanted = room_for(engine.replica, comm.rank, reader.read_metadata().state_dict_metadata)
+        wanted = room_for(engine, comm.rank, reader.read_metadata().state_dict_metadata)
         dcp.load(dict(wanted), storage_reader=reader, planner=LoadPlanner(), process_group=comm.group)
     except CheckpointError as error:  # it is whole, and does not fit
         raise CheckpointError(f"checkpoint {folder}: {error}") from error
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise damaged(folder, str(cause_of(error))) from error
-    commit(engine.replica, comm.rank, wanted)
-    load_offloaded(engine.replica, folder / STATE)
-    engine.step_number = facts.step
-    engine.sampler.consumed = facts.consumed
-    engine.scaler.scale, engine.scaler.good_steps = facts.loss_scale, facts.good_steps
-    engine.scaler.steps = facts.step
-    return facts
+    commit(engine, comm.rank, wanted)
+    load_offloaded(engine, folder / STATE)
+    trainer.step_number = metadata.step
+    trainer.sampler.consumed = metadata.consumed
+    trainer.scaler.scale, trainer.scaler.good_steps = metadata.loss_scale, metadata.good_steps
+    trainer.scaler.steps = metadata.step
+    if engine.rounding is not None:
+        engine.rounding.steps = metadata.rounding_steps
+    return metadata
 
 
-def _facts(engine: Engine, ranks: int, elapsed_s: float) -> Facts:
-    parallel = engine.config.parallel
-    return Facts(
-        step=engine.step_number,
-        consumed=engine.sampler.consumed,
+def _metadata(trainer: Trainer, ranks: int, elapsed_s: float, files: list[str]) -> Metadata:
+    plan, rounding = trainer.config.plan, trainer.engine.rounding
+    return Metadata(
+        step=trainer.step_number,
+        consumed=trainer.sampler.consumed,
         ranks=ranks,
-        precision=engine.precision,
-        loss_scale=engine.scaler.scale,
-        good_steps=engine.scaler.good_steps,
+        precision=trainer.precision,
+        loss_scale=trainer.scaler.scale,
+        good_steps=trainer.scaler.good_steps,
+        rounding_steps=0 if rounding is None else rounding.steps,
         elapsed_s=elapsed_s,
-        config=engine.config.model_dump(),
-        topology={"data": ranks, "zero": parallel.zero, "offload": parallel.offload},
+        config=trainer.config.model_dump(),
+        topology={"data": ranks, "zero": plan.zero, "offload": plan.offload},
+        files=files,
     )

@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _train(folder: Path, out: str, *words: str) -> Command:
     settings = (
-        *("data.path=text.py", "data.cache=cache", f"out={out}", f"steps={STEPS}", "precision=bf16"),
+        *("data.path=text.py", "data.cache=cache", f"out={out}", f"steps={STEPS}", "plan.precision=bf16"),
         *("model.dropout=0.1", "checkpoint.every=10", "checkpoint.keep=3", "evaluate.every=25"),
         "log.tensorboard=false",
     )
@@ -69,7 +69,7 @@ def test_stopped_killed_and_continued_bit_for_bit(folder: Path, reference: Path)
     assert (run / "checkpoints" / f"step-{stopped_at:06d}").is_dir(), "it did not save first"
 
     (folder / "scratch").mkdir()
-    elsewhere = ("parallel.offload=disk:scratch", "parallel.swap=disk:scratch", "parallel.recompute=block")
+    elsewhere = ("plan.offload=disk:scratch", "plan.swap=disk:scratch", "plan.recompute=block")
     command = Command(folder, "train", "out=broken", "--resume", *elsewhere)  # the newest run there
     command.wait_until(lambda: len(losses(run)) >= min(stopped_at + 15, STEPS - 10))
     os.kill(command.ranks()[1], signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_stopped_killed_and_continued_bit_for_bit(folder: Path, reference: Path)
     assert command.output.count("was killed by SIGKILL") == 1, command.output
     assert "recomputing block in 4 modules" in command.output
     assert "activations of 1.0 MiB and more wait for the backward pass in scratch" in command.output
-    assert "AdamW's averages on the disk: each step reads" in command.output
+    assert "optimizer states on the disk: each step reads" in command.output
     assert not list((folder / "scratch").iterdir())
     assert "to go on: farandole train --resume" in command.output
 

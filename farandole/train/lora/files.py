@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from farandole.data.cache import flush
-from farandole.train.disk import reason
 from farandole.train.lora.adapt import Summary, add_lora, lora_layers, trained_beside
 from farandole.train.lora.config import LoRA
 from farandole.train.lora.fitting import AdapterError, Saved, check_fits, lora_of, put_into
 from farandole.train.lora.targets import find_trained
+from farandole.train.run_folder import reason
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
