@@ -23,12 +23,10 @@ from torch import Tensor, nn
 
 from benchmarks.measure import arguments, human_seconds, markdown_table, save
 from farandole.data.wording import size
-from farandole.memory.budget import measure_bandwidth
-from farandole.memory.disk_file import PART_BYTES
-from farandole.memory.home import DiskHome, MemoryHome, StateHome
+from farandole.memory.disk_file import aligned_buffer
+from farandole.memory.offload_store import PART_BYTES, Transfer, measure_bandwidth
 from farandole.memory.offloaded_optimizer import OffloadedOptimizer
-from farandole.memory.scratch import aligned_buffer
-from farandole.memory.transfer import Transfer
+from farandole.memory.record_stream import RecordStream, disk_records, host_records
 
 TURNS = 5
 BYTES_PER_ELEMENT = 12  # fp32: weights and AdamW's two averages
@@ -37,7 +35,7 @@ PLAIN_BUFFERS = 8
 
 @dataclass
 class Setup:
-    """A model of equal units, and an AdamW over it whose state is in `home`."""
+    """A model of equal units, and an AdamW over it whose state is in records."""
 
     units: int
     elements: int
@@ -46,11 +44,11 @@ class Setup:
     def __post_init__(self) -> None:
         self.gradient = torch.randn(self.elements)
 
-    def optimizer(self, home: Callable[[Sequence[int]], StateHome]) -> OffloadedOptimizer:
+    def optimizer(self, open_stream: Callable[[Sequence[int]], RecordStream]) -> OffloadedOptimizer:
         """A new one, with the first step, which makes the averages, behind it."""
         pieces = [nn.Parameter(torch.zeros(1).expand(self.elements)) for _ in range(self.units)]
         optimizer = OffloadedOptimizer(
-            torch.optim.AdamW(pieces, lr=1e-3), [[piece] for piece in pieces], home
+            torch.optim.AdamW(pieces, lr=1e-3), [[piece] for piece in pieces], open_stream
         )
         self.step(optimizer)
         return optimizer
@@ -62,21 +60,21 @@ class Setup:
             optimizer.units[unit][0].grad = self.gradient
 
         optimizer.step(before)
-        optimizer.home.flush()
+        optimizer.stream.flush()
 
 
-def plain(home: DiskHome, buffers: list[Tensor]) -> tuple[float, float]:
+def plain(stream: RecordStream, buffers: list[Tensor]) -> tuple[float, float]:
     """Seconds to read every record in order, and then to write every record in order."""
     seconds = []
-    for move in (home.file.read, home.file.write):
+    for move in (stream.store.read, stream.store.write):
         start = time.perf_counter()
         moving: list[Transfer] = []
-        for record in range(len(home.record_bytes)):
-            if record >= len(buffers):
-                moving[record - len(buffers)].wait()
-            moving.append(move(record, buffers[record % len(buffers)]))
+        for at, record in enumerate(stream.records):
+            if at >= len(buffers):
+                moving[at - len(buffers)].synchronize()
+            moving.append(move(record, buffers[at % len(buffers)]))
         for transfer in moving:
-            transfer.wait()
+            transfer.synchronize()
         seconds.append(time.perf_counter() - start)
     return seconds[0], seconds[1]
 
@@ -85,13 +83,12 @@ def compare(folder: str, nbytes: int, record_bytes: int, turns: int = TURNS) -> 
     """Medians over the turns: seconds of each contender, and the shares that follow from them."""
     setup = Setup(max(2, nbytes // record_bytes), record_bytes // BYTES_PER_ELEMENT)
     bandwidth = measure_bandwidth(folder)
-    disk = setup.optimizer(lambda sizes: DiskHome(folder, sizes))
-    home = disk.home
-    assert isinstance(home, DiskHome)  # made two lines above
-    memory = setup.optimizer(MemoryHome)
-    total = 2 * sum(home.record_bytes)
+    disk = setup.optimizer(lambda sizes: disk_records(folder, sizes))
+    stream = disk.stream
+    memory = setup.optimizer(host_records)
+    total = 2 * sum(stream.record_bytes)
     # What the plain test writes has no meaning, so that it has a file of its own, as large.
-    other = DiskHome(folder, home.record_bytes, "plain test")
+    other = disk_records(folder, stream.record_bytes, "plain test")
     buffers = [aligned_buffer(record_bytes + PART_BYTES).random_() for _ in range(3)]
     plain(other, buffers)  # blocks that were never written are written otherwise
     taken: dict[str, list[float]] = {
@@ -103,7 +100,7 @@ def compare(folder: str, nbytes: int, record_bytes: int, turns: int = TURNS) -> 
         call()
         taken[name].append(time.perf_counter() - start)
 
-    def stream() -> None:
+    def pass_through() -> None:
         other.update(range(len(other.record_bytes)), lambda record, content: None)
         other.flush()
 
@@ -112,10 +109,10 @@ def compare(folder: str, nbytes: int, record_bytes: int, turns: int = TURNS) -> 
             read, write = plain(other, buffers)
             taken["plain read"].append(read)
             taken["plain write"].append(write)
-            timed("stream", stream)
-            waited, used = home.waited_s, time.process_time()
+            timed("stream", pass_through)
+            waited, used = stream.waited_s, time.process_time()
             timed("step", lambda: setup.step(disk))
-            taken["waited"].append(home.waited_s - waited)
+            taken["waited"].append(stream.waited_s - waited)
             taken["processor"].append(time.process_time() - used)
             timed("memory", lambda: setup.step(memory))
     finally:
@@ -130,8 +127,8 @@ def compare(folder: str, nbytes: int, record_bytes: int, turns: int = TURNS) -> 
         for read, write, step in zip(taken["plain read"], taken["plain write"], taken["step"], strict=True)
     ]
     return {
-        "access": home.access,
-        "records": len(home.record_bytes),
+        "access": stream.access,
+        "records": len(stream.record_bytes),
         "record_bytes": record_bytes,
         "moved_bytes": total,
         "predicted": disk.budget(bandwidth).seconds,

@@ -132,6 +132,9 @@ class Layout:
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - layouts are small, and there are few meshes
     def pieces(self, mesh: Mesh) -> tuple[Box, ...]:
         """The smallest set of boxes of which every cell's boxes consist, in order; empty boxes are in none."""
+        if not self.shards:
+            whole = tuple((0, length) for length in self.shape)
+            return (whole,) if volume(whole) else ()
         boxes = {box for cell in self.cells(mesh) for box in self.boxes(mesh, cell) if volume(box)}
         if any(_overlap(a, b) for a, b in itertools.combinations(boxes, 2)):
             cuts = [sorted({end for box in boxes for end in box[dim]}) for dim in range(len(self.shape))]
@@ -165,6 +168,8 @@ class Layout:
         Raises:
             LayoutError: if there are none.
         """
+        if not self.shards:  # name and shape do not matter
+            return _reduction(Layout("", (), self.stages, (), self.same), mesh, ())
         return _reduction(self, mesh, piece)
 
 

@@ -28,6 +28,10 @@ AXES = ("data", "pipeline", "mirror", "spatial", "context", "expert", "tensor")
 """From the outermost, whose ranks are far apart, to the innermost, whose ranks are neighbors and communicate most."""
 
 
+LOSS_AXES = ("data", "context", "expert")
+"""The axes along which ranks compute different samples or tokens, and so have losses of their own."""
+
+
 class MeshError(ValueError):
     """A mesh that cannot be made; the message names the sizes, and the nearest that can."""
 
@@ -85,7 +89,7 @@ class Mesh:
             for axis in AXES
             for stage in range(self.stages)
         }
-        self._sub_axes: dict[str, SubAxis] = {}
+        self.sub_axes: dict[str, SubAxis] = {}
         for axis, sizes in (factors or {}).items():
             self._factor(axis, sizes)
 
@@ -97,7 +101,7 @@ class Mesh:
         stride = math.prod(sizes.values())
         for name, size in sizes.items():
             stride //= size
-            self._sub_axes[f"{axis}.{name}"] = SubAxis(axis, stride, size)
+            self.sub_axes[f"{axis}.{name}"] = SubAxis(axis, stride, size)
 
     # ---- meshes ----
 
@@ -166,14 +170,19 @@ class Mesh:
 
     # ---- coordinates ----
 
+    @property
+    def losses(self) -> int:
+        """The number of ranks that have losses of their own: in a loop of PyTorch, the gradient is the mean over them."""
+        return math.prod(self.width(axis, self.stages - 1) for axis in LOSS_AXES)
+
     def of_rank(self, rank: int) -> list[Cell]:
         """The cells that a rank holds."""
         return [cell for cell in self.cells if cell.rank == rank]
 
     def width(self, axis: str, stage: int = 0) -> int:
         """The size of an axis, or of a sub-axis, in a stage of the pipeline."""
-        if axis in self._sub_axes:
-            return self._sub_axes[axis].size
+        if axis in self.sub_axes:
+            return self.sub_axes[axis].size
         if axis == "pipeline":
             return self.stages
         return self._widths[axis, stage]
@@ -182,10 +191,10 @@ class Mesh:
         """The coordinate of a cell on an axis or a sub-axis."""
         if axis in AXES:
             return int(getattr(cell, axis))
-        if axis not in self._sub_axes:
-            known = ", ".join((*AXES, *self._sub_axes))
+        if axis not in self.sub_axes:
+            known = ", ".join((*AXES, *self.sub_axes))
             raise MeshError(f"{axis!r} is no axis of this mesh; they are {known}")
-        part = self._sub_axes[axis]
+        part = self.sub_axes[axis]
         return int(getattr(cell, part.axis)) // part.stride % part.size
 
     def others(self, axes: Sequence[str]) -> list[str]:
@@ -194,7 +203,7 @@ class Mesh:
         for axis in AXES:
             if axis in axes:
                 continue
-            parts = [name for name, sub in self._sub_axes.items() if sub.axis == axis]
+            parts = [name for name, sub in self.sub_axes.items() if sub.axis == axis]
             if any(part in axes for part in parts):
                 rest += [part for part in parts if part not in axes]
             else:

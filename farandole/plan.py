@@ -21,6 +21,26 @@ class PlanError(ValueError):
     """A plan that cannot be; the message says what was asked and what would do."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where state is kept: with the model ("none"), in host memory, or in `folder` on a disk."""
+
+    kind: Literal["none", "host", "disk"]
+    folder: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        """Return the place of "none", "host" or "disk:FOLDER".  Raise `PlanError` for anything else."""
+        kind, _, folder = text.partition(":")
+        if text == "none":
+            return cls("none")
+        if text == "host":
+            return cls("host")
+        if kind == "disk" and folder:
+            return cls("disk", folder)
+        raise PlanError(f"{text!r}: 'none', 'host' or 'disk:FOLDER'")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What is asked for; `check` says whether some number of ranks can do it.
@@ -32,7 +52,7 @@ class Plan:
         gradients only.
     precision: the type of the weights that the model computes with.  The optimizer keeps masters in the type that
         the model was made in, and gradients are averaged in that type.  With "fp8" weights are bf16, and linear layers
-        multiply 8-bit floats (`parallel.float8`).
+        multiply 8-bit floats (`parallel.precision`).
     recompute: which activations the backward pass computes again instead of keeping them (`memory.recompute`).
     activation_bytes: for `recompute="auto"`, how many bytes of activations may be kept.
     swap: where activations that are kept wait for the backward pass: "none" for where they are, "host" for the memory of
@@ -95,9 +115,10 @@ class Plan:
 
     def _check_places(self) -> None:
         for name, place in (("offload", self.offload), ("swap", self.swap)):
-            kind, _, folder = place.partition(":")
-            if not (place in ("none", "host") or (kind == "disk" and folder)):
-                raise PlanError(f"{name}={place!r}: 'none', 'host' or 'disk:FOLDER'")
+            try:
+                Place.parse(place)
+            except PlanError as error:
+                raise PlanError(f"{name}={error}") from None
         _one_of("offloaded", self.offloaded, get_args(Offloaded))
         if self.offloaded == "optimizer":
             return
@@ -116,8 +137,7 @@ class Plan:
     @property
     def offload_folder(self) -> str | None:
         """The folder on a disk to which is offloaded, if it is one."""
-        kind, _, folder = self.offload.partition(":")
-        return folder if kind == "disk" else None
+        return Place.parse(self.offload).folder or None
 
     def check(self, ranks: int) -> None:
         """Raise `PlanError` unless the plan is one for `ranks` ranks."""

@@ -27,14 +27,13 @@ import torch.distributed as dist
 from torch import nn
 
 import farandole
+from farandole._startup import keep_freed_memory
 from farandole.data.masking import MaskedBatches, masking_for
 from farandole.data.sampler import Sampler
 from farandole.data.text import prepare_text
 from farandole.data.tokenizer import MASK
 from farandole.data.wording import counted, size
-from farandole.memory.allocator import map_blocks_from
-from farandole.memory.budget import Bandwidth, Budget, measure_bandwidth
-from farandole.memory.device import DeviceMemory, OutOfDeviceMemory, by_kind
+from farandole.memory.disk import Bandwidth, Budget
 from farandole.memory.estimate import (
     Estimate,
     Machine,
@@ -43,10 +42,12 @@ from farandole.memory.estimate import (
     estimated_plans,
     what_fits,
 )
+from farandole.memory.offload_store import measure_bandwidth
+from farandole.memory.swap import map_blocks_from
+from farandole.memory.tracker import DeviceMemory, OutOfDeviceMemory, by_kind
 from farandole.models.bert import BERTConfig, bert_config, block_generator, build_bert, initialise
 from farandole.models.loss import masked_token_loss, next_token_loss
 from farandole.plan import Plan
-from farandole._startup import keep_freed_memory
 
 SEED = 0
 

@@ -28,7 +28,7 @@ from farandole.bench.resident import data_bytes, library_bytes, peak_bytes, star
 from farandole.comm.communicator import Communicator
 from farandole.data.text import Text, Windows
 from farandole.launch.runtime import Runtime
-from farandole.memory.estimate.alive import Alive
+from farandole.memory.tracker import MemoryTracker
 from farandole.plan import Precision
 from farandole.train.config import TrainConfig, load_config, parse_config
 from farandole.train.text import TextTask
@@ -155,15 +155,15 @@ def measure(order: Order, runtime: Runtime) -> Seen:
 
 def _parts(trainer: Trainer, runtime: Runtime) -> dict[str, int]:
     """Bytes of tensors between two steps; a rank's share of what all have in common."""
-    buckets = trainer.engine.buckets
-    common = any(bucket.weights is not None and bucket.weights.common for bucket in buckets)
+    shards = trainer.engine.shards_of_buckets
+    common = any(each.weights is not None and each.weights.shared for each in shards)
     weights = _storages(trainer.model.parameters())
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     return {
         "parameters": weights // runtime.size if common else weights,
-        "gradients": _storages(bucket.gradients.reduced for bucket in buckets),
+        "gradients": _storages(each.bucket.reduced for each in shards),
         "optimizer": _storages(value for value in states if isinstance(value, Tensor))
-        + sum(update.state.home.memory_bytes for update in trainer.engine.offloaded),
+        + sum(update.state.stream.memory_bytes for update in trainer.engine.offloaded),
     }
 
 
@@ -177,7 +177,7 @@ def _tensors(trainer: Trainer) -> int:
     """The most bytes of tensors that a step has beside those that live longer."""
     gc.collect()
     longer = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-    with Alive([*longer, *trainer.model.parameters()]) as alive:
+    with MemoryTracker([*longer, *trainer.model.parameters()]) as alive:
         trainer.step()
     return alive.peak
 

@@ -19,8 +19,8 @@ from farandole.bench.plan_check import Order
 from farandole.bench.setup import BenchError
 from farandole.launch.control_groups import available_memory
 from farandole.launch.local import launch
-from farandole.memory.budget import measure_bandwidth
 from farandole.memory.estimate import Estimate, Machine, Workload, estimate_workload, plan_candidates
+from farandole.memory.offload_store import measure_bandwidth
 from farandole.plan import Plan, Precision, Recompute
 from farandole.train.config import TrainConfig, load_config
 from farandole.train.memory import workload_of

@@ -90,7 +90,7 @@ def plan(
     from farandole.bench.planning import PlanSetup, parse_number
     from farandole.bench.setup import BenchError
     from farandole.launch.placement import LaunchError
-    from farandole.memory.errors import OffloadError
+    from farandole.memory.disk import OffloadError
     from farandole.plan import PlanError
     from farandole.train.config import ConfigError
 

@@ -1,1 +1,1 @@
-"""What a model in training keeps, and where: recomputed, swapped, or in memory and on a disk."""
+"""Save and measure the memory of training: recomputation, offloading, swapping, dry runs and trackers."""

@@ -1,4 +1,4 @@
-"""The blocks of a model: what is recomputed, swapped, gathered or placed as a whole."""
+"""The blocks of a model: the units of recomputation, swapping, gathering and placement."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from torch import nn
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
-"""Containers without a forward pass of their own: no block."""
+"""Containers without a forward pass of their own, which are no blocks."""
 
 
 def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks of `module` with their names in it, in the order in which they are registered, each once.
+    """Return the blocks of `module` with their names in it, in the order in which they are registered, each once.
 
-    - Of an `nn.Sequential`, they are its children: `0`, `1`, ...
-    - Else the members of its outermost ModuleLists and Sequentials, as in `transformer.h.0`.  Modules beside these
-      lists (an embedding, a last norm) belong to no block.
-    - Where there is no list, `module` is its only block, named ``""``.
+    - Of an `nn.Sequential`, the blocks are its children: `0`, `1`, ...
+    - Else they are the members of its outermost ModuleLists and Sequentials, as in `transformer.h.0`.  Modules outside
+      these lists (an embedding, a last norm) belong to no block.
+    - If there is no list, `module` is its only block, named ``""``.
 
-    A ModuleList or ModuleDict cannot be called, so where one is a member it stands for its own members.  A block that
+    A ModuleList or ModuleDict cannot be called, so a member of such a type stands for its own members.  A block that
     has two names appears under the first.
     """
     members = _called(module, "") if isinstance(module, nn.Sequential) else _in_lists(module, "")
@@ -26,6 +26,32 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     for name, block in members:
         found.setdefault(block, name)
     return [(name, block) for block, name in found.items()] or [("", module)]
+
+
+def group_by_block(
+    model: nn.Module,
+) -> tuple[list[list[nn.Parameter]], list[tuple[nn.Module, list[int]]]]:
+    """Group the parameters of `model` by the block that has them for itself.
+
+    Returns:
+        The parameters of each group in the model's order: one group per block of `blocks_of(model)`, then those of no
+        block or of several (any of the groups may be empty).  And for each block, and last for `model` if
+        some parameters are in no block, the module and the numbers of the groups that its forward pass needs.
+    """
+    blocks = [block for _, block in blocks_of(model)]
+    owners: dict[nn.Parameter, list[int]] = {parameter: [] for parameter in model.parameters()}
+    for number, block in enumerate(blocks):
+        for parameter in block.parameters():
+            owners[parameter].append(number)
+    rest = len(blocks)
+    groups: list[list[nn.Parameter]] = [[] for _ in range(rest + 1)]
+    group_of = {parameter: found[0] if len(found) == 1 else rest for parameter, found in owners.items()}
+    for parameter, group in group_of.items():
+        groups[group].append(parameter)
+    needs = [(block, sorted({group_of[parameter] for parameter in block.parameters()})) for block in blocks]
+    if not all(owners.values()):
+        needs.append((model, [rest]))
+    return groups, needs
 
 
 def _in_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -1,176 +1,194 @@
-"""Records of fixed sizes in a scratch file, several requests at a time.
+"""A scratch file: reserved space, no name that could be left behind, read and written past the page cache.
 
-A large record is moved in parts, a few at a time (the queue of a modern disk wants more than one request), by
-threads that are in the kernel all the while.  The design is that of ZeRO-Infinity's offload engine (Rajbhandari
-et al., 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", section 6.3).
+Offloaded state is read once and written once per step, so the page cache has nothing to offer: it would cost a copy, and
+the memory that offloading saves.  The file is opened with O_DIRECT, which needs addresses, offsets and lengths that
+are multiples of a block.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
 import os
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+import tempfile
 
 import torch
 from torch import Tensor
 
-from farandole.data.wording import counted
-from farandole.memory.errors import OffloadError
-from farandole.memory.scratch import ALIGNMENT, ScratchFile, aligned_buffer, padded
-from farandole.memory.transfer import Transfer, after_all
+from farandole.data.wording import size
+from farandole.memory.disk import (
+    NoSpace,
+    OffloadError,
+    file_system,
+    free_bytes,
+    require_folder,
+    require_space,
+)
 
-PART_BYTES = 4 << 20
-"""Bytes of one request to the kernel."""
+ALIGNMENT = max(4096, mmap.PAGESIZE)
+"""Bytes.  Offsets, lengths and buffers are multiples of it; no disk in use has larger blocks."""
 
-DEPTH = 4
-"""Requests in flight: with 4 MiB each, the smallest number that gave all that the disks tried can do."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR)
+"""EISDIR comes from a kernel that takes O_TMPFILE for an attempt to open the folder itself."""
 
-Move = Callable[[memoryview, int], None]
+
+def padded(nbytes: int) -> int:
+    """Round `nbytes` up to whole blocks."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-class RecordFile:
-    """Records of `record_bytes` (one size each) in a scratch file of this process in `folder`.
+def aligned_buffer(nbytes: int) -> Tensor:
+    """Return zeroed memory for `nbytes` bytes: 1-D, uint8, page aligned, a whole number of blocks long."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    memory = mmap.mmap(-1, padded(nbytes))
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages for the kernel to pin in each request
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel built without them
+                raise
+    return torch.frombuffer(memory, dtype=torch.uint8)  # the tensor keeps the memory alive
 
-    `name` says in errors what is kept.  The space is reserved at once, and given back however the process ends.
-    `read` and `write` return at once, and may be called from any thread; the caller orders those that touch the
-    same record or buffer, for example with `after`.
 
-    Raises `NoSpace` or `OffloadError`.  Where several ranks share the disk, all of them call
-    `require_space` with their number first.
+class DiskFile:
+    """An unnamed file in `folder`, which disappears however the process ends.
+
+    `name` says in errors what the file holds.  `direct` tells whether it is read and written past the page cache.  With
+    `linked` the file has a `path` until `unlink`, so that other processes can open it.
+
+    Raises `OffloadError` if no file can be made there.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], record_bytes: Sequence[int], name: str = "records"
-    ) -> None:
-        self.record_bytes = tuple(record_bytes)
-        if any(count < 0 for count in self.record_bytes):
-            raise ValueError(f"record_bytes={list(record_bytes)}: a record has 0 bytes or more")
-        *self._starts, self.nbytes = accumulate(map(padded, self.record_bytes), initial=0)
-        self._file = ScratchFile(folder, self.nbytes, name)
-        self._threads = ThreadPoolExecutor(DEPTH, thread_name_prefix="farandole-disk")
-        self._moving: set[Transfer] = set()
-        self._lock = threading.Lock()
-        self._process = os.getpid()
-        self._closed = False
-
-    @property
-    def name(self) -> str:
-        """What is kept here."""
-        return self._file.name
-
-    @property
-    def direct(self) -> bool:
-        """Whether the disk is read and written past the page cache."""
-        return self._file.direct
+    def __init__(self, folder: str | os.PathLike[str], name: str, linked: bool = False) -> None:
+        self.nbytes = 0
+        self.direct = False
+        self.path = ""
+        self.name = name
+        self.folder = require_folder(folder)
+        self.file_system = file_system(self.folder)
+        self._descriptor = -1
+        self._descriptor = self._open(linked)
 
     @property
     def access(self) -> str:
-        """Which disk, and how it is reached, for people."""
-        where = self._file.file_system
-        if where.in_memory:
+        """Which disk, and how it is accessed, for people."""
+        if self.file_system.in_memory:
             how = "which lies in memory, so that nothing is gained by keeping state there"
         elif self.direct:
             how = "direct"
         else:
             how = "without O_DIRECT: through the page cache, flushed at once"
-        return f"{where}, {how}"
+        return f"{self.file_system}, {how}"
 
-    def buffer(self) -> Tensor:
-        """A buffer for any record of this file."""
-        return aligned_buffer(max(self.record_bytes, default=0))
+    def extend(self, nbytes: int) -> None:
+        """Reserve `nbytes` more.  Raise `NoSpace` or `OffloadError` and reserve nothing."""
+        if nbytes:
+            require_space(self.folder, nbytes)
+            self._reserve(nbytes)
+            if self.nbytes == 0:
+                self.direct = self._make_direct()
+            self.nbytes += nbytes
 
-    def read(self, record: int, buffer: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Start to fill the first bytes of `buffer` with `record`, once all of `after` are done."""
-        return self._start("reading", self._file.read, record, buffer, after)
+    def read(self, part: memoryview, offset: int) -> None:
+        """Fill `part` from the bytes at `offset`.  Raise OSError if that fails or the file ends before."""
+        done = 0
+        while done < len(part):
+            count = os.preadv(self._descriptor, [part[done:]], offset + done)
+            if count == 0:
+                raise OSError(errno.EIO, f"the file ends {len(part) - done:,} bytes too early")
+            done += count
+        self._drop_cache(offset, len(part))
 
-    def write(self, record: int, buffer: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Start to write the first bytes of `buffer` as `record`, once all of `after` are done."""
-        return self._start("writing", self._file.write, record, buffer, after)
+    def write(self, part: memoryview, offset: int) -> None:
+        """Write `part` at `offset`, so that no later error of the disk goes unseen.  Raise OSError if that fails."""
+        done = 0
+        while done < len(part):
+            done += os.pwritev(self._descriptor, [part[done:]], offset + done)
+        if not self.direct:
+            os.fdatasync(self._descriptor)
+            self._drop_cache(offset, len(part))
 
-    def settle(self) -> None:
-        """Return when nothing is read or written any more, for good or bad."""
-        with self._lock:
-            moving = list(self._moving)
-        Transfer.settle(moving)
+    def map(self) -> mmap.mmap:
+        """Map the file into memory; the mapping outlives `close`."""
+        try:
+            return mmap.mmap(self._descriptor, self.nbytes)
+        except OSError as error:
+            raise OffloadError(f"cannot map {self.name}: {self.why(error)}") from error
+
+    def unlink(self) -> None:
+        """Remove the name of the file; may be called again."""
+        path, self.path = self.path, ""
+        if path:
+            os.unlink(path)
+
+    def why(self, error: OSError) -> str:
+        """Say what failed, and where, for people."""
+        return f"{error.strerror or error} in {self.folder} ({self.file_system})"
 
     def close(self) -> None:
-        """Wait for what is in motion, and give the space back; may be called again."""
-        self._closed = True
-        if self._process == os.getpid():  # a forked process has none of the threads
-            self.settle()
-            self._threads.shutdown()
-        self._file.close()
+        """Free the space; may be called again.  Nothing may be read or written any more."""
+        self.unlink()
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
-    def _start(
-        self, doing: str, move: Move, record: int, buffer: Tensor, after: Iterable[Transfer]
-    ) -> Transfer:
-        what = f"{doing} record {record} of {self.name}"
-        self._check(what, record, buffer)
-        start, count = self._starts[record], padded(self.record_bytes[record])
-        parts = deque(range(0, count, PART_BYTES))
-        content = buffer.numpy().data[:count]  # keeps the memory alive while threads move it
-        transfer = Transfer(len(parts))
-        if not parts:
-            return transfer
-        moving, lock, threads, why = self._moving, self._lock, self._threads, self._file.why
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            self.close()
 
-        def move_part() -> None:
-            try:
-                at = parts.popleft()
-            except IndexError:  # submitted twice: see below
-                return
-            try:
-                move(content[at : at + PART_BYTES], start + at)
-            except Exception as error:
-                transfer.end_part(
-                    OffloadError(f"{what}: {why(error) if isinstance(error, OSError) else error}")
-                )
-            else:
-                transfer.end_part()
-
-        def submit() -> None:
-            try:
-                for _ in range(len(parts)):
-                    threads.submit(move_part)
-            except RuntimeError as error:  # closed, the program ends, or there can be no more threads
-                while parts:
-                    parts.pop()
-                    transfer.end_part(OffloadError(f"{what}: {error}"))
-
-        def forget() -> None:
-            with lock:
-                moving.discard(transfer)
-
-        def begin() -> None:
-            with lock:
-                moving.add(transfer)
-            transfer.then(forget)
-            after_all(after, submit)
-
-        after = tuple(after)
+    def _open(self, linked: bool) -> int:
         try:
-            begin()
-        except BaseException:  # Ctrl-C: a record is not left half-written, and nobody waits for ever
-            begin()
-            raise
-        return transfer
-
-    def _check(self, what: str, record: int, buffer: Tensor) -> None:
-        if not 0 <= record < len(self.record_bytes):
-            raise IndexError(f"{what}: there are {counted(len(self.record_bytes), 'record')}, counted from 0")
-        if self._closed:
-            raise OffloadError(f"{what}: the file has been closed")
-        if self._process != os.getpid():
+            if hasattr(os, "O_TMPFILE") and not linked:
+                try:
+                    return os.open(self.folder, os.O_TMPFILE | os.O_EXCL | os.O_RDWR, 0o600)
+                except OSError as error:
+                    if error.errno not in _UNSUPPORTED:
+                        raise
+            descriptor, self.path = tempfile.mkstemp(prefix="farandole-", dir=self.folder)
+            if not linked:
+                self.unlink()
+        except OSError as error:
             raise OffloadError(
-                f"{what}: the file belongs to process {self._process}, from which this one forked"
-            )
-        needed = padded(self.record_bytes[record])
-        memory = buffer.dtype == torch.uint8 and buffer.device.type == "cpu" and buffer.is_contiguous()
-        if not memory or buffer.numel() < needed or (needed and buffer.data_ptr() % ALIGNMENT):
-            raise ValueError(
-                f"{what} takes uint8 memory of at least {needed:,} bytes at a multiple of {ALIGNMENT}, such as "
-                f"buffer() makes; this is {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
-            )
+                f"cannot make a file for {self.name}: {self.why(error)}; "
+                f"name a folder in which user {os.geteuid()} can write"
+            ) from error
+        return descriptor
+
+    def _reserve(self, nbytes: int) -> None:
+        start, end = self.nbytes, self.nbytes + nbytes
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._descriptor, start, nbytes)
+            else:  # macOS
+                for at in range(start, end, 1 << 20):
+                    os.pwrite(self._descriptor, bytes(min(1 << 20, end - at)), at)
+        except OSError as error:
+            needed = f"cannot reserve {size(nbytes)} for {self.name}: {self.why(error)}"
+            if error.errno not in _FULL:
+                raise OffloadError(needed) from error
+            os.ftruncate(self._descriptor, start)
+            free = free_bytes(self.folder)
+            more = f"free {size(nbytes - free)} more" if free < nbytes else "a quota or limit is lower"
+            raise NoSpace(f"{needed}, {size(free)} free: {more}") from error
+
+    def _make_direct(self) -> bool:
+        """Switch to direct access and try it: some file systems accept the flag and refuse the access."""
+        if not hasattr(os, "O_DIRECT"):
+            return False
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.preadv(self._descriptor, [aligned_buffer(ALIGNMENT).numpy().data], 0)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise OffloadError(f"cannot read {self.name} back: {self.why(error)}") from error
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
+            return False
+        return True
+
+    def _drop_cache(self, offset: int, length: int) -> None:
+        if not self.direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_DONTNEED)

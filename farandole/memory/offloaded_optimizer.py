@@ -1,16 +1,17 @@
-"""A torch optimizer whose state lives elsewhere, and which steps one unit of a model at a time.
+"""A torch optimizer whose state is offloaded, and which steps one unit of a model at a time.
 
 The state of an optimizer is most of what training keeps: for AdamW in mixed precision 12 bytes per parameter (master
-weights and two averages) beside 2 of weights and 2 of gradients (Rajbhandari et al., 2020, "ZeRO", section 3.1).
-It is used once per step, element by element, so it can live in the memory of the host (Ren et al., 2021,
+weights and two moments) compared with 2 of weights and 2 of gradients (Rajbhandari et al., 2020, "ZeRO", section 3.1).
+It is used once per step, element by element, so it can be kept in host memory (Ren et al., 2021,
 "ZeRO-Offload") or on a disk (Rajbhandari et al., 2021, "ZeRO-Infinity") and pass through a few buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,20 +19,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farandole.data.wording import counted
-from farandole.memory.budget import Bandwidth, Budget
-from farandole.memory.errors import OffloadError
-from farandole.memory.home import StateHome
-from farandole.memory.unit_records import PiecePlaces, lay_out, only, state_of_group
+from farandole.memory.disk import Bandwidth, Budget, OffloadError
+from farandole.memory.record_stream import RecordStream
+
+_ALIGNMENT = 64
+"""Bytes.  Every tensor in a record starts on a cache line."""
+
+_PROBE_ELEMENTS = 3
+"""Elements of the shard with which an optimizer shows what state it keeps."""
 
 _IN_RECORD = object()
-"""Stands in `_kept` for a tensor that is in the record."""
+"""In `_kept`: the tensor is in the record."""
 
 
 @dataclass(frozen=True)
-class PieceState:
-    """One piece as a checkpoint has it: weights, and state by name (tensors of its length, and single numbers).
+class ShardState:
+    """One shard in a checkpoint: weights, and state by name (tensors of its length, and single numbers).
 
-    The state of a piece that has not been stepped yet is empty.
+    The state of a shard that has not been stepped yet is empty.
     """
 
     weights: Tensor
@@ -39,58 +44,60 @@ class PieceState:
 
 
 class OffloadedOptimizer:
-    """Steps `optimizer`, any one of torch's interface that works element by element, unit by unit.
+    """Steps `optimizer`, any elementwise one of torch's interface, unit by unit.
 
-    `units` divides its parameters ("pieces": 1-D, floating point, on the CPU) into records, which `home` makes a
-    place for when it is told their sizes in bytes: `MemoryHome`, or `partial(DiskHome, folder)`.  With `weights`
-    a piece's values live in the record too, beside its state (the model then computes with other copies), and
-    between the steps of its unit the parameter holds NaN, without using memory; its gradient can be set at any
-    time.  Without, values stay in memory and only the state moves.
+    Results are bit for bit those of `optimizer` itself.  Its values and state so far are taken over.  Schedulers change
+    `optimizer.param_groups` as usual.  `fused` is switched on in groups that leave it open.
 
-    What `optimizer` has already, values and state, is taken over.  `fused` is switched on in groups that leave it
-    open: it updates in one pass what otherwise takes several.  Results are bit for bit those of `optimizer` itself.
-    Schedulers change `optimizer.param_groups` as ever.
+    Args:
+        units: the optimizer's parameters ("shards": 1-D, floating point, on the CPU), divided into units.  A unit is read,
+            stepped and written at a time, as one record: the weights and state of its shards, one after another.
+        open_stream: returns a stream of records of the sizes (bytes) that it gets: `host_records`, or `partial(disk_records, folder)`.
+        weights: keep the shards' values in the records too (the model then computes with other copies).  Between
+            the steps of its unit a shard then holds NaN, without using memory; its gradient can be set at any time.
+            Otherwise values stay in memory and only the state is offloaded.
 
-    Raises `OffloadError` if the state is not one number per element or piece, or if `home` has no room.
+    Raises:
+        OffloadError: if the state is not one number per element or shard, or if there is no space for the records.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         units: Sequence[Sequence[nn.Parameter]],
-        home: Callable[[Sequence[int]], StateHome],
+        open_stream: Callable[[Sequence[int]], RecordStream],
         weights: bool = True,
     ) -> None:
         self.optimizer = optimizer
-        self._step_all = optimizer.step  # whoever replaces `optimizer.step` by a call of ours means this one
+        self._step_all = optimizer.step  # the caller may replace `optimizer.step`
         self.units = [list(unit) for unit in units]
         self.weights = weights
         self._group_of = _check(optimizer, self.units)
         for group in optimizer.param_groups:
             _prefer_fused(group)
-        per_group = [state_of_group(optimizer, index) for index in range(len(optimizer.param_groups))]
-        self._places: list[list[PiecePlaces]] = []
+        per_group = [_state_of_group(optimizer, index) for index in range(len(optimizer.param_groups))]
+        self._places: list[list[_ShardLayout]] = []
         sizes = []
         for unit in self.units:
-            places, nbytes = lay_out(unit, [per_group[self._group_of[piece]] for piece in unit], weights)
+            places, nbytes = _lay_out(unit, [per_group[self._group_of[shard]] for shard in unit], weights)
             self._places.append(places)
             sizes.append(nbytes)
         self._kept: dict[Tensor, dict[str, Any]] = {}
         self._broken: set[int] = set()
-        self.home = home(sizes)
+        self.stream = open_stream(sizes)
         try:
-            self._move_in()
+            self._load_records()
         except BaseException:
-            self.home.close()
+            self.stream.close()
             raise
 
     def step(
         self, before: Callable[[int], None] | None = None, after: Callable[[int], None] | None = None
     ) -> None:
-        """Step every unit; pieces whose `grad` is None are left as they are, as ever.
+        """Step every unit; shards whose `grad` is None stay as they are, as usual.
 
-        `before(unit)` may set the gradients of a unit; `after(unit)` sees its new values in the pieces, and copies
-        them where the model wants them.  Without `before`, units in which no piece has a gradient are not read.
+        `before(unit)` may set the gradients of a unit; `after(unit)` sees the new values in the unit's shards, and may copy
+        them to the model.  Without `before`, units in which no shard has a gradient are not read.
 
         If this raises or is interrupted, some units are stepped and others not: the next step is refused until
         `load` has been called for every unit.
@@ -103,92 +110,85 @@ class OffloadedOptimizer:
         order = [
             index
             for index, unit in enumerate(self.units)
-            if unit and (before is not None or any(piece.grad is not None for piece in unit))
+            if unit and (before is not None or any(shard.grad is not None for shard in unit))
         ]
         changed: dict[int, dict[str, Any]] = {}
 
         def work(index: int, record: Tensor) -> None:
             self._step_unit(index, record, changed, before, after)
 
-        self.home.update(order, work)
+        self.stream.update(order, work)
         for index, group in changed.items():  # an optimizer may count steps in its groups
             self.optimizer.param_groups[index].update(group)
         self._broken = set()
 
     def prefetch(self) -> None:
-        """Start to read the units that the next step begins with."""
+        """Start to read the first units of the next step."""
         for index in range(len(self.units)):
-            if not self.home.prefetch(index):
+            if not self.stream.prefetch(index):
                 return
 
     def kept(self, unit: int) -> list[dict[str, Any]]:
-        """For each piece of `unit` its states by name: the type of what is one number per element, else the value."""
+        """Return the states of each shard of `unit`: the type of state with one number per element, else the value."""
         return [
             {
                 key: places.state[key].dtype if value is _IN_RECORD else value
-                for key, value in self._kept.get(piece, {}).items()
+                for key, value in self._kept.get(shard, {}).items()
             }
-            for piece, places in zip(self.units[unit], self._places[unit], strict=True)
+            for shard, places in zip(self.units[unit], self._places[unit], strict=True)
         ]
 
-    def saved(self, first: int = 0) -> Iterator[tuple[int, list[PieceState]]]:
-        """Each unit from `first` on and the state of its pieces, to be copied: valid until the next unit."""
-        for index, record in self.home.visit(range(first, len(self.units))):
-            yield index, [self._piece(index, at, record) for at in range(len(self.units[index]))]
+    def saved(self, first: int = 0) -> Iterator[tuple[int, list[ShardState]]]:
+        """Yield each unit from `first` on and the state of its shards, valid until the next unit."""
+        for index, record in self.stream.visit(range(first, len(self.units))):
+            yield index, [self._shard_state(index, at, record) for at in range(len(self.units[index]))]
 
-    def load(self, unit: int, pieces: Sequence[PieceState]) -> None:
-        """Bring `unit` to the state that `saved` gave of it.  Raises ValueError where that does not fit."""
+    def load(self, unit: int, shards: Sequence[ShardState]) -> None:
+        """Set `unit` to the state that `saved` yielded for it.  Raise ValueError if that does not fit."""
         if not 0 <= unit < len(self.units):
             raise IndexError(f"unit {unit}: there are {counted(len(self.units), 'unit')}, counted from 0")
-        if len(pieces) != len(self.units[unit]):
+        if len(shards) != len(self.units[unit]):
             raise ValueError(
-                f"unit {unit} has {counted(len(self.units[unit]), 'piece')}, {len(pieces)} given"
+                f"unit {unit} has {counted(len(self.units[unit]), 'shard')}, {len(shards)} given"
             )
-        for at, piece in enumerate(pieces):
-            _check_fits(f"unit {unit}, piece {at}", self._places[unit][at], self.units[unit][at], piece)
-        own = [PieceState(piece.weights, _own_numbers(piece.state)) for piece in pieces]
-        self.home.fill([unit], lambda _, record: self._put(unit, record, own))
+        for at, shard in enumerate(shards):
+            _check_fits(f"unit {unit}, shard {at}", self._places[unit][at], self.units[unit][at], shard)
+        own = [ShardState(shard.weights, _own_numbers(shard.state)) for shard in shards]
+        self.stream.fill([unit], lambda _, record: self._fill(unit, record, own))
         self._broken.discard(unit)
 
     def budget(self, bandwidth: Bandwidth | None = None) -> Budget:
-        """What a step in which every unit has gradients costs, in bytes and, with a `bandwidth`, in time."""
-        return Budget.of_records(self.home.record_bytes, bandwidth)
+        """Return the cost of a step in which every unit has gradients, in bytes and, with a `bandwidth`, in time."""
+        nbytes = sum(self.stream.record_bytes)
+        return Budget(nbytes, nbytes, bandwidth)
 
     def close(self) -> None:
-        """Give the space back; may be called again.  Values kept in records are gone with it."""
-        self.home.close()
+        """Free the records and the values in them; may be called again."""
+        self.stream.close()
 
-    def __enter__(self) -> OffloadedOptimizer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _move_in(self) -> None:
-        """Put what pieces and optimizer hold into records; only when all is there, let go of it."""
+    def _load_records(self) -> None:
+        """Move values and states into the records; free them only when all are written."""
 
         def work(index: int, record: Tensor) -> None:
             unit = self.units[index]
-            states = [PieceState(piece.data, dict(self.optimizer.state.get(piece, {}))) for piece in unit]
-            self._put(index, record, states)
+            states = [ShardState(shard.data, dict(self.optimizer.state.get(shard, {}))) for shard in unit]
+            self._fill(index, record, states)
 
-        self.home.fill(range(len(self.units)), work)
-        self.home.flush()
+        self.stream.fill(range(len(self.units)), work)
+        self.stream.flush()
         for unit in self.units:
-            for piece in unit:
-                self.optimizer.state.pop(piece, None)
-                self._detach(piece)
+            for shard in unit:
+                self.optimizer.state.pop(shard, None)
+                self._drop_values(shard)
 
-    def _put(self, index: int, record: Tensor, pieces: Sequence[PieceState]) -> None:
-        for piece, places, given in zip(self.units[index], self._places[index], pieces, strict=True):
-            values = piece.data if places.weights is None else places.weights.of(record)
+    def _fill(self, index: int, record: Tensor, shards: Sequence[ShardState]) -> None:
+        for shard, places, given in zip(self.units[index], self._places[index], shards, strict=True):
+            values = shard.data if places.weights is None else places.weights.of(record)
             values.copy_(given.weights)
-            self._keep(piece, places, record, given.state)
+            self._keep(shard, places, record, given.state)
 
-    def _keep(self, piece: nn.Parameter, places: PiecePlaces, record: Tensor, state: dict[str, Any]) -> None:
-        """Put `state` where it belongs: what is one number per element into the record."""
+    def _keep(self, shard: nn.Parameter, places: _ShardLayout, record: Tensor, state: dict[str, Any]) -> None:
+        """Keep `state`: in the record if it has one number per element."""
         kept: dict[str, Any] = {}
         name = type(self.optimizer).__name__
         for key, value in state.items():
@@ -196,32 +196,32 @@ class OffloadedOptimizer:
                 view = places.state[key].of(record)
                 if (
                     value.data_ptr() != view.data_ptr()
-                ):  # the first step of a piece, or a new tensor each time
+                ):  # the first step of a shard, or a new tensor each time
                     _check_element_state(name, key, value, view)
                     view.copy_(value)
                 kept[key] = _IN_RECORD
             else:
-                _check_piece_state(name, key, value)
+                _check_shard_state(name, key, value)
                 kept[key] = value
         if kept:
-            self._kept[piece] = kept
+            self._kept[shard] = kept
         else:
-            self._kept.pop(piece, None)
+            self._kept.pop(shard, None)
 
-    def _state(self, piece: nn.Parameter, places: PiecePlaces, record: Tensor) -> dict[str, Any]:
+    def _state(self, shard: nn.Parameter, places: _ShardLayout, record: Tensor) -> dict[str, Any]:
         return {
             key: places.state[key].of(record) if value is _IN_RECORD else value
-            for key, value in self._kept.get(piece, {}).items()
+            for key, value in self._kept.get(shard, {}).items()
         }
 
-    def _piece(self, index: int, at: int, record: Tensor) -> PieceState:
-        piece, places = self.units[index][at], self._places[index][at]
-        values = piece.data if places.weights is None else places.weights.of(record)
-        return PieceState(values, self._state(piece, places, record))
+    def _shard_state(self, index: int, at: int, record: Tensor) -> ShardState:
+        shard, places = self.units[index][at], self._places[index][at]
+        values = shard.data if places.weights is None else places.weights.of(record)
+        return ShardState(values, self._state(shard, places, record))
 
-    def _detach(self, piece: nn.Parameter) -> None:
+    def _drop_values(self, shard: nn.Parameter) -> None:
         if self.weights:
-            piece.data = piece.new_full((1,), torch.nan).expand(piece.shape)
+            shard.data = shard.new_full((1,), torch.nan).expand(shard.shape)
 
     def _step_unit(
         self,
@@ -233,52 +233,170 @@ class OffloadedOptimizer:
     ) -> None:
         unit, places = self.units[index], self._places[index]
         try:
-            for piece, place in zip(unit, places, strict=True):
+            for shard, place in zip(unit, places, strict=True):
                 if place.weights is not None:
-                    piece.data = place.weights.of(record)
+                    shard.data = place.weights.of(record)
             if before is not None:
                 before(index)
-            # A piece in its first step has no state yet, and torch's fused SGD wants all of a group alike.
+            # A shard in its first step has no state yet, and torch's fused SGD needs all shards of a group to be alike.
             groups: dict[tuple[int, bool], dict[str, Any]] = {}
-            for piece in unit:
-                number = self._group_of[piece]
+            for shard in unit:
+                number = self._group_of[shard]
                 group = {**self.optimizer.param_groups[number], "params": []}
-                groups.setdefault((number, piece in self._kept), group)["params"].append(piece)
+                groups.setdefault((number, shard in self._kept), group)["params"].append(shard)
             pairs = list(zip(unit, places, strict=True))
             state: dict[Tensor, dict[str, Any]] = {
                 p: held for p, place in pairs if (held := self._state(p, place, record))
             }
             self._broken = set(range(len(self.units)))  # until all are through
-            with only(self.optimizer, [groups[key] for key in sorted(groups)], state):
+            with _restricted_to(self.optimizer, [groups[key] for key in sorted(groups)], state):
                 self._step_all()
-                for piece, place in pairs:
-                    self._keep(piece, place, record, self.optimizer.state.get(piece, {}))
+                for shard, place in pairs:
+                    self._keep(shard, place, record, self.optimizer.state.get(shard, {}))
             for (number, _), group in groups.items():
                 changed[number] = {key: value for key, value in group.items() if key != "params"}
             if after is not None:
                 after(index)
         finally:
-            for piece in unit:
-                self._detach(piece)
+            for shard in unit:
+                self._drop_values(shard)
+
+
+class UnitReader:
+    """Reads units of `optimizer` between two of its steps; units in order are prefetched."""
+
+    def __init__(self, optimizer: OffloadedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._visit: Iterator[tuple[int, list[ShardState]]] | None = None
+        self._unit = -1
+        self._states: list[ShardState] = []
+
+    def states(self, unit: int) -> list[ShardState]:
+        """Return the states of the shards of `unit`, valid until the next call."""
+        if unit != self._unit:
+            if self._visit is None or unit != self._unit + 1:
+                self.close()
+                self._visit = self._optimizer.saved(unit)
+            self._unit, self._states = next(self._visit)
+        return self._states
+
+    def close(self) -> None:
+        """Release the buffer of the last unit; `states` may still be called."""
+        if self._visit is not None:
+            self._visit.close()  # type: ignore[attr-defined]
+        self._visit, self._unit, self._states = None, -1, []
+
+
+# ---- the records of units ----
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The place of a 1-D tensor in a record."""
+
+    start: int
+    numel: int
+    dtype: torch.dtype
+
+    def of(self, record: Tensor) -> Tensor:
+        """Return the tensor, a view of `record` (1-D, uint8)."""
+        return record[self.start : self.start + self.numel * self.dtype.itemsize].view(self.dtype)
+
+
+@dataclass(frozen=True)
+class _ShardLayout:
+    """The places of one shard: its weights, if they are in the record, and its state by name."""
+
+    weights: _Place | None
+    state: Mapping[str, _Place]
+
+
+def _lay_out(
+    shards: Sequence[nn.Parameter], kept: Sequence[Mapping[str, torch.dtype]], weights: bool
+) -> tuple[list[_ShardLayout], int]:
+    """Return the places of `shards`, which keep state of these names and types, and the bytes of the record."""
+    end = 0
+
+    def place(numel: int, dtype: torch.dtype) -> _Place:
+        nonlocal end
+        start, end = end, end + -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        return _Place(start, numel, dtype)
+
+    places = []
+    for shard, names in zip(shards, kept, strict=True):
+        own = place(shard.numel(), shard.dtype) if weights else None
+        places.append(_ShardLayout(own, {name: place(shard.numel(), names[name]) for name in names}))
+    return places, end
+
+
+@contextmanager
+def _restricted_to(
+    optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]
+) -> Iterator[None]:
+    """Let `optimizer` see only `groups` and their `state`."""
+    kept = optimizer.param_groups, optimizer.state
+    optimizer.param_groups, optimizer.state = groups, defaultdict(dict, state)
+    try:
+        yield
+    finally:
+        optimizer.param_groups, optimizer.state = kept
+
+
+def _state_of_group(optimizer: Optimizer, index: int) -> dict[str, torch.dtype]:
+    """Return the names and types of the state of one number per element for shards in group `index`.
+
+    They are those of the state so far; if there is none, those after a step on a shard of three elements.
+    """
+    group = optimizer.param_groups[index]
+    shards = [shard for shard in group["params"] if optimizer.state.get(shard)]
+    name = type(optimizer).__name__
+    if shards:
+        shard = max(shards, key=torch.Tensor.numel)
+        found = optimizer.state[shard]
+    elif group["params"]:
+        shard = nn.Parameter(torch.zeros(_PROBE_ELEMENTS, dtype=group["params"][0].dtype, device="cpu"))
+        shard.grad = torch.zeros_like(shard)
+        with _restricted_to(optimizer, [{**group, "params": [shard]}], {}):
+            try:
+                optimizer.step()
+            except Exception as error:
+                raise OffloadError(
+                    f"{name} cannot step one 1-D shard at a time ({type(error).__name__}: {error}); optimizers that "
+                    f"work element by element can, such as AdamW, Adam and SGD"
+                ) from error
+            found = optimizer.state[shard]
+    else:
+        return {}
+    tensors = {key: value for key, value in found.items() if isinstance(value, Tensor)}
+    for key, value in tensors.items():
+        if value.shape != shard.shape and value.numel() != 1:
+            raise OffloadError(
+                f"{name} keeps {key!r} of shape {tuple(value.shape)} for a shard of {shard.numel()} elements; only "
+                f"state of one number per element or per shard can be kept in records"
+            )
+    return {key: value.dtype for key, value in tensors.items() if value.shape == shard.shape}
+
+
+# ---- checks ----
 
 
 def _check(optimizer: Optimizer, units: list[list[nn.Parameter]]) -> dict[Tensor, int]:
-    """The group of every piece.  Raises ValueError where `units` do not divide the optimizer's parameters."""
+    """Return the group of every shard.  Raise ValueError if `units` do not divide the optimizer's parameters."""
     group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     left = set(group_of)
     for index, unit in enumerate(units):
-        for at, piece in enumerate(unit):
-            if piece not in left:
+        for at, shard in enumerate(unit):
+            if shard not in left:
                 why = (
                     "is in a unit already"
-                    if piece in group_of
+                    if shard in group_of
                     else f"is not in the {type(optimizer).__name__}"
                 )
-                raise ValueError(f"unit {index}, piece {at} {why}: units divide the optimizer's parameters")
-            left.discard(piece)
-            if piece.dim() != 1 or not piece.is_floating_point() or piece.device.type != "cpu":
+                raise ValueError(f"unit {index}, shard {at} {why}: units divide the optimizer's parameters")
+            left.discard(shard)
+            if shard.dim() != 1 or not shard.is_floating_point() or shard.device.type != "cpu":
                 raise ValueError(
-                    f"unit {index}, piece {at} is {tuple(piece.shape)} {piece.dtype} on {piece.device}; a piece is a "
+                    f"unit {index}, shard {at} is {tuple(shard.shape)} {shard.dtype} on {shard.device}; a shard is a "
                     f"1-D floating point parameter on the CPU, such as a flattened fp32 copy"
                 )
     if left:
@@ -299,16 +417,16 @@ def _prefer_fused(group: dict[str, Any]) -> None:
 
 
 def _own_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """`state` with copies of what is counted per piece: a step would change it where it came from."""
+    """Return `state` with copies of the single numbers, which a step changes in place."""
     return {k: v.clone() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in state.items()}
 
 
-def _check_fits(what: str, places: PiecePlaces, piece: nn.Parameter, given: PieceState) -> None:
+def _check_fits(what: str, places: _ShardLayout, shard: nn.Parameter, given: ShardState) -> None:
     per_element = {name: given.state[name] for name in places.state if given.state.get(name) is not None}
     for name, value in {"weights": given.weights, **per_element}.items():
-        if not isinstance(value, Tensor) or value.shape != piece.shape:
+        if not isinstance(value, Tensor) or value.shape != shard.shape:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{what}: {name} is {found}, the piece {tuple(piece.shape)}")
+            raise ValueError(f"{what}: {name} is {found}, the shard {tuple(shard.shape)}")
     for name, value in per_element.items():
         if value.dtype != places.state[name].dtype:
             raise ValueError(f"{what}: {name} is {value.dtype}, the record holds {places.state[name].dtype}")
@@ -322,7 +440,7 @@ def _check_element_state(optimizer: str, key: str, value: Tensor, view: Tensor) 
         )
 
 
-def _check_piece_state(optimizer: str, key: str, value: Any) -> None:
+def _check_shard_state(optimizer: str, key: str, value: Any) -> None:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise OffloadError(
             f"{optimizer} keeps {key!r} of {value.numel():,} elements, for which records have no room: it did not "

@@ -1,46 +1,44 @@
-"""Recomputing activations in the backward pass instead of keeping them (Chen et al., 2016, "Training Deep Nets with
+"""Recompute activations in the backward pass instead of keeping them (Chen et al., 2016, "Training Deep Nets with
 Sublinear Memory Cost").
 
     apply_recompute(model, "block")                       # every block: least memory, one more forward pass
     apply_recompute(model, "selective")                   # all but matrix products: half of the memory, little time
-    apply_recompute(model, "attention", example=tokens)   # inside of attention only
+    apply_recompute(model, "attention", example=tokens)   # the inside of attention only
     apply_recompute(model, "auto", example=tokens, budget_bytes=2 << 30)
-    apply_recompute(model, "none")                        # as it was
+    apply_recompute(model, "none")                        # undo
 
 Names in `state_dict` stay.  Gradients are the same to the bit: random states are those of the forward pass, and so are
-buffers (a batch norm counts a batch once).  In a forward pass without gradients nothing is done.  Keyword arguments,
+buffers (a batch norm counts a batch once).  A forward pass without gradients runs as usual.  Keyword arguments,
 nested and repeated calls, autocast, inputs without gradients and `retain_graph` work.  A block must do the same both
-times, from its inputs, parameters, buffers and random numbers alone; torch raises where shapes or types differ.
+times, from its inputs, parameters, buffers and random numbers alone; torch raises if shapes or types differ.
 
 For engines that change `parameter.data` between forward and backward (ZeRO-3): a recomputation calls the block as the
 forward pass did, so forward pre-hooks of the block and of everything inside it run again, before the parameters are
 used.  It ends as soon as it has what was saved, so forward hooks of the block itself do not run, and those inside it may
-run.  `recomputing()` is true in all of them: do not let go of gathered parameters then, the backward pass of
+run.  `recomputing()` is true in all of them: do not free gathered parameters then, the backward pass of
 the block follows.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from farandole.data.wording import size
-from farandole.memory.attention import attention_modules
 from farandole.memory.blocks import blocks_of
-from farandole.memory.calls import release, surround
-from farandole.memory.choose import Option, cheapest_first
-from farandole.memory.measure import SavedBytes, saved_bytes
-from farandole.memory.recomputation import Recompute, recomputing
-from farandole.memory.rehearsal import rehearse
+from farandole.memory.call_wrappers import unwrap_calls, wrap_calls
+from farandole.memory.dry_run import SavedBytes, attention_modules, recomputed_flops, saved_bytes
+from farandole.memory.recompute_wrapper import RecomputeWrapper, recomputing
+from farandole.plan import Recompute
 
-__all__ = ["Mode", "Recomputed", "apply_recompute", "recomputing"]
-
-Mode = Literal["none", "block", "selective", "attention", "auto"]
+__all__ = ["Recomputed", "apply_recompute", "recomputing"]
 
 
 @dataclass(frozen=True)
@@ -50,10 +48,10 @@ class Recomputed:
     "block" keeps its inputs only, "selective" the outputs of products with weights and of fused attention too,
     "attention" those of products with weights.  `before` and `after` are the bytes kept for the backward pass without
     and with it, `flops` the operations of matrix products and attention that are done once more; all three
-    are None where no example was given.
+    are None if no example was given.
     """
 
-    mode: Mode
+    mode: Recompute
     modules: dict[str, str]
     before: int | None = None
     after: int | None = None
@@ -62,7 +60,7 @@ class Recomputed:
 
 def apply_recompute(
     model: nn.Module,
-    mode: Mode,
+    mode: Recompute,
     *,
     example: Any = None,
     loss: Callable[[Any], Tensor] | None = None,
@@ -71,57 +69,48 @@ def apply_recompute(
 ) -> Recomputed:
     """Recompute parts of `model` from now on, in place of what an earlier call asked for.
 
-    - "none": nothing.
-    - "block": every block of `blocks_of(model)`.
-    - "selective": every block, but what products with weights and fused attention return is kept.
-    - "attention": modules that compute attention, all but their products with weights.
-    - "auto": the blocks that spare most bytes for each operation done again, selectively or as a whole,
-      until at most `budget_bytes` are kept.
+    Args:
+        mode: "none": nothing.  "block": every block of `blocks_of(model)`.  "selective": every block, except that what
+            products with weights and fused attention return is kept.  "attention": modules that compute attention,
+            all but their products with weights.  "auto": the blocks that save most bytes for each repeated operation,
+            selectively or as a whole, until at most `budget_bytes` are kept.
+        example: an input of the model as for `saved_bytes`, for a dry run (no memory, hardly any time) under the
+            autocast of the training.  "attention" and "auto" need it.  With it, bytes are reported, those of `loss`
+            included, and a selective recomputation knows from the first step what it need not keep (without, from the
+            second).
+        dtype: the type that the model will have in training, if that is another one.
 
-    `example` is an input of the model as `saved_bytes` takes it, on fake tensors: no memory, hardly any time; measure
-    under the autocast of the training.  "attention" and "auto" need it.  With it the bytes are reported, those of `loss`
-    included, and a selective recomputation knows from the first step what it need not keep (without, from the second).
-    `dtype` is the type that the model will have when it is trained, if that is another one.
-
-    Raises ValueError for an unknown mode, a missing or superfluous argument, a model without attention, and a budget
-    that no choice keeps, with the least that is possible; then nothing is recomputed.
+    Raises:
+        ValueError: for an unknown mode, a missing or superfluous argument, a model without attention, and a budget
+            that no choice keeps, naming the least possible; then nothing is recomputed.
     """
     _check(mode, example, loss, budget_bytes)
-    trial = _Trial(example, loss, dtype)
-    _put(model, {})
+    saved = partial(saved_bytes, model, example, loss=loss, dtype=dtype)
+    repeated = partial(recomputed_flops, model, example, dtype)
+    _wrap(model, {})
     if budget_bytes is not None:
-        return _within(model, trial, budget_bytes)
-    ways = _ways(model, mode, trial)
+        return _within_budget(model, saved, repeated, budget_bytes)
+    ways: dict[str, str] = {}
+    if mode == "attention":
+        ways = {name: mode for name, _ in attention_modules(model, example, dtype)}
+        if not ways:
+            raise ValueError(
+                "recompute='attention': no module of this model computes attention; 'selective' and 'block' work for any"
+            )
+    elif mode != "none":
+        ways = {name: mode for name, _ in blocks_of(model)}
     if example is None:
-        _put(model, ways)
+        _wrap(model, ways)
         return Recomputed(mode, ways)
-    before = trial.saved(model).total
-    _put(model, ways)
-    repeated = sum(trial.repeated(model).values())
-    return Recomputed(mode, ways, before, trial.saved(model).total, repeated)
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """What a model is tried with, on fake tensors."""
-
-    example: Any
-    loss: Callable[[Any], Tensor] | None
-    dtype: torch.dtype | None
-
-    def saved(self, model: nn.Module) -> SavedBytes:
-        return saved_bytes(model, self.example, loss=self.loss, dtype=self.dtype)
-
-    def repeated(self, model: nn.Module) -> Counter[str]:
-        return rehearse(model, self.example, self.dtype)
-
-    def attention(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        return attention_modules(model, self.example, self.dtype)
+    before = saved().total
+    _wrap(model, ways)
+    flops = sum(repeated().values())
+    return Recomputed(mode, ways, before, saved().total, flops)
 
 
 def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None:
-    if mode not in get_args(Mode):
-        raise ValueError(f"recompute={mode!r} is not known; it is one of {', '.join(get_args(Mode))}")
+    if mode not in get_args(Recompute):
+        raise ValueError(f"recompute={mode!r} is not known; it is one of {', '.join(get_args(Recompute))}")
     if mode in ("attention", "auto") and example is None:
         wanted = "finds attention" if mode == "attention" else "measures blocks"
         raise ValueError(
@@ -143,48 +132,73 @@ def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None
         raise ValueError(f"budget_bytes={budget_bytes} is negative")
 
 
-def _ways(model: nn.Module, mode: Mode, trial: _Trial) -> dict[str, str]:
-    if mode == "none":
-        return {}
-    if mode != "attention":
-        return {name: mode for name, _ in blocks_of(model)}
-    found = trial.attention(model)
-    if not found:
-        raise ValueError(
-            "recompute='attention': no module of this model computes attention; 'selective' and 'block' work for any"
-        )
-    return {name: mode for name, _ in found}
-
-
-def _put(model: nn.Module, ways: dict[str, str]) -> None:
+def _wrap(model: nn.Module, ways: dict[str, str]) -> None:
     for module in model.modules():
-        release(module, Recompute)
+        unwrap_calls(module, RecomputeWrapper)
     for name, way in ways.items():
-        surround(model.get_submodule(name), Recompute(name, way))
+        wrap_calls(model.get_submodule(name), RecomputeWrapper(name, way))
 
 
-def _within(model: nn.Module, trial: _Trial, budget_bytes: int) -> Recomputed:
-    before = trial.saved(model)
+class Option(NamedTuple):
+    """One way to recompute a block: the bytes that it saves and the floating-point operations that it repeats."""
+
+    saved: int
+    flops: int
+
+
+def cheapest_first(blocks: Mapping[str, Mapping[str, Option]]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield choices that save more and more bytes: (bytes saved by all, way by block).
+
+    `blocks` gives the options of each block, by way.  A choice differs from the one before it in one block, by the
+    change that saves most bytes for each further operation: the greedy solution of a knapsack, where a
+    block may be taken in part (one way) or whole (another).  Equals are taken in the order given: the first
+    blocks keep their activations longest.
+    """
+    chosen: dict[str, str] = {}
+    total = 0
+    while True:
+        best: tuple[tuple[float, int], str, str] | None = None
+        for name, options in blocks.items():
+            now = options[chosen[name]] if name in chosen else Option(0, 0)
+            for way, option in options.items():
+                saved, flops = option.saved - now.saved, option.flops - now.flops
+                if saved <= 0:
+                    continue
+                worth = (saved / flops if flops > 0 else math.inf, saved)
+                if best is None or worth > best[0]:
+                    best = (worth, name, way)
+        if best is None:
+            return
+        (_, more), name, way = best
+        total += more
+        chosen = {**chosen, name: way}
+        yield total, dict(chosen)
+
+
+def _within_budget(
+    model: nn.Module, saved: Callable[[], SavedBytes], repeated: Callable[[], Counter[str]], budget_bytes: int
+) -> Recomputed:
+    before = saved()
     options: dict[str, dict[str, Option]] = {name: {} for name in before.blocks}
     for way in ("selective", "block"):
-        _put(model, dict.fromkeys(before.blocks, way))
-        flops = trial.repeated(model)
-        for name, kept in trial.saved(model).blocks.items():
+        _wrap(model, dict.fromkeys(before.blocks, way))
+        flops = repeated()
+        for name, kept in saved().blocks.items():
             options[name][way] = Option(before.blocks[name] - kept, flops[name])
 
     choices = [(0, {}), *cheapest_first(options)]
-    # What two blocks share counts for one of them, so the sum of what each spares is an estimate, too high or
-    # too low by a little: the first choice that could do is measured, and then those after it until one does.
+    # What two blocks share counts for one of them, so the sum of the savings is an estimate, a little too high or
+    # too low: the first choice that could suffice is measured, and then those after it until one does.
     promising = [ways for spared, ways in choices if before.total - spared <= budget_bytes]
     least = before.total
     for ways in promising or [choices[-1][1]]:
-        _put(model, ways)
-        repeated = sum(trial.repeated(model).values())
-        after = trial.saved(model).total
+        _wrap(model, ways)
+        again = sum(repeated().values())  # before `saved`: recomputations learn how far they have to go
+        after = saved().total
         if after <= budget_bytes:
-            return Recomputed("auto", ways, before.total, after, repeated)
+            return Recomputed("auto", ways, before.total, after, again)
         least = min(least, after)
-    _put(model, {})
+    _wrap(model, {})
     raise ValueError(
         f"budget_bytes={budget_bytes} ({size(budget_bytes)}): this model keeps {size(before.total)} for its backward "
         f"pass, and {size(least)} with all blocks recomputed; give at least budget_bytes={least}, or a smaller example"

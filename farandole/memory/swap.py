@@ -1,18 +1,20 @@
-"""Activations moved out of the device's memory between forward and backward, and back in time.
+"""Move activations out of the device's memory between forward and backward pass, and back in time.
 
     swap = swap_activations(model, "host")            # CUDA: to pinned memory of the host
-    swap = swap_activations(model, "disk:/scratch")   # a CPU: to a file on a disk
-    loss(model(x)).backward()                         # as ever, any number of times
+    swap = swap_activations(model, "disk:/scratch")   # CPU: to a file on a disk
+    loss(model(x)).backward()                         # as usual, any number of times
     swap.close()
 
-What autograd saves in the model's forward pass is copied away while the forward pass goes on, and let go (Rhu et al.,
-2016, "vDNN").  When the backward pass first wants something of a block, all that is left of that block and all of the
-block before it is fetched meanwhile.  Gradients are the same to the bit.  It goes well with `apply_recompute(model,
-"block")`, of which the inputs of blocks are left to swap; what a selective recomputation keeps stays where it is.
+What autograd saves in the model's forward pass is copied to an `OffloadStore` while the forward pass goes on, and freed
+(Rhu et al., 2016, "vDNN").  When the backward pass first needs something of a block, the rest of that block and all of the
+block before it are prefetched.  Gradients are the same to the bit.  With `apply_recompute(model, "block")`,
+the inputs of blocks are swapped; what a selective recomputation keeps stays where it is.
 """
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 import weakref
 from collections import deque
@@ -26,18 +28,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from farandole.memory.blocks import blocks_of
-from farandole.memory.calls import release, surround, surrounding
-from farandole.memory.errors import SwapError
-from farandole.memory.fakes import device_of
-from farandole.memory.recomputation import recomputing
-from farandole.memory.selective import measuring
-from farandole.memory.stores import Copy, DiskStore, HostStore, Store
-
-__all__ = ["Swap", "SwapError", "swap_activations"]
+from farandole.memory.call_wrappers import Wrapper, unwrap_calls, wrap_calls, wrapper_of
+from farandole.memory.disk import OffloadError
+from farandole.memory.dry_run import device_of
+from farandole.memory.offload_store import DiskStore, HostStore, OffloadStore, Record, Transfer
+from farandole.memory.recompute_wrapper import measuring, recomputing
+from farandole.plan import Place
 
 THRESHOLD_BYTES = 1 << 20
 BEHIND_BYTES = 256 << 20
 AHEAD_BYTES = 256 << 20
+
+_M_MMAP_THRESHOLD = -3
+_LEAST_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD = 128 << 10, 32 << 20  # bounds of glibc
 
 
 def swap_activations(
@@ -50,57 +53,82 @@ def swap_activations(
 ) -> Swap:
     """Swap what `model` saves for its backward pass, until `close`.
 
-    `to` is "host" for a model on a CUDA device, "disk:FOLDER" for one on the CPU: an unnamed file that is gone with
-    the process.  Tensors whose memory is smaller than `threshold_bytes` stay, as do parameters and buffers.  At most
-    `behind_bytes` wait to be copied away: then the forward pass waits.  At most `ahead_bytes` beyond what is asked for are
-    fetched ahead.  Swapping to a disk changes how this process allocates (see `allocator`) until `close`.
+    Args:
+        to: "host" for a model on a CUDA device, "disk:FOLDER" for one on the CPU: an unnamed file that disappears with
+            the process.  Swapping to a disk has this process map large blocks of memory one by one until `close`.
+        threshold_bytes: tensors with less memory stay, as do parameters and buffers.
+        behind_bytes: if more bytes than this wait to be copied away, the forward pass waits.
+        ahead_bytes: at most this much is prefetched beyond what is asked for.
 
-    Raises ValueError for a place that does not suit the model or is not known, SwapError for a folder that cannot be
-    written to; a forward or backward pass raises SwapError when the disk is full or fails.
+    Raises:
+        ValueError: for an unknown place, or one that does not suit the model.
+        OffloadError: for a folder that cannot be written to.  A forward or backward pass raises it when the disk is full
+            or fails.
     """
     for name, value in (("threshold_bytes", threshold_bytes), ("ahead_bytes", ahead_bytes)):
         if value < 0:
             raise ValueError(f"{name}={value} is negative")
     if behind_bytes < 1:
         raise ValueError(f"behind_bytes={behind_bytes}: at least one byte must be allowed to wait")
-    if surrounding(model, _Swapping) is not None:
+    if wrapper_of(model, Swap) is not None:
         raise ValueError("the activations of this model are swapped already: close() that first")
-    return Swap(
-        model, _store(to, device_of(model), threshold_bytes), threshold_bytes, behind_bytes, ahead_bytes
-    )
+    store = _store(to, device_of(model))
+    if not store.in_memory:
+        map_blocks_from(threshold_bytes)
+    return Swap(model, store, threshold_bytes, behind_bytes, ahead_bytes)
 
 
-def _store(to: str, device: torch.device, threshold_bytes: int) -> Store:
-    kind, _, folder = to.partition(":")
-    if kind == "host" and not folder:
-        if device.type == "cuda":
-            return HostStore(device)
+def _store(to: str, device: torch.device) -> OffloadStore:
+    try:
+        place = Place.parse(to)
+    except ValueError:
+        place = Place("none")
+    if place.kind == "none":
+        raise ValueError(f"swap={to!r} is not known; it is 'host' (CUDA) or 'disk:FOLDER' (CPU)")
+    if place.kind == "host" and device.type != "cuda":
         raise ValueError(
             f"swap='host' moves activations from a CUDA device to the host, and this model is on {device}: "
             "swap='disk:FOLDER' moves them to a disk"
         )
-    if kind == "disk" and folder:
-        if device.type == "cpu":
-            return DiskStore(folder, threshold_bytes)
+    if place.kind == "disk" and device.type != "cpu":
         raise ValueError(
             f"swap={to!r} is for models on the CPU, and this one is on {device}: swap='host' works there"
         )
-    raise ValueError(f"swap={to!r} is not known; it is 'host' (CUDA) or 'disk:FOLDER' (CPU)")
+    return (
+        HostStore("activations", pinned=True)
+        if place.kind == "host"
+        else DiskStore(place.folder, "activations")
+    )
+
+
+def map_blocks_from(threshold_bytes: int) -> None:
+    """Have glibc map blocks from that size on (within its bounds) one by one; no effect on other C libraries.
+
+    glibc takes blocks from its heap once it has seen that they are freed and wanted again, and its aligned blocks leave
+    gaps there into which the next ones of the same size do not fit: a process that swaps would grow as much as one
+    that does not.  Mapped blocks go back to the kernel when they are freed; the price is that the kernel clears their
+    pages each time.  See `man mallopt`.
+    """
+    if sys.platform != "linux":
+        return
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        bounded = min(max(threshold_bytes, _LEAST_MMAP_THRESHOLD), _MOST_MMAP_THRESHOLD)
+        set_option(_M_MMAP_THRESHOLD, bounded)
 
 
 class _Saved:
-    """The memory that one or more saved tensors lie in, in the device until it is copied, then in the store."""
+    """The memory of one or more saved tensors: `original` until it is written, then in `record`."""
 
-    def __init__(self, tensor: Tensor, number: int, block: int) -> None:
+    def __init__(self, tensor: Tensor, number: int, block: int, record: Record) -> None:
         storage = tensor.untyped_storage()
-        self.number, self.block = number, block
+        self.number, self.block, self.record = number, block, record
         self.nbytes = storage.nbytes()
         self.memory = weakref.ref(storage)
         self.version = tensor._version
-        self.original: Tensor | None = tensor.detach()  # shares the version; until the copy is made
-        self.copy: Copy | None = None
-        self.fetching = False
-        self.fetched: Tensor | None = None
+        self.original: Tensor | None = tensor.detach()  # shares the version; until it is written
+        self.writing: Transfer | None = None
+        self.fetched: tuple[Tensor, Transfer] | None = None
         self.changed = False
         self.unread = 0
         """Saved tensors that the backward pass has not asked for yet."""
@@ -117,12 +145,12 @@ class _View:
         saved.unread += 1
 
     def done(self) -> None:
-        """This one has been asked for, or never will be; the last one lets the memory go."""
+        """Note that this view has been read, or never will be; the last one frees the memory."""
         if not self.read:
             self.read = True
             self.saved.unread -= 1
             if self.saved.unread == 0:
-                self.saved.fetched, self.saved.fetching = None, False
+                self.saved.fetched = None
 
     def __del__(self) -> None:
         self.done()
@@ -131,15 +159,15 @@ class _View:
 class Swap:
     """Swapping of one model's activations, made by `swap_activations`; a context manager that closes.
 
-    `written_bytes` and `read_bytes` count what was copied away and back.
+    `written_bytes` and `read_bytes` count what has been copied away and back.
     """
 
     def __init__(
-        self, model: nn.Module, store: Store, threshold_bytes: int, behind_bytes: int, ahead_bytes: int
+        self, model: nn.Module, store: OffloadStore, threshold_bytes: int, behind_bytes: int, ahead_bytes: int
     ) -> None:
         self.model = model
         self.written_bytes = self.read_bytes = 0
-        self._store = store
+        self._store, self._device = store, device_of(model)
         self._threshold, self._behind, self._ahead = threshold_bytes, behind_bytes, ahead_bytes
         self._lock = threading.RLock()
         self._known: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
@@ -151,22 +179,24 @@ class Swap:
         self._waiting_bytes = 0
         self._stays: set[int] = set()
         self._closed = False
-        self._around: list[tuple[nn.Module, _Entering | _Swapping]] = [
-            (block, _Entering(self)) for _, block in blocks_of(model) if block is not model
+        blocks: list[tuple[nn.Module, Wrapper]] = [
+            (block, self._run_block) for _, block in blocks_of(model) if block is not model
         ]
-        self._around.append((model, _Swapping(self)))
-        for module, around in self._around:
-            surround(module, around)
+        self._wrappers: list[tuple[nn.Module, Wrapper]] = [*blocks, (model, self)]
+        for module, wrapper in self._wrappers:
+            wrap_calls(module, wrapper)
 
     def close(self) -> None:
-        """Swap no more, and give back file and threads; what is saved now cannot be used for a backward pass."""
+        """Stop swapping and free the store; graphs that exist now cannot be used for a backward pass."""
         if self._closed:
             return
         self._closed = True
-        for module, around in self._around:
-            release(module, around)
+        for module, wrapper in self._wrappers:
+            unwrap_calls(module, wrapper)
         self._waiting.clear()
         self._store.close()
+        if not self._store.in_memory:
+            map_blocks_from(_MOST_MMAP_THRESHOLD)  # the value that glibc adapts to in a training
 
     def __enter__(self) -> Swap:
         return self
@@ -174,8 +204,25 @@ class Swap:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __call__(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the model's forward pass under the hooks, as the wrapper of its calls."""
+        if not torch.is_grad_enabled() or measuring():
+            return call(*args, **kwargs)
+        with self.hooks(args, kwargs):
+            return call(*args, **kwargs)
+
+    def _run_block(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Wraps a block: what it saves is fetched together."""
+        if torch.is_grad_enabled() and not recomputing():
+            self.enter_block()
+        return call(*args, **kwargs)
+
     def hooks(self, *living: Any) -> AbstractContextManager[Any]:
-        """The hooks for one forward pass; memory of the tensors in `living` stays where it is."""
+        """Return the hooks for one forward pass; the memory of the tensors in `living` is not swapped."""
         tensors = [one for one in tree_leaves(living) if isinstance(one, Tensor)]
         tensors += [*self.model.parameters(), *self.model.buffers()]
         self._stays = {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
@@ -186,16 +233,16 @@ class Swap:
         return saved_tensors_hooks(self.pack, self.unpack)
 
     def enter_block(self) -> None:
-        """What is saved from now on is of another block."""
+        """Begin another block: what is saved from now on belongs to it."""
         self._block += 1
         self._first_of_block[self._block] = self._count
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
-        """What autograd keeps in place of `tensor`, in a forward pass under `hooks`."""
-        if not self._leaves(tensor):
+        """Return what autograd keeps in place of `tensor`, in a forward pass under `hooks`."""
+        if not self._is_swapped(tensor):
             return tensor.detach()  # an output that is saved as it is would keep its own graph alive
         with self._lock:
-            self._let_go(self._behind)
+            self._free_written(self._behind)
             key = tensor.untyped_storage()._cdata
             saved = self._known.get(key)
             if (
@@ -207,7 +254,7 @@ class Swap:
                 self._known[key] = saved
             return _View(saved, tensor)
 
-    def _leaves(self, tensor: Tensor) -> bool:
+    def _is_swapped(self, tensor: Tensor) -> bool:
         if (
             type(tensor) is not Tensor
             or tensor.layout is not torch.strided
@@ -215,7 +262,7 @@ class Swap:
             or tensor.is_neg()
         ):
             return False
-        if tensor.device.type != self._store.device.type or tensor.untyped_storage()._cdata in self._stays:
+        if tensor.device.type != self._device.type or tensor.untyped_storage()._cdata in self._stays:
             return False
         root = tensor if tensor._base is None else tensor._base
         if root.is_leaf and root.requires_grad:  # a parameter whose data was exchanged since the pass began
@@ -223,9 +270,10 @@ class Swap:
         return tensor.untyped_storage().nbytes() >= max(self._threshold, 1)
 
     def _save(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor, self._count, self._block)
+        (record,) = self._store.allocate([tensor.untyped_storage().nbytes()])
+        saved = _Saved(tensor, self._count, self._block, record)
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        saved.copy = self._store.write(whole)
+        saved.writing = self._store.write(record, whole)
         self._in_order[self._count] = saved
         self._count += 1
         self._waiting.append(saved)
@@ -233,40 +281,40 @@ class Swap:
         self.written_bytes += saved.nbytes
         return saved
 
-    def _let_go(self, allowed: int) -> None:
-        """Let go of memory that has been copied, and wait until at most `allowed` bytes are still to be.
+    def _free_written(self, allowed: int) -> None:
+        """Free memory that has been written, and wait until at most `allowed` bytes are still to be.
 
-        It is done here, in the thread that computes, because a change in place is seen by its version only when the
-        operation is over: in this thread, none is under way.
+        The thread that computes does it, because a change in place shows in the version only when the operation is over:
+        in this thread, none is running.
         """
         while self._waiting:
             saved = self._waiting[0]
-            assert saved.copy is not None
-            if self._waiting_bytes <= allowed and not saved.copy.written():
+            assert saved.writing is not None
+            if self._waiting_bytes <= allowed and not saved.writing.done:
                 return
-            saved.copy.wait_written()
+            saved.writing.synchronize()
             self._waiting.popleft()
             self._waiting_bytes -= saved.nbytes
             assert saved.original is not None
             saved.changed = saved.original._version != saved.version
-            saved.original = None
+            saved.original = saved.writing = None
 
     def unpack(self, packed: Tensor | _View) -> Tensor:
-        """The tensor, when the backward pass asks for it."""
+        """Return the tensor, when the backward pass asks for it."""
         if isinstance(packed, Tensor):
             return packed
         if self._closed:
-            raise SwapError("this swap is closed: run backward passes before close()")
+            raise OffloadError("this swap is closed: run backward passes before close()")
         saved = packed.saved
         with self._lock:
-            self._let_go(self._behind)
-            self._fetch_ahead(saved)
+            self._free_written(self._behind)
+            self._prefetch(saved)
             data = self._data(saved)
         tensor = torch.empty(0, dtype=packed.dtype, device=packed.device)
         tensor.set_(data.untyped_storage(), *packed.place)
         packed.done()
         if saved.unread == 0:  # in the second pass over a retained graph done() has nothing more to do
-            saved.fetched, saved.fetching = None, False
+            saved.fetched = None
         return tensor
 
     def _data(self, saved: _Saved) -> Tensor:
@@ -278,22 +326,22 @@ class Swap:
             )
         if original is not None:
             return original
+        data, reading = self._fetch(saved)
+        reading.wait()
+        return data
+
+    def _fetch(self, saved: _Saved) -> tuple[Tensor, Transfer]:
+        """Start to read `saved` if nobody has; return the memory for it and the transfer."""
         if saved.fetched is None:
-            assert saved.copy is not None
-            self._fetch(saved)
-            saved.fetched = saved.copy.read()
+            memory = self._store.empty(saved.nbytes, self._device)
+            saved.fetched = memory, self._store.read(saved.record, memory)
+            self.read_bytes += saved.nbytes
         return saved.fetched
 
-    def _fetch(self, saved: _Saved) -> None:
-        if saved.original is None and saved.fetched is None and not saved.fetching:
-            assert saved.copy is not None
-            saved.copy.fetch()
-            saved.fetching = True
-            self.read_bytes += saved.nbytes
-
-    def _fetch_ahead(self, wanted: _Saved) -> None:
-        """Begin to fetch `wanted`, then what was saved before it in its block and in the block before that."""
-        self._fetch(wanted)
+    def _prefetch(self, wanted: _Saved) -> None:
+        """Start to read `wanted` if it is written, then what was saved before it in its block and in the block before that."""
+        if wanted.original is None:
+            self._fetch(wanted)
         first = self._first_of_block.get(wanted.block - 1, self._first_of_block.get(wanted.block, 0))
         ahead = 0
         for number in range(wanted.number - 1, first - 1, -1):
@@ -302,33 +350,5 @@ class Swap:
                 ahead += saved.nbytes
                 if ahead > self._ahead:
                     return
-                self._fetch(saved)
-
-
-class _Swapping:
-    """Around the model: its forward pass runs under the hooks."""
-
-    def __init__(self, swap: Swap) -> None:
-        self.swap = swap
-
-    def __call__(
-        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if not torch.is_grad_enabled() or measuring():
-            return call(*args, **kwargs)
-        with self.swap.hooks(args, kwargs):
-            return call(*args, **kwargs)
-
-
-class _Entering:
-    """Around a block: what is saved in it is fetched together."""
-
-    def __init__(self, swap: Swap) -> None:
-        self.swap = swap
-
-    def __call__(
-        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if torch.is_grad_enabled() and not recomputing():
-            self.swap.enter_block()
-        return call(*args, **kwargs)
+                if saved.original is None:
+                    self._fetch(saved)

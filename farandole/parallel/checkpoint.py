@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,21 +28,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
-from farandole.layout import Box, boxes_of_range, volume
-from farandole.memory.offloaded_optimizer import PieceState
-from farandole.memory.unit_reader import UnitReader
+from farandole.memory.offloaded_optimizer import ShardState, UnitReader
 from farandole.parallel.errors import CheckpointError
+from farandole.parallel.stored_ranges import LoadPlanner, Place, Range, SavePlanner
 
 if TYPE_CHECKING:
     from farandole.parallel.engine import Engine
@@ -50,128 +40,22 @@ if TYPE_CHECKING:
 FACTS = "engine.json"
 _VERSION = 1
 
-# ---- parts of tensors, as torch saves and loads them ----
-
-
-@dataclass(frozen=True)
-class Range:
-    """Consecutive elements of a flattened tensor of `shape`, the first of which is number `start`.
-
-    torch knows it by its two methods (`torch.distributed._checkpointable`) and the planners below, as the boxes that it consists of.
-    `load` brings the elements, flat, where they are not `held` in memory; they are valid until others are brought.
-    """
-
-    shape: tuple[int, ...]
-    start: int
-    length: int
-    dtype: torch.dtype
-    held: Tensor | None = None
-    load: Callable[[], Tensor] | None = None
-
-    @staticmethod
-    def of(values: Tensor, start: int, shape: Sequence[int]) -> Range:
-        """The range of `values`, which are in memory."""
-        flat = values.detach().reshape(-1)
-        return Range(tuple(shape), start, flat.numel(), flat.dtype, held=flat)
-
-    @property
-    def values(self) -> Tensor:
-        """The elements, flat."""
-        if self.held is not None:
-            return self.held
-        assert self.load is not None
-        return self.load()
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the elements."""
-        return self.length * self.dtype.itemsize
-
-    def part(self, offsets: Sequence[int]) -> Tensor:
-        """The elements of the box that begins at `offsets`."""
-        begun = 0
-        for box in self._boxes():
-            count = volume(box)
-            if tuple(start for start, _ in box) == tuple(offsets):
-                return self.values[begun : begun + count].view([end - start for start, end in box])
-            begun += count
-        raise KeyError(f"no box begins at {tuple(offsets)}")
-
-    def _boxes(self) -> list[Box]:
-        whole = tuple((0, length) for length in self.shape)
-        return boxes_of_range(whole, self.start, self.start + self.length)
-
-    def _chunks(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(
-                torch.Size([start for start, _ in box]), torch.Size([end - start for start, end in box])
-            )
-            for box in self._boxes()
-        ]
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                MetadataIndex(fqn, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, torch.Size(self.shape)),
-            )
-            for chunk in self._chunks()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self._chunks()
-
-
 State = dict[str, "Tensor | Range"]
-
-
-class SavePlanner(DefaultSavePlanner):
-    """Plans a save of ranges and of ordinary tensors, by name."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """What is to be written under `index`."""
-        found = self.state_dict[index.fqn]
-        return found.part(index.offset or ()) if isinstance(found, Range) else super().lookup_object(index)
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    """Plans to load ranges and ordinary tensors, by name."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Take the state as it is: torch's own way forgets values of types that it does not know."""
-        self.state_dict = self.original_state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Where to put what was saved under `index`."""
-        found = self.state_dict[index.fqn]
-        return found.part(index.offset or ()) if isinstance(found, Range) else super().lookup_tensor(index)
-
 
 # ---- the state of an engine ----
 
 
 def state_of(engine: Engine, rank: int) -> State:
     """The state of `engine` as it is; its tensors are the engine's own."""
-    state: State = {f"model.{s.name}": Range.of(s.values, s.start, s.shape) for s in _stored(engine)}
-    for prefix, name, parameter, piece, start, states in _states(engine):
+    state: State = {f"model.{s.name}": Range.of(s.values, s.start, s.place) for s in _stored(engine)}
+    for prefix, name, place, shard, start, states in _states(engine):
         for key, value in states.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
                     f"an optimizer keeps {key!r} of {name} as {type(value).__name__}: only tensors can be saved"
                 )
-            like = value.dim() and value.numel() == piece.numel()
-            state[f"{prefix}.{name}/{key}"] = Range.of(value, start, parameter.shape) if like else value
+            like = value.dim() and value.numel() == shard.numel()
+            state[f"{prefix}.{name}/{key}"] = Range.of(value, start, place) if like else value
     state |= _offloaded_state(engine)
     state[f"random.rank{rank}"] = torch.get_rng_state()
     if engine.device.type == "cuda":
@@ -194,14 +78,14 @@ def room_for(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -> S
         entry = f"model.{stored.name}"
         if entry in saved:
             room[entry] = _room_for_range(
-                saved[entry], stored.shape, stored.start, stored.values.numel(), entry
+                saved[entry], stored.place, stored.start, stored.values.numel(), entry
             )
         elif stored.trained:  # earlier versions saved neither buffers nor frozen parameters
             raise CheckpointError(f"it has no parameter {stored.name}: it is a checkpoint of another model")
-    for prefix, name, parameter, piece, start, _ in _states(engine):
+    for prefix, name, place, shard, start, _ in _states(engine):
         for key in _keys_of(saved, prefix).get(name, ()):
             entry = f"{prefix}.{name}/{key}"
-            room[entry] = _room_of_state(saved[entry], piece, start, parameter)
+            room[entry] = _room_of_state(saved[entry], shard, start, place)
     own = (f"random.rank{rank}", f"random.cuda.rank{rank}")
     for entry, description in saved.items():
         if entry in own or entry.startswith(f"compression.rank{rank}."):
@@ -218,13 +102,13 @@ def commit(engine: Engine, rank: int, loaded: State) -> None:
             new = loaded.get(f"model.{stored.name}")
             if isinstance(new, Range):
                 stored.values.copy_(new.values.view(stored.values.shape))
-    for prefix, name, _, piece, _, states in _states(engine):
+    for prefix, name, _, shard, _, states in _states(engine):
         own = f"{prefix}.{name}/"
         states.clear()  # of steps that the checkpoint does not have
         for entry, found in loaded.items():
             if entry.startswith(own):
-                states[entry.removeprefix(own)] = _as_state(found, piece)
-    engine.publish()
+                states[entry.removeprefix(own)] = _as_state(found, shard)
+    engine.all_gather_parameters()
     remembered = f"compression.rank{rank}."
     engine.load_compression(
         {
@@ -241,20 +125,20 @@ def commit(engine: Engine, rank: int, loaded: State) -> None:
         torch.cuda.set_rng_state(generator, engine.device)
 
 
-def _as_state(found: Tensor | Range, piece: nn.Parameter) -> Tensor:
-    """A state as optimizers keep it: laid out as the piece, on its device."""
+def _as_state(found: Tensor | Range, shard: nn.Parameter) -> Tensor:
+    """A state as optimizers keep it: laid out as the shard, on its device."""
     if isinstance(found, Tensor):
         return found
-    like = torch.empty_like(piece, dtype=found.dtype, requires_grad=False)
-    return like.copy_(found.values.view(piece.shape))
+    like = torch.empty_like(shard, dtype=found.dtype, requires_grad=False)
+    return like.copy_(found.values.view(shard.shape))
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """What this rank stores of a parameter or buffer of `shape`: `values`, from element `start` on."""
+    """What this rank stores of a parameter or buffer: `values`, from element `start` of its tensor on."""
 
     name: str
-    shape: tuple[int, ...]
+    place: Place
     start: int
     values: Tensor
     trained: bool = False
@@ -263,19 +147,31 @@ class _Stored:
 def _stored(engine: Engine) -> Iterator[_Stored]:
     """Parameters and buffers, by the names of the model's state."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-    values_of = dict(engine.piece_values())
+    values_of = dict(engine.shard_values())
     trained = {id(parameter) for bucket in engine.buckets for parameter in bucket.parameters}
-    for parameter, piece, start in engine.pieces():
-        shape = tuple(parameter.shape)
-        yield _Stored(names[id(parameter)], shape, start, values_of[piece], trained=True)
+
+    def stored(name: str, tensor: Tensor, start: int, values: Tensor, *, trained: bool = False) -> _Stored:
+        return _Stored(name, _place(engine, name, tensor), start, values, trained=trained)
+
+    for parameter, shard, start in engine.shards():
+        yield stored(names[id(parameter)], parameter, start, values_of[shard], trained=True)
     for parameter, values, start in engine.frozen_shards():
-        yield _Stored(names[id(parameter)], tuple(parameter.shape), start, values)
+        yield stored(names[id(parameter)], parameter, start, values)
     for name, parameter in engine.model.named_parameters():
         plain = type(parameter.data) is Tensor  # quantized ones are saved by those who made them
         if plain and id(parameter) not in trained and not engine.divides(parameter):
-            yield _Stored(name, tuple(parameter.shape), 0, parameter.detach())
+            yield stored(name, parameter, 0, parameter.detach())
     for name, buffer in _persistent_buffers(engine.model):
-        yield _Stored(name, tuple(buffer.shape), 0, buffer)
+        yield stored(name, buffer, 0, buffer)
+
+
+def _place(engine: Engine, name: str, tensor: Tensor) -> Place:
+    """The place of a tensor of this rank, by its layout."""
+    layout = engine.layouts.get(name)
+    if layout is None or not layout.shards:
+        return Place.whole(tensor.shape)
+    cell = next(cell for cell in engine.mesh.of_rank(engine.rank) if cell.pipeline in layout.stages)
+    return Place.of_boxes(layout.shape, tensor.shape, layout.boxes(engine.mesh, cell))
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -285,19 +181,18 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-_StateOf = tuple[str, str, nn.Parameter, nn.Parameter, int, dict[str, Any]]
+_StateOf = tuple[str, str, Place, nn.Parameter, int, dict[str, Any]]
 
 
 def _states(engine: Engine) -> Iterator[_StateOf]:
-    """(prefix of names, name, parameter, piece, start, states) of what optimizers keep in memory."""
-    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-    places = {id(piece): (parameter, piece, start) for parameter, piece, start in engine.pieces()}
+    """(prefix of names, name, place, shard, start, states) of what optimizers keep in memory."""
     if engine.offloaded:
         return
+    places = _places(engine)
     for number, optimizer in enumerate(engine.optimizers):
-        for piece in (each for group in optimizer.param_groups for each in group["params"]):
-            parameter, _, start = places[id(piece)]
-            yield _prefix(number), names[id(parameter)], parameter, piece, start, optimizer.state[piece]
+        for shard in (each for group in optimizer.param_groups for each in group["params"]):
+            name, start, place = places[id(shard)]
+            yield _prefix(number), name, place, shard, start, optimizer.state[shard]
 
 
 def _prefix(number: int) -> str:
@@ -330,30 +225,31 @@ def _empty_as(description: STORAGE_TYPES) -> Tensor:
     return torch.empty(found.size, dtype=found.properties.dtype)
 
 
-def _shape_in(description: STORAGE_TYPES, shape: Sequence[int], entry: str) -> tuple[int, ...]:
-    """The shape under which a tensor was saved: its own, or that of the flat tensor that earlier versions saved."""
+def _place_in(description: STORAGE_TYPES, place: Place) -> Place | None:
+    """The place in the tensor that was saved: as it is now, or flat, as earlier versions saved tensors; None for another tensor."""
     size = tuple(_described(description).size)
-    if size not in (tuple(shape), (math.prod(shape),)):
-        raise CheckpointError(f"{entry} has shape {size} in it, and {tuple(shape)} in this model")
-    return size
+    if size == place.shape:
+        return place
+    return Place.whole(size) if place.is_whole and size == (math.prod(place.shape),) else None
 
 
-def _room_for_range(
-    description: STORAGE_TYPES, shape: Sequence[int], start: int, length: int, entry: str
-) -> Range:
+def _room_for_range(description: STORAGE_TYPES, place: Place, start: int, length: int, entry: str) -> Range:
     """Room for consecutive elements, in the type that was saved."""
-    empty = torch.empty(length, dtype=_described(description).properties.dtype)
-    return Range.of(empty, start, _shape_in(description, shape, entry))
+    found = _described(description)
+    there = _place_in(description, place)
+    if there is None:
+        raise CheckpointError(f"{entry} has shape {tuple(found.size)} in it, and {place.shape} in this model")
+    return Range.of(torch.empty(length, dtype=found.properties.dtype), start, there)
 
 
 def _room_of_state(
-    description: STORAGE_TYPES, piece: nn.Parameter, start: int, parameter: nn.Parameter
+    description: STORAGE_TYPES, shard: nn.Parameter, start: int, place: Place
 ) -> Tensor | Range:
     found = _described(description)
-    size = tuple(found.size)
-    if size not in (tuple(parameter.shape), (parameter.numel(),)) or not size:
+    there = _place_in(description, place)
+    if there is None or not found.size:
         return _empty_as(description)
-    return Range.of(torch.empty(piece.numel(), dtype=found.properties.dtype), start, size)
+    return Range.of(torch.empty(shard.numel(), dtype=found.properties.dtype), start, there)
 
 
 # ---- states that are offloaded ----
@@ -367,12 +263,12 @@ def _offloaded_state(engine: Engine) -> State:
         reader = UnitReader(update.state)
         for unit, members in enumerate(update.state.units):
             for at, (piece, kept) in enumerate(zip(members, update.state.kept(unit), strict=True)):
-                name, start, shape = places[id(piece)]
+                name, start, place = places[id(piece)]
                 for key, value in kept.items():
                     entry = f"{_prefix(number)}.{name}/{key}"
                     if isinstance(value, torch.dtype):
                         load = partial(_load_state, reader, unit, at, key)
-                        state[entry] = Range(shape, start, piece.numel(), value, load=load)
+                        state[entry] = Range(place, start, piece.numel(), value, load=load)
                     elif isinstance(value, Tensor):
                         state[entry] = value
     return state
@@ -385,7 +281,7 @@ def _load_state(reader: UnitReader, unit: int, at: int, key: str) -> Tensor:
 
 def load_offloaded(engine: Engine, folder: Path) -> None:
     """Have offloaded optimizers go on from what checkpoint files in `folder` have of their pieces, after `commit`."""
-    values_of = dict(engine.piece_values())
+    values_of = dict(engine.shard_values())
     for number, update in enumerate(engine.offloaded):
         for unit, members in enumerate(update.state.units):
             found = _read_states(engine, folder, _prefix(number), members)
@@ -396,7 +292,7 @@ def load_offloaded(engine: Engine, folder: Path) -> None:
                     key: value.view(piece.shape) if isinstance(kept.get(key), torch.dtype) else value
                     for key, value in states.items()
                 }
-                pieces.append(PieceState(values_of[piece], shaped))
+                pieces.append(ShardState(values_of[piece], shaped))
             update.state.load(unit, pieces)
 
 
@@ -406,14 +302,13 @@ def _read_states(
     """The states of some pieces, from the files of a checkpoint; each rank reads by itself."""
     reader, places = FileSystemReader(folder), _places(engine)
     saved = reader.read_metadata().state_dict_metadata
-    parameters = {id(piece): parameter for parameter, piece, _ in engine.pieces()}
     keys = _keys_of(saved, prefix)
     room: State = {}
     for piece in members:
-        name, start, _ = places[id(piece)]
+        name, start, place = places[id(piece)]
         for key in keys.get(name, ()):
             entry = f"{prefix}.{name}/{key}"
-            room[entry] = _room_of_state(saved[entry], piece, start, parameters[id(piece)])
+            room[entry] = _room_of_state(saved[entry], piece, start, place)
     if room:
         dcp.load(dict(room), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
     found: list[dict[str, Tensor]] = []
@@ -424,12 +319,12 @@ def _read_states(
     return found
 
 
-def _places(engine: Engine) -> dict[int, tuple[str, int, tuple[int, ...]]]:
-    """Of each piece: the name of its parameter, where it begins in it, and the parameter's shape."""
+def _places(engine: Engine) -> dict[int, tuple[str, int, Place]]:
+    """Of each shard: the name of its parameter, where it begins in the parameter, and the parameter's place."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     return {
-        id(piece): (names[id(parameter)], start, tuple(parameter.shape))
-        for parameter, piece, start in engine.pieces()
+        id(shard): (names[id(parameter)], start, _place(engine, names[id(parameter)], parameter))
+        for parameter, shard, start in engine.shards()
     }
 
 
@@ -442,7 +337,7 @@ def save(engine: Engine, folder: Path, extra: Mapping[str, Any]) -> None:
     partial_folder = folder.with_name(f"{folder.name}.tmp")
     text, refusal = "", ""
     try:
-        text = json.dumps({"version": _VERSION, **engine.facts(), "extra": dict(extra)}, indent=1)
+        text = json.dumps({"version": _VERSION, **engine.metadata(), "extra": dict(extra)}, indent=1)
     except TypeError as error:
         refusal = f"extra cannot be written as JSON: {error}"
     if comm.rank == 0 and not refusal:
@@ -486,14 +381,14 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
     _agree(engine, refusal, folder)
     commit(engine, comm.rank, loaded)
     load_offloaded(engine, folder)
-    engine.take_facts(facts)
+    engine.restore_metadata(facts)
     extra: dict[str, Any] = facts["extra"]
     return extra
 
 
 def _other_optimizers(engine: Engine, facts: Mapping[str, Any]) -> str:
     """Why the optimizers of the engine cannot go on from the saved ones, or ""; an engine without any can."""
-    own = engine.facts()
+    own = engine.metadata()
     counts = [[len(groups) for groups in each["groups"]] for each in (own, facts)]
     if not engine.optimizers or (own["optimizers"] == facts["optimizers"] and counts[0] == counts[1]):
         return ""

@@ -1,9 +1,17 @@
-"""Data parallelism: gradients in buckets, reduced over the ranks while a backward pass goes on.
+"""Data parallelism: gradients in buckets, reduced over the ranks during the backward pass.
 
-Gradients lie in flat buckets, filled in the order in which the backward pass produces them, from the last block to
-the first.  A bucket is reduced as soon as it is full, while the backward pass goes on (Li et al., 2020, "PyTorch
-Distributed: Experiences on Accelerating Data Parallel Training").  Buckets are reduced in the same order on every
-rank, whatever order their gradients arrive in.
+A bucket is reduced as soon as all its gradients are there, while the backward pass goes on (Li et al., 2020, "PyTorch Distributed:
+Experiences on Accelerating Data Parallel Training").  Ranks that reduce the same buckets do it in the same order: in the first step,
+from the last parameter to the first; later, in the order in which the buckets were complete in the first step.  Where weights are
+gathered, too, reductions and gathers have one order (`call_order`).
+
+The path of a gradient:
+
+    GradientReducer._accumulated    the hook of a parameter, called by autograd
+    Bucket.accumulate               the gradient is in the buffer of its bucket
+    Bucket.reduce_async             all gradients of the bucket are there: the collective starts
+    Bucket.wait                     the bucket has the average, or this rank's shard of it
+    OptimizerShards.set_gradients   the optimizer finds it as `.grad`
 """
 
 from __future__ import annotations
@@ -11,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -18,11 +27,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from farandole.comm.communicator import Communicator
-from farandole.parallel.buckets import Bucket
-from farandole.parallel.buffers import BufferAverage
-from farandole.parallel.gathering import Gathering
-from farandole.parallel.hybrid import Division
-from farandole.parallel.nonfinite import GradientWatch
+from farandole.parallel.bucket import Bucket
+from farandole.parallel.gathered_weights import Gatherer
+from farandole.parallel.optimizer_shards import OptimizerShards
+from farandole.parallel.replicas import BufferAverage
 from farandole.parallel.sharded_gradient import GradientNorms
 
 _REENTRANT = (
@@ -32,66 +40,89 @@ _REENTRANT = (
 
 
 class StepEvents(Protocol):
-    """What is told of the backward passes of a step."""
+    """Is told of the backward passes of a step."""
 
     def begin_step(self) -> None:
-        """The gradients of the step before are gone."""
+        """Gradients of the step before are gone."""
 
     def begin_pass(self) -> None:
         """A backward pass has begun; an exception ends it."""
+
+    def before_reduction(self, number: int) -> None:
+        """The gradients of bucket `number` are complete on this rank."""
 
     def end_step(self) -> None:
         """The gradients are the averages of the step."""
 
 
-class GradientReducer:
-    """Hooks the parameters of buckets, and reduces the buckets that backward passes fill as stage `zero` has it.
+@dataclass
+class _Queue:
+    """The buckets of the same ranks, by number, in the order in which they are reduced; those before `next` were in this pass."""
 
-    `waited_s` adds up the seconds in which this rank had nothing to do but wait for others.
+    ranks: tuple[int, ...]
+    order: list[int] = field(default_factory=list)
+    next: int = 0
+
+
+class GradientReducer:
+    """Reduces the gradients of buckets, as backward passes complete them.
+
+    Args:
+        buckets: in the order in which a backward pass is expected to complete them.
+        shards: what the optimizer updates of each bucket.
+        comm: all ranks.
+        norms: of averaged gradients; forgotten when they change.
+        every_pass: whether each backward pass is reduced, as there is no memory for whole gradients.
+        gatherer: of weights, if they are gathered.
     """
 
     def __init__(
         self,
         model: nn.Module,
         buckets: Sequence[Bucket],
+        shards: Sequence[OptimizerShards],
         comm: Communicator,
-        division: Division,
-        zero: int,
+        norms: GradientNorms,
         *,
+        every_pass: bool,
         events: StepEvents,
-        watch: GradientWatch | None,
-        gathering: Gathering | None,
+        gatherer: Gatherer | None,
     ) -> None:
-        self.zero = zero
         self.waited_s = 0.0
-        self.buckets = list(buckets)
+        """The seconds in which this rank had nothing to do but wait for others."""
+        self.buckets, self.shards = list(buckets), list(shards)
         self.buffers = BufferAverage(model, comm)
         self.buffers_changed = False
         """Whether any rank has changed a buffer in the step."""
         self.reduced = False
         """Whether the gradients are the averages of a step that has had its last pass."""
         self._model, self._comm, self._events = model, comm, events
-        self._watch, self._gathering = watch, gathering
-        self._has_replicas = division.replicas is not None  # a shard is averaged over them in the end
+        self._every_pass, self._norms, self._gatherer = every_pass, norms, gatherer
         self._accumulating = False
         self._in_pass = False
-        self._next = 0  # the first bucket that is not reduced in this pass
+        self._queues: dict[tuple[int, ...], _Queue] = {}
+        for number, bucket in enumerate(self.buckets):
+            ranks = bucket.plan.ranks.column
+            self._queues.setdefault(ranks, _Queue(ranks)).order.append(number)
+        self._places = [0] * len(self.buckets)  # of buckets in their queues
+        self._set_places()
+        self._completed: list[int] | None = []  # buckets of the first step, in the order of completion
         parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
         device = parameters[0].device if parameters else torch.device("cpu")
-        # which parameters any rank had a gradient for, in the order of the buckets, and whether any has changed buffers
-        self._used = torch.zeros(len(parameters) + 1, dtype=torch.uint8, device=device)
-        self._used_by_bucket = self._used[:-1].split([len(bucket.parameters) for bucket in buckets])
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        divides = zero > 0 and division.shards.size > 1
-        self._norms = GradientNorms(
-            self.shares,
-            [names[id(parameter)] for parameter in parameters],
-            device,
-            division.shards if divides else None,
-        )
+        # of which parameters any rank had a gradient, in the order of the buckets
+        self._used = torch.zeros(len(parameters), dtype=torch.uint8, device=device)
+        self._used_by_bucket = self._used.split([len(bucket.parameters) for bucket in buckets])
+        # the numbers of these parameters among all of the mesh
+        numbers = [norms.number(name) for bucket in buckets for name in bucket.plan.names]
+        self._numbers = torch.tensor(numbers, dtype=torch.int64, device=device)
+        if gatherer is not None:
+            gatherer.before_reduction, gatherer.without_gradients = (
+                self._before_reduction,
+                self._without_gradients,
+            )
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(number, bucket, index))
-            for number, bucket in enumerate(buckets)
+            parameter.register_post_accumulate_grad_hook(self._hook(number, index))
+            for number, bucket in enumerate(self.buckets)
             for index, parameter in enumerate(bucket.parameters)
         ]
 
@@ -99,6 +130,8 @@ class GradientReducer:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+
+    # ---- steps ----
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -115,141 +148,176 @@ class GradientReducer:
             self.end_pass(last=True)
 
     def begin_step(self) -> None:
-        """Forget what earlier passes gave."""
+        """Forget the gradients of earlier passes."""
         self._in_pass = False
         self.reduced = False
-        self._next = 0
         self._used.zero_()
-        if self._watch is not None:
-            self._watch.clear()
-        for bucket in self.buckets:
-            bucket.clear()
+        for shards in self.shards:
+            shards.clear()
+        self._begin_queues()
         self._events.begin_step()
 
     @property
-    def all_taken(self) -> bool:
-        """Whether the gradients of the last step are wanted no more."""
-        return self.reduced and all(bucket.taken for bucket in self.buckets)
-
-    def shares(self) -> Iterator[tuple[int, Tensor]]:
-        """(number of a parameter, this rank's part of its averaged gradient)."""
-        first = 0
-        for bucket in self.buckets:
-            yield from ((first + index, share) for index, share in bucket.handed_out())
-            first += len(bucket.parameters)
-
-    def forget_norms(self) -> None:
-        """The gradients have been changed."""
-        self._norms.clear()
+    def all_cleared(self) -> bool:
+        """Whether the gradients of the last step have been cleared."""
+        return self.reduced and all(shards.all_cleared for shards in self.shards)
 
     def join_pass(self, *, last: bool) -> None:
-        """Take part in a pass of the other ranks, without gradients."""
-        if self.zero >= 2 or last:
+        """Take part in a backward pass of the other ranks, without gradients."""
+        if self._every_pass or last:
             self._begin_or_resume()
             self.end_pass(last=last)
 
     def end_pass(self, *, last: bool) -> None:
-        """Reduce what this backward pass has left; after the `last` one of a step, hand out the gradients."""
-        self._launch_until(len(self.buckets))
+        """Reduce all buckets of this backward pass; after the `last` pass of a step, set the gradients."""
+        if self._gatherer is not None:
+            self._gatherer.end_pass("backward")
+        else:
+            for queue in self._queues.values():
+                self._launch(queue, len(queue.order))
         started = time.perf_counter()
         for bucket in self.buckets:
-            bucket.gradients.advance()
+            bucket.advance()
         for bucket in self.buckets:
-            bucket.gradients.finish()
+            bucket.wait()
             bucket.begin_pass()
-        self._next = 0
+        self._begin_queues()
         if last:
             self._end_step()
         if self._comm.size > 1:
             self.waited_s += time.perf_counter() - started
 
-    def wait_for(self, number: int) -> bool:
-        """End the reduction of bucket `number`, if it was started; whether it was."""
-        gradients = self.buckets[number].gradients
-        launched = gradients.launched
-        if launched:
-            gradients.finish()
-        return launched
+    def _end_step(self) -> None:
+        if self._comm.size > 1:
+            flags = self._used.new_zeros(len(self._norms.names) + 1)
+            flags[self._numbers] = self._used
+            flags[-1] = self.buffers.changed
+            self._comm.all_reduce(flags, "max")
+            self._used.copy_(flags[self._numbers])
+            self.buffers_changed = bool(flags[-1])
+            if self._completed is not None and self._gatherer is None:
+                self._agree_on_order(self._completed)
+        self._completed = None
+        self._norms.clear()
+        for shards, used in zip(self.shards, self._used_by_bucket, strict=True):
+            shards.set_gradients(used.tolist(), self._norms)
+        self.reduced = True
+        self._events.end_step()
 
     # ---- a backward pass ----
 
-    def _hook(self, number: int, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-        def received(parameter: Tensor) -> None:
+    def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
+        bucket, shards = self.buckets[number], self.shards[number]
+        queue = self._queues[bucket.plan.ranks.column]
+
+        def accumulated(parameter: Tensor) -> None:
             if not self._in_pass:
                 self._begin_pass()
-            elif number < self._next:
+            elif self._gatherer is None and self._places[number] < queue.next:
                 raise RuntimeError(
                     f"{self._name(parameter)} got a gradient after its gradients had been reduced in the same backward "
                     f"pass, or a pass that failed was not followed by zero_grad() of the engine; {_REENTRANT}"
                 )
-            bucket.gradients.receive(index, bucket.take_gradient(index))
-            if self._reduces and bucket.complete(index):
-                self._launch_full()
+            gradient = shards.take_accumulated(index)
+            if bucket.in_flight:  # it was reduced when its turn had come, and is going to be reduced again
+                bucket.wait()
+            for earlier in bucket.in_the_way():
+                if earlier.in_flight:
+                    earlier.wait()
+            bucket.accumulate(index, gradient)
+            if not self._reduces or not bucket.is_complete(index):
+                return
+            if self._gatherer is not None:
+                self._gatherer.reduce(number)
+                return
+            if self._completed is not None:
+                self._completed.append(number)
+            self._launch_complete(queue)
 
-        return received
+        return accumulated
 
     @property
     def _reduces(self) -> bool:
         """Whether the backward pass under way is reduced."""
-        return self.zero >= 2 or not self._accumulating
+        return self._every_pass or not self._accumulating
 
     def _begin_pass(self) -> None:
         self._events.begin_pass()
         self._begin_or_resume()
         self._in_pass = True
+        if self._gatherer is not None:
+            self._gatherer.begin_backward()
         # private, but what DDP and FSDP use: autograd has no other hook at the end of a pass
         Variable._execution_engine.queue_callback(self._passed)
 
     def _begin_or_resume(self) -> None:
         """Begin a step, or have this pass add to the averages of the last one."""
-        if self.all_taken:
+        if self.all_cleared:
             self.begin_step()
         elif self.reduced:
             self.reduced = False
-            for bucket, used in zip(self.buckets, self._used_by_bucket, strict=True):
-                bucket.resume(used)
+            for shards, used in zip(self.shards, self._used_by_bucket, strict=True):
+                shards.resume(used)
 
     def _passed(self) -> None:
         """Autograd has ended a backward pass."""
-        if self._gathering is not None:
-            self._gathering.forget()
         if self._reduces:
             self.end_pass(last=not self._accumulating)
         self._in_pass = False
 
-    def _launch_full(self) -> None:
-        """Start the reduction of full buckets, none before those that come before it."""
-        end = self._next
-        while end < len(self.buckets) and self.buckets[end].full:
+    # ---- the order of reductions ----
+
+    def _begin_queues(self) -> None:
+        for queue in self._queues.values():
+            queue.next = 0
+
+    def _launch_complete(self, queue: _Queue) -> None:
+        """Start the reduction of complete buckets, none before those that come before it."""
+        end = queue.next
+        while end < len(queue.order) and self.buckets[queue.order[end]].ready:
             end += 1
-        self._launch_until(end)
+        self._launch(queue, end)
 
-    def _launch_until(self, end: int) -> None:
-        for number in range(self._next, end):
-            gradients = self.buckets[number].gradients
-            used = self._used_by_bucket[number]
-            used.bitwise_or_(torch.tensor(gradients.received, dtype=torch.uint8, device=used.device))
-            if self._watch is not None:
-                self._watch.look(number)
-            gradients.launch()
-            if self._has_replicas:
-                for before in self.buckets[:number]:
-                    before.gradients.advance()
-        self._next = max(self._next, end)
+    def _launch(self, queue: _Queue, end: int) -> None:
+        for place in range(queue.next, end):
+            number = queue.order[place]
+            bucket = self.buckets[number]
+            self._before_reduction(number)
+            bucket.reduce_async()
+            if bucket.has_two_stages:
+                for before in queue.order[:place]:
+                    self.buckets[before].advance()
+        queue.next = max(queue.next, end)
 
-    def _end_step(self) -> None:
-        """Hand out the averages to the parameters that any rank has used."""
-        if self._comm.size > 1:
-            self._used[-1] = self.buffers.changed
-            self._comm.all_reduce(self._used, "max")
-        self.buffers_changed = bool(self._used[-1])
-        self._norms.clear()
-        first = 0
-        for bucket, used in zip(self.buckets, self._used_by_bucket, strict=True):
-            bucket.hand_out(used.tolist(), self._norms, first)
-            first += len(used)
-        self.reduced = True
-        self._events.end_step()
+    def _before_reduction(self, number: int) -> None:
+        received, used = self.buckets[number].received, self._used_by_bucket[number]
+        used.bitwise_or_(torch.tensor(received, dtype=torch.uint8, device=used.device))
+        self._events.before_reduction(number)
+
+    def _without_gradients(self) -> None:
+        """A backward pass has ended in which no parameter of this rank got a gradient: other ranks may have some."""
+        if not self._in_pass:
+            self._begin_or_resume()
+            self.end_pass(last=not self._accumulating)
+
+    def _agree_on_order(self, completed: list[int]) -> None:
+        """Reduce buckets from now on in the order in which they were complete on the first rank of each queue.
+
+        A bucket with a parameter that is not used, which is complete when the pass ends, then holds up no other one.
+        """
+        names = [
+            bucket.plan.names[0] for bucket in self.buckets
+        ]  # numbers differ between stages of a pipeline
+        orders = self._comm.all_gather_object([names[number] for number in completed])
+        for queue in self._queues.values():
+            told = {name: place for place, name in enumerate(orders[queue.ranks[0]])}
+            queue.order.sort(key=lambda number: told.get(names[number], len(told)))
+        self._set_places()
+
+    def _set_places(self) -> None:
+        for queue in self._queues.values():
+            for place, number in enumerate(queue.order):
+                self._places[number] = place
 
     def _name(self, parameter: Tensor) -> str:
         return next(name for name, known in self._model.named_parameters() if known is parameter)

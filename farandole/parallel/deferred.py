@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
 from farandole.memory.blocks import blocks_of
-from farandole.memory.purpose import taking
-from farandole.parallel.gathering import GatheredWeights
-from farandole.parallel.weights import Weights
+from farandole.memory.tracker import memory_tag
+from farandole.parallel.weights import FlatWeights
 
 Initialise = Callable[[str, nn.Module], None]
 """Fills a block in place: the name of the block, and the block with its parameters and buffers in memory, undefined.
@@ -59,7 +58,7 @@ def stand_in(model: nn.Module, device: torch.device) -> dict[int, torch.dtype]:
 
 def fill_model(
     model: nn.Module,
-    weights: Sequence[Weights | GatheredWeights],
+    weights: Sequence[FlatWeights],
     comm: Communicator,
     initialise: Initialise,
     types: Mapping[int, torch.dtype],
@@ -78,7 +77,7 @@ def fill_model(
             continue
         with _in_memory(members, types), torch.no_grad():
             if comm.rank == 0:
-                with taking("weights", members):
+                with memory_tag("weights", members):
                     initialise(name, part)
             values = [parameter.data for parameter in fresh]
             buffers = [buffer for buffer in part.buffers(recurse=recurse) if id(buffer) not in filled]
@@ -89,7 +88,7 @@ def fill_model(
             for parameter, value in zip(fresh, values, strict=True):
                 if id(parameter) in places:
                     weight, index = places[id(parameter)]
-                    weight.fill(index, value)
+                    weight.set_values(index, value)
                 else:
                     parameter.data = value
     comm.barrier()  # what ranks have in common is there for all
@@ -111,7 +110,7 @@ def _in_memory(parameters: Sequence[nn.Parameter], types: Mapping[int, torch.dty
     """Within it, `parameters` have memory of their own, in the types that they had."""
     places = [parameter.data for parameter in parameters]
     for parameter, place in zip(parameters, places, strict=True):
-        with taking("weights", [parameter]):
+        with memory_tag("weights", [parameter]):
             parameter.data = torch.empty(place.shape, dtype=types[id(parameter)], device=place.device)
     try:
         yield

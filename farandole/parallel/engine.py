@@ -1,14 +1,10 @@
 """The engine: a model under a plan, its steps, clipping, optimizers and states.
 
-Every rank computes with the whole model on its own samples.  One engine serves all stages of ZeRO (Rajbhandari et al., 2020, "ZeRO:
-Memory Optimizations Toward Training Trillion Parameter Models"); they differ in what a rank keeps after a backward pass: all
-gradients, and an optimizer for all parameters (`zero=0`), or its shard of them (`weights`, `gradients`).
-
     engine = farandole.parallelize(model, Plan(zero=2))
     optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
     step = engine.forward_backward(micro_batches, loss)     # loss(output, batch) -> (sum, count)
     engine.clip(1.0)
-    optimizer.step()                        # this rank's shard; then all ranks have the new weights
+    optimizer.step()                        # this rank's shards; then all ranks have the new weights
     optimizer.zero_grad()
     engine.save(folder, extra={"step": n})
 
@@ -16,101 +12,86 @@ or, in a loop of one's own,
 
     with engine.no_sync():
         loss(engine(first)).backward()      # accumulates
-    loss(engine(second)).backward()         # buckets are reduced as they fill, and the last when it returns
+    loss(engine(second)).backward()         # buckets are reduced as they fill, and the last one when it returns
 
 where each rank's loss is a mean over its own samples.  When all ranks have equally many, the gradient is that of a single
 process with all samples, times the number of backward passes, as always in accumulation.
 
+The engine knows layouts, not axes: which ranks sum the gradient of a tensor, and which of them divide it, follows from its `Layout`
+(`sharding`).  One engine serves all stages of ZeRO (Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models").
+
 How a pipeline fits in: `forward_backward` owns the order of forward passes, backward passes and reductions.  A schedule of
-micro-batches takes the place of its loop; the reducer needs one signal per step, after the last backward pass of a parameter
-(`GradientReducer.end_pass`), and the counts come from the ranks of the last stage.
+micro-batches takes the place of the loop in `global_mean`; the reducer needs one signal per step, after the last backward pass of a
+parameter (`GradientReducer.end_pass`), and sums and counts come from the ranks of the last stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from farandole.comm import endpoint
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
+from farandole.layout import Layout
 from farandole.memory.swap import Swap
+from farandole.mesh import Mesh
 from farandole.parallel import checkpoint
-from farandole.parallel.buckets import total_norm
-from farandole.parallel.building import Builder
-from farandole.parallel.casting import cast_floating
+from farandole.parallel.building import build, connect
 from farandole.parallel.data import GradientReducer
 from farandole.parallel.deferred import Initialise, fill_model, is_deferred, stand_in
-from farandole.parallel.gathering import GatheredWeights
-from farandole.parallel.hybrid import divide
-from farandole.parallel.loss_scaling import LossScaler
-from farandole.parallel.nonfinite import GradientWatch, NonFinite, OutputWatch
-from farandole.parallel.offloading import OffloadedUpdate, home_at, rooms_at
-from farandole.parallel.optimizer_probe import state_of_part, why_not_elementwise
+from farandole.parallel.global_mean import GlobalMean, Loss, StepLoss, first_of
+from farandole.parallel.loss_scaling import LossScaler, Overflow, ScaledSteps
+from farandole.parallel.offloading import OffloadedUpdate, allocators_at, records_at
+from farandole.parallel.optimizers import restore_settings, settings_of, use_shards, why_not_elementwise
+from farandole.parallel.overflow import GradientWatch, OutputWatch, OverflowReport
+from farandole.parallel.precision import cast_floating
+from farandole.parallel.replicas import broadcast_parameters
 from farandole.parallel.rounding import StochasticRounding
-from farandole.parallel.scaled import Overflow, ScaledSteps
-from farandole.parallel.starting import start_equal
+from farandole.parallel.sharded_gradient import GradientNorms
+from farandole.parallel.sharding import BUCKET_BYTES, data_mesh, plan_sharding, ranks_of, replicated_layouts
 from farandole.parallel.weights import Masters
 from farandole.parallel.whole_parameters import WholeParameters
-from farandole.plan import Offloaded
-
-BUCKET_BYTES = 4 << 20
-
-
-_PLAIN = (bool, int, float, str, tuple, type(None))
-"""The settings of an optimizer that a checkpoint holds; tensors, as of the learning rate, are set by those who made them."""
-
-_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
-"""Settings that say how an optimizer computes, not what."""
-
-Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
-"""`loss(output, batch)` returns the sum over a micro-batch, and the count of what is summed."""
-
-
-@dataclass(frozen=True)
-class StepLoss:
-    """What a step has computed over all ranks: the mean loss, and the count over which it is the mean."""
-
-    loss: float
-    count: float
-
-
-def first_of(batch: Any) -> Any:
-    """The inputs of the model in a batch such as `(inputs, targets)`."""
-    return batch[0] if isinstance(batch, tuple | list) else batch
+from farandole.plan import Offloaded, Place
 
 
 class Engine:
-    """Keeps the gradients of `model` equal on all ranks of `comm`.
+    """Trains `model` on the ranks of `comm`.
 
     At construction the parameters and buffers of rank 0 are copied to all ranks.  Frozen parameters get no
     gradient, tied ones are reduced once.  A parameter without a gradient on some ranks counts as zero there;
     without one on all ranks, its `.grad` stays None.  With one rank nothing is communicated.
 
-    With `zero` >= 1 an optimizer updates pieces of the parameters: `optimizer` gives it those.  The gradients are then
-    those of the pieces, and the parameters' own `.grad` stands for them (`sharded_gradient`).  Ranks that share memory have one
-    copy of the weights between them.  With `hybrid` the ranks of each host divide what is divided, and hosts have a copy each.
+    With `zero` >= 1 an optimizer updates shards of the parameters: `optimizer` gives it those.  The gradients are then
+    those of the shards, and the parameters' own `.grad` stands for them (`sharded_gradient`).  Ranks that share memory have one
+    copy of the weights between them.
 
-    With `dtype` (bf16, fp16) the model computes with weights of that type, while the
-    optimizer updates masters of the type that they had, with gradients of that type.  With `offload` ("host",
-    "disk:FOLDER") masters and states of the optimizer are kept there, and pass through memory in its step; on a disk
-    also gradients, with `zero` >= 2, or weights too, with `zero=3`, if `offloaded` says so.  With bf16
-    and a `rounding` there are no masters but in the update, and `pieces` read as NaN between updates.
+    Args:
+        bucket_bytes: about as many bytes of parameters are reduced together.
+        compression: of gradients that cross hosts, with `zero=0`; gradients are then no longer those of one process, but with error
+            feedback what a step misses comes in later ones.
+        zero: what ranks divide: 1 optimizer states and master weights, 2 gradients too, 3 weights too.
+        hybrid: whether the ranks of each host divide them, so that every host has a copy.
+        dtype: in which the model computes (bf16, fp16), while the optimizer updates master weights of the type that parameters had,
+            with gradients of that type.
+        offload: "host" or "disk:FOLDER", where master weights and states of the optimizer are kept; they pass through memory in its
+            step.  `offloaded`: on a disk also "gradients", with `zero` >= 2, or "parameters" too, with `zero=3`.
+        initialise: makes a model on the meta device, block by block, where ranks keep its parts (`deferred`).
+        watch: whether every rank looks at its own gradients before they are averaged, so that `locate_nonfinite` can tell whose were
+            not finite; it costs one pass over a bucket that has just been filled.
+        rounding: of the update of bf16 weights, instead of master weights; shards read as NaN between updates.
+        scaler, diagnose, report: see `loss_scaling`.
+        mesh, layouts: of parameters that are not the same on all ranks; by default ranks differ in their samples only.
 
-    A `compression` (`Int8()`, ...) is for what crosses hosts, with `zero=0`; gradients are then no longer those of
-    one process, but with error feedback what a step misses comes in later ones.  Raises TypeError or ValueError
-    where they cannot be compressed.
-
-    A model on the meta device is made where ranks keep its parts, block by block, by `initialise` (`deferred`).
-
-    With `watch` every rank looks at its own gradients before they are averaged, so that `locate_nonfinite` can tell
-    whose were not finite; it costs one pass over a bucket that has just been filled.
+    Raises:
+        TypeError, ValueError: for options that exclude each other, and for a model that cannot be compressed.
+        PlanError: with `hybrid`, where hosts have different numbers of ranks.
     """
 
     def __init__(
@@ -131,96 +112,95 @@ class Engine:
         scaler: LossScaler | None = None,
         diagnose: bool = False,
         report: bool = True,
+        mesh: Mesh | None = None,
+        layouts: Mapping[str, Layout] | None = None,
     ) -> None:
-        if zero not in (0, 1, 2, 3):
-            raise ValueError(f"zero={zero}: the stages are 0, 1, 2 and 3")
-        if compression is not None and not isinstance(compression, Compression):
-            raise TypeError(
-                f"compression={compression!r}: a Compression (Cast, Int8, TopK, PowerSGD), or None"
-            )
-        if compression is not None and zero:
-            raise ValueError(f"compression and zero={zero}: gradients are compressed with zero=0 only")
-        if rounding is not None and offload != "none":
-            raise ValueError("stochastic rounding and offload: there are no masters to keep elsewhere")
-        if rounding is not None and dtype is not torch.bfloat16:
-            raise ValueError(f"stochastic rounding with dtype={dtype}: it is for torch.bfloat16")
-        self.model = model
-        self.zero = zero
-        self.rank = comm.rank
-        self.rounding = rounding
-        self.comm = self._comm = comm
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self._dtype = dtype
-        self._offload = offload
-        self.offloaded: list[OffloadedUpdate] = []
-        self.swapped: Swap | None = None
+        _check_options(zero, compression, rounding, offload, dtype)
         if is_deferred(model) != (initialise is not None):
             raise ValueError(
                 "initialise= fills the blocks of a model that is on the meta device: both are needed, or neither"
             )
+        self.model, self.comm, self.zero, self.rank = model, comm, zero, comm.rank
+        self.rounding = rounding
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.offloaded: list[OffloadedUpdate] = []
+        self.swapped: Swap | None = None
+        self._dtype, self._offload = dtype, Place.parse(offload)
         types: dict[int, torch.dtype] = {}
-        if initialise is None:
-            start_equal(model, comm)
-        else:
+        if initialise is not None:
             types = stand_in(model, torch.get_default_device())
-        masters: Masters = "none" if rounding is not None else "beside" if offload == "none" else "offloaded"
-        division = divide(comm, hybrid=hybrid)
-        self._shards = division.shards
-        built = Builder(
-            division.shards,
-            bucket_bytes,
-            compression,
-            zero,
-            dtype,
-            lambda number: self._reducer.wait_for(number),
-            masters=masters,
-            replicas=division.replicas,
-            rooms=rooms_at(
-                offload, offloaded, division.shards, accelerator=any(p.is_cuda for p in model.parameters())
-            ),
-        ).build(model)
-        self.buckets, self._weights = built.buckets, built.weights
+        if mesh is None:
+            mesh = data_mesh(comm.size, comm.all_gather_object(endpoint.host_identity()) if hybrid else None)
+        self.mesh, self.layouts = mesh, layouts or replicated_layouts(model)
+        groups = connect(mesh, comm, self.layouts.values(), zero)
+        dividing = {
+            ranks_of(mesh, self.layouts[name], comm.rank, zero).shards for name, _ in model.named_parameters()
+        }
+        if initialise is None:
+            broadcast_parameters(model, mesh, self.layouts, groups)
+        plan = plan_sharding(
+            model,
+            mesh,
+            self.layouts,
+            comm.rank,
+            zero=zero,
+            dtype=dtype,
+            flat=zero > 0 or dtype is not None or offload != "none",
+            gathered=zero == 3 and any(_gathers(model, groups.of_ranks(ranks)) for ranks in dividing),
+            bucket_bytes=bucket_bytes,
+        )
+        masters: Masters = "none" if rounding is not None else "memory" if offload == "none" else "offloaded"
+        accelerator = any(p.is_cuda for p in model.parameters())
+        over = groups.of_ranks(min(dividing, default=())) if dividing else None
+        allocators = allocators_at(self._offload, offloaded, over or comm, accelerator=accelerator)
+        built = build(
+            model, plan, groups, zero=zero, masters=masters, compression=compression, allocators=allocators
+        )
+        self.buckets, self.shards_of_buckets = built.buckets, built.shards
+        self._weights, self._gatherer = built.weights, built.gatherer
         if initialise is not None:
             fill_model(model, built.weights, comm, initialise, types)
-        gathering = built.gathering
-        self._whole = WholeParameters(
-            model, built.weights, comm, lambda: gathering is None or gathering.is_whole
-        )
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._shares_weights = any(bucket.weights and bucket.weights.common for bucket in self.buckets)
-        self._gathering = built.gathering
-        self._count: float | None = None  # of the last step, which is expected of the next one, too
-        self._steps = ScaledSteps(self, scaler or LossScaler(enabled=False), diagnose=diagnose, report=report)
-        self._watch = GradientWatch(model, built.buckets) if watch or self.scaler.enabled else None
+        shared = {id(weights.comm): weights.comm for weights in built.weights if weights.shared}
+        self._sharing = [each for each in shared.values() if each is not None]
+        self._divides = any(bucket.plan.ranks.holders != comm.size for bucket in built.buckets)
+        self._whole = WholeParameters(model, built.weights, comm, self._is_whole)
+        self._norms = GradientNorms(
+            self.layouts, self._gradient_parts, self.device, comm if self._divides else None
+        )
+        scaler = scaler or LossScaler(enabled=False)
+        gradient_watch = GradientWatch(model, built.shards) if watch or scaler.enabled else None
+        self._steps = ScaledSteps(self, scaler, gradient_watch, diagnose=diagnose, report=report)
         self._reducer = GradientReducer(
             model,
             built.buckets,
+            built.shards,
             comm,
-            division,
-            zero,
+            self._norms,
+            every_pass=zero >= 2,
             events=self._steps,
-            watch=self._watch,
-            gathering=built.gathering,
+            gatherer=built.gatherer,
         )
+        self._mean = GlobalMean(self, mesh)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """What the model makes of the inputs, cast to its type where they are floating."""
-        if self._reducer.all_taken:
-            self._reducer.begin_step()  # activations get the memory of gradients
+        """Return the output of the model for these inputs, cast to its type where they are floating."""
+        if self._reducer.all_cleared:
+            self._reducer.begin_step()  # activations use the memory of gradients
         if self._dtype is not None:
             inputs, named = cast_floating((inputs, named), self._dtype)
         return self.model(*inputs, **named)
 
+    # ---- steps and evaluations ----
+
     def backward(self, loss: Tensor) -> None:
-        """`loss.backward()`, with the loss scaled if the precision is fp16.
+        """Run `loss.backward()`, with the loss scaled if the precision is fp16.
 
         Gradients that it leaves in `.grad` after a step's last pass are unscaled.
         """
-        if self._reducer.all_taken:
+        if self._reducer.all_cleared:
             self._reducer.begin_step()
         self._steps.backward(loss)
-
-    # ---- a step, and an evaluation, over global counts ----
 
     def forward_backward(
         self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any] = first_of
@@ -230,11 +210,11 @@ class Engine:
             step = engine.forward_backward(batches, lambda logits, batch: (masked_sum(logits, batch), batch.mask.sum()))
 
         The mean is over the global count: masks, packed sequences, and micro-batches of different sizes weigh as in one process.
-        Ranks may have different numbers of micro-batches.
+        Ranks may have different numbers of micro-batches, also none.
 
         Args:
             batches: the micro-batches of this rank.
-            loss: `loss(output, batch)` returns the sum of the losses of a micro-batch, and the count of what it sums: samples,
+            loss: `loss(output, batch)` returns the sum of the losses of a micro-batch, and the count of summands: samples,
                 or tokens that are not masked.
             inputs: the arguments of the model, of a micro-batch: a tensor, a tuple, or a mapping of named arguments.  By default
                 the first element of a tuple or list, or the batch itself.
@@ -243,35 +223,15 @@ class Engine:
             The mean loss and the count over all ranks, the same on all of them.
 
         Raises:
-            ValueError: on all ranks, if nothing counts, or weights are gathered and a rank has no micro-batch.
+            ValueError: on all ranks, if nothing counts.
             RuntimeError: if there are gradients of an earlier call, which nobody has cleared.
         """
-        if self._reducer.reduced and not self._reducer.all_taken:
+        if self._reducer.reduced and not self._reducer.all_cleared:
             raise RuntimeError(
                 "forward_backward computes the gradients of a whole step, and there are some already: call optimizer.zero_grad() "
                 "before, and give all micro-batches of a step to one call"
             )
-        mine = list(batches)
-        passes = self._agreed_passes(len(mine))
-        sums, counts = [], []
-        for number in range(passes):
-            last = number == passes - 1
-            with nullcontext() if last else self.no_sync():
-                total, count = self._loss_of(mine, number, loss, inputs)
-                if self._count is None:
-                    self._count = self._estimate_count(count, passes)
-                if total is None:  # this rank has nothing left, and takes part in the reduction
-                    self._reducer.join_pass(last=last)
-                    continue
-                sums.append(total.detach().double())
-                counts.append(count)
-                # the average over ranks of what is divided so is the sum over all, divided by the count that is expected
-                self.backward(total * (self._comm.size / self._count))
-        step = self._mean(sums, counts)
-        if self._count is not None and step.count != self._count:
-            self.scale_all(self._count / step.count)
-        self._count = step.count
-        return step
+        return self._mean.forward_backward(batches, loss, inputs)
 
     def evaluate(
         self, batches: Iterable[Any], metric: Loss, inputs: Callable[[Any], Any] = first_of
@@ -280,79 +240,16 @@ class Engine:
 
         The arguments are those of `forward_backward`.  Ranks may have different numbers of batches.
         """
-        mine, modes = list(batches), [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        sums, counts = [], []
-        try:
-            with torch.no_grad():
-                for number in range(self._agreed_passes(len(mine))):
-                    total, count = self._loss_of(mine, number, metric, inputs)
-                    if total is not None:
-                        sums.append(total.double())
-                        counts.append(count)
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        return self._mean(sums, counts).loss
+        return self._mean.evaluate(batches, metric, inputs)
 
-    def _agreed_passes(self, mine: int) -> int:
-        """The largest number of micro-batches of a rank."""
-        if self._comm.size == 1:
-            return mine
-        numbers = torch.tensor([mine, -mine])
-        self._comm.all_reduce(numbers, "max")
-        most, least = int(numbers[0]), -int(numbers[1])
-        if self._gathering is not None and least == 0 < most:
-            raise ValueError(
-                "a rank has no micro-batch, and with gathered weights all ranks compute together: give each rank one or more"
-            )
-        return most
+    def join_forward(self) -> None:
+        """Take part in a forward pass of the other ranks, without inputs: gather the weights that they need."""
+        if self._gatherer is not None:
+            self._gatherer.end_pass("forward")
 
-    def _loss_of(
-        self, batches: Sequence[Any], number: int, loss: Loss, inputs: Callable[[Any], Any]
-    ) -> tuple[Tensor | None, Tensor | float]:
-        """The sum and count of a micro-batch; (None, 0) if there is none of this number.
-
-        Where weights are gathered a rank without one repeats its last one, which does not count: all ranks gather together.
-        """
-        if number >= len(batches) and self._gathering is None:
-            return None, 0.0
-        batch = batches[min(number, len(batches) - 1)]
-        arguments = inputs(batch)
-        if isinstance(arguments, Mapping):
-            output = self(**arguments)
-        else:
-            output = self(*arguments) if isinstance(arguments, tuple) else self(arguments)
-        total, count = loss(output, batch)
-        if total.dim():
-            raise ValueError(
-                f"expected loss(output, batch) to return a sum and a count, got a sum of shape {tuple(total.shape)}"
-            )
-        total = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
-        return (total, count) if number < len(batches) else (total * 0, 0.0)
-
-    def _estimate_count(self, count: Tensor | float, passes: int) -> float:
-        """Before the first step: the count of the whole step, if all micro-batches were like the first ones."""
-        expected = torch.as_tensor(count).detach().double().cpu().reshape(1)
-        if self._comm.size > 1:
-            self._comm.all_reduce(expected, "sum")
-        return max(1.0, float(expected)) * passes
-
-    def _mean(self, sums: Sequence[Tensor], counts: Sequence[Tensor | float]) -> StepLoss:
-        values = torch.zeros(2, dtype=torch.float64)
-        if sums:
-            values[0] = torch.stack(list(sums)).sum().cpu()
-            values[1] = sum(float(count) for count in counts)
-        if self._comm.size > 1:
-            self._comm.all_reduce(values, "sum")
-        total, count = values.tolist()
-        if not count > 0:
-            raise ValueError(
-                "nothing counts: the counts that loss(output, batch) returned on all ranks add up to 0"
-            )
-        return StepLoss(total / count, count)
-
-    # ---- a backward pass ----
+    def join_backward(self, *, last: bool) -> None:
+        """Take part in a backward pass of the other ranks, the `last` one of a step or not, without gradients."""
+        self._reducer.join_pass(last=last)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -388,7 +285,7 @@ class Engine:
 
     @property
     def overflow(self) -> Overflow | None:
-        """What is known of the overflow for which the last step was skipped, if it was."""
+        """The overflow for which the last step was skipped, if it was."""
         return self._steps.overflow
 
     @property
@@ -396,98 +293,89 @@ class Engine:
         """The scale of the loss; 1 unless the precision is fp16."""
         return self._steps.scaler
 
-    def pieces(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
-        """(parameter, piece, start): what this rank updates, and where it begins in the flattened parameter."""
-        for bucket in self.buckets:
-            for parameter, piece, start in zip(bucket.parameters, bucket.pieces, bucket.starts, strict=True):
-                if piece is not None:
-                    yield parameter, piece, start
+    def shards(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
+        """Yield (parameter, shard, start): what this rank updates, and where it begins in the flattened parameter."""
+        for shards in self.shards_of_buckets:
+            for parameter, tensor, start in zip(
+                shards.parameters, shards.tensors, shards.starts, strict=True
+            ):
+                if tensor is not None:
+                    yield parameter, tensor, start
+
+    def shard_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield (shard, values): the values of each shard, as many, in the order of `shards`."""
+        for shards in self.shards_of_buckets:
+            for index, tensor in enumerate(shards.tensors):
+                if tensor is not None:
+                    yield tensor, shards.values(index)
 
     def frozen_shards(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
-        """(parameter, values, start): what this rank stores of frozen parameters in flat buffers, flat."""
+        """Yield (parameter, values, start): what this rank stores of frozen parameters in flat buffers, flat."""
         for weights in self._weights:
             if not any(parameter.requires_grad for parameter in weights.parameters):
-                yield from weights.shard_parts()
+                yield from weights.ranges()
 
     def divides(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter lies in a flat buffer, of which this rank may store no part."""
         return any(each is parameter for weights in self._weights for each in weights.parameters)
 
-    def piece_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """(piece, values): the values of each piece, as many, in the order of `pieces`."""
-        for bucket in self.buckets:
-            for index, piece in enumerate(bucket.pieces):
-                if piece is not None:
-                    yield piece, bucket.values_of_piece(index)
-
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Have `optimizer`, made for the model's parameters, update this rank's pieces of them; returns it.
+        """Have `optimizer`, made for the model's parameters, update this rank's shards of them; return it.
 
         Where ranks divide or offload parameters the optimizer has to treat every element by itself, as SGD, Adam, AdamW and their
         like do.  If it has a state, all ranks have the same.  Its `step` then begins with all ranks' gradients and
         ends with all ranks' new weights; of a closure it gets the mean over ranks.
 
-        With offload this is where its masters and states move: all ranks call it together.
+        With offload this is where its master weights and states move: all ranks call it together.
 
-        Raises ValueError for an optimizer that cannot update pieces, or has parameters of another model, and
-        `OffloadError` where there is no room for them.
+        Raises:
+            ValueError: for an optimizer that cannot update shards, or has parameters of another model.
+            OffloadError: where there is no space for what is offloaded.
         """
-        before = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         known = {id(parameter) for parameter in self.model.parameters()}
-        if any(id(parameter) not in known for parameter in before):
+        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
                 "the optimizer has parameters that are not the model's: make it from model.parameters()"
             )
         self._check_optimizer(optimizer)
-        pieces = {id(parameter): (piece, start) for parameter, piece, start in self.pieces()}
-        for group in optimizer.param_groups:
-            group["params"] = [pieces[id(p)][0] for p in group["params"] if id(p) in pieces]
-        for name, value in vars(optimizer).items():  # LBFGS keeps a list of its own
-            if isinstance(value, list) and value and all(id(each) in known for each in value):
-                setattr(optimizer, name, [pieces[id(p)][0] for p in value if id(p) in pieces])
-        for parameter in list(optimizer.state):
-            piece, start = pieces.get(id(parameter), (parameter, 0))
-            if piece is not parameter or id(parameter) not in pieces:
-                state = optimizer.state.pop(parameter)
-                if id(parameter) in pieces:
-                    optimizer.state[piece] = state_of_part(state, parameter, piece, start)
-        if self._offload == "none":
+        use_shards(optimizer, self.shards())
+        if self._offload.kind == "none":
             if self.rounding is not None:
-                self.rounding.drive(optimizer, self.buckets)
+                self.rounding.drive(optimizer, self.shards_of_buckets)
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(lambda *_: self._after_update())
         else:
-            home = home_at(self._offload, self._comm, pinned=any(p.is_cuda for p in self.model.parameters()))
-            update = OffloadedUpdate(optimizer, self.buckets, home, self._before_update, self._after_update)
+            records = records_at(
+                self._offload, self.comm, pinned=any(p.is_cuda for p in self.model.parameters())
+            )
+            update = OffloadedUpdate(
+                optimizer, self.shards_of_buckets, records, self._before_update, self._after_update
+            )
             self.offloaded.append(update)
             if update.state.weights:
                 self._whole.masters_are_elsewhere()
-        _clear_parameters_too(optimizer, before)
         self.optimizers.append(optimizer)
         return optimizer
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError if `optimizer` cannot update the pieces that this engine has."""
+        """Raise ValueError if `optimizer` cannot update the shards that this engine has."""
         name = type(optimizer).__name__
-        if self._offload != "none" and optimizer.state:
+        if self._offload.kind != "none" and optimizer.state:
             raise ValueError(
-                f"{name} has a state, and with offload={self._offload!r} states begin where they are kept: give the optimizer here "
+                f"{name} has a state, and with offload={self._offload.kind!r} states begin where they are kept: give the optimizer here "
                 f"before its first step"
             )
-        divided = self.zero and self._shards.size > 1
-        if not divided and self._offload == "none" and self.rounding is None:
+        divided = any(
+            shards.bucket.plan.layout.shard_length < shards.bucket.plan.layout.length
+            for shards in self.shards_of_buckets
+        )
+        if not divided and self._offload.kind == "none" and self.rounding is None:
             return
         if reason := why_not_elementwise(optimizer):
-            how = (
-                f"zero={self.zero}"
-                if divided
-                else "offload"
-                if self.rounding is None
-                else "stochastic rounding"
-            )
+            how = "offload" if self.rounding is None else "stochastic rounding"
             raise ValueError(
-                f"{name} cannot be used with {how}, where each rank updates shards of parameters: {reason}; use zero=0 without offload, or "
-                f"an optimizer that updates each element by itself, as AdamW does"
+                f"{name} cannot be used with {f'zero={self.zero}' if divided else how}, where each rank updates shards of "
+                f"parameters: {reason}; use zero=0 without offload, or an optimizer that updates each element by itself, as AdamW does"
             )
 
     def _before_step(
@@ -499,18 +387,96 @@ class Engine:
             return None
 
         def averaged() -> Any:
-            """The closure over all ranks: it computes with published weights, and leaves averaged gradients."""
+            """The closure over all ranks: it computes with the updated weights of all ranks, and leaves averaged gradients."""
             self._after_update()
             loss = closure()
             self._before_update()
             if loss is None:
                 return None
             mean = torch.as_tensor(loss).detach().double().clone()
-            if self._comm.size > 1:
-                self._comm.all_reduce(mean, "avg")
+            if self.comm.size > 1:
+                self.comm.all_reduce(mean, "avg")
             return mean
 
         return (optimizer, averaged), {}
+
+    def _before_update(self) -> None:
+        self.synchronize()
+        self._release_gathered()
+        self._whole.check(self._name)
+        for shards in self.shards_of_buckets:
+            shards.before_update()
+        self._steps.decide()
+        for ranks in self._sharing:  # nobody may read weights any more
+            ranks.barrier()
+
+    def _after_update(self) -> None:
+        if self.skipped:
+            return
+        self.all_gather_parameters()
+        if self._reducer.buffers_changed:
+            self._reducer.buffers.average()
+
+    def all_gather_parameters(self) -> None:
+        """Have all ranks compute with the updated shards.  Optimizers do it themselves."""
+        self._release_gathered()
+        with torch.no_grad():
+            for shards in self.shards_of_buckets:
+                if shards.weights is not None:
+                    shards.weights.all_gather_async()
+        for weights in self._weights:
+            weights.wait()
+        for ranks in self._sharing:
+            ranks.barrier()
+
+    def _name(self, parameter: Tensor) -> str:
+        return next(name for name, known in self.model.named_parameters() if known is parameter)
+
+    # ---- whole parameters ----
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within it each rank can compute with the model by itself.  It begins and ends on all ranks together."""
+        with self._gatherer.whole() if self._gatherer is not None else nullcontext():
+            yield
+
+    def edit_parameters(self) -> AbstractContextManager[None]:
+        """Within it, under `torch.no_grad()`, all ranks may change the model's parameters in place, alike.
+
+        The parameters are whole, and the optimizer goes on from the new values.  Each rank needs memory for all of them.
+
+        Raises:
+            RuntimeError: where the master weights are offloaded.
+        """
+        self._release_gathered()
+        return self._whole.edit()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the model with the whole values of all parameters, in memory of its own.  All ranks call it.
+
+        Parameters have the type in which the optimizer updates them; where it is offloaded, the one that the model computes
+        with.  `model.load_state_dict` takes it.
+        """
+        self._release_gathered()
+        return self._whole.state_dict()
+
+    def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield every parameter with its whole value, some at a time: all ranks go through them together."""
+        gathered: set[int] = set()
+        if self._gatherer is not None:
+            for parameters in self._gatherer.one_by_one():
+                yield from ((parameter, parameter.detach()) for parameter in parameters)
+                gathered.update(id(parameter) for parameter in parameters)
+        for parameter in self.model.parameters():
+            if id(parameter) not in gathered:
+                yield parameter, parameter.detach()
+
+    def _release_gathered(self) -> None:
+        if self._gatherer is not None:
+            self._gatherer.release()
+
+    def _is_whole(self) -> bool:
+        return self._gatherer is None or self._gatherer.is_whole
 
     # ---- checkpoints ----
 
@@ -538,133 +504,46 @@ class Engine:
         """
         return checkpoint.load(self, Path(folder).expanduser())
 
-    def facts(self) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors."""
-        groups = [
-            [
-                {k: v for k, v in group.items() if isinstance(v, _PLAIN) and k not in _IMPLEMENTATION}
-                for group in optimizer.param_groups
-            ]
-            for optimizer in self.optimizers
-        ]
-        steps = self.rounding.steps if self.rounding is not None else 0
+    def metadata(self) -> dict[str, Any]:
+        """Return what a checkpoint holds besides tensors."""
         return {
             "scaler": self.scaler.state_dict(),
-            "rounding_steps": steps,
+            "rounding_steps": self.rounding.steps if self.rounding is not None else 0,
             "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
-            "groups": groups,
+            "groups": settings_of(self.optimizers),
         }
 
-    def take_facts(self, facts: Mapping[str, Any]) -> None:
-        """Go on from what `facts` returned."""
-        if self.scaler.enabled and facts["scaler"]["scale"] != 1:
-            self.scaler.load_state_dict(facts["scaler"])
+    def restore_metadata(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `metadata` returned."""
+        if self.scaler.enabled and saved["scaler"]["scale"] != 1:
+            self.scaler.load_state_dict(saved["scaler"])
         if self.rounding is not None:
-            self.rounding.steps = facts["rounding_steps"]
-        for optimizer, groups in zip(self.optimizers, facts["groups"], strict=False):
-            for group, saved in zip(optimizer.param_groups, groups, strict=False):
-                group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
-
-    def publish(self) -> None:
-        """Give all ranks' models what optimizers have made of their pieces.  Optimizers do it themselves."""
-        if self._gathering is not None:
-            self._gathering.forget()
-        with torch.no_grad():
-            for bucket in self.buckets:
-                if bucket.weights is not None:
-                    bucket.weights.publish()
-        if self._shares_weights:
-            self._shards.barrier()
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Within it each rank can compute with the model by itself.  It begins and ends on all ranks together."""
-        with self._gathering.whole() if self._gathering is not None else nullcontext():
-            yield
-
-    def edit_parameters(self) -> AbstractContextManager[None]:
-        """Within it, under `torch.no_grad()`, all ranks may change the model's parameters in place, alike.
-
-        The parameters are whole, and the optimizer goes on from the new values.  Each rank needs memory for all of them.
-
-        Raises RuntimeError where the masters are offloaded.
-        """
-        self._forget_gathered()
-        return self._whole.edit()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the model with the whole values of all parameters, in memory of its own.  All ranks call it.
-
-        Parameters have the type in which the optimizer updates them; where it is offloaded, the one that the model computes
-        with.  `model.load_state_dict` takes it.
-        """
-        self._forget_gathered()
-        return self._whole.state_dict()
-
-    def _forget_gathered(self) -> None:
-        if self._gathering is not None:
-            self._gathering.forget()
-
-    def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Every parameter with its whole value, some at a time: all ranks go through them together."""
-        gathered: set[int] = set()
-        for weights in self._weights:
-            if isinstance(weights, GatheredWeights):
-                weights.use()
-                yield from ((parameter, parameter.detach()) for parameter in weights.parameters)
-                weights.forget()
-                gathered.update(id(parameter) for parameter in weights.parameters)
-        for parameter in self.model.parameters():
-            if id(parameter) not in gathered:
-                yield parameter, parameter.detach()
-
-    def _before_update(self) -> None:
-        self.synchronize()
-        self._forget_gathered()
-        self._whole.check(self._name)
-        for bucket in self.buckets:
-            bucket.before_update()
-        self._steps.decide()
-        if self._shares_weights:  # nobody may read weights any more
-            self._shards.barrier()
-
-    def _after_update(self) -> None:
-        if self.skipped:
-            return
-        self.publish()
-        if self._reducer.buffers_changed:
-            self._reducer.buffers.average()
-
-    def _name(self, parameter: Tensor) -> str:
-        return next(name for name, known in self.model.named_parameters() if known is parameter)
+            self.rounding.steps = saved["rounding_steps"]
+        restore_settings(self.optimizers, saved["groups"])
 
     # ---- gradients ----
 
     def gradients(self) -> list[Tensor]:
-        """What this rank has of the averaged gradients."""
-        return [share for _, share in self._reducer.shares()]
+        """Return what this rank has of the averaged gradients."""
+        return [part for _, part, _ in self._gradient_parts()]
 
     def gradient_norm(self) -> float:
-        """The global norm: over all parameters, of the averaged gradients.  The same on all ranks.
+        """Return the global norm: over all parameters, of the averaged gradients.  The same on all ranks.
 
         With fp16 it is infinite or NaN if the step is going to be skipped.
         """
-        norm = total_norm(self.gradients())
-        if self.zero and self._shards.size > 1:
-            square = torch.tensor(norm, dtype=torch.float64) ** 2
-            self._shards.all_reduce(square)
-            norm = float(square.sqrt())
-        self._steps.norm = norm
-        return norm
+        self._steps.norm = self._norms.total()
+        return self._steps.norm
 
-    def locate_nonfinite(self, outputs: OutputWatch | None = None) -> NonFinite:
-        """Where gradients whose norm is not finite come from.  All ranks call it, before the update.
+    def locate_nonfinite(self, outputs: OutputWatch | None = None) -> OverflowReport:
+        """Return where gradients whose norm is not finite come from.  All ranks call it, before the update.
 
-        Raises RuntimeError without `watch`.
+        Raises:
+            RuntimeError: without `watch`.
         """
-        if self._watch is None:
+        if self._steps.watch is None:
             raise RuntimeError("gradients are not watched: make the engine with watch=True")
-        return self._watch.locate(self._comm, outputs)
+        return self._steps.watch.locate(self.comm, outputs)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient by `factor`, unless an overflow is known, for which they are going to be thrown away."""
@@ -673,13 +552,13 @@ class Engine:
 
     def scale_all(self, factor: float) -> None:
         """Multiply every gradient by `factor`, whatever it is."""
-        self._reducer.forget_norms()
+        self._norms.clear()
         for bucket in self.buckets:
-            if bucket.gradients.held:
-                bucket.gradients.reduced.mul_(factor)
+            if bucket.has_memory:
+                bucket.reduced.mul_(factor)
 
     def clip(self, max_norm: float) -> float:
-        """Shrink the gradients so that their global norm is at most `max_norm`; returns what it was."""
+        """Shrink the gradients so that their global norm is at most `max_norm`; return what it was."""
         norm = self.gradient_norm()
         if norm > max_norm:
             self.scale_gradients(max_norm / norm)
@@ -688,44 +567,53 @@ class Engine:
     def zero_grad(self) -> None:
         """Start the next step: every gradient is None.  An optimizer's own `zero_grad` does as well."""
         self._reducer.begin_step()
-        self.take_away()
+        self.clear_gradients()
 
-    def take_away(self) -> None:
-        """Leave nothing with a gradient; gradients keep their memory until the next step."""
-        for bucket in self.buckets:
-            bucket.take_away()
+    def clear_gradients(self) -> None:
+        """Set every `.grad` to None; gradients keep their memory until the next step."""
+        for shards in self.shards_of_buckets:
+            shards.clear_gradients()
+
+    def _gradient_parts(self) -> Iterator[tuple[str, Tensor, int]]:
+        """(name of the parameter, this rank's part of its gradient, the number of ranks that have the same part)."""
+        for shards in self.shards_of_buckets:
+            plan = shards.bucket.plan
+            for index, gradient in shards.set():
+                yield plan.names[index], gradient, plan.ranks.holders
 
     # ---- compression ----
 
     def compression_state(self) -> dict[str, Tensor]:
-        """What compression remembers on this rank, by name, for a checkpoint; `load_compression` goes on from it."""
+        """Return what compression remembers on this rank, by name, for a checkpoint; `load_compression` goes on from it."""
         return {
             f"{number}.{name}": value
             for number, bucket in enumerate(self.buckets)
-            if bucket.gradients.compressor is not None
-            for name, value in bucket.gradients.compressor.state.items()
+            if bucket.compressor is not None
+            for name, value in bucket.compressor.state.items()
         }
 
     def load_compression(self, state: Mapping[str, Tensor]) -> None:
         """Remember what this rank did when `state` was saved."""
         for number, bucket in enumerate(self.buckets):
-            if bucket.gradients.compressor is not None:
+            if bucket.compressor is not None:
                 own = f"{number}."
-                bucket.gradients.compressor.load(
+                bucket.compressor.load(
                     {name.removeprefix(own): t for name, t in state.items() if name.startswith(own)}
                 )
 
     def rescale(self, factor: float) -> None:
         """Gradients are from now on `factor` times as large, as the loss is: so is what compression remembers."""
         for bucket in self.buckets:
-            if bucket.gradients.compressor is not None:
-                bucket.gradients.compressor.scale_residuals(factor)
+            if bucket.compressor is not None:
+                bucket.compressor.scale_residuals(factor)
+
+    # ---- the rest ----
 
     def swap(self, swap: Swap) -> None:
         """Take over a swap of the model's activations: `close` ends it."""
         self.swapped = swap
-        if self._gathering is not None:
-            self._gathering.keep_others(swap.pack, swap.unpack)
+        if self._gatherer is not None:
+            self._gatherer.keep_others(swap.pack, swap.unpack)
 
     def close(self) -> None:
         """Let go of the model: remove the hooks and the gradients."""
@@ -733,23 +621,33 @@ class Engine:
         self._reducer.close()
         if self.swapped is not None:
             self.swapped.close()
-        if self._gathering is not None:
-            self._gathering.close()
+        if self._gatherer is not None:
+            self._gatherer.close()
         self._whole.close()
         for update in self.offloaded:
             update.close()
         self.zero_grad()
 
 
-def _clear_parameters_too(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Have `zero_grad` of an optimizer, which knows pieces, clear the `.grad` of the parameters, too."""
-    plain = type(optimizer).zero_grad
+def _gathers(model: nn.Module, shards: Communicator | None) -> bool:
+    """Whether ranks that divide weights have to gather them, as they do not share memory."""
+    return shards is not None and not all(shards.shares_memory(p.device) for p in model.parameters())
 
-    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters."""
-        plain(self, set_to_none)
-        if set_to_none:
-            for parameter in parameters:
-                parameter.grad = None
 
-    optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+def _check_options(
+    zero: int,
+    compression: Compression | None,
+    rounding: StochasticRounding | None,
+    offload: str,
+    dtype: torch.dtype | None,
+) -> None:
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero={zero}: the stages are 0, 1, 2 and 3")
+    if compression is not None and not isinstance(compression, Compression):
+        raise TypeError(f"compression={compression!r}: a Compression (Cast, Int8, TopK, PowerSGD), or None")
+    if compression is not None and zero:
+        raise ValueError(f"compression and zero={zero}: gradients are compressed with zero=0 only")
+    if rounding is not None and offload != "none":
+        raise ValueError("stochastic rounding and offload: there are no master weights to keep elsewhere")
+    if rounding is not None and dtype is not torch.bfloat16:
+        raise ValueError(f"stochastic rounding with dtype={dtype}: it is for torch.bfloat16")

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Elements.  Every tensor starts on a cache line, so that kernels treat it like one of its own."""
+"""Elements.  Every tensor starts on a cache line, so that kernels treat it like a tensor of its own."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The part of a tensor that lies in a shard: `length` elements, neighbours in the flattened tensor.
+class FlatRange:
+    """The part of a tensor that lies in a shard: `length` consecutive elements of the flattened tensor.
 
     They begin at element `start` of tensor number `index`, and at element `offset` of the shard.
     """
@@ -26,11 +26,10 @@ class Piece:
 
 
 class FlatLayout:
-    """Where tensors of `shapes` lie in a buffer of `length` elements, which is cut into `shards`.
+    """The places of tensors of `shapes` in a buffer of `length` elements, which is cut into `shards` of equal length.
 
-    A shard ends where it ends, also within a tensor.  Elements between tensors and after the last one belong to none.
-    With `strides`, of tensors without gaps, their elements lie in the order of their memory; with several shards they
-    are contiguous.
+    A shard may end within a tensor.  Elements between tensors and after the last one belong to no tensor.  With `strides`, of tensors
+    without gaps, elements lie in the order of their memory; with several shards tensors are contiguous.
     """
 
     def __init__(
@@ -50,6 +49,11 @@ class FlatLayout:
         self.shard_length = -(-end // (shards * ALIGNMENT)) * ALIGNMENT
         self.length = self.shard_length * shards
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether there are elements that belong to no tensor."""
+        return self.length != sum(self.counts)
+
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors, as parts of a buffer."""
         if self._strides is not None:
@@ -64,7 +68,7 @@ class FlatLayout:
         ]
 
     def zero_gaps(self, buffer: Tensor) -> None:
-        """Put zeros where a buffer holds no tensor.  The tensors' memory is not touched."""
+        """Set the elements of a buffer that belong to no tensor to zero.  The memory of the tensors is not touched."""
         ends = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
         for end, start in zip([0, *ends], [*self.starts, self.length], strict=True):
             if end < start:
@@ -74,12 +78,12 @@ class FlatLayout:
         """Shard `number` of a buffer."""
         return buffer[number * self.shard_length : (number + 1) * self.shard_length]
 
-    def pieces(self, number: int) -> list[Piece]:
-        """What lies in shard `number`, in order; empty tensors lie in none."""
+    def ranges(self, number: int) -> list[FlatRange]:
+        """The parts of tensors in shard `number`, in order; empty tensors have none."""
         low, high = number * self.shard_length, (number + 1) * self.shard_length
         found = []
         for index, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
             first, last = max(start, low), min(start + count, high)
             if first < last:
-                found.append(Piece(index, first - start, first - low, last - first))
+                found.append(FlatRange(index, first - start, first - low, last - first))
         return found

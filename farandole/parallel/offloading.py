@@ -16,53 +16,48 @@ from torch import nn
 
 from farandole.comm.communicator import Communicator
 from farandole.comm.host import host_identity
-from farandole.memory.errors import OffloadError
-from farandole.memory.file_system import require_space
-from farandole.memory.home import DiskHome, MemoryHome, StateHome
-from farandole.memory.mapped import MappedRoom
-from farandole.memory.offloaded_optimizer import OffloadedOptimizer, PieceState
-from farandole.memory.purpose import taking
-from farandole.parallel.buckets import Bucket
-from farandole.parallel.building import Rooms
-from farandole.plan import Offloaded
+from farandole.memory.disk import OffloadError, require_space
+from farandole.memory.mmap_allocator import MmapAllocator
+from farandole.memory.offloaded_optimizer import OffloadedOptimizer, ShardState
+from farandole.memory.record_stream import RecordStream, disk_records, host_records
+from farandole.memory.tracker import memory_tag
+from farandole.parallel.building import Allocators
+from farandole.parallel.optimizer_shards import OptimizerShards
+from farandole.plan import Offloaded, Place
 
-Home = Callable[[Sequence[int]], StateHome]
+Records = Callable[[Sequence[int]], RecordStream]
 
 
-def home_at(place: str, comm: Communicator, *, pinned: bool) -> Home:
-    """Where `Plan.offload` says, for all ranks of `comm`: makes room for records of the sizes it is called with.
+def records_at(place: Place, comm: Communicator, *, pinned: bool) -> Records:
+    """Return what makes records of given sizes at `Plan.offload`, for all ranks of `comm`, which call it together.
 
-    All ranks call it together.  Raises `OffloadError` on all of them where there is no room for one.
+    The call raises `OffloadError` on all of them where there is no space for one.
     """
-    kind, _, folder = place.partition(":")
-    if kind == "host" and not folder:
-        return partial(MemoryHome, pinned=pinned)
-    if kind != "disk" or not folder:
-        raise OffloadError(f"offload={place!r}: 'host' or 'disk:FOLDER'")
+    if place.kind != "disk":
+        return partial(host_records, pinned=pinned)
 
-    def on_disk(record_bytes: Sequence[int]) -> StateHome:
-        _require_space(folder, sum(record_bytes), comm)
-        return DiskHome(folder, record_bytes, "masters and states of the optimizer")
+    def on_disk(record_bytes: Sequence[int]) -> RecordStream:
+        _require_space(place.folder, sum(record_bytes), comm)
+        return disk_records(place.folder, record_bytes, "master weights and states of the optimizer")
 
     return on_disk
 
 
-def rooms_at(place: str, offloaded: Offloaded, comm: Communicator, *, accelerator: bool) -> Rooms:
-    """Where gradients and weights are made, as `Plan.offload` and `Plan.offloaded` say, by the ranks of `comm`."""
-    kind, _, folder = place.partition(":")
+def allocators_at(place: Place, offloaded: Offloaded, comm: Communicator, *, accelerator: bool) -> Allocators:
+    """Return where gradients and weights are made, by `Plan.offload` and `Plan.offloaded`, on the ranks of `comm`."""
     if offloaded == "optimizer":
-        return Rooms()
-    if kind != "disk":
+        return Allocators()
+    if place.kind != "disk":
         raise OffloadError(
-            f"offloaded={offloaded!r} with offload={place!r}: it works with offload='disk:FOLDER'"
+            f"offloaded={offloaded!r} with offload={place.kind!r}: it works with offload='disk:FOLDER'"
         )
     if accelerator:
         raise OffloadError(
             f"offloaded={offloaded!r} for a model on an accelerator: its gradients and weights stay there; "
             f"offloaded='optimizer' works"
         )
-    room = MappedRoom(folder, comm)
-    return Rooms(gradients=room, weights=room if offloaded == "parameters" else None)
+    allocator = MmapAllocator(place.folder, comm)
+    return Allocators(gradients=allocator, weights=allocator if offloaded == "parameters" else None)
 
 
 def _require_space(folder: str, needed: int, comm: Communicator) -> None:
@@ -92,25 +87,25 @@ class OffloadedUpdate:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        buckets: Sequence[Bucket],
-        home: Home,
+        shards: Sequence[OptimizerShards],
+        records: Records,
         before: Callable[[], None],
         after: Callable[[], None],
     ) -> None:
         own = {id(piece) for group in optimizer.param_groups for piece in group["params"]}
-        self._buckets: list[Bucket] = []
+        self._shards: list[OptimizerShards] = []
         units: list[list[nn.Parameter]] = []
-        for bucket in buckets:
-            mine = [piece for piece in bucket.pieces if piece is not None and id(piece) in own]
+        for each in shards:
+            mine = [piece for piece in each.tensors if piece is not None and id(piece) in own]
             if mine:
-                self._buckets.append(bucket)
+                self._shards.append(each)
                 units.append(mine)
-        weights = [bucket.weights for bucket in self._buckets if bucket.weights is not None]
-        apart = any(weight.masters_apart for weight in weights)
-        self._elsewhere = any(bucket.parameters[0].is_cuda for bucket in self._buckets)
+        weights = [each.weights for each in self._shards if each.weights is not None]
+        apart = any(weight.has_master_copy for weight in weights)
+        self._elsewhere = any(each.parameters[0].is_cuda for each in self._shards)
         replaced = optimizer.step
-        with taking("masters and states"):
-            self.state = OffloadedOptimizer(optimizer, units, home, weights=apart or self._elsewhere)
+        with memory_tag("masters and states"):
+            self.state = OffloadedOptimizer(optimizer, units, records, weights=apart or self._elsewhere)
         for weight in weights:
             if self.state.weights:
                 weight.master = None
@@ -123,14 +118,14 @@ class OffloadedUpdate:
     def step(self) -> None:
         """All of it: gradients averaged, pieces updated, weights published."""
         self._before()
-        with taking("masters and states"):
+        with memory_tag("masters and states"):
             self.state.step(
                 before=self._bring_gradients if self._elsewhere else None,
                 after=self._take_weights if self.state.weights else None,
             )
         self._after()
 
-    def saved(self) -> Iterator[tuple[nn.Parameter, PieceState]]:
+    def saved(self) -> Iterator[tuple[nn.Parameter, ShardState]]:
         """Each piece with its weights and states, to be copied before the next one is asked for."""
         for unit, states in self.state.saved():
             yield from zip(self.state.units[unit], states, strict=True)
@@ -140,10 +135,10 @@ class OffloadedUpdate:
         self.state.close()
 
     def _bring_gradients(self, unit: int) -> None:
-        self._buckets[unit].bring_gradients()
+        self._shards[unit].move_gradients()
 
     def _take_weights(self, unit: int) -> None:
-        self._buckets[unit].take_weights(self.state.units[unit])
+        self._shards[unit].update_weights(self.state.units[unit])
 
 
 def _step_of(update: OffloadedUpdate) -> Callable[..., Any]:

@@ -27,14 +27,12 @@ from farandole.memory.recompute import apply_recompute
 from farandole.memory.swap import Swap, swap_activations
 from farandole.parallel.deferred import Initialise
 from farandole.parallel.engine import Engine
-from farandole.parallel.float8 import check_float8, use_float8
 from farandole.parallel.loss_scaling import LossScaler
+from farandole.parallel.precision import TYPES, check_float8, use_float8
 from farandole.parallel.rounding import StochasticRounding
 from farandole.plan import Plan, PlanError
 
 _log = logging.getLogger(__name__)
-
-TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def parallelize(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from farandole.parallel.buckets import Bucket
+from farandole.parallel.optimizer_shards import OptimizerShards
 
 _CHUNK = 1 << 16
 """Elements that are rounded at a time on a CPU, where they stay in its cache."""
@@ -65,7 +65,7 @@ class StochasticRounding:
         self.seed = seed
         self.steps = 0
 
-    def drive(self, optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
+    def drive(self, optimizer: Optimizer, shards: Sequence[OptimizerShards]) -> None:
         """Have `optimizer.step()` update the buckets one by one.
 
         Its hooks are called once for all buckets.
@@ -75,21 +75,21 @@ class StochasticRounding:
         plain: Callable[[Optimizer], Any] = getattr(cls.step, "__wrapped__", cls.step)
 
         def step(self_: Optimizer) -> None:
-            self._step(self_, plain, buckets)
+            self._step(self_, plain, shards)
 
         # a bound method, as torch's schedulers want it
         optimizer.step = MethodType(Optimizer.profile_hook_step(step), optimizer)  # type: ignore[method-assign]
 
     def _step(
-        self, optimizer: Optimizer, plain: Callable[[Optimizer], Any], buckets: Sequence[Bucket]
+        self, optimizer: Optimizer, plain: Callable[[Optimizer], Any], shards: Sequence[OptimizerShards]
     ) -> None:
         whole = optimizer.param_groups
         group_of = {id(piece): number for number, group in enumerate(whole) for piece in group["params"]}
         changed: dict[int, dict[str, Any]] = {}
         try:
-            for number, bucket in enumerate(buckets):
+            for number, bucket in enumerate(shards):
                 members: dict[int, list[Tensor]] = {}
-                for piece in bucket.pieces:
+                for piece in bucket.tensors:
                     if piece is not None and piece.grad is not None and id(piece) in group_of:
                         members.setdefault(group_of[id(piece)], []).append(piece)
                 if not members:
@@ -106,15 +106,15 @@ class StochasticRounding:
         self.steps += 1
 
     @contextmanager
-    def _masters(self, bucket: Bucket, number: int) -> Iterator[None]:
+    def _masters(self, bucket: OptimizerShards, number: int) -> Iterator[None]:
         """The bucket's pieces are fp32 within, and rounded at its end."""
         assert bucket.weights is not None  # there is a type that the weights were cast to
-        own = bucket.weights.own
+        own = bucket.weights.shard
         master = own.float()
-        outside = bucket.lay_pieces(master)
+        outside = bucket.place_in(master)
         try:
             yield
-            round_stochastically(own, master, self._generator(number, bucket.shard, own.device))
+            round_stochastically(own, master, self._generator(number, bucket.number, own.device))
         finally:
             for piece, data in outside:
                 piece.data = data

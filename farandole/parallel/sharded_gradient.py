@@ -11,7 +11,7 @@ can do element by element, and norms, are supported; anything else is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,69 +35,96 @@ _ELEMENTWISE = {
 
 
 class GradientNorms:
-    """The norm of every parameter's averaged gradient, over all ranks of `shards`; one collective computes all."""
+    """The norm of every parameter's averaged gradient; one collective computes all.
+
+    Args:
+        names: of all parameters of the model, in an order that is the same on all ranks.
+        parts: yields (name of a parameter, part of its gradient on this rank, number of ranks that have the same part).
+        comm: the ranks whose parts are added up; None if this rank has whole gradients.
+    """
 
     def __init__(
         self,
-        shares: Callable[[], Iterator[tuple[int, Tensor]]],
-        names: Sequence[str],
+        names: Iterable[str],
+        parts: Callable[[], Iterator[tuple[str, Tensor, int]]],
         device: torch.device,
-        shards: Communicator | None,
+        comm: Communicator | None,
     ) -> None:
-        """`shares()` yields (number of the parameter, part of its gradient on this rank)."""
-        self.names = names
-        self._shares, self._device, self._shards = shares, device, shards
+        self.names = list(names)
+        self._numbers = {name: number for number, name in enumerate(self.names)}
+        self._device, self._comm = device, comm
+        self._parts = parts
         self._norms: dict[float, list[Tensor]] = {}
 
+    def number(self, name: str) -> int:
+        """The place of a parameter among `names`."""
+        return self._numbers[name]
+
     def clear(self) -> None:
-        """The gradients have changed."""
+        """Forget the norms: the gradients have changed."""
         self._norms.clear()
 
-    def of(self, number: int, order: float) -> Tensor:
-        """The norm of parameter `number`.  The first call after a change is collective."""
+    def of(self, name: str, order: float) -> Tensor:
+        """The norm of a parameter's gradient.  The first call after a change is collective."""
         if order not in self._norms:
             self._norms[order] = self._compute(order)
-        return self._norms[order][number]
+        return self._norms[order][self._numbers[name]]
+
+    def total(self) -> float:
+        """The Euclidean norm of all gradients; infinite or NaN if any element is.  A collective call."""
+        squares: dict[int, list[Tensor]] = {}
+        for _, part, holders in self._parts():
+            kind = torch.promote_types(part.dtype, torch.float32)
+            squares.setdefault(holders, []).append(
+                torch.linalg.vector_norm(part, dtype=kind).to(self._device, torch.float64)
+            )
+        if self._comm is None:
+            norms = [norm for each in squares.values() for norm in each]
+            return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        square = torch.zeros((), dtype=torch.float64)
+        for holders, each in squares.items():
+            square += (torch.linalg.vector_norm(torch.stack(each)) ** 2 / holders).cpu()
+        self._comm.all_reduce(square)
+        return float(square.sqrt())
 
     def _compute(self, order: float) -> list[Tensor]:
         powers = torch.zeros(len(self.names), dtype=torch.float64, device=self._device)
-        for number, share in self._shares():
-            kind = torch.promote_types(share.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(share, order, dtype=kind)
-            powers[number] = norm.double() if math.isinf(order) else norm.double() ** order
-        if self._shards is not None:
-            self._shards.all_reduce(powers, "max" if math.isinf(order) else "sum")
-        return list((powers if math.isinf(order) else powers ** (1 / order)).float())
+        largest = math.isinf(order)
+        for name, part, holders in self._parts():
+            kind = torch.promote_types(part.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(part, order, dtype=kind).double()
+            powers[self._numbers[name]] = (
+                norm if largest else norm**order / (1 if self._comm is None else holders)
+            )
+        if self._comm is not None:
+            self._comm.all_reduce(powers, "max" if largest else "sum")
+        return list((powers if largest else powers ** (1 / order)).float())
 
 
 class ShardedGradient(Tensor):
-    """Stands for the averaged gradient of `parameter`, of which this rank has `share`, if any."""
+    """Stands for the averaged gradient of `parameter`, of which this rank has the part `share`, if any."""
 
     _share: Tensor | None
     _norms: GradientNorms
-    _number: int
+    _name: str
     received: Tensor | None
     """What autograd has added in a further backward pass."""
 
     @staticmethod
     def __new__(
-        cls, parameter: Tensor, share: Tensor | None, norms: GradientNorms, number: int
+        cls, parameter: Tensor, share: Tensor | None, norms: GradientNorms, name: str
     ) -> ShardedGradient:
         """Make one, of the parameter's shape, type and device."""
         made: ShardedGradient = Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
-        made._share, made._norms, made._number = share, norms, number
+        made._share, made._norms, made._name = share, norms, name
         made.received = None
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Say what it is."""
         return f"ShardedGradient({self._name}, {tuple(self.shape)})"
-
-    @property
-    def _name(self) -> str:
-        return self._norms.names[self._number]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -141,7 +168,7 @@ class ShardedGradient(Tensor):
                 f"norm of order {order} of the gradient of {self._name}: orders above 0 and infinity are supported; "
                 f"engine.gradients() returns what this rank has of all gradients"
             )
-        return self._norms.of(self._number, float(order))
+        return self._norms.of(self._name, float(order))
 
 
 def _flat(values: Any) -> Iterator[Any]:

@@ -1,192 +1,223 @@
-"""Where the weights of a bucket live: what the model computes with, and what the optimizer updates.
+"""The weights of a bucket: what the model computes with, and the master weights that the optimizer updates.
 
-The model computes with parameters that are views of one flat buffer.  The optimizer updates a *master*: the
-shard of this rank in the precision of the optimizer.  Where both have the same type, the master is a part of
-the buffer itself.  A master that is kept elsewhere (`offloading`) is None here.
+The optimizer of a rank updates its shard, in the type of master weights.  Where the model computes in the same type, the master weights
+are a part of what it computes with.
 
-Ranks that share memory need one buffer in all, as they only read it: each of them updates its shard in place, and
-there is nothing to gather.  Two barriers keep readers and writers apart (`Engine`): nobody updates before
-all have ended their backward passes, and nobody reads before all have updated.
+    WholeWeights       every rank has all weights in one flat buffer, of which the parameters are views; ranks that share memory
+                       have one buffer for all
+    GatheredWeights    a rank has its shard; blocks gather their weights when they compute (`gathered_weights`)
+
+Ranks that share a buffer read all of it, and each of them updates its own shard in place: nothing is gathered.  Two barriers keep
+readers and writers apart (`Engine`): nobody updates before all have ended their backward passes, and nobody reads before all have
+updated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
-from farandole.memory.mapped import MappedRoom
-from farandole.memory.purpose import taking
-from farandole.parallel.flat import FlatLayout
+from farandole.memory.mmap_allocator import MmapAllocator
+from farandole.memory.tracker import memory_tag
+from farandole.parallel.sharding import BucketPlan
 
-Masters = Literal["beside", "offloaded", "none"]
-"""Where masters are: beside the weights that the model computes with, in the memory of the host on the way to where they
-are offloaded to, or nowhere but in an update (`rounding`)."""
+Masters = Literal["memory", "offloaded", "none"]
+"""Where master weights are: in memory, on the way to an offload store, or only within an update (`rounding`)."""
 
 
-class Weights:
-    """The weights of some parameters of one type, in a flat buffer of type `dtype`.
+class FlatWeights(ABC):
+    """The weights of the parameters of `plan`, of which the flat buffer is cut into shards; this rank has shard `number`.
 
-    The buffer is cut into `layout`'s shards; this rank owns shard `own` of them.  With `sharded`, ranks that
-    share memory have one buffer for all; else, and elsewhere, each has its own.  It is made in `room`, or in memory.
+    Args:
+        shards: the ranks that divide the buffer; None for this rank alone.
+        trained: whether there are master weights.
+        allocator: where the weights are made, if not in memory.
     """
+
+    shard: Tensor
+    """The rank's shard of what the model computes with."""
+    master: Tensor | None
+    """The rank's shard of master weights; None for frozen parameters, and where it is kept elsewhere."""
+    shared = False
+    """Whether all ranks of the host have one copy."""
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
-        layout: FlatLayout,
-        own: int,
-        comm: Communicator,
-        dtype: torch.dtype,
+        plan: BucketPlan,
+        number: int,
+        shards: Communicator | None,
         *,
-        sharded: bool,
         trained: bool,
-        masters: Masters = "beside",
-        room: MappedRoom | None = None,
+        masters: Masters = "memory",
+        allocator: MmapAllocator | None = None,
     ) -> None:
-        first = parameters[0]
-        self.parameters = list(parameters)
-        self.masters_apart = trained and are_apart(masters, first, dtype)
-        self._layout = layout
-        self._comm = comm
-        self._sharded = sharded
-        self.common = sharded and comm.shares_memory(first.device)
-        with taking("weights", parameters, ranks=comm.size if self.common else 1):
-            self._buffer = _buffer(comm, layout.length, dtype, first.device, common=self.common, room=room)
-        self._shard = own
-        self.own = layout.shard(self._buffer, own)
-        self.master: Tensor | None = None
+        self.plan, self.number = plan, number
+        self.parameters = list(plan.parameters)
+        self.comm, self._layout, self._allocator = shards, plan.layout, allocator
+        elsewhere = masters == "offloaded" and is_accelerator(plan.device)
+        self.has_master_copy = (
+            trained and masters != "none" and (plan.dtype != plan.master_dtype or elsewhere)
+        )
+        """Whether master weights are tensors of their own."""
+
+    @abstractmethod
+    def use_weights(self) -> None:
+        """Have the parameters be what the model computes with."""
+
+    @abstractmethod
+    def use_masters(self) -> None:
+        """Have the parameters be copies of the master weights, whole.  All ranks call it."""
+
+    @abstractmethod
+    def is_in_place(self, index: int) -> bool:
+        """Whether parameter `index` is where the engine has put it."""
+
+    @abstractmethod
+    def set_values(self, index: int, values: Tensor) -> None:
+        """Set the weights and master weights of parameter `index`; all ranks call it, with the same values."""
+
+    @abstractmethod
+    def all_gather_async(self) -> None:
+        """Start to give all ranks the updated master weights."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for `all_gather_async`."""
+
+    def ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+        """Yield (parameter, values, start) of the parts of parameters in this rank's shard, flat."""
+        for part in self._layout.ranges(self.number):
+            values = self.shard[part.offset : part.offset + part.length]
+            yield self.parameters[part.index], values, part.start
+
+    def _set(self, tensors: list[Tensor]) -> None:
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
+
+    def _gathered(self, shard: Tensor) -> list[Tensor]:
+        """New tensors with the values of all ranks' shards."""
+        whole = shard.new_empty(self._layout.length)
+        if self.comm is None:
+            whole.copy_(shard)
+        else:
+            self.comm.all_gather(whole, shard)
+        return self._layout.views(whole)
+
+    def _master_shard(self) -> Tensor:
+        """A copy of the rank's shard, from parameters that have not been moved, in the type of master weights."""
+        shard = torch.zeros(self._layout.shard_length, dtype=self.plan.master_dtype, device=self.plan.device)
+        for part in self._layout.ranges(self.number):
+            values = self.parameters[part.index].detach().reshape(-1)
+            shard[part.offset : part.offset + part.length] = values[part.start : part.start + part.length]
+        return shard
+
+    def _first_master(self, masters: Masters, copy: Tensor) -> Tensor:
+        """The master weights, of which `copy` has the values."""
+        if masters == "none":  # reads as NaN, and takes no memory
+            return torch.full((1,), torch.nan, device=copy.device).expand(copy.shape)
+        if masters == "offloaded" and is_accelerator(copy.device):
+            return copy.to("cpu", copy=True)
+        return copy if self.has_master_copy else self.shard
+
+    def _set_range(self, shard: Tensor, index: int, values: Tensor) -> None:
+        """Copy into a `shard` its part of the values of parameter `index`."""
+        for part in self._layout.ranges(self.number):
+            if part.index == index:
+                own = values.reshape(-1)[part.start : part.start + part.length]
+                shard[part.offset : part.offset + part.length].copy_(own)
+
+
+class WholeWeights(FlatWeights):
+    """All weights in one flat buffer, on every rank or once for all ranks that share memory."""
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        number: int,
+        shards: Communicator | None,
+        *,
+        trained: bool,
+        masters: Masters = "memory",
+        allocator: MmapAllocator | None = None,
+    ) -> None:
+        super().__init__(plan, number, shards, trained=trained, masters=masters, allocator=allocator)
+        self.shared = shards is not None and shards.shares_memory(plan.device)
+        self._work: dist.Work | None = None
+        with memory_tag("weights", self.parameters, ranks=shards.size if shards and self.shared else 1):
+            self._buffer = self._allocate()
+        self.shard = self._layout.shard(self._buffer, number)
+        self.master = None
         with torch.no_grad():
             if trained:
-                apart = self.masters_apart or masters == "none"
-                with taking("masters and states", parameters):
-                    self.master = (
-                        first_master(masters, copy_of_own(parameters, layout, own), self.own)
-                        if apart
-                        else self.own
-                    )
-            self._views = layout.views(self._buffer)
-            if not self.common or comm.rank == 0:
+                with memory_tag("masters and states", self.parameters):
+                    apart = self.has_master_copy or masters == "none"
+                    self.master = self._first_master(masters, self._master_shard()) if apart else self.shard
+            self._views = self._layout.views(self._buffer)
+            if shards is None or not self.shared or shards.rank == 0:
                 self._buffer.zero_()
-                for parameter, view in zip(parameters, self._views, strict=True):
+                for parameter, view in zip(self.parameters, self._views, strict=True):
                     view.copy_(parameter)
-            self.show_weights()
-        if self.common:
-            comm.barrier()
+            self.use_weights()
+        if shards is not None and self.shared:
+            shards.barrier()
 
-    def show_weights(self) -> None:
-        """The parameters are what the model computes with."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.data = view
+    def _allocate(self) -> Tensor:
+        length, dtype = self._layout.length, self.plan.dtype
+        if self._allocator is not None:
+            return (self._allocator.shared if self.shared else self._allocator.own)(length, dtype)
+        if self.comm is not None and self.shared:
+            buffer = self.comm.common(length, dtype=dtype, device=self.plan.device)
+            assert buffer is not None
+            return buffer
+        return torch.empty(length, dtype=dtype, device=self.plan.device)
 
-    def show_masters(self) -> None:
-        """The parameters are copies of the masters, whole.  All ranks call it."""
-        whole = self._buffer.clone()
-        if self.masters_apart and self.master is not None:
-            whole = self.master.new_empty(self._layout.length)
-            gather_shards(self._comm if self._sharded else None, whole, self.master)
-        for parameter, view in zip(self.parameters, self._layout.views(whole), strict=True):
-            parameter.data = view
+    def use_weights(self) -> None:
+        """Have the parameters be views of the buffer."""
+        self._set(self._views)
 
-    def holds(self, index: int) -> bool:
+    def use_masters(self) -> None:
+        """Have the parameters be copies of the master weights, whole.  All ranks call it."""
+        if self.has_master_copy and self.master is not None:
+            self._set(self._gathered(self.master))
+        else:
+            self._set(self._layout.views(self._buffer.clone()))
+
+    def is_in_place(self, index: int) -> bool:
         """Whether parameter `index` lies in the buffer."""
         return is_same_memory(self.parameters[index], self._views[index])
 
-    def fill(self, index: int, values: Tensor) -> None:
-        """Begin with other `values` of parameter `index`, shaped as it is; all ranks call it, with the same ones."""
-        if not self.common or self._comm.rank == 0:
+    def set_values(self, index: int, values: Tensor) -> None:
+        """Set the weights and master weights of parameter `index`; all ranks call it, with the same values."""
+        if self.comm is None or not self.shared or self.comm.rank == 0:
             self._views[index].copy_(values)
-        if self.masters_apart and self.master is not None:
-            fill_own(self.master, self._layout, self._shard, index, values)
+        if self.has_master_copy and self.master is not None:
+            self._set_range(self.master, index, values)
 
-    def shard_parts(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
-        """(parameter, values, start): what this rank's shard has of each parameter, flat."""
-        for piece in self._layout.pieces(self._shard):
-            yield (
-                self.parameters[piece.index],
-                self.own[piece.offset : piece.offset + piece.length],
-                piece.start,
-            )
+    def all_gather_async(self) -> None:
+        """Start to give all ranks the updated shards."""
+        if self.master is not None and self.has_master_copy:
+            self.shard.copy_(self.master)
+        if self.comm is not None and not self.shared:
+            self._work = self.comm.all_gather(self._buffer, self.shard, async_op=True)
 
-    def take(self, offset: int, values: Tensor) -> None:
-        """Have the model compute with new `values` of this rank's shard, from its element `offset` on."""
-        self.own[offset : offset + values.numel()].copy_(values)
-
-    def publish(self) -> None:
-        """Give the model what the optimizer has made of this rank's shard."""
-        if self.master is not None and self.masters_apart:
-            self.own.copy_(self.master)
-        if self._sharded and not self.common and self._comm.size > 1:
-            self._comm.all_gather(self._buffer, self.own)
+    def wait(self) -> None:
+        """Wait for `all_gather_async`."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
 
 
-def gather_shards(comm: Communicator | None, whole: Tensor, own: Tensor) -> None:
-    """Fill `whole` with the shards of all ranks, or of this one only."""
-    if comm is None or comm.size == 1:
-        whole.copy_(own)
-    else:
-        comm.all_gather(whole, own)
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a device has memory of its own, beside which the host's is another place."""
+    return device.type != "cpu"
 
 
 def is_same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape are views of the same memory."""
     return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.device == b.device
-
-
-def master_type(parameter: Tensor) -> torch.dtype:
-    """The type of a parameter's master: the one that the model was made in, and fp32 at least."""
-    return torch.promote_types(parameter.dtype, torch.float32)
-
-
-def _buffer(
-    comm: Communicator,
-    length: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    common: bool,
-    room: MappedRoom | None,
-) -> Tensor:
-    if room is not None:
-        return room.common(length, dtype) if common else room.own(length, dtype)
-    if common:
-        shared = comm.common(length, dtype=dtype, device=device)
-        assert shared is not None
-        return shared
-    return torch.empty(length, dtype=dtype, device=device)
-
-
-def are_apart(masters: Masters, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-    """Whether masters like `parameter`, computed with as `dtype`, are tensors of their own."""
-    elsewhere = masters == "offloaded" and parameter.device.type != "cpu"
-    return masters != "none" and (dtype != master_type(parameter) or elsewhere)
-
-
-def first_master(masters: Masters, shard: Tensor, own: Tensor) -> Tensor:
-    """The master of a rank's `shard`, with which the model computes as `own`."""
-    if masters == "none":  # it reads as NaN, and takes no memory
-        return torch.full((1,), torch.nan, device=shard.device).expand(shard.shape)
-    if masters == "offloaded" and shard.device.type != "cpu":
-        return shard.cpu()
-    return own if own.dtype == shard.dtype else shard
-
-
-def copy_of_own(parameters: Sequence[nn.Parameter], layout: FlatLayout, own: int) -> Tensor:
-    """Shard `own` of parameters that are not in a buffer yet, in the type of masters."""
-    first = parameters[0]
-    shard = torch.zeros(layout.shard_length, dtype=master_type(first), device=first.device)
-    for piece in layout.pieces(own):
-        source = parameters[piece.index].detach().reshape(-1)
-        shard[piece.offset : piece.offset + piece.length] = source[piece.start : piece.start + piece.length]
-    return shard
-
-
-def fill_own(shard: Tensor, layout: FlatLayout, own: int, index: int, values: Tensor) -> None:
-    """Put into shard `own` what lies there of `values`, which are those of parameter `index`."""
-    for piece in layout.pieces(own):
-        if piece.index == index:
-            part = values.reshape(-1)[piece.start : piece.start + piece.length]
-            shard[piece.offset : piece.offset + piece.length].copy_(part)

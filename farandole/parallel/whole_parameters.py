@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from farandole.comm.communicator import Communicator
-from farandole.parallel.gathering import GatheredWeights
-from farandole.parallel.weights import Weights
+from farandole.parallel.gathered_weights import GatheredWeights
+from farandole.parallel.weights import FlatWeights
 
 _EDIT = "make changes within `with engine.edit_parameters():`, or load them with model.load_state_dict()"
 
@@ -33,7 +33,7 @@ class WholeParameters:
     def __init__(
         self,
         model: nn.Module,
-        weights: Sequence[Weights | GatheredWeights],
+        weights: Sequence[FlatWeights],
         comm: Communicator,
         is_whole: Callable[[], bool],
     ) -> None:
@@ -76,7 +76,7 @@ class WholeParameters:
         """Raise RuntimeError if parameters were changed by others than the optimizer."""
         for weight, versions in zip(self._weights, self._versions, strict=True):
             for index, (parameter, version) in enumerate(zip(weight.parameters, versions, strict=True)):
-                if not weight.holds(index):
+                if not weight.is_in_place(index):
                     raise RuntimeError(
                         f"{name_of(parameter)} does not lie any more where the engine updates it: model.to(), .half() and the "
                         f"like come before parallelize, and values are not assigned to .data; {_EDIT}"
@@ -101,12 +101,12 @@ class WholeParameters:
         try:
             with torch.no_grad():
                 for weight in self._weights:
-                    weight.show_masters()
+                    weight.use_masters()
             yield
         finally:
             self._editing = False
             for weight in self._weights:
-                weight.show_weights()
+                weight.use_weights()
 
     @contextmanager
     def edit(self) -> Iterator[None]:
@@ -123,7 +123,7 @@ class WholeParameters:
                 values = [[p.data for p in weight.parameters] for weight in self._weights]
                 for weight, changed in zip(self._weights, values, strict=True):
                     for index, value in enumerate(changed):
-                        weight.fill(index, value)
+                        weight.set_values(index, value)
                 self._comm.barrier()
         self.remember()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from farandole.data.wording import counted, short, size
 from farandole.launch.control_groups import available_memory
-from farandole.memory.budget import Bandwidth
+from farandole.memory.disk import Bandwidth
 from farandole.memory.estimate import Estimate, Machine, Workload, estimate_workload
 from farandole.memory.estimate.formulas import activation_bytes, copied_bytes, trained_bytes
 from farandole.models.gpt import GPTConfig, build_gpt

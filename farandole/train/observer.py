@@ -13,8 +13,8 @@ from types import TracebackType
 
 from farandole.data.wording import counted, short, size
 from farandole.launch.runtime import Runtime
-from farandole.memory.budget import Budget, measure_bandwidth
-from farandole.memory.errors import OffloadError
+from farandole.memory.disk import Budget, OffloadError
+from farandole.memory.offload_store import measure_bandwidth
 from farandole.memory.swap import THRESHOLD_BYTES
 from farandole.train.config import TrainConfig
 from farandole.train.metrics import MetricsWriter
@@ -165,7 +165,7 @@ def _memory_summary(trainer: Trainer, ranks: int) -> Iterator[str]:
     for update in trainer.engine.offloaded:
         mine = update.state.budget()
         if kind != "disk":
-            yield f"optimizer states in {update.state.home.access}"
+            yield f"optimizer states in {update.state.stream.access}"
             continue
         try:
             bandwidth = measure_bandwidth(folder)

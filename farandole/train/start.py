@@ -14,7 +14,7 @@ from pathlib import Path
 from farandole.data.errors import DataError
 from farandole.data.sources import find_source
 from farandole.data.wording import counted
-from farandole.memory.errors import OffloadError, SwapError
+from farandole.memory.disk import OffloadError
 from farandole.plan import PlanError
 from farandole.train.config import (
     ConfigError,
@@ -37,7 +37,7 @@ from farandole.train.run_folder import (
 )
 from farandole.train.tasks import task_path
 
-REFUSALS = (ConfigError, DataError, CheckpointError, DiskError, OffloadError, SwapError, FloatingPointError)
+REFUSALS = (ConfigError, DataError, CheckpointError, DiskError, OffloadError, FloatingPointError)
 """What is the user's to mend, and said without a stack trace."""
 
 DEFAULT_RANKS = 2

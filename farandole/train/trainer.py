@@ -19,10 +19,9 @@ from torch.utils._pytree import tree_map_only
 
 from farandole.comm.communicator import Communicator
 from farandole.data.sampler import Sampler
-from farandole.memory.errors import SwapError
-from farandole.parallel.loss_scaling import LossScaler
+from farandole.memory.disk import OffloadError
+from farandole.parallel.loss_scaling import LossScaler, Overflow
 from farandole.parallel.parallelize import parallelize
-from farandole.parallel.scaled import Overflow
 from farandole.plan import PlanError, Precision
 from farandole.train.config import ConfigError, TrainConfig, plan_mistake
 from farandole.train.optimizer import build_optimizer, learning_rate, set_learning_rate
@@ -86,8 +85,8 @@ class Trainer:
                 )
         except PlanError as error:
             raise plan_mistake(error) from error
-        except SwapError as error:
-            raise ConfigError(f"plan.swap={config.plan.swap}: {error}") from error
+        except OffloadError as error:
+            raise ConfigError(f"plan.offload={plan.offload} plan.swap={plan.swap}: {error}") from error
         self.optimizer = self.engine.optimizer(build_optimizer(self.model, config.optimizer))
         self.sampler = Sampler(len(task.train), config.seed)
 
@@ -141,26 +140,20 @@ class Trainer:
         wanted = min(self.config.evaluate.samples, available)
         chosen = np.arange(wanted) * available // wanted
         mine = chosen[self._comm.rank :: self._comm.size]
-        # All ranks compute together where weights are gathered: one without a sample repeats the first, which does not count.
-        counted = len(mine) > 0
-        batches = self._batches(self.task.validation, mine if counted else chosen[:1], np.zeros_like(mine))
         sums: dict[str, list[float]] = {}
-        left = len(batches) if counted else 0
 
         def loss(output: Any, batch: Any) -> Mean:
-            nonlocal left
-            total, count = checked_mean(self.config, self.task.loss(output, batch))
             for name, returned in self.task.metrics(output, batch).items():
-                value, number = checked_mean(self.config, returned, f"metrics[{name!r}] of metrics")
                 both = sums.setdefault(name, [0.0, 0.0])
-                both[0] += float(value) * (left > 0)
-                both[1] += float(number) * (left > 0)
-            left -= 1
-            return (total, count) if counted else (total * 0, 0.0)
+                for index, value in enumerate(checked_mean(self.config, returned, f"metrics {name!r}")):
+                    both[index] += float(value)
+            return checked_mean(self.config, self.task.loss(output, batch))
 
+        batches = self._batches(self.task.validation, mine, np.zeros_like(mine))
         found = {"loss": self.engine.evaluate(batches, loss, self.task.inputs)}
-        for name, both in sums.items():
-            total, count = self._sums(*both)
+        names: set[str] = set().union(*self._comm.all_gather_object(list(sums)))
+        for name in sorted(names):  # a rank without samples has none
+            total, count = self._sums(*sums.get(name, (0.0, 0.0)))
             found[name] = total / count if count else math.nan
         return found
 

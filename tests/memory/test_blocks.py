@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from farandole.memory.blocks import blocks_of
+from farandole.memory.blocks import blocks_of, group_by_block
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.models.resnet import BasicBlock, build_resnet, resnet_config
 
@@ -67,3 +67,31 @@ def test_blocks_of_torch_and_of_meta_models() -> None:
         resnet = build_resnet(resnet_config("resnet18"))
     assert names(encoder) == ["layers.0", "layers.1", "layers.2"]
     assert sum(isinstance(block, BasicBlock) for _, block in blocks_of(resnet)) == 8
+
+
+class Tied(nn.Module):
+    """Two blocks that share a weight, an embedding in no block, and a block with nothing of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, 2)
+        self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.blocks[2].weight = self.blocks[0].weight
+
+
+def test_parameters_are_grouped_by_the_block_that_has_them_for_itself() -> None:
+    model = Tied()
+    first, activation, third, last = model.blocks
+    groups, needs = group_by_block(model)
+    wanted = [
+        [first.bias],
+        [],
+        [third.bias],
+        [last.weight, last.bias],
+        [model.embedding.weight, first.weight],
+    ]
+    assert [list(map(id, group)) for group in groups] == [list(map(id, group)) for group in wanted]
+    assert needs == [(first, [0, 4]), (activation, []), (third, [2, 4]), (last, [3]), (model, [4])]
+    alone = nn.Linear(2, 2)
+    groups, needs = group_by_block(alone)
+    assert list(map(len, groups)) == [2, 0] and needs == [(alone, [0])]

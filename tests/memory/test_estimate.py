@@ -15,7 +15,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from farandole.comm.communicator import Communicator
-from farandole.memory.budget import Bandwidth
+from farandole.memory.disk import Bandwidth
+from farandole.memory.dry_run import saved_bytes
 from farandole.memory.estimate import (
     Estimate,
     Machine,
@@ -28,7 +29,6 @@ from farandole.memory.estimate import (
 from farandole.memory.estimate.data_axis import DataAxis
 from farandole.memory.estimate.formulas import activation_bytes, state_bytes
 from farandole.memory.estimate.heap import Heap, excess
-from farandole.memory.measure import saved_bytes
 from farandole.memory.recompute import apply_recompute
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.models.loss import next_token_loss
@@ -158,16 +158,17 @@ def _bytes_on_a_rank(rank: int, size: int, plan: Plan) -> dict[str, int]:
     _loss(engine(torch.zeros(2, 16, dtype=torch.int64))).backward()
     optimizer.step()
     states = [v for s in optimizer.state.values() for v in s.values() if v.dim()]
-    masters = [b.weights.master for b in engine.buckets if b.weights and plan.precision != "fp32"]
-    common = any(bucket.weights and bucket.weights.common for bucket in engine.buckets)
-    own = [w.own for w in engine._weights] if engine._gathering else list(model.parameters())
+    weights = [each.weights for each in engine.shards_of_buckets if each.weights]
+    masters = [each.master for each in weights if plan.precision != "fp32"]
+    common = any(each.shared for each in weights)
+    own = [w.shard for w in engine._weights] if engine._gatherer else list(model.parameters())
     whole = _storages(own)
-    lenders = {bucket.gradients._loan.lender for bucket in engine.buckets if bucket.gradients._loan}
+    pools = {bucket._pool for bucket in engine.buckets if bucket._pool}
     found = {
         "weights": whole // size if common else whole,
-        "gradients": _storages(bucket.gradients.reduced for bucket in engine.buckets),
+        "gradients": _storages(bucket.reduced for bucket in engine.buckets),
         "optimizer": _storages([*states, *masters]),
-        "lent": sum(lender.nbytes for lender in lenders),
+        "lent": sum(pool.nbytes for pool in pools),
     }
     engine.close()
     return found

@@ -1,4 +1,4 @@
-"""An optimizer whose state lives elsewhere does what torch's own does, to the bit."""
+"""An optimizer whose state is offloaded does what torch's own does, to the bit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, Optimizer
 
-from farandole.memory.errors import NoSpace, OffloadError
-from farandole.memory.home import DiskHome, MemoryHome
-from farandole.memory.offloaded_optimizer import OffloadedOptimizer, PieceState
+from farandole.memory.disk import NoSpace, OffloadError
+from farandole.memory.offloaded_optimizer import OffloadedOptimizer, ShardState
+from farandole.memory.record_stream import disk_records, host_records
 from tests.memory.disks import in_memory
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]
@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, Make] = {
 class Pair:
     """The same parameters twice: under torch's optimizer, and under the same one with its state elsewhere."""
 
-    def __init__(self, make: Make, home: Any, weights: bool = True, sizes: Sequence[int] = SIZES) -> None:
+    def __init__(self, make: Make, records: Any, weights: bool = True, sizes: Sequence[int] = SIZES) -> None:
         values = [torch.randn(n) for n in sizes]
         self.own = [nn.Parameter(value.clone()) for value in values]
         self.away = [nn.Parameter(value.clone()) for value in values]
@@ -50,14 +50,14 @@ class Pair:
             if group.get("fused", 0) is None:
                 group["fused"] = True
         units = [self.away[:2], self.away[2:4], self.away[4:], []]
-        self.offloaded = OffloadedOptimizer(self._optimizer(make, self.away), units, home, weights)
+        self.offloaded = OffloadedOptimizer(self._optimizer(make, self.away), units, records, weights)
 
     @staticmethod
-    def _optimizer(make: Make, pieces: list[nn.Parameter]) -> Optimizer:
-        return make([{"params": pieces[:1] + pieces[3:]}, {"params": pieces[1:3], "lr": 0.003}])
+    def _optimizer(make: Make, shards: list[nn.Parameter]) -> Optimizer:
+        return make([{"params": shards[:1] + shards[3:]}, {"params": shards[1:3], "lr": 0.003}])
 
     def step(self, absent: Sequence[int] = (), rate: float = 0.9) -> None:
-        """One step of both; the pieces in `absent` have no gradient."""
+        """One step of both; the shards in `absent` have no gradient."""
         for at, (own, away) in enumerate(zip(self.own, self.away, strict=True)):
             own.grad = None if at in absent else torch.randn(own.shape)
             away.grad = None if own.grad is None else own.grad.clone()
@@ -70,9 +70,9 @@ class Pair:
     def check(self) -> None:
         """Everything is equal."""
         seen = 0
-        for unit, pieces in self.offloaded.saved():
-            for piece, found in zip(self.offloaded.units[unit], pieces, strict=True):
-                own = self.own[next(i for i, away in enumerate(self.away) if away is piece)]
+        for unit, shards in self.offloaded.saved():
+            for shard, found in zip(self.offloaded.units[unit], shards, strict=True):
+                own = self.own[next(i for i, away in enumerate(self.away) if away is shard)]
                 assert torch.equal(found.weights, own)
                 wanted = self.reference.state.get(own, {})
                 assert found.state.keys() == wanted.keys()
@@ -83,14 +83,14 @@ class Pair:
 
 
 @pytest.fixture(params=["disk", "memory"])
-def home(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+def records(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """What makes each kind."""
-    return partial(DiskHome, tmp_path) if request.param == "disk" else MemoryHome
+    return partial(disk_records, tmp_path) if request.param == "disk" else host_records
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_bit_for_bit_what_torch_does(make: Make, home: Any) -> None:
-    pair = Pair(make, home)
+def test_bit_for_bit_what_torch_does(make: Make, records: Any) -> None:
+    pair = Pair(make, records)
     pair.check()
     for _ in range(2):
         pair.step()
@@ -111,18 +111,18 @@ def test_bit_for_bit_what_torch_does(make: Make, home: Any) -> None:
     st.lists(st.sets(st.integers(0, 4)), max_size=4),
     st.booleans(),
 )
-def test_any_sizes_and_pieces_without_gradients(
+def test_any_sizes_and_shards_without_gradients(
     name: str, sizes: list[int], absent: list[set[int]], weights: bool
 ) -> None:
-    pair = Pair(OPTIMIZERS[name], partial(DiskHome, "/tmp", buffers=2), weights, sizes)
+    pair = Pair(OPTIMIZERS[name], partial(disk_records, "/tmp", buffers=2), weights, sizes)
     for step in absent:
         pair.step(sorted(step))
     pair.check()
     pair.offloaded.close()
 
 
-def test_a_piece_that_starts_later_than_its_unit(home: Any) -> None:
-    pair = Pair(partial(SGD, lr=0.1, momentum=0.9, fused=True), home)
+def test_a_shard_that_starts_later_than_its_unit(records: Any) -> None:
+    pair = Pair(partial(SGD, lr=0.1, momentum=0.9, fused=True), records)
     pair.away[0].grad, pair.own[0].grad = torch.ones(1000), torch.ones(1000)
     pair.reference.step()
     pair.offloaded.step()
@@ -136,44 +136,44 @@ def test_a_piece_that_starts_later_than_its_unit(home: Any) -> None:
     pair.offloaded.close()
 
 
-def test_values_may_stay_in_memory(home: Any) -> None:
-    pair = Pair(OPTIMIZERS["AdamW"], home, weights=False)
-    before = [piece.data_ptr() for piece in pair.away]
+def test_values_may_stay_in_memory(records: Any) -> None:
+    pair = Pair(OPTIMIZERS["AdamW"], records, weights=False)
+    before = [shard.data_ptr() for shard in pair.away]
     pair.step()
-    assert [piece.data_ptr() for piece in pair.away] == before
+    assert [shard.data_ptr() for shard in pair.away] == before
     assert all(map(torch.equal, pair.away, pair.own))
     pair.check()
-    in_records = Pair(OPTIMIZERS["AdamW"], home)
+    in_records = Pair(OPTIMIZERS["AdamW"], records)
     assert pair.offloaded.budget().read_bytes < 0.7 * in_records.offloaded.budget().read_bytes
     pair.offloaded.close()
     in_records.offloaded.close()
 
 
-def test_values_in_records_use_no_memory_and_show_when_they_are_used(home: Any) -> None:
-    pair = Pair(OPTIMIZERS["AdamW"], home)
-    assert [piece.shape for piece in pair.away] == [piece.shape for piece in pair.own]
-    assert all(piece.untyped_storage().nbytes() <= 4 for piece in pair.away)
+def test_values_in_records_use_no_memory_and_show_when_they_are_used(records: Any) -> None:
+    pair = Pair(OPTIMIZERS["AdamW"], records)
+    assert [shard.shape for shard in pair.away] == [shard.shape for shard in pair.own]
+    assert all(shard.untyped_storage().nbytes() <= 4 for shard in pair.away)
     assert pair.away[0].isnan().all()
     pair.offloaded.close()
 
 
-def test_before_and_after_a_unit(home: Any) -> None:
-    pair = Pair(OPTIMIZERS["AdamW"], home)
-    for piece in pair.own:
-        piece.grad = torch.randn(piece.shape)
+def test_before_and_after_a_unit(records: Any) -> None:
+    pair = Pair(OPTIMIZERS["AdamW"], records)
+    for shard in pair.own:
+        shard.grad = torch.randn(shard.shape)
     gradients = {
         away: own.grad.clone() for own, away in zip(pair.own, pair.away, strict=True) if own.grad is not None
     }
     published: dict[int, list[Tensor]] = {}
 
     def before(unit: int) -> None:
-        for piece in pair.offloaded.units[unit]:
-            piece.grad = gradients[piece]
+        for shard in pair.offloaded.units[unit]:
+            shard.grad = gradients[shard]
 
     def after(unit: int) -> None:
-        for piece in pair.offloaded.units[unit]:
-            piece.grad = None
-        published[unit] = [piece.detach().to(torch.bfloat16) for piece in pair.offloaded.units[unit]]
+        for shard in pair.offloaded.units[unit]:
+            shard.grad = None
+        published[unit] = [shard.detach().to(torch.bfloat16) for shard in pair.offloaded.units[unit]]
 
     pair.offloaded.prefetch()
     pair.offloaded.step(before, after)
@@ -184,15 +184,15 @@ def test_before_and_after_a_unit(home: Any) -> None:
     pair.offloaded.close()
 
 
-def test_what_the_optimizer_has_already_is_taken_over(home: Any) -> None:
-    pair = Pair(OPTIMIZERS["AdamW"], MemoryHome)
+def test_what_the_optimizer_has_already_is_taken_over(records: Any) -> None:
+    pair = Pair(OPTIMIZERS["AdamW"], host_records)
     for _ in range(2):
         pair.step()
-    pieces = copy.deepcopy(pair.own)
-    optimizer = pair._optimizer(OPTIMIZERS["AdamW"], pieces)
+    shards = copy.deepcopy(pair.own)
+    optimizer = pair._optimizer(OPTIMIZERS["AdamW"], shards)
     optimizer.load_state_dict(copy.deepcopy(pair.reference.state_dict()))
-    pair.away = pieces
-    pair.offloaded = OffloadedOptimizer(optimizer, [pieces[:3], pieces[3:]], home)
+    pair.away = shards
+    pair.offloaded = OffloadedOptimizer(optimizer, [shards[:3], shards[3:]], records)
     assert not optimizer.state
     pair.check()
     pair.step()
@@ -200,7 +200,7 @@ def test_what_the_optimizer_has_already_is_taken_over(home: Any) -> None:
     pair.offloaded.close()
 
 
-def test_schedulers_and_counts_in_groups_work(home: Any) -> None:
+def test_schedulers_and_counts_in_groups_work(records: Any) -> None:
     class Counting(SGD):
         """Keeps a count in its groups, which its rate depends on, as some optimizers do."""
 
@@ -210,7 +210,7 @@ def test_schedulers_and_counts_in_groups_work(home: Any) -> None:
                 group["lr"] = 0.1 / group["count"]
             return super().step(closure)
 
-    pair = Pair(partial(Counting, lr=0.1, momentum=0.9), home)
+    pair = Pair(partial(Counting, lr=0.1, momentum=0.9), records)
     pair.reference.param_groups[0]["count"] = pair.reference.param_groups[1]["count"] = 0
     for group in pair.offloaded.optimizer.param_groups:
         group["count"] = 0
@@ -221,15 +221,15 @@ def test_schedulers_and_counts_in_groups_work(home: Any) -> None:
     pair.offloaded.close()
 
 
-def saved_copy(optimizer: OffloadedOptimizer) -> list[list[PieceState]]:
-    return [copy.deepcopy(pieces) for _, pieces in optimizer.saved()]
+def saved_copy(optimizer: OffloadedOptimizer) -> list[list[ShardState]]:
+    return [copy.deepcopy(shards) for _, shards in optimizer.saved()]
 
 
-def test_a_checkpoint_unit_by_unit(home: Any) -> None:
-    pair = Pair(OPTIMIZERS["AdamW"], home)
+def test_a_checkpoint_unit_by_unit(records: Any) -> None:
+    pair = Pair(OPTIMIZERS["AdamW"], records)
     pair.step(absent=[0])
     saved = saved_copy(pair.offloaded)
-    other = Pair(OPTIMIZERS["AdamW"], MemoryHome)
+    other = Pair(OPTIMIZERS["AdamW"], host_records)
     other.step()
     other.own, other.reference = pair.own, pair.reference
     for unit in random.sample(range(4), 4):
@@ -246,17 +246,17 @@ def test_a_checkpoint_unit_by_unit(home: Any) -> None:
     other.offloaded.close()
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused(home: Any) -> None:
-    pair = Pair(OPTIMIZERS["AdamW"], home)
+def test_a_checkpoint_that_does_not_fit_is_refused(records: Any) -> None:
+    pair = Pair(OPTIMIZERS["AdamW"], records)
     pair.step()
     saved = saved_copy(pair.offloaded)
-    with pytest.raises(ValueError, match="unit 0 has 2 pieces, 1 given"):
+    with pytest.raises(ValueError, match="unit 0 has 2 shards, 1 given"):
         pair.offloaded.load(0, saved[2])
-    with pytest.raises(ValueError, match=r"unit 2, piece 0: weights is \(3,\), the piece \(70000,\)"):
-        pair.offloaded.load(2, [PieceState(torch.zeros(3), {})])
+    with pytest.raises(ValueError, match=r"unit 2, shard 0: weights is \(3,\), the shard \(70000,\)"):
+        pair.offloaded.load(2, [ShardState(torch.zeros(3), {})])
     wrong = saved[2][0].state | {"exp_avg": torch.zeros(70_000, dtype=torch.float64)}
     with pytest.raises(ValueError, match="exp_avg is torch.float64, the record holds torch.float32"):
-        pair.offloaded.load(2, [PieceState(saved[2][0].weights, wrong)])
+        pair.offloaded.load(2, [ShardState(saved[2][0].weights, wrong)])
     with pytest.raises(IndexError, match="unit 4: there are 4 units"):
         pair.offloaded.load(4, [])
     pair.check()
@@ -264,8 +264,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused(home: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_a_step_broken_off_must_be_mended(home: Any, error: type[BaseException]) -> None:
-    pair = Pair(OPTIMIZERS["AdamW"], home)
+def test_a_step_broken_off_must_be_mended(records: Any, error: type[BaseException]) -> None:
+    pair = Pair(OPTIMIZERS["AdamW"], records)
     pair.step()
     saved = saved_copy(pair.offloaded)
 
@@ -273,8 +273,8 @@ def test_a_step_broken_off_must_be_mended(home: Any, error: type[BaseException])
         if unit == 1:
             raise error
 
-    for piece in pair.away:
-        piece.grad = torch.ones(piece.shape)
+    for shard in pair.away:
+        shard.grad = torch.ones(shard.shape)
     with pytest.raises(error):
         pair.offloaded.step(after=fail_at_unit_1)
     assert pair.away[0].isnan().all()
@@ -288,8 +288,8 @@ def test_a_step_broken_off_must_be_mended(home: Any, error: type[BaseException])
     pair.offloaded.close()
 
 
-def test_a_failure_before_anything_is_changed_breaks_nothing(home: Any) -> None:
-    pair = Pair(OPTIMIZERS["AdamW"], home)
+def test_a_failure_before_anything_is_changed_breaks_nothing(records: Any) -> None:
+    pair = Pair(OPTIMIZERS["AdamW"], records)
     with pytest.raises(ZeroDivisionError):
         pair.offloaded.step(before=lambda unit: 1 // 0)  # type: ignore[arg-type, return-value]
     pair.step()
@@ -297,41 +297,41 @@ def test_a_failure_before_anything_is_changed_breaks_nothing(home: Any) -> None:
     pair.offloaded.close()
 
 
-def test_what_cannot_be_stepped_in_pieces_is_refused() -> None:
-    piece, matrix = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2, 2))
+def test_what_cannot_be_stepped_in_shards_is_refused() -> None:
+    shard, matrix = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(
-        OffloadError, match=r"LBFGS cannot step one 1-D piece .*; optimizers that work element"
+        OffloadError, match=r"LBFGS cannot step one 1-D shard .*; optimizers that work element"
     ):
-        OffloadedOptimizer(torch.optim.LBFGS([piece]), [[piece]], MemoryHome)
+        OffloadedOptimizer(torch.optim.LBFGS([shard]), [[shard]], host_records)
     with pytest.raises(
-        ValueError, match=r"piece 0 is \(2, 2\) torch.float32 on cpu; a piece is a 1-D floating"
+        ValueError, match=r"shard 0 is \(2, 2\) torch.float32 on cpu; a shard is a 1-D floating"
     ):
-        OffloadedOptimizer(Muon([matrix]), [[matrix]], MemoryHome)
-    optimizer = AdamW([piece])
-    optimizer.state[piece] = {"odd": torch.zeros(2)}
-    with pytest.raises(OffloadError, match=r"AdamW keeps 'odd' of shape \(2,\) for a piece of 4 elements"):
-        OffloadedOptimizer(optimizer, [[piece]], MemoryHome)
+        OffloadedOptimizer(Muon([matrix]), [[matrix]], host_records)
+    optimizer = AdamW([shard])
+    optimizer.state[shard] = {"odd": torch.zeros(2)}
+    with pytest.raises(OffloadError, match=r"AdamW keeps 'odd' of shape \(2,\) for a shard of 4 elements"):
+        OffloadedOptimizer(optimizer, [[shard]], host_records)
 
 
 def test_units_divide_the_parameters() -> None:
     first, second = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
     with pytest.raises(ValueError, match="1 parameter of the optimizer in no unit"):
-        OffloadedOptimizer(AdamW([first, second]), [[first]], MemoryHome)
-    with pytest.raises(ValueError, match="unit 1, piece 0 is in a unit already"):
-        OffloadedOptimizer(AdamW([first]), [[first], [first]], MemoryHome)
-    with pytest.raises(ValueError, match="unit 0, piece 1 is not in the AdamW"):
-        OffloadedOptimizer(AdamW([first]), [[first, second]], MemoryHome)
+        OffloadedOptimizer(AdamW([first, second]), [[first]], host_records)
+    with pytest.raises(ValueError, match="unit 1, shard 0 is in a unit already"):
+        OffloadedOptimizer(AdamW([first]), [[first], [first]], host_records)
+    with pytest.raises(ValueError, match="unit 0, shard 1 is not in the AdamW"):
+        OffloadedOptimizer(AdamW([first]), [[first, second]], host_records)
 
 
 def test_no_room_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
-    pieces = [nn.Parameter(torch.ones(1 << 18)) for _ in range(2)]
-    optimizer = AdamW(pieces)
+    shards = [nn.Parameter(torch.ones(1 << 18)) for _ in range(2)]
+    optimizer = AdamW(shards)
     with (
         in_memory(tmp_path / "disk", "5m") as disk,
         pytest.raises(NoSpace, match=r"^6\.0 MiB needed in .*, 5\.0 MiB free \(tmpfs .*; free 1\.0 MiB more"),
     ):
-        OffloadedOptimizer(optimizer, [[p] for p in pieces], partial(DiskHome, disk))
-    for piece in pieces:
-        piece.grad = torch.ones(1 << 18)
+        OffloadedOptimizer(optimizer, [[p] for p in shards], partial(disk_records, disk))
+    for shard in shards:
+        shard.grad = torch.ones(1 << 18)
     optimizer.step()
-    assert all(piece.data.lt(1).all() for piece in pieces)
+    assert all(shard.data.lt(1).all() for shard in shards)

@@ -75,7 +75,9 @@ def _contents(engine: Engine) -> dict[str, Tensor]:
         if not name.startswith("random")
     }
     mine: dict[str, Any] = {
-        name: (found.shape, found.start, found.values.clone()) if isinstance(found, Range) else found.clone()
+        name: (found.place.shape, found.start, found.values.clone())
+        if isinstance(found, Range)
+        else found.clone()
         for name, found in state.items()
     }
     whole: dict[str, Tensor] = {}
@@ -167,8 +169,8 @@ def _flat(engine: Engine, rank: int) -> checkpoint.State:
         if name in left_out:
             continue
         if isinstance(found, Range):
-            count = int(torch.Size(found.shape).numel())
-            found = dataclasses.replace(found, shape=(count,))
+            count = int(torch.Size(found.place.shape).numel())
+            found = dataclasses.replace(found, place=checkpoint.Place.whole((count,)))
         state[name] = found
     return state
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import farandole
 from farandole.comm.communicator import Communicator
-from farandole.parallel.float8 import use_float8
+from farandole.parallel.precision import use_float8
 from farandole.plan import Plan, PlanError
 
 pytest.importorskip("torchao", reason="torchao is not installed: pip install torchao")

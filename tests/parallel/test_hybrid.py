@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.engine import Engine
-from farandole.parallel.hybrid import divide
+from farandole.parallel.sharding import data_mesh
 from farandole.plan import Plan, PlanError
 from tests.comm.hosts import hierarchical_group, on_hosts
 from tests.parallel.test_data import SHARE, _loss, _model
@@ -39,7 +39,7 @@ def _train(
     comm.barrier()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     result = {names[id(parameter)]: value.clone() for parameter, value in engine.whole_parameters()}
-    updated = sum(piece.numel() for _, piece, _ in engine.pieces())
+    updated = sum(piece.numel() for _, piece, _ in engine.shards())
     engine.close()
     return result, updated
 
@@ -65,10 +65,8 @@ def _uneven(rank: int, size: int) -> None:
         on_hosts([0, 0, 1], rank),
         pytest.raises(PlanError, match="1 ranks on the hosts|2, 1 ranks on the hosts"),
     ):
-        divide(_world(), hybrid=True)
-    alone = divide(_world(), hybrid=True)  # one host
-    assert alone.replicas is None
-    assert alone.shards.size == size
+        Engine(_model(0), _world(), zero=1, hybrid=True)
+    assert not data_mesh(3, ["one host"] * 3).sub_axes
 
 
 def test_uneven_hosts_are_refused(ranks: Any) -> None:

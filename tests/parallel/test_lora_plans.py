@@ -52,7 +52,7 @@ def _train_one(rank: int, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
             assert torch.equal(value, frozen[name].to(value.dtype)), f"{name} is frozen"
         else:
             adapters[name] = value.clone()
-    assert sum(piece.numel() for _, piece, _ in engine.pieces()) <= sum(p.numel() for p in trained)
+    assert sum(piece.numel() for _, piece, _ in engine.shards()) <= sum(p.numel() for p in trained)
     engine.close()
     return losses, adapters
 

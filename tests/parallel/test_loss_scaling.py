@@ -16,7 +16,7 @@ import farandole
 from farandole import Plan, PlanError
 from farandole.parallel.engine import Engine
 from farandole.parallel.loss_scaling import LossScaler
-from farandole.parallel.nonfinite import OutputWatch
+from farandole.parallel.overflow import OutputWatch
 from tests.parallel.test_data import SHARE, _loss, _model, _world
 from tests.parallel.test_zero import CLIP, STAGES, _batches, _grouped, _train_alone
 
@@ -122,7 +122,7 @@ def _spoil(parameter: nn.Parameter, when: list[bool], value: float) -> None:
 
 def _frozen_state(engine: Engine, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Copies of all that a step changes: the model's weights, masters, moments and counts."""
-    pieces = [piece for _, piece, _ in engine.pieces()]
+    pieces = [piece for _, piece, _ in engine.shards()]
     states = [value for piece in pieces for value in optimizer.state[piece].values()]
     return [t.detach().clone() for t in (*engine.model.parameters(), *pieces, *states)]
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import farandole
-from farandole.memory.calls import surrounding
-from farandole.memory.errors import OffloadError
-from farandole.memory.measure import saved_bytes
-from farandole.memory.recomputation import Recompute
+from farandole.memory.call_wrappers import wrapper_of
+from farandole.memory.disk import OffloadError
+from farandole.memory.dry_run import saved_bytes
+from farandole.memory.recompute_wrapper import RecomputeWrapper
 from farandole.models.gpt import build_gpt
 from farandole.parallel.parallelize import TYPES
 from farandole.plan import Plan, PlanError
@@ -135,7 +135,7 @@ def _auto(rank: int, size: int, precision: Any) -> tuple[int, float]:
     kept = saved_bytes(model, tokens[:, :-1], loss=loss_of, dtype=TYPES[precision]).total
     plan = Plan(zero=3, precision=precision, recompute="auto", activation_bytes=kept // 2)
     engine = farandole.parallelize(model, plan, example=tokens[:, :-1], loss=loss_of)
-    recomputed = sum(surrounding(block, Recompute) is not None for block in model)
+    recomputed = sum(wrapper_of(block, RecomputeWrapper) is not None for block in model)
     loss = loss_of(engine(tokens[:, :-1]))
     loss.backward()
     engine.synchronize()

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import farandole
-from farandole.memory.budget import Bandwidth
-from farandole.memory.device import DeviceMemory, OutOfDeviceMemory
+from farandole.memory.disk import Bandwidth
 from farandole.memory.estimate import Estimate, Machine, estimated_plans, what_fits
+from farandole.memory.tracker import DeviceMemory, OutOfDeviceMemory
 from farandole.models.bert import build_bert
 from farandole.models.loss import next_token_loss
 from farandole.plan import Plan

@@ -65,7 +65,7 @@ def _refused(rank: int, size: int, swap: str) -> str:
     [
         ("host", "swap='disk:FOLDER' moves them to a disk"),
         ("tape", "swap='tape': 'none', 'host' or 'disk:FOLDER'"),
-        ("disk:/there/is/none", "cannot swap to /there/is/none: No such file or directory"),
+        ("disk:/there/is/none", "no folder /there/is/none to keep state in; the nearest that exists is /"),
     ],
 )
 def test_places_that_do_not_do(ranks: Any, swap: str, message: str) -> None:

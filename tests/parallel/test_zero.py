@@ -238,7 +238,7 @@ def _order(rank: int, size: int, zero: int) -> None:
             for number in chosen:
                 y = torch.tanh(model[number](y))
             y.square().mean().backward()
-        for whole, piece, start in replica.pieces():
+        for whole, piece, start in replica.shards():
             (true,) = [
                 r.grad for p, r in zip(layers.parameters(), reference.parameters(), strict=True) if p is whole
             ]
@@ -261,8 +261,8 @@ def _memory(rank: int, size: int, zero: int) -> tuple[int, int]:
     """Bytes of this rank's own tensors, and of those that all ranks have in common, that a stage keeps."""
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
     replica = Engine(model, _world(), 1, zero=zero)
-    own = sum(bucket.gradients.reduced.nbytes for bucket in replica.buckets)
-    common = sum(p.nbytes for p in model.parameters() if replica.buckets[0].weights is not None)
+    own = sum(bucket.reduced.nbytes for bucket in replica.buckets)
+    common = sum(p.nbytes for p in model.parameters() if replica.shards_of_buckets[0].weights is not None)
     return own, common
 
 

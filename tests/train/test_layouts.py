@@ -52,7 +52,7 @@ def _contents(trainer: Trainer) -> dict[str, Tensor]:
         for key in ("exp_avg", "exp_avg_sq"):
             whole[f"{name}/{key}"] = torch.zeros(parameter.numel())
         whole[f"{name}/step"] = torch.zeros(())
-    places = {piece: (names[id(parameter)], start) for parameter, piece, start in trainer.engine.pieces()}
+    places = {piece: (names[id(parameter)], start) for parameter, piece, start in trainer.engine.shards()}
     for piece, state in _states(trainer):
         name, start = places[piece]
         for key in ("exp_avg", "exp_avg_sq"):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from farandole.bench.plan_check import make_trainer
 from farandole.comm.communicator import Communicator
-from farandole.parallel import gathering, weights
+from farandole.parallel import weights
 from farandole.train.checkpoint import CheckpointWriter, load
 from farandole.train.config import load_config
 from farandole.train.trainer import Trainer
@@ -31,19 +31,11 @@ def _round_trip(
     assert dist.group.WORLD is not None
     comm = Communicator(dist.group.WORLD)
 
-    def apart(masters: str, parameter: Any, dtype: torch.dtype) -> bool:
-        return masters == "offloaded" or dtype != parameter.dtype
-
-    def master(masters: str, shard: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        return shard.clone() if masters == "offloaded" else own
-
     with pytest.MonkeyPatch.context() as patch:
-        for module in (weights, gathering):
-            patch.setattr(module, "are_apart", apart)
-            patch.setattr(module, "first_master", master)
+        patch.setattr(weights, "is_accelerator", lambda _: True)
         saved = _made(comm, *before)
         if before[1] == "host":
-            assert all(bucket.weights.master is None for bucket in saved.engine.buckets)
+            assert all(shards.weights.master is None for shards in saved.engine.shards_of_buckets)
         for _ in range(STEPS):
             saved.step()
         (run / "tokenizer.json").write_text("{}")

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from benchmarks.gpu.reference import batches, expect, loss_of, make, sgd, small
 from benchmarks.gpu.registry import Context, Figures, check
-from farandole.memory.device import DeviceMemory, OutOfDeviceMemory
-from farandole.memory.measure import saved_bytes
+from farandole.memory.dry_run import saved_bytes
+from farandole.memory.tracker import DeviceMemory, OutOfDeviceMemory
 
 _MIB = 1 << 20
 

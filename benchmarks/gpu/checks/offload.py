@@ -40,8 +40,10 @@ def _offloaded(context: Context, offload: str, stages: tuple[int, ...], precisio
 
         def inspect(engine: Any, _: Any) -> None:
             for update in engine.offloaded:
-                for record in getattr(update.state.home, "_records", ()):
-                    expect(record.is_pinned() == context.on_cuda, f"expected pinned: {context.on_cuda}")
+                for record in update.state.stream.records:
+                    if record.memory is not None:
+                        pinned = record.memory.is_pinned()
+                        expect(pinned == context.on_cuda, f"expected pinned: {context.on_cuda}")
 
         found, _, seconds = train_planned(
             context,
@@ -116,7 +118,7 @@ def recomputation(context: Context) -> Figures:
 
     expected = measured(Plan())
     plans = [Plan(recompute=mode) for mode in ("block", "selective", "attention")]  # type: ignore[arg-type]
-    from farandole.memory.measure import saved_bytes
+    from farandole.memory.dry_run import saved_bytes
 
     kept = saved_bytes(make(context, config), tokens[:, :-1]).total
     for plan in [*plans, Plan(recompute="auto", activation_bytes=kept // 2)]:

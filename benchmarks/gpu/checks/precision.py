@@ -20,8 +20,8 @@ from benchmarks.gpu.reference import (
 )
 from benchmarks.gpu.registry import Context, Figures, Skip, check
 from farandole.parallel.engine import Engine
-from farandole.parallel.float8 import check_float8, use_float8
 from farandole.parallel.loss_scaling import LossScaler
+from farandole.parallel.precision import check_float8, use_float8
 from farandole.parallel.rounding import round_stochastically
 from farandole.plan import Plan, PlanError
 
@@ -70,13 +70,13 @@ def overflow(context: Context) -> Figures:
     weight = torch.nn.Parameter(torch.ones(1))
     updates = torch.optim.SGD([weight], lr=0.0)
     for number, bad in enumerate(overflows):
-        before = [p.detach().clone() for _, p, _ in engine.pieces()]
+        before = [p.detach().clone() for _, p, _ in engine.shards()]
         loss = loss_of(engine, tokens)
         engine.backward(loss * (math.inf if bad and comm.rank == 0 else 1.0))
         optimizer.step()
         optimizer.zero_grad()
         expect(engine.skipped == bad, f"step {number}: expected skipped: {bad}, got {engine.skipped}")
-        changed = any(not torch.equal(a, p) for a, (_, p, _) in zip(before, engine.pieces(), strict=True))
+        changed = any(not torch.equal(a, p) for a, (_, p, _) in zip(before, engine.shards(), strict=True))
         expect(changed != bad, f"step {number}: expected changed weights: {not bad}, got {changed}")
         reference.scale((weight * (math.inf if bad else 1.0)).sum()).backward()
         reference.step(updates)

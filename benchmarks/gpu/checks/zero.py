@@ -38,7 +38,7 @@ def _compare(context: Context, stage: int, accumulate: int = 1) -> Figures:
 
     def inspect(engine: Any, _: Any) -> None:
         gathers = stage == 3 and context.on_cuda and context.comm.size > 1
-        expect((engine._gathering is not None) == gathers, f"stage {stage}: gathers: expected {gathers}")
+        expect((engine._gatherer is not None) == gathers, f"stage {stage}: gathers: expected {gathers}")
 
     found, own_losses, seconds = train_planned(
         context, Plan(zero=stage), sgd, config=config, accumulate=accumulate, inspect=inspect

@@ -1,41 +1,22 @@
 """What the data axis makes of a model's parameters: bytes of a rank, and bytes that it communicates.
 
-It follows `parallel.building`: the same buckets, cut into the same shards, to the byte.
+The buckets and shards are those of the engine (`parallel.sharding`), to the byte.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from farandole.memory.blocks import blocks_of
 from farandole.memory.estimate.machine import Machine
-from farandole.parallel.buckets import Filling, fill, filling_of
-from farandole.parallel.engine import BUCKET_BYTES
-from farandole.parallel.flat import FlatLayout
-from farandole.parallel.gathering import CAPACITY
-from farandole.parallel.lender import DEPTH, slot_lengths
+from farandole.parallel.buffer_pool import DEPTH, buffer_lengths
+from farandole.parallel.gathered_weights import CAPACITY
+from farandole.parallel.sharding import Filling, data_mesh, plan_sharding, replicated_layouts
 from farandole.plan import Plan, PlanError
 
 BUFFERS = 3
-"""Records of offloaded states that are in memory at a time (`memory.home.DiskHome`)."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Parameters that are laid out together: elements with gaps, elements of a shard, bytes of an element.
-
-    `filling` says how it gets its gradients.
-    """
-
-    length: int
-    shard: int
-    itemsize: int
-    group: int
-    filling: Filling
+"""Records of offloaded states that are in memory at a time (`memory.record_stream.disk_records`)."""
 
 
 class DataAxis:
@@ -62,25 +43,38 @@ class DataAxis:
         self.trained_sizes = [
             parameter.nbytes for parameter in reversed(parameters) if parameter.requires_grad
         ]
-        blocks = _groups(model)
-        self._largest_block = max((sum(p.nbytes for p in block) for block in blocks), default=0)
-        groups = blocks if self.gathers else [parameters]
-        self.trained = self._buckets(groups, trained=True)
-        self.frozen = self._buckets(groups, trained=False)
+        self._largest_block = max(
+            (sum(p.nbytes for p in block.parameters()) for _, block in blocks_of(model)), default=0
+        )
+        hosts = [rank * machine.hosts // ranks for rank in range(ranks)] if plan.hybrid else None
+        sharding = plan_sharding(
+            model,
+            data_mesh(ranks, hosts),
+            replicated_layouts(model),
+            0,
+            zero=plan.zero,
+            dtype=weight_type,
+            flat=plan.zero > 0 or weight_type is not None or plan.offload != "none",
+            gathered=self.gathers,
+        )
+        self.trained, self.frozen = sharding.trained, sharding.frozen
+        if not sharding.flat:  # frozen parameters stay where they are
+            self._unmoved = sum(p.nbytes for p in parameters if not p.requires_grad)
+        else:
+            self._unmoved = 0
 
     def weights(self) -> int:
         """What the model computes with, as far as it is in memory."""
         if self.plan.offloaded == "parameters":
             return 0
-        found = 0
+        found = self._unmoved
         for bucket in (*self.trained, *self.frozen):
-            size = self._low or bucket.itemsize
             if self.gathers:
-                found += bucket.shard * size
+                found += bucket.layout.shard_length * bucket.dtype.itemsize
             elif self.plan.zero and self.shared:
-                found += bucket.length * size // self.divided  # one copy for all
+                found += bucket.layout.length * bucket.dtype.itemsize // self.divided  # one copy for all
             else:
-                found += bucket.length * size
+                found += bucket.layout.length * bucket.dtype.itemsize
         return found
 
     def largest_block(self) -> int:
@@ -91,37 +85,39 @@ class DataAxis:
         """What the optimizer updates, where that is not the weights themselves."""
         if self._low is None or self.plan.rounding == "stochastic":
             return 0
-        return sum(bucket.shard * bucket.itemsize for bucket in self.trained)
+        return sum(bucket.layout.shard_length * bucket.master_dtype.itemsize for bucket in self.trained)
 
     def states(self, count: int) -> int:
         """What the optimizer keeps: `count` numbers for each that it updates."""
-        return sum(count * bucket.shard * bucket.itemsize for bucket in self.trained)
+        return sum(
+            count * bucket.layout.shard_length * bucket.master_dtype.itemsize for bucket in self.trained
+        )
 
     def gradients(self) -> int:
         """From one step to the next, as far as they are in memory."""
         if self.plan.offloaded != "optimizer":
             return 0
-        kept = (b.shard if self.plan.zero >= 2 else b.length for b in self.trained)
-        return sum(length * b.itemsize for length, b in zip(kept, self.trained, strict=True))
+        kept = (b.layout.shard_length if self.plan.zero >= 2 else b.layout.length for b in self.trained)
+        return sum(length * b.master_dtype.itemsize for length, b in zip(kept, self.trained, strict=True))
 
     def lent(self) -> int:
-        """What whole gradients pass through with `zero` 2 and 3 (`parallel.lender`), beside those autograd is at."""
+        """What whole gradients pass through with `zero` 2 and 3 (`parallel.buffer_pool`), beside those autograd is at."""
         if self.plan.zero < 2 or not self.trained:
             return 0
-        sizes: dict[Filling, list[int]] = {"slowly": [], "at once": [], "adopts": []}
+        sizes: dict[Filling, list[int]] = {"copied": [], "copied at once": [], "zero-copy": []}
         for bucket in self.trained:
-            sizes[bucket.filling].append(bucket.length * bucket.itemsize)
-        slots = sum(slot_lengths(sizes["slowly"])) + sum(slot_lengths(sizes["at once"]))
-        adopted = sizes["adopts"][:-1]  # nothing is computed beside the last one
-        return slots + max((sum(adopted[at : at + DEPTH]) for at in range(len(adopted))), default=0)
+            sizes[bucket.filling].append(bucket.layout.length * bucket.master_dtype.itemsize)
+        buffers = sum(buffer_lengths(sizes["copied"])) + sum(buffer_lengths(sizes["copied at once"]))
+        used = sizes["zero-copy"][:-1]  # nothing is computed beside the last one
+        return buffers + max((sum(used[at : at + DEPTH]) for at in range(len(used))), default=0)
 
     def gathered(self) -> int:
-        """Weights that are whole for a while (`parallel.gathering`), at most."""
+        """Weights that are whole for a while (`parallel.gathered_weights`), at most."""
         if not self.gathers:
             return 0
         by_group: dict[int, int] = {}
         for bucket in (*self.trained, *self.frozen):
-            nbytes = bucket.length * (self._low or bucket.itemsize)
+            nbytes = bucket.layout.length * bucket.dtype.itemsize
             by_group[bucket.group] = by_group.get(bucket.group, 0) + nbytes
         return sum(sorted(by_group.values())[-CAPACITY:])
 
@@ -134,17 +130,17 @@ class DataAxis:
         """Sizes of what this rank takes from its C library to keep it: for weights, and if asked for gradients."""
         found = [] if self.moves else list(self.sizes)
         for bucket in (*self.trained, *self.frozen):
-            size = self._low or bucket.itemsize
+            size = bucket.dtype.itemsize
             if self.plan.offloaded == "parameters":
                 continue
             if self.gathers:
-                found.append(bucket.shard * size)
+                found.append(bucket.layout.shard_length * size)
             elif self.moves and not (self.plan.zero and self.shared):
-                found.append(bucket.length * size)
+                found.append(bucket.layout.length * size)
         masters = self._low is not None and self.plan.rounding == "nearest" and self.plan.offload == "none"
         gradients = gradients and self.plan.zero >= 2 and self.plan.offloaded == "optimizer"
         for bucket in self.trained:
-            found += [bucket.shard * bucket.itemsize] * (masters + gradients)
+            found += [bucket.layout.shard_length * bucket.master_dtype.itemsize] * (masters + gradients)
         return found
 
     def pieces(self) -> list[int]:
@@ -155,40 +151,16 @@ class DataAxis:
     def records(self, count: int) -> int:
         """What offloaded states need in memory while they pass through."""
         masters = 0 if self._low is None else 1
-        sizes = [(count + masters) * bucket.shard * bucket.itemsize for bucket in self.trained]
+        sizes = [
+            (count + masters) * bucket.layout.shard_length * bucket.master_dtype.itemsize
+            for bucket in self.trained
+        ]
         return min(BUFFERS, max(2, len(sizes))) * max(sizes, default=0)
 
     def reduced(self) -> int:
         """Bytes of the gradients that are reduced for one backward pass."""
-        return sum(bucket.length * bucket.itemsize for bucket in self.trained)
+        return sum(bucket.layout.length * bucket.master_dtype.itemsize for bucket in self.trained)
 
     def last(self) -> int:
         """Bytes of the bucket that is reduced when nothing is left to compute."""
-        return self.trained[-1].length * self.trained[-1].itemsize if self.trained else 0
-
-    def _buckets(self, groups: Sequence[Sequence[nn.Parameter]], *, trained: bool) -> list[Bucket]:
-        shards = self.divided if self.plan.zero else 1
-        found = []
-        for group, members in enumerate(groups):
-            wanted = [p for p in members if p.requires_grad == trained]
-            if trained:
-                wanted.reverse()
-            for filled in fill(wanted, 1 << 62 if self.gathers else BUCKET_BYTES):
-                layout = FlatLayout([p.shape for p in filled], shards)
-                filling = filling_of(layout, same_type=self._low is None)
-                found.append(Bucket(layout.length, layout.shard_length, filled[0].itemsize, group, filling))
-        return found
-
-
-def _groups(model: nn.Module) -> list[list[nn.Parameter]]:
-    """The parameters of each block that has them for itself, and those of none or several; the last group first."""
-    blocks = blocks_of(model)
-    homes: dict[int, list[int]] = {}
-    for number, (_, block) in enumerate(blocks):
-        for parameter in block.parameters():
-            homes.setdefault(id(parameter), []).append(number)
-    groups: list[list[nn.Parameter]] = [[] for _ in range(len(blocks) + 1)]
-    for parameter in model.parameters():
-        found = homes.get(id(parameter), [])
-        groups[found[0] if len(found) == 1 else len(blocks)].append(parameter)
-    return [group for group in reversed(groups) if group]
+        return self.trained[-1].layout.length * self.trained[-1].master_dtype.itemsize if self.trained else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from farandole.memory.budget import Bandwidth
+from farandole.memory.disk import Bandwidth
 
 PROCESS_BYTES = 225 << 20
 LIBRARY_BYTES = 110 << 20

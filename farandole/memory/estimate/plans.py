@@ -154,7 +154,7 @@ def _start(workload: Workload, plan: Plan, axis: DataAxis, process: int) -> int:
 def _taken_over(workload: Workload, plan: Plan, axis: DataAxis, traced: Trace) -> int:
     """Bytes that are gradients' when they have been activations'.
 
-    Stages 2 and 3 have memory for their gradients from when they are reduced until the next step (`parallel.gradients`).
+    Stages 2 and 3 have memory for their gradients from when they are reduced until the next step (`parallel.bucket`).
     With one pass in a step there are none at the loss, where most activations are; and no activations at its end.
     """
     if plan.zero < 2 or workload.micro_batches > 1:

@@ -7,7 +7,7 @@ Nothing is computed or allocated.  Every storage that an operation returns is co
 the real ones would be; so a gradient of an activation that stands beside what is saved is seen, and the gradient of a tied
 weight, which waits for its other half.  What a kernel takes and gives back before it returns is not seen.
 
-The gradient of a parameter is taken away as soon as it is there: `parallel.gradients` copies it into a buffer.
+The gradient of a parameter is taken away as soon as it is there: `parallel.bucket` copies it into a buffer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from farandole.memory.estimate.alive import Alive
+from farandole.memory.dry_run import call_arguments, device_of, fake_model
 from farandole.memory.estimate.heap import Events
-from farandole.memory.fakes import as_call, device_of, faked
+from farandole.memory.tracker import MemoryTracker
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,15 @@ def trace(
         return torch.autocast(where.type, autocast or torch.bfloat16, enabled=autocast is not None)
 
     with ExitStack() as stack:
-        fake = stack.enter_context(faked(model, example, where, dtype))
+        fake = stack.enter_context(fake_model(model, example, where, dtype))
         stack.enter_context(torch.enable_grad())
         for parameter in model.parameters():
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(_take_away).remove)
-        alive = stack.enter_context(Alive((*model.parameters(), *model.buffers(), *tree_leaves(fake))))
-        args, kwargs = as_call(fake)
+        alive = stack.enter_context(
+            MemoryTracker((*model.parameters(), *model.buffers(), *tree_leaves(fake)))
+        )
+        args, kwargs = call_arguments(fake)
         with casting():
             output = model(*args, **kwargs)
             value = _sum(output) if loss is None else loss(output)

@@ -1,0 +1,96 @@
+"""Wrap the calls of a module without a change to its names, and unwrap them.
+
+    wrap_calls(block, wrapper)          # block(x) is now wrapper(block, call, (x,), {}), where call(x) is what it was
+    unwrap_calls(block, type(wrapper))
+
+The class of the module is replaced by a subclass of the same name, as FSDP2 does: `isinstance`, parameters,
+`state_dict` and hooks stay as they are, and the hooks of the module run inside the wrapper.  A copy or a pickle of the
+module is one of the plain module.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, Protocol, TypeVar
+
+from torch import nn
+
+_WRAPPERS = "_farandole_wrappers"
+
+
+class Wrapper(Protocol):
+    """Called in place of a module's `call`; returns what the caller gets, normally `call(*args, **kwargs)`."""
+
+    def __call__(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the module."""
+
+
+WrapperT = TypeVar("WrapperT", bound=Wrapper)
+
+
+class _Wrapped(nn.Module):
+    """Goes before a module class among the bases: calls pass through the wrappers in `_WRAPPERS`."""
+
+    _plain: type[nn.Module]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call: Callable[..., Any] = super().__call__
+        # the last wrapper is the outermost; a slice of an nn.Sequential has this class and no wrappers
+        for wrapper in self.__dict__.get(_WRAPPERS, ()):
+            call = partial(_pass_through, wrapper, self, call)
+        return call(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        if not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return reduced
+        state = reduced[2]
+        if isinstance(state, dict):
+            state = {key: value for key, value in state.items() if key != _WRAPPERS}
+        # the older protocols' form of `object.__new__(plain)`, which a reader can load without this package
+        return (copyreg._reconstructor, (self._plain, object, None), state, *reduced[3:])  # type: ignore[attr-defined]
+
+
+def _pass_through(
+    wrapper: Wrapper, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    return wrapper(module, call, args, kwargs)
+
+
+@cache
+def _wrapped(plain: Any) -> Any:
+    """Return the subclass of module class `plain`."""
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+    return type(plain.__name__, (_Wrapped, plain), {**names, "_plain": plain})
+
+
+def wrap_calls(module: nn.Module, wrapper: Wrapper) -> None:
+    """Pass calls of `module` through `wrapper`, outside of its wrappers so far."""
+    if not isinstance(module, _Wrapped):
+        plain: Any = type(module)
+        module.__class__ = _wrapped(plain)
+        module.__dict__[_WRAPPERS] = []
+    module.__dict__[_WRAPPERS].append(wrapper)
+
+
+def unwrap_calls(module: nn.Module, wrapper: type[Wrapper] | Wrapper) -> bool:
+    """Remove `wrapper`, or all wrappers of that type; return whether there was one."""
+    before = module.__dict__.get(_WRAPPERS, [])
+    kind = wrapper if isinstance(wrapper, type) else None
+    after = [one for one in before if not (isinstance(one, kind) if kind else one is wrapper)]
+    if after:
+        module.__dict__[_WRAPPERS] = after
+    elif isinstance(module, _Wrapped):
+        del module.__dict__[_WRAPPERS]
+        plain: Any = module._plain
+        module.__class__ = plain
+    return len(after) < len(before)
+
+
+def wrapper_of(module: nn.Module, kind: type[WrapperT]) -> WrapperT | None:
+    """Return the wrapper of type `kind` of the calls of `module`, if there is one."""
+    return next((one for one in module.__dict__.get(_WRAPPERS, []) if isinstance(one, kind)), None)

@@ -1,0 +1,153 @@
+"""What a disk offers: the file system of a folder, its free space, its bandwidth, and what a step of training costs."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from farandole.data.wording import counted, size
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
+
+
+class OffloadError(RuntimeError):
+    """State cannot be kept, read or written in its place; the message says what, where and why."""
+
+
+class NoSpace(OffloadError):
+    """A file system has less free space than the state needs."""
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """The file system of a folder: its kind (`ext4`), its device and where it is mounted."""
+
+    kind: str
+    device: str
+    mounted: str
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether its files occupy memory, so that offloading to it gains nothing."""
+        return self.kind in _IN_MEMORY
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.device} at {self.mounted}"
+
+
+def file_system(folder: str | os.PathLike[str]) -> FileSystem:
+    """Return the file system of `folder`; of unknown kind on systems without /proc."""
+    real = Path(folder).resolve()
+    found = FileSystem("file system", "an unknown device", str(real))
+    longest = -1
+    for mount in _mounts():  # the last one mounted at a place covers the others
+        if real.is_relative_to(mount.mounted) and len(Path(mount.mounted).parts) >= longest:
+            found, longest = mount, len(Path(mount.mounted).parts)
+    return found
+
+
+def free_bytes(folder: str | os.PathLike[str]) -> int:
+    """Return the bytes that an unprivileged user can still write; sys.maxsize if the file system states none."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
+
+
+def require_folder(folder: str | os.PathLike[str]) -> Path:
+    """Return `folder` as a path, `~` expanded.  Raise `OffloadError`, naming the nearest folder, if it is none."""
+    path = Path(folder).expanduser()
+    try:
+        if stat.S_ISDIR(path.stat().st_mode):
+            return path
+    except FileNotFoundError:
+        nearest = next((parent for parent in path.absolute().parents if parent.exists()), Path("/"))
+        raise OffloadError(
+            f"no folder {path} to keep state in; the nearest that exists is {nearest}"
+        ) from None
+    except OSError as error:
+        raise OffloadError(f"cannot keep state in {path}: {error.strerror}") from error
+    raise OffloadError(f"{path} is not a folder to keep state in; it lies in {path.absolute().parent}")
+
+
+def require_space(folder: str | os.PathLike[str], needed: int, ranks: int = 1) -> None:
+    """Raise `NoSpace` unless `folder` has space for `needed` bytes of each of this host's `ranks`.
+
+    All ranks check before the first one makes its file: space that one has reserved is no longer free for the others.
+    """
+    path = require_folder(folder)
+    total, free = needed * ranks, free_bytes(path)
+    if total <= free:
+        return
+    where = file_system(path)
+    each = f" ({size(needed)} for each of {counted(ranks, 'rank')})" if ranks > 1 else ""
+    raise NoSpace(
+        f"{size(total)} needed in {path}{each}, {size(free)} free ({where}); {_advice(total, free, where)}"
+    )
+
+
+def _advice(needed: int, free: int, where: FileSystem) -> str:
+    """Say how much to free, and which other disk has space."""
+    best, most = "", needed - 1
+    for mount in _mounts():
+        if mount.in_memory or mount.device == where.device or not mount.device.startswith("/"):
+            continue
+        if os.path.isdir(mount.mounted) and os.access(mount.mounted, os.W_OK):
+            there = free_bytes(mount.mounted)
+            if there > most:
+                best, most = f", or use {mount.mounted}, which has {size(there)}", there
+    return f"free {size(needed - free)} more there{best}"
+
+
+def _mounts() -> list[FileSystem]:
+    """Return what is mounted, in the order of mounting."""
+    try:
+        lines = _MOUNTS.read_text(errors="replace").splitlines()
+    except OSError:  # not Linux
+        return []
+    mounts = []
+    for line in lines:  # 36 35 98:0 /root /mounted rw,noatime master:1 - ext4 /dev/sda rw
+        before, _, after = line.partition(" - ")
+        kind, device = after.split(" ")[:2]
+        mounts.append(FileSystem(kind, _unescape(device), _unescape(before.split(" ")[4])))
+    return mounts
+
+
+def _unescape(text: str) -> str:
+    """Decode the octal numbers that the kernel writes for spaces."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bytes per second of a disk, one direction at a time, and how the disk is accessed."""
+
+    read: float
+    write: float
+    access: str
+
+    def __str__(self) -> str:
+        return f"{size(self.read)}/s read, {size(self.write)}/s write ({self.access})"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that a step reads and writes, and the disk's bandwidth if it has been measured."""
+
+    read_bytes: int
+    written_bytes: int
+    bandwidth: Bandwidth | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds that the disk takes for a step, if nothing else uses it."""
+        if self.bandwidth is None:
+            return None
+        return self.read_bytes / self.bandwidth.read + self.written_bytes / self.bandwidth.write
+
+    def __str__(self) -> str:
+        text = f"each step reads {size(self.read_bytes)} and writes {size(self.written_bytes)}"
+        return text if self.seconds is None else f"{text}: about {self.seconds:.2g} s at {self.bandwidth}"

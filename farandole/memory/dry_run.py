@@ -1,0 +1,351 @@
+"""Dry runs of a model on fake tensors: what it keeps for its backward pass, computes again, and where attention is.
+
+    model = build_gpt(config)                             # or under torch.device("meta"): nothing is allocated
+    kept = saved_bytes(model, tokens, loss=lambda logits: next_token_loss(logits, targets))
+    kept.total, kept.blocks["1"], kept.outside
+
+A fake tensor has a shape and no data.  A pass runs the kernels' shape functions only, in little time and without an
+allocation, and autograd saves what it would save: torch's FakeTensor follows the code paths of the device that it stands
+for, which the meta device does not (its attention, for example, is the unfused one).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from farandole.memory.blocks import blocks_of
+from farandole.memory.call_wrappers import unwrap_calls, wrap_calls
+from farandole.memory.recompute_wrapper import FUSED_ATTENTION, observe_kept, recomputed_module
+
+aten = torch.ops.aten
+
+_SOFTMAX = frozenset({aten._softmax, aten._safe_softmax})
+_BATCHED_PRODUCTS = frozenset({aten.bmm, aten.baddbmm})
+"""These include the scores of unfused attention."""
+
+_CPU_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+OUTSIDE = None
+"""The place of what no block saves."""
+
+
+def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that `example` stands for: a tuple's or list's members, a dict's keywords, else itself."""
+    if isinstance(example, dict):
+        return (), dict(example)
+    if isinstance(example, tuple | list):
+        return tuple(example), {}
+    return (example,), {}
+
+
+def device_of(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
+    """Return the device of a dry run: `device`, else that of `model`, else (meta, no parameters) the host.
+
+    Raises ValueError for a device that this machine cannot imitate.
+    """
+    if device is not None:
+        wanted = torch.device(device)
+    else:
+        first = next(iter(model.parameters()), None)
+        wanted = torch.device("cpu") if first is None or first.device.type == "meta" else first.device
+    if wanted.type == "meta":
+        raise ValueError(
+            "device='meta': what is saved depends on a device's kernels; give device='cpu' or 'cuda'"
+        )
+    if wanted.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device={str(wanted)!r}: this machine has no CUDA device, without which torch cannot follow its "
+            "kernels; device='cpu' works here and differs little"
+        )
+    return wanted
+
+
+@contextmanager
+def fake_model(
+    model: nn.Module, example: Any, device: torch.device, dtype: torch.dtype | None = None
+) -> Iterator[Any]:
+    """Replace the tensors of `model` by fake ones on `device`; yield `example` made of fake tensors.
+
+    With a `dtype` all floating-point tensors are of that type.  The real parameters and buffers, gradients and the states
+    of random generators are untouched.  Not for a model that another thread uses meanwhile.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    twins: dict[int, Tensor] = {}
+    originals: list[tuple[dict[str, Any], str, Tensor]] = []
+
+    def twin(tensor: Tensor) -> Tensor:
+        if id(tensor) not in twins:
+            kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            fake: Tensor = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind, device=device)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, tensor.requires_grad)
+            elif tensor.requires_grad:
+                fake.requires_grad_()
+            twins[id(tensor)] = fake
+        return twins[id(tensor)]
+
+    with mode:
+        try:
+            for module in model.modules():
+                both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+                for owned in both:
+                    for name, tensor in owned.items():
+                        if tensor is not None:
+                            originals.append((owned, name, tensor))
+                            owned[name] = twin(tensor)
+            yield tree_map_only(Tensor, twin, example)
+        finally:
+            for owned, name, tensor in originals:
+                owned[name] = tensor
+
+
+# ---- bytes kept for the backward pass ----
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes kept for the backward pass, by the name of the block that keeps them.
+
+    `outside` is what is kept outside of blocks, the loss included.
+    """
+
+    blocks: dict[str, int]
+    outside: int
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.blocks.values()) + self.outside
+
+
+def saved_bytes(
+    model: nn.Module,
+    example: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    real: bool = False,
+) -> SavedBytes:
+    """Measure what `model(example)` keeps for its backward pass, in its present mode, under the current autocast.
+
+    What counts is what autograd saves and what a recomputation keeps: the memory of each tensor once, however
+    many views it has, for the block that saves it first.  Parameters, buffers and the example do not count.  Not
+    seen are tensors that a custom `autograd.Function` hides in attributes of `ctx`, and those that a model itself keeps.
+
+    Args:
+        example: one tensor, a tuple of arguments or a dict of keywords; on the meta device for a model there.
+        loss: called with the output; what it saves counts.
+        device: of the fake tensors; by default that of the model, and the CPU for a model on the meta device.
+        dtype: of floating-point tensors; by default their own.
+        real: run a forward pass with the real tensors, which leaves buffers and random states as they were.
+
+    Raises:
+        ValueError: for a device that cannot be imitated here.  What the model raises is raised too; a model whose path
+            depends on values (`.item()`) can be measured with `real=True` only.
+    """
+    if real:
+        if device is not None or dtype is not None:
+            raise ValueError(
+                f"device={device!r} and dtype={dtype} are for fake tensors; with real=True the model's own are measured"
+            )
+        with _undone(model):
+            return _measured(model, example, loss)
+    with fake_model(model, example, device_of(model, device), dtype) as fake_example:
+        return _measured(model, fake_example, loss)
+
+
+class _InBlock:
+    """Wraps a block: assigns what is saved meanwhile to it."""
+
+    def __init__(self, name: str, stack: list[str | None]) -> None:
+        self.name, self.stack = name, stack
+
+    def __call__(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self.stack.append(self.name)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.stack.pop()
+
+
+def _measured(model: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None) -> SavedBytes:
+    names = [name for name, _ in blocks_of(model)]
+    stack: list[str | None] = [OUTSIDE]
+    not_counted = {
+        tensor.untyped_storage()._cdata
+        for tensor in (*model.parameters(), *model.buffers(), *tree_leaves(example))
+        if isinstance(tensor, Tensor)
+    }
+    found: dict[int, tuple[weakref.ref[torch.UntypedStorage], str | None]] = {}
+
+    def note(tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        known = found.get(storage._cdata)
+        gone = known is not None and known[0]() is None  # its address is used again
+        if storage._cdata not in not_counted and (known is None or gone):
+            found[storage._cdata] = (weakref.ref(storage), stack[-1])
+
+    def pack(tensor: Tensor) -> Tensor:
+        note(tensor)
+        return tensor.detach()  # an output that is saved as it is would keep its own graph alive
+
+    args, kwargs = call_arguments(example)
+    with ExitStack() as undo:
+        for name, block in blocks_of(model):
+            wrapper = _InBlock(name, stack)
+            wrap_calls(block, wrapper)
+            undo.callback(unwrap_calls, block, wrapper)
+        undo.enter_context(observe_kept(note))
+        undo.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+        undo.enter_context(torch.enable_grad())
+        output = model(*args, **kwargs)
+        if loss is not None:
+            output = loss(output)
+    graph = [one.grad_fn for one in tree_leaves(output) if isinstance(one, Tensor)]
+    del output
+    kept: Counter[str | None] = Counter()
+    for reference, block_name in found.values():
+        storage = reference()
+        if storage is not None:
+            kept[block_name] += storage.nbytes()
+    del graph
+    return SavedBytes(blocks={name: kept[name] for name in names}, outside=kept[OUTSIDE])
+
+
+@contextmanager
+def _undone(model: nn.Module) -> Iterator[None]:
+    """Restore buffers (running statistics) and the random generators afterwards."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+# ---- operations ----
+
+
+def flops_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+    """Return the floating-point operations of one call of `kind` (an `OpOverloadPacket`) in products and attention.
+
+    They are those of torch's `FlopCounterMode`.  Its table lacks the CPU's fused attention, which counts like the others:
+    two products forward, five backward (Dao et al., 2022, "FlashAttention": the scores are computed once more).
+    """
+    if kind in FUSED_ATTENTION:
+        return _attention_flops(args[0], args[1], args[2], score_products=1, value_products=1)
+    if kind is _CPU_ATTENTION_BACKWARD:
+        return _attention_flops(args[1], args[2], args[3], score_products=3, value_products=2)
+    if kind in flop_registry:
+        return int(flop_registry[kind](*args, **kwargs, out_val=output))
+    return 0
+
+
+def _attention_flops(query: Any, key: Any, value: Any, score_products: int, value_products: int) -> int:
+    """Count products of (positions, width) with (width, positions), and of as many positions with values."""
+    scores = 2 * query[..., 0].numel() * key.shape[-2]
+    return int(scores * (score_products * query.shape[-1] + value_products * value.shape[-1]))
+
+
+def recomputed_flops(model: nn.Module, example: Any, dtype: torch.dtype | None = None) -> Counter[str]:
+    """Count the operations (`flops_of`) that recomputations of each module repeat, by the module's name.
+
+    Runs one forward and backward pass of `model(example)`, from which recomputations also learn how far they have to go.
+    `dtype` is as for `fake_model`.
+    """
+    counting = _CountRecomputed()
+    with fake_model(model, example, device_of(model), dtype) as fake, torch.enable_grad(), counting:
+        args, kwargs = call_arguments(fake)
+        results = [one for one in tree_leaves(model(*args, **kwargs)) if isinstance(one, Tensor)]
+        trained = [one for one in results if one.requires_grad]
+        if trained:
+            torch.autograd.backward(trained, [torch.ones_like(one) for one in trained])
+    return counting.flops
+
+
+class _CountRecomputed(TorchDispatchMode):
+    """Counts what runs in recomputations.  Kept products do not: their mode answers before this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        name = recomputed_module()
+        if name is not None:
+            self.flops[name] += flops_of(func.overloadpacket, args, kwargs, output)
+        return output
+
+
+# ---- modules that compute attention ----
+
+
+def attention_modules(
+    model: nn.Module, example: Any, dtype: torch.dtype | None = None
+) -> list[tuple[str, nn.Module]]:
+    """Return the modules of `model`, by name, that compute attention themselves and not in a module inside them.
+
+    Attention is a call of torch's scaled dot-product attention, or batched matrix products with a softmax, which may be
+    a module of its own.  `dtype` is as for `fake_model`.
+    """
+    finder = _AttentionFinder()
+    with ExitStack() as undo:
+        for module in dict.fromkeys(model.modules()):
+            wrap_calls(module, finder)
+            undo.callback(unwrap_calls, module, finder)
+        args, kwargs = call_arguments(undo.enter_context(fake_model(model, example, device_of(model), dtype)))
+        undo.enter_context(torch.enable_grad())
+        undo.enter_context(finder)
+        model(*args, **kwargs)
+    return [(name, module) for name, module in model.named_modules() if module in finder.found]
+
+
+class _AttentionFinder(TorchDispatchMode):
+    """Wraps every module, notes the operations of its running calls, and collects attention modules in `found`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[nn.Module] = []
+        self.calls: list[set[str]] = [set()]
+
+    def __call__(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self.calls.append(set())
+        try:
+            return call(*args, **kwargs)
+        finally:
+            mine = self.calls.pop()
+            if "fused" in mine or {"products", "softmax"} <= mine:
+                self.found.append(module)
+            else:
+                self.calls[-1] |= mine & {"softmax"}  # which may be a module of its own
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kinds = {"fused": FUSED_ATTENTION, "products": _BATCHED_PRODUCTS, "softmax": _SOFTMAX}
+        self.calls[-1].update(kind for kind, operations in kinds.items() if func.overloadpacket in operations)
+        return func(*args, **(kwargs or {}))

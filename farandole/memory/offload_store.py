@@ -1,0 +1,482 @@
+"""Stores for state that need not stay in the memory in which it is used: host memory, or a file on a disk.
+
+    store = DiskStore("/scratch", "activations")     # or HostStore(pinned=True) for a CUDA device
+    record, = store.allocate([data.nbytes])
+    store.write(record, data).synchronize()          # data may be freed
+    again = store.empty(record.nbytes, data.device)
+    store.read(record, again).wait()
+
+Reads and writes run while the caller computes: on threads that are in the kernel all the while (disk), or on a CUDA
+stream (host).  The space of a record is reused when the record is garbage.
+
+On a disk a record is moved in parts, several at a time (the queue of a modern disk needs more than one request),
+following ZeRO-Infinity's offload engine (Rajbhandari et al., 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for
+Extreme Scale Deep Learning", section 6.3).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farandole.data.wording import size
+from farandole.memory.disk import Bandwidth, NoSpace, OffloadError, free_bytes, require_folder
+from farandole.memory.disk_file import ALIGNMENT, DiskFile, aligned_buffer, padded
+
+PART_BYTES = 4 << 20
+"""Bytes of one request to the kernel."""
+
+DEPTH = 4
+"""Requests in flight: with 4 MiB each, the smallest number that reached the full bandwidth of the disks tried."""
+
+_PROBE_BYTES = 256 << 20
+_PROBE_S = 1.0
+
+
+class Transfer:
+    """A read or write of a record; this one is finished from the start.
+
+    Until it is `done` the caller keeps it, and must not touch the memory that is read into or written from.
+    """
+
+    error: OffloadError | None = None
+    """What went wrong, once it is done."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has finished or failed."""
+        return True
+
+    def settle(self) -> None:
+        """Block until it is done, failed or not."""
+
+    def synchronize(self) -> None:
+        """Block until it is done.  Raise `OffloadError`, naming the record, if it failed."""
+        self.settle()
+        if self.error is not None:
+            raise self.error
+
+    def wait(self) -> None:
+        """Have later computation wait: that of this thread, or of the current stream of a CUDA device."""
+        self.synchronize()
+
+
+class Record:
+    """A place for `nbytes` bytes in a store; `memory` is its content if the store is in memory."""
+
+    def __init__(self, index: int, nbytes: int, memory: Tensor | None = None) -> None:
+        self.index, self.nbytes, self.memory = index, nbytes, memory
+
+
+class OffloadStore(ABC):
+    """Records of fixed sizes; `name` says in errors what they hold.
+
+    The caller orders transfers that touch the same record or memory, for example with `after`.
+    """
+
+    name: str
+    in_memory: bool
+    """Whether records have `memory`."""
+
+    @property
+    @abstractmethod
+    def access(self) -> str:
+        """Where the records are and how they are accessed, for people."""
+
+    @abstractmethod
+    def allocate(self, sizes: Sequence[int]) -> Sequence[Record]:
+        """Reserve space for records of these sizes at once.  Raise `NoSpace` or `OffloadError` and reserve nothing."""
+
+    @abstractmethod
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory on `device` into which a record of `nbytes` can be read (1-D, uint8, maybe longer)."""
+
+    @abstractmethod
+    def write(self, record: Any, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
+        """Start to copy the first bytes of `data` (1-D, uint8) to `record`, once all of `after` are done."""
+
+    @abstractmethod
+    def read(self, record: Any, into: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
+        """Start to fill the first bytes of `into` (1-D, uint8) with `record`, once all of `after` are done."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Block until nothing is read or written any more, failed or not."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish transfers and free the space; may be called again."""
+
+
+class HostStore(OffloadStore):
+    """Records in the memory of this host; `pinned` for a CUDA device, which then copies at full speed beside kernels.
+
+    Copies from and to a device run in order on a stream of their own.
+    """
+
+    in_memory = True
+
+    def __init__(self, name: str = "records", pinned: bool = False) -> None:
+        if pinned and not torch.cuda.is_available():
+            raise ValueError(
+                "pinned=True: memory is pinned for a CUDA device, and there is none; pinned=False works"
+            )
+        self.name = name
+        self._pinned = pinned
+        self._nbytes = self._count = 0
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @property
+    def access(self) -> str:
+        """Where the records are, for people."""
+        return f"{'pinned ' if self._pinned else ''}memory, {size(self._nbytes)}"
+
+    def allocate(self, sizes: Sequence[int]) -> Sequence[Record]:
+        """Allocate memory for records of these sizes."""
+        start = self._count
+        self._count += len(sizes)
+        self._nbytes += sum(sizes)
+        memory = [torch.empty(n, dtype=torch.uint8, pin_memory=self._pinned, device="cpu") for n in sizes]
+        return [Record(start + at, one.nbytes, one) for at, one in enumerate(memory)]
+
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory on `device`."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def write(self, record: Record, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
+        """Copy `data`, from a CUDA device after the kernels queued so far."""
+        return self._copy(record.memory, data, data)
+
+    def read(self, record: Record, into: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
+        """Copy to `into`; the current stream may have freed its memory a moment ago."""
+        return self._copy(into, record.memory, into)
+
+    def settle(self) -> None:
+        """Wait for the copies of all streams."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def close(self) -> None:
+        """Wait for copies; the memory is freed with the records."""
+        self.settle()
+
+    def _copy(self, to: Tensor | None, source: Tensor | None, outside: Tensor) -> Transfer:
+        assert to is not None and source is not None  # records of this store have memory
+        count = min(to.numel(), source.numel())
+        if to.data_ptr() == source.data_ptr():
+            return Transfer()
+        if not outside.is_cuda:
+            to[:count].copy_(source[:count])
+            return Transfer()
+        device = outside.device
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            to[:count].copy_(source[:count], non_blocking=True)
+            event = stream.record_event()
+        if to is outside:
+            outside.record_stream(stream)
+        return _StreamTransfer(event, outside)
+
+
+class _StreamTransfer(Transfer):
+    """A copy on a CUDA stream, which keeps the memory on the device alive."""
+
+    def __init__(self, event: torch.cuda.Event, outside: Tensor) -> None:
+        self._event, self._outside = event, outside
+
+    @property
+    def done(self) -> bool:
+        return self._event.query()
+
+    def settle(self) -> None:
+        self._event.synchronize()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._outside.device).wait_event(self._event)
+
+
+class _Extent(Record):
+    """A record in a file, whose space is `returned` when the record is garbage."""
+
+    def __init__(self, index: int, nbytes: int, offset: int, returned: deque[tuple[int, int]]) -> None:
+        super().__init__(index, nbytes)
+        self.offset, self._extent, self._returned = offset, (offset, padded(nbytes)), returned
+
+    def __del__(self) -> None:  # at any time and in any thread, so it takes no lock
+        self._returned.append(self._extent)
+
+
+class _DiskTransfer(Transfer):
+    """`parts` (offsets in a record), which several threads move by calling `work`."""
+
+    def __init__(
+        self, what: str, parts: Iterable[int], move: Callable[[int], None], after: Iterable[Transfer]
+    ) -> None:
+        self._what, self._move, self._after = what, move, tuple(after)
+        self._parts = deque(parts)
+        self._left = len(self._parts)
+        self._lock = threading.Lock()
+        self._finished = threading.Event()
+        if not self._left:
+            self._finished.set()
+
+    @property
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    def settle(self) -> None:
+        self._finished.wait()
+
+    def work(self) -> None:
+        """Move parts until there are none left."""
+        for before in self._after:
+            if isinstance(before, _DiskTransfer):
+                before.work()  # in case no other thread does
+            before.settle()
+        move = self._move
+        while True:
+            try:
+                at = self._parts.popleft()
+            except IndexError:
+                return
+            try:
+                move(at)
+            except Exception as error:
+                self._end_part(OffloadError(f"{self._what}: {error}"))
+            else:
+                self._end_part()
+
+    def fail(self, error: Exception) -> None:
+        """Give up the parts that no thread has begun."""
+        with suppress(IndexError):
+            while True:
+                self._parts.pop()
+                self._end_part(OffloadError(f"{self._what}: {error}"))
+
+    def _end_part(self, error: OffloadError | None = None) -> None:
+        with self._lock:
+            self._left -= 1
+            self.error = self.error or error
+            if self._left:
+                return
+        self._after, self._move = (), _nothing  # they refer to memory and to earlier transfers
+        self._finished.set()
+
+
+def _nothing(at: int) -> None:
+    """Move nothing."""
+
+
+class DiskStore(OffloadStore):
+    """Records in an unnamed scratch file of this process in `folder`, read and written past the page cache.
+
+    `allocate` reserves the space.  `read` and `write` return at once and may be called from any thread; memory
+    that is not aligned passes through a buffer.  Where several ranks share the disk, all of them call
+    `require_space` with their number before they allocate.
+
+    Raises `OffloadError` if no file can be made there.
+    """
+
+    in_memory = False
+
+    def __init__(self, folder: str | os.PathLike[str], name: str = "records") -> None:
+        self.name = name
+        self._file = DiskFile(folder, name)
+        self._threads = ThreadPoolExecutor(DEPTH, thread_name_prefix="farandole-disk")
+        self._buffers = threading.local()
+        self._moving: list[_DiskTransfer] = []
+        self._lock = threading.Lock()
+        self._free: dict[int, list[int]] = {}
+        self._returned: deque[tuple[int, int]] = deque()
+        self._end = self._in_use = self._count = 0
+        self._process = os.getpid()
+        self._closed = False
+
+    @property
+    def direct(self) -> bool:
+        """Whether the disk is read and written past the page cache."""
+        return self._file.direct
+
+    @property
+    def access(self) -> str:
+        """Which disk, and how it is accessed, for people."""
+        return self._file.access
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the file."""
+        return self._file.nbytes
+
+    def allocate(self, sizes: Sequence[int]) -> Sequence[Record]:
+        """Reserve space, first where records of the same sizes were: the steps of a training are alike."""
+        if any(count < 0 for count in sizes):
+            raise ValueError(f"sizes={list(sizes)}: a record has 0 bytes or more")
+        with self._lock:
+            while self._returned:
+                offset, length = self._returned.popleft()
+                self._free.setdefault(length, []).append(offset)
+                self._in_use -= 1
+            if self._in_use == 0:  # records of other sizes may follow
+                self._free, self._end = {}, 0
+            reused = [places.pop() if (places := self._free.get(padded(n))) else None for n in sizes]
+            end = self._end + sum(padded(n) for n, at in zip(sizes, reused, strict=True) if at is None)
+            try:
+                self._file.extend(max(0, end - self._file.nbytes))
+            except OffloadError:
+                for nbytes, at in zip(sizes, reused, strict=True):
+                    if at is not None:
+                        self._free[padded(nbytes)].append(at)
+                raise
+            records = []
+            for nbytes, at in zip(sizes, reused, strict=True):
+                records.append(_Extent(self._count, nbytes, self._end if at is None else at, self._returned))
+                self._count += 1
+                self._end += padded(nbytes) if at is None else 0
+            self._in_use += len(records)
+        return records
+
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return aligned memory, which goes back to the kernel when it is freed."""
+        if device.type != "cpu":
+            raise ValueError(f"a disk is read into memory of the host, not of {device}")
+        return aligned_buffer(nbytes)
+
+    def write(self, record: Record, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
+        """Start to write."""
+        return self._start("writing", record, data, after)
+
+    def read(self, record: Record, into: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
+        """Start to read."""
+        return self._start("reading", record, into, after)
+
+    def settle(self) -> None:
+        """Block until nothing is read or written any more, failed or not."""
+        with self._lock:
+            moving = list(self._moving)
+        for transfer in moving:
+            transfer.settle()
+        with self._lock:
+            self._moving = [transfer for transfer in self._moving if not transfer.done]
+
+    def close(self) -> None:
+        """Finish transfers and free the space; may be called again."""
+        self._closed = True
+        if self._process == os.getpid():  # a forked process has none of the threads
+            self.settle()
+            self._threads.shutdown()
+        self._file.close()
+
+    def _start(self, doing: str, record: Record, memory: Tensor, after: Iterable[Transfer]) -> Transfer:
+        what = f"{doing} record {record.index} of {self.name}"
+        content = self._check(what, record, memory)
+
+        def move(at: int) -> None:
+            try:
+                self._move_part(doing == "reading", record, content, at)
+            except OSError as error:
+                raise RuntimeError(self._file.why(error)) from error
+
+        transfer = _DiskTransfer(what, range(0, padded(record.nbytes), PART_BYTES), move, after)
+        with self._lock:
+            self._moving = [other for other in self._moving if not other.done]
+            self._moving.append(transfer)
+        try:
+            for _ in range(min(DEPTH, -(-record.nbytes // PART_BYTES))):
+                self._threads.submit(transfer.work)
+        except RuntimeError as error:  # the program ends, or there can be no more threads
+            transfer.fail(error)
+        except BaseException:  # Ctrl-C: no record is left half-written, and nobody waits for ever
+            self._threads.submit(transfer.work)
+            raise
+        return transfer
+
+    def _move_part(self, reading: bool, record: Record, content: np.ndarray[Any, Any], at: int) -> None:
+        assert isinstance(record, _Extent)
+        part = content[at : at + PART_BYTES]
+        offset, length = record.offset + at, min(PART_BYTES, padded(record.nbytes) - at)
+        aligned = len(part) == length and part.ctypes.data % ALIGNMENT == 0
+        if aligned or not self.direct:
+            (self._file.read if reading else self._file.write)(part.data, offset)
+            return
+        if not hasattr(self._buffers, "own"):
+            self._buffers.own = aligned_buffer(PART_BYTES).numpy()
+        buffer = self._buffers.own[:length]
+        if reading:
+            self._file.read(buffer.data, offset)
+            np.copyto(part, buffer[: len(part)])
+        else:
+            np.copyto(buffer[: len(part)], part)
+            self._file.write(buffer.data, offset)
+
+    def _check(self, what: str, record: Record, memory: Tensor) -> np.ndarray[Any, Any]:
+        """Return the bytes to move: those of the record, and its padding if `memory` has it."""
+        if self._closed:
+            raise OffloadError(f"{what}: the file has been closed")
+        if self._process != os.getpid():
+            raise OffloadError(
+                f"{what}: the file belongs to process {self._process}, from which this one forked"
+            )
+        flat = memory.dim() == 1 and memory.is_contiguous()
+        if (
+            memory.dtype != torch.uint8
+            or memory.device.type != "cpu"
+            or not flat
+            or memory.numel() < record.nbytes
+        ):
+            raise ValueError(
+                f"{what} takes 1-D contiguous uint8 memory of at least {record.nbytes:,} bytes on the CPU; this is "
+                f"{tuple(memory.shape)} {memory.dtype} on {memory.device}"
+            )
+        content: np.ndarray[Any, Any] = memory.detach().numpy()[: padded(record.nbytes)]
+        return content  # it keeps the memory alive while threads move it
+
+
+def measure_bandwidth(folder: str | os.PathLike[str], limit_bytes: int = _PROBE_BYTES) -> Bandwidth:
+    """Write and read back random bytes in `folder`, as `DiskStore` does, for at most about a second and `limit_bytes`.
+
+    Raises `OffloadError` if that cannot be done.
+    """
+    allowed = min(limit_bytes, free_bytes(require_folder(folder)))
+    if allowed < PART_BYTES:
+        raise NoSpace(f"measuring the disk of {folder} takes {size(PART_BYTES)}; {size(allowed)} can be used")
+    store = DiskStore(folder, "random bytes")
+    try:
+        records = store.allocate([PART_BYTES] * (allowed // PART_BYTES))
+        own = torch.Generator().manual_seed(0)  # measuring draws none of the random numbers of others
+        buffers = [aligned_buffer(PART_BYTES).random_(generator=own) for _ in range(2 * DEPTH)]
+        written, write = _move_for_a_while(store.write, records, buffers)
+        _, read = _move_for_a_while(store.read, records[:written], buffers)
+        return Bandwidth(read, write, store.access)
+    finally:
+        store.close()
+
+
+def _move_for_a_while(
+    move: Callable[[Record, Tensor], Transfer], records: Sequence[Record], buffers: list[Tensor]
+) -> tuple[int, float]:
+    """Move records for at most half the time of the measurement; return how many, and bytes per second."""
+    start = time.perf_counter()
+    moving: list[Transfer] = []
+    for at, record in enumerate(records):
+        if at >= len(buffers):
+            moving[at - len(buffers)].synchronize()
+        if time.perf_counter() - start > _PROBE_S / 2:
+            break
+        moving.append(move(record, buffers[at % len(buffers)]))
+    for transfer in moving:
+        transfer.synchronize()
+    return len(moving), len(moving) * PART_BYTES / (time.perf_counter() - start)

@@ -1,0 +1,288 @@
+"""The wrapper that recomputes a module's calls in the backward pass, with `torch.utils.checkpoint` (not reentrant).
+
+Outputs of matrix products can be kept, so that only the cheap rest is computed again.  Two dispatch modes share a
+`_Kept`: one runs around the forward pass and keeps what products return, the other runs around the recomputation
+and returns it when the product is called again (Korthikanti et al., 2022, "Reducing Activation Recomputation in Large
+Transformer Models", recompute attention only; Chen et al., 2016, section 4.2, all that is not a convolution).
+
+torch has such a pair (`create_selective_checkpoint_contexts`).  This one differs in three things.  Outputs that the
+last recomputation did not reach are not kept (of a block x + f(x), the product at the end of f).  An output
+that is overwritten in place is computed again, where torch raises in the backward pass.  Products with dropout
+inside are never kept, because skipping them would shift the random numbers of what follows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_iter, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+aten = torch.ops.aten
+
+WEIGHT_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.convolution, aten._scaled_mm, aten.mv, aten.addmv})
+"""Products with weights: many operations for each byte of output."""
+
+FUSED_ATTENTION = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_cudnn_attention,
+        aten._scaled_dot_product_fused_attention_overrideable,
+    }
+)
+"""Attention in one kernel: its output is as small as a query."""
+
+KEPT_PRODUCTS: dict[str, frozenset[Any]] = {
+    "block": frozenset(),
+    "selective": WEIGHT_PRODUCTS | FUSED_ATTENTION,
+    "attention": WEIGHT_PRODUCTS,
+}
+"""The products whose outputs each way of recomputing a module keeps, besides the module's inputs."""
+
+_SMALL_BYTES = 1 << 20
+
+_running = threading.local()
+_observers: list[Callable[[Tensor], None]] = []
+
+
+def recomputing() -> bool:
+    """Return whether this thread is in a recomputation, in which forward hooks run too."""
+    return recomputed_module() is not None
+
+
+def recomputed_module() -> str | None:
+    """Return the name of the module that this thread recomputes, the outermost if they are nested, or None."""
+    names: list[str] = getattr(_running, "names", [])
+    return names[0] if names else None
+
+
+@contextmanager
+def observe_kept(observer: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call `observer` with every tensor that a recomputing forward pass keeps."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def measuring() -> bool:
+    """Return whether kept tensors are being observed."""
+    return bool(_observers)
+
+
+class RecomputeWrapper:
+    """Recomputes the calls of a module in the backward pass.  `way` is a key of `KEPT_PRODUCTS`.
+
+    Beyond torch: tensors inside of nested arguments are kept like saved tensors, buffers are those of
+    the forward pass and are changed once, products may be kept, and an error names a module that changes its input.
+    """
+
+    def __init__(self, name: str, way: str) -> None:
+        self.name, self.way = name, way
+        self._products = KEPT_PRODUCTS[way]
+        self._needed: int | None = None
+
+    def __call__(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the module, keeping its inputs (and products) only."""
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        # All tensors become arguments of their own: torch keeps those like any saved tensor,
+        # so that they are checked for changes, counted and swapped.
+        inputs, structure = tree_flatten((args, kwargs))
+        versions = [
+            (one, one._version) for one in inputs if isinstance(one, Tensor) and not one.is_inference()
+        ]
+        buffers = _Buffers(module)
+        kept = _Kept(self._products, self._needed)
+        forward = True
+
+        def run(*leaves: Any) -> Any:
+            nonlocal forward
+            some, named = tree_unflatten(list(leaves), structure)
+            if forward:
+                forward = False
+                return call(*some, **named)
+            with _recomputation(self.name), buffers.as_before():
+                try:
+                    return call(*some, **named)
+                finally:
+                    self._needed = max(self._needed or 0, kept.replayed)
+
+        def modes() -> tuple[Any, Any]:
+            if not self._products:
+                return nullcontext(), nullcontext()
+            return _Keep(kept), _Replay(kept)
+
+        results = checkpoint(run, *inputs, use_reentrant=False, context_fn=modes)
+        if any(tensor._version != version for tensor, version in versions):
+            raise RuntimeError(
+                f"block {self.name!r} ({type(module).__name__}) changes its input in place, so it cannot be "
+                "recomputed from it: use the form that is not in place (inplace=False), or do not recompute this block"
+            )
+        buffers.drop_unchanged()
+        kept.report(tree_leaves(results))
+        return results
+
+
+@contextmanager
+def _recomputation(name: str) -> Iterator[None]:
+    names: list[str] = _running.__dict__.setdefault("names", [])
+    names.append(name)
+    try:
+        yield
+    finally:
+        names.pop()
+
+
+class _Buffers:
+    """The buffers that a call changes, as they were before it: a recomputation starts from them and changes none."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = [
+            (owner, name, buffer, buffer._version, buffer.detach().clone())
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and not buffer.is_inference()
+        ]
+
+    def drop_unchanged(self) -> None:
+        """After the call, drop large buffers that have not changed.
+
+        Small ones are kept: running statistics are updated by kernels that do not count as a change.
+        """
+        self._before = [
+            entry
+            for entry in self._before
+            if entry[0]._buffers[entry[1]] is not entry[2]
+            or entry[2]._version != entry[3]
+            or entry[2].nbytes <= _SMALL_BYTES
+        ]
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        now = [(owner, name, owner._buffers[name]) for owner, name, *_ in self._before]
+        for owner, name, _, _, before in self._before:
+            owner._buffers[name] = before.clone()
+        try:
+            yield
+        finally:
+            for owner, name, buffer in now:
+                owner._buffers[name] = buffer
+
+
+class _Kept:
+    """Outputs of the `products` of one forward pass, by their number.
+
+    `needed` is how many products an earlier recomputation passed before it had all it needed, None if there
+    was none; later ones are not kept.
+    """
+
+    def __init__(self, products: frozenset[Any], needed: int | None) -> None:
+        self.products = products
+        self.needed = needed
+        self.outputs: dict[int, tuple[Any, Any]] = {}
+        self.replayed = 0
+
+    def report(self, results: Iterable[Any]) -> None:
+        """After the forward pass: drop its `results`, which the caller may overwrite, and observe the rest."""
+        self.drop(results)
+        for _, output in self.outputs.values():
+            for tensor in tree_iter(output):
+                if isinstance(tensor, Tensor):
+                    for observer in _observers:
+                        observer(tensor)
+
+    def drop(self, tensors: Iterable[Any]) -> None:
+        """Drop outputs that share memory with any of `tensors`."""
+        gone = {
+            one.untyped_storage()._cdata
+            for one in tensors
+            if isinstance(one, Tensor) and one.layout is torch.strided
+        }
+        for number, (_, output) in list(self.outputs.items()):
+            if any(isinstance(t, Tensor) and t.untyped_storage()._cdata in gone for t in tree_iter(output)):
+                del self.outputs[number]
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()
+        self.kept = kept
+        self.count = 0
+
+    def is_product(self, func: Any) -> bool:
+        return func.overloadpacket in self.kept.products and not func._schema.is_mutable
+
+
+class _Keep(_Mode):
+    """Around the forward pass: keeps outputs of products."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if self.is_product(func):
+            wanted = self.kept.needed is None or self.count < self.kept.needed
+            if wanted and not _has_dropout(func, args, kwargs):
+                self.kept.outputs[self.count] = (func, _aliases(output))
+            self.count += 1
+        elif self.kept.outputs and func._schema.is_mutable:
+            self.kept.drop(tree_iter(list(_written(func, args, kwargs))))
+        return output
+
+
+class _Replay(_Mode):
+    """Around the recomputation: returns kept outputs."""
+
+    def __enter__(self) -> _Replay:
+        self.count = 0  # the same mode serves every backward pass over a retained graph
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.is_product(func):
+            then, output = self.kept.outputs.get(self.count, (func, None))
+            self.count += 1
+            self.kept.replayed = max(self.kept.replayed, self.count)
+            if then is not func:
+                raise RuntimeError(
+                    f"the recomputation calls {func} where the forward pass called {then}: a block that is recomputed "
+                    "must do the same both times; what it does may depend on its inputs and random numbers only"
+                )
+            if output is not None:
+                return _aliases(output)
+        return func(*args, **(kwargs or {}))
+
+
+def _aliases(output: Any) -> Any:
+    """Return the same memory in new tensors: autograd attaches its graph to those that an operation returns."""
+    return tree_map_only(Tensor, Tensor.detach, output)
+
+
+def _has_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            value = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(value)
+    return False
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that `func` writes to."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[index] if index < len(args) else kwargs.get(argument.name)

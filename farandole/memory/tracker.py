@@ -1,0 +1,333 @@
+"""Count the memory of live tensors: what it is for, its peak, and a limit that holds from the first allocation on.
+
+    with DeviceMemory(12 << 30, torch.device("cpu")) as memory:
+        memory.watch(model)
+        engine = farandole.parallelize(model, plan, initialise=fill)
+        for step in range(steps):
+            memory.step = step
+            ...
+            memory.in_use, memory.peak
+
+Code that allocates tags the memory, which costs next to nothing if nobody counts:
+
+    with memory_tag("weights", parameters):
+        buffer = torch.empty(length)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from farandole.data.wording import size
+from farandole.memory.blocks import blocks_of
+from farandole.memory.dry_run import flops_of
+
+Kind = Literal["weights", "gradients", "masters and states", "activations"]
+
+
+@dataclass(frozen=True)
+class MemoryTag:
+    """Memory of one kind, for some of a model's parameters if they are known.
+
+    `ranks` share the memory.
+    """
+
+    kind: Kind
+    parameters: Sequence[nn.Parameter] = ()
+    ranks: int = 1
+
+
+_ACTIVATIONS = MemoryTag("activations")
+
+_current: ContextVar[MemoryTag] = ContextVar("memory_tag")
+
+
+@contextmanager
+def memory_tag(kind: Kind, parameters: Sequence[nn.Parameter] = (), *, ranks: int = 1) -> Iterator[None]:
+    """Tag the memory that this thread allocates within the context; untagged memory counts as activations."""
+    token = _current.set(MemoryTag(kind, parameters, ranks))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def by_kind(count: Mapping[Kind, int]) -> str:
+    """Return `weights 2.3 GiB, gradients 4.6 GiB`, without kinds of zero bytes."""
+    return ", ".join(f"{kind} {size(count[kind])}" for kind in get_args(Kind) if count.get(kind))
+
+
+class OutOfDeviceMemory(RuntimeError):
+    """The device has less memory than was requested.
+
+    `requested` is the bytes, if they are known; `in_use` the bytes of each kind before; `purpose` what the memory was
+    for; `place` the block and the part of a step in which it was requested; and `step` its number (None before the first).
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        requested: int | None,
+        in_use: dict[Kind, int],
+        purpose: str,
+        place: str,
+        step: int | None,
+    ) -> None:
+        self.limit, self.requested, self.in_use = limit, requested, in_use
+        self.purpose, self.place, self.step = purpose, place, step
+        when = "before the first step" if step is None else f"in step {step}"
+        more = "more" if requested is None else size(requested)
+        held = by_kind(in_use) or "nothing"
+        super().__init__(
+            f"out of device memory {when}{place}: {more} wanted for {purpose}, and of {size(limit)} there are "
+            f"{size(max(0, limit - sum(in_use.values())))} left; in use: {held}"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.limit, self.requested, self.in_use, self.purpose, self.place, self.step)
+
+
+class DeviceMemory:
+    """Limits this process to `limit_bytes` of `device` within the context, and counts its memory by kind.
+
+    What counts is the memory of every tensor on the device, once however many views it has, from the first
+    operation that makes or takes it until it is freed; memory that several ranks share counts as this rank's part.  Not
+    seen is what no tensor holds, such as libraries' work space and what torch makes inside of one operation.  A CUDA
+    device enforces the limit itself, with all that.
+
+    `limit_bytes` None counts only.  Raises ValueError for a limit below one byte.
+    """
+
+    def __init__(self, limit_bytes: int | None, device: torch.device) -> None:
+        if limit_bytes is not None and limit_bytes < 1:
+            raise ValueError(f"a device has at least one byte of memory, not {limit_bytes}")
+        if str(device) == "cuda":  # torch's limit needs a number
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.limit, self.device = limit_bytes, device
+        self.step: int | None = None
+        self.peak = 0
+        self._in_use: Counter[Kind] = Counter()
+        self._model: nn.Module | None = None
+        self._place = ""
+        self._updating = False
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, MemoryTag]] = {}
+        self._freed: deque[int] = deque()  # keys to subtract; any thread may free something
+        self._mode = _TensorMode(self._see, self._refused)
+        self._hooks: list[Any] = []
+
+    @property
+    def in_use(self) -> Counter[Kind]:
+        """Bytes in use, by kind."""
+        while self._freed:
+            _, nbytes, tag = self._known.pop(self._freed.popleft())
+            self._in_use[tag.kind] -= nbytes // tag.ranks
+        return self._in_use
+
+    @property
+    def total(self) -> int:
+        """Bytes in use."""
+        return self.in_use.total()
+
+    def watch(self, model: nn.Module) -> None:
+        """Name blocks and parameters of `model` in errors, and count its present tensors as weights.
+
+        Call it before the model is parallelized.
+        """
+        self._model = model
+        for tensor in (*model.parameters(), *model.buffers()):
+            with memory_tag("weights", [tensor] if isinstance(tensor, nn.Parameter) else []):
+                self._see(tensor)
+        for name, block in blocks_of(model):
+            self._hooks += [
+                block.register_forward_pre_hook(self._enter(f", in the forward pass of block {name}")),
+                block.register_forward_hook(self._leave(name)),
+            ]
+
+    def __enter__(self) -> DeviceMemory:
+        if self.device.type == "cuda" and self.limit is not None:
+            whole = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit / whole), self.device)
+        self._hooks += [
+            register_optimizer_step_pre_hook(lambda *_: self._update(True)),
+            register_optimizer_step_post_hook(lambda *_: self._update(False)),
+        ]
+        self._mode.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self.device.type == "cuda" and self.limit is not None:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+
+    def _see(self, tensor: Tensor) -> None:
+        """Count the memory of `tensor` if it is new or has changed its size."""
+        storage = tensor.untyped_storage()
+        if storage.device.type != self.device.type:
+            return
+        in_use, key, nbytes = self.in_use, storage._cdata, storage.nbytes()
+        known = self._known.get(key)
+        if known is not None and known[1] == nbytes:
+            return
+        tag = self._tag() if known is None else known[2]
+        more = nbytes // tag.ranks - (0 if known is None else known[1] // tag.ranks)
+        limit = None if self.device.type == "cuda" else self.limit
+        if limit is not None and in_use.total() + more > limit:
+            raise self._error(more, tag, limit)
+        reference = weakref.ref(storage, self._note_freed(key)) if known is None else known[0]
+        self._known[key] = (reference, nbytes, tag)
+        in_use[tag.kind] += more
+        self.peak = max(self.peak, in_use.total())
+
+    def _refused(self) -> OutOfDeviceMemory | None:
+        """Return the error to raise if a CUDA device has refused memory because of this limit."""
+        return None if self.limit is None else self._error(None, self._tag(), self.limit)
+
+    def _note_freed(self, key: int) -> Callable[[Any], None]:
+        return lambda _: self._freed.append(key)
+
+    def _tag(self) -> MemoryTag:
+        tag = _current.get(_ACTIVATIONS)
+        if self._updating and tag.kind == "activations":
+            return MemoryTag("masters and states")
+        return tag
+
+    def _update(self, begins: bool) -> None:
+        self._updating = begins
+        self._place = ", in the update of the optimizer" if begins else ""
+
+    def _enter(self, place: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._place = place
+
+        return enter
+
+    def _leave(self, name: str) -> Callable[..., None]:
+        behind = self._enter(f", in the backward pass of block {name}")
+
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._place = ""
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(behind)  # its gradient is there: the block's backward pass begins
+
+        return leave
+
+    def _error(self, requested: int | None, tag: MemoryTag, limit: int) -> OutOfDeviceMemory:
+        wanted = tag.kind + self._names(tag.parameters)
+        return OutOfDeviceMemory(limit, requested, dict(self.in_use), wanted, self._place, self.step)
+
+    def _names(self, parameters: Sequence[nn.Parameter]) -> str:
+        """Return ` of 3.attention.qkv.weight`, of several names the first and the last."""
+        if self._model is None or not parameters:
+            return ""
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        found = [names[id(parameter)] for parameter in parameters if id(parameter) in names]
+        ends = found if len(found) < 3 else [found[0], found[-1]]
+        return f" of {(' and ' if len(found) < 3 else ' to ').join(ends)}" if ends else ""
+
+
+class _TensorMode(TorchDispatchMode):
+    """Calls `see` with every tensor that an operation takes, before it runs, and every tensor that it makes.
+
+    If an operation runs out of memory, the error that `refused` returns is raised.
+    """
+
+    def __init__(
+        self, see: Callable[[Tensor], None], refused: Callable[[], OutOfDeviceMemory | None]
+    ) -> None:
+        super().__init__()
+        self._see, self._refused = see, refused
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._show((args, kwargs))
+        try:
+            result = function(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            refusal = self._refused()
+            if refusal is None:
+                raise
+            raise refusal from error
+        self._show(result)
+        return result
+
+    def _show(self, values: Any) -> None:
+        for value in tree_leaves(values):
+            if isinstance(value, Tensor) and value.layout is torch.strided:
+                self._see(value)
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make, real or fake, and the work of the operations.
+
+    Memory of the tensors in `outside` does not count.  `now` and `peak` are bytes; `flops`, `moved` and `events` as
+    in `estimate.Trace`.
+    """
+
+    def __init__(self, outside: Iterable[Any]) -> None:
+        super().__init__()
+        self.now = self.peak = self.flops = self.moved = 0
+        self.events: list[tuple[int, int]] = []
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._outside = {tensor.untyped_storage()._cdata for tensor in outside if isinstance(tensor, Tensor)}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        written = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
+        fresh = False
+        for tensor in written:
+            fresh |= self._add(tensor)
+        self.peak = max(self.peak, self.now)
+        flops = flops_of(func.overloadpacket, args, kwargs, output)
+        self.flops += flops
+        if not flops and (fresh or func._schema.is_mutable):  # else it is a view
+            read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+            self.moved += sum(one.numel() * one.element_size() for one in (*read, *written))
+        return output
+
+    def _add(self, tensor: Tensor) -> bool:
+        """Count the storage of `tensor`; return whether it is a new one."""
+        if tensor.layout is not torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._outside:
+            return False
+        known = self._seen.get(key)
+        if known is not None and known() is not None:
+            return False
+        nbytes = storage.nbytes()
+        if nbytes == 0:
+            return True
+        number = len(self.events)
+        self.now += nbytes
+        self.events.append((number, nbytes))
+        self._seen[key] = weakref.ref(storage, lambda _: self._free(number, nbytes))
+        return True
+
+    def _free(self, number: int, nbytes: int) -> None:
+        self.now -= nbytes
+        self.events.append((number, 0))

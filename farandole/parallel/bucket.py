@@ -1,0 +1,285 @@
+"""The gradients of some parameters, in one flat buffer that ranks reduce with one collective.
+
+    bucket.accumulate(index, gradient)    # for each parameter, in a backward pass
+    bucket.reduce_async()                 # when all are there
+    bucket.wait()
+    bucket.reduced                        # this rank's part of the result
+
+`zero` decides what a rank keeps, and for how long there is a whole buffer:
+
+    0     the whole result, in the buffer                             all-reduce
+    1     its shard of the result, in its part of the buffer          reduce-scatter
+    2, 3  its shard of the result, in memory of its own; the buffer   reduce-scatter, in each backward pass
+          comes from a pool, or is the gradient that autograd made
+
+With hybrid sharding the shards are then reduced over the ranks that have the same shard (all-reduce).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farandole.comm.communicator import Communicator, ReduceName
+from farandole.comm.compression import Compression
+from farandole.comm.compression.call import check
+from farandole.memory.mmap_allocator import MmapAllocator
+from farandole.memory.tracker import memory_tag
+from farandole.parallel.buffer_pool import BufferPool, empty
+from farandole.parallel.sharding import BucketPlan
+
+
+class Bucket:
+    """The gradients of the parameters of `plan`, reduced in the type of master weights.
+
+    Args:
+        number: of this rank's shard.
+        shards: the ranks that divide the result; None for this rank alone.
+        replicas: the ranks that have the same shard; None for this rank alone.
+        pool: where whole buffers come from (`zero` 2 and 3); None for a buffer that stays.
+        place: the number of the bucket in the pool.
+        compression: of the all-reduce, where it crosses hosts.
+        allocator: where the result is kept, if not in memory.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        number: int,
+        shards: Communicator | None,
+        replicas: Communicator | None,
+        *,
+        pool: BufferPool | None = None,
+        place: int = 0,
+        compression: Compression | None = None,
+        allocator: MmapAllocator | None = None,
+    ) -> None:
+        self.plan = plan
+        self.parameters = list(plan.parameters)
+        self.ready = False
+        """Whether every parameter has its gradient in this backward pass."""
+        self.in_flight = False
+        """Whether the reduction was started, and not waited for."""
+        self.compressor = None
+        self._layout, self._number, self._dtype = plan.layout, number, plan.master_dtype
+        self._device = plan.device
+        self._shards, self._replicas = shards, replicas
+        self._weight = plan.ranks.weight
+        self._op: ReduceName = "avg" if self._weight is None else "sum"
+        self._pool, self._place = pool, place
+        self._mapped = (
+            None
+            if allocator is None or pool is None
+            else allocator.own(plan.layout.shard_length, self._dtype)
+        )
+        self._buffer: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._shown: list[Tensor] = []
+        self._reduced: Tensor | None = None
+        self._target: Tensor | None = None
+        self._work: dist.Work | None = None
+        self._replicas_next = False
+        self._has_result = False  # of an earlier backward pass of this step
+        self._waiting: set[int] = set()
+        # whether autograd may accumulate in the buffer itself
+        self._in_place = pool is None and self._dtype == plan.dtype
+        self.received = [False] * len(self.parameters)
+        if pool is None:
+            with memory_tag("gradients", self.parameters):
+                buffer = empty(shards or replicas, plan.layout.length, self._dtype, self._device)
+                plan.layout.zero_gaps(self._use(buffer))
+        if compression is not None and replicas is not None:
+            check(replicas, self.parameters[0])
+            shapes = list(zip(plan.layout.starts, plan.layout.shapes, strict=True))
+            self.compressor = compression.for_tensor(plan.layout.length, shapes)
+        self.begin_pass()
+
+    # ---- the path of a gradient ----
+
+    def in_the_way(self) -> list[Bucket]:
+        """The buckets whose reductions under way must end before `accumulate` gets memory."""
+        if self._pool is None or self._buffer is not None:
+            return []
+        return self._pool.in_the_way(self._place)
+
+    def accumulate(self, index: int, gradient: Tensor) -> None:
+        """Add the `gradient` that autograd has accumulated for parameter `index`."""
+        parameter = self.parameters[index]
+        if self._use_as_it_is(gradient):
+            parameter.grad = None
+        else:
+            self._acquire()
+            view = self._views[index]
+            if gradient.data_ptr() != view.data_ptr() or not view.numel():  # else it is there
+                if self.received[index]:
+                    view.add_(gradient)
+                else:
+                    view.copy_(gradient)
+                parameter.grad = self._gradient_view(index) if self._in_place else None
+        self.received[index] = True
+
+    def is_complete(self, index: int) -> bool:
+        """Note that parameter `index` expects no further gradient in this pass; return whether that holds for all."""
+        self._waiting.discard(index)
+        self.ready = not self._waiting
+        return self.ready
+
+    def reduce_async(self) -> None:
+        """Start the reduction; the memory must not be touched before `wait`."""
+        whole = self._acquire()
+        for view, received in zip(self._views, self.received, strict=True):
+            if not received:
+                view.zero_()
+        if self._weight is not None:
+            whole.mul_(self._weight)
+        own = self._layout.shard(whole, self._number)
+        # the result of a further backward pass is added to the earlier one
+        self._target = own if self._has_result or self._pool is None else self.reduced
+        if self._shards is not None:
+            self._work = self._shards.reduce_scatter(self._target, whole, self._op, async_op=True)
+        elif self._target is not own:
+            self._target.copy_(own)
+        self.in_flight, self._replicas_next = True, self._replicas is not None
+        if self._shards is None:
+            self.advance()
+
+    @property
+    def has_two_stages(self) -> bool:
+        """Whether a reduction over shards is followed by one over replicas."""
+        return self._shards is not None and self._replicas is not None
+
+    def advance(self) -> None:
+        """Go on with the reduction over replicas, if it comes next."""
+        if not self._replicas_next or not self.in_flight:
+            return
+        self._wait_for_work()
+        assert self._replicas is not None
+        assert self._target is not None
+        self._replicas_next = False
+        self._work = self._replicas.all_reduce(
+            self._target, self._op, compression=self.compressor, async_op=True
+        )
+
+    def wait(self) -> None:
+        """Wait until `reduced` has the result, and release the buffer of the pool."""
+        self.advance()
+        self._wait_for_work()
+        self.in_flight = False
+        if self._pool is None or self._buffer is None:
+            return
+        if self._target is not None and self._target is not self.reduced:
+            self.reduced.add_(self._target)
+        self._has_result = True
+        self.received = [False] * len(self.parameters)
+        self._release(self._pool)
+
+    @property
+    def reduced(self) -> Tensor:
+        """This rank's part of the result, flat; undefined before the first reduction of a step.
+
+        Memory of its own is allocated when it is first needed, and released by `clear`: master weights that are being offloaded use it
+        at the start, and activations in each step, most of which are released when there are gradients.
+        """
+        if self._reduced is None:
+            if self._pool is None:
+                self._reduced = self._layout.shard(self._acquire(), self._number)
+            elif self._mapped is not None:
+                self._reduced = self._mapped
+            else:
+                with memory_tag("gradients", self.parameters):
+                    self._reduced = torch.empty(
+                        self._layout.shard_length, dtype=self._dtype, device=self._device
+                    )
+        return self._reduced
+
+    # ---- steps and passes ----
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether `reduced` has memory."""
+        return self._reduced is not None
+
+    def begin_pass(self) -> None:
+        """Expect a gradient of every parameter."""
+        self._waiting = set(range(len(self.parameters)))
+        self.ready = not self._waiting
+
+    def clear(self) -> None:
+        """Forget the gradients: the next ones belong to a new step."""
+        self._wait_for_work()  # of a backward pass that failed
+        self._has_result = self.in_flight = False
+        if self._pool is not None:
+            if self._buffer is not None:
+                self._release(self._pool)
+            if self._mapped is None:
+                self._reduced = None
+        self.received = [False] * len(self.parameters)
+        self.begin_pass()
+
+    def resume(self) -> None:
+        """Have further passes add to the result."""
+        if self._pool is not None:
+            return  # each pass is reduced, and then added
+        if self._weight is not None:
+            raise RuntimeError(
+                "a second backward pass would add to gradients that are already summed over ranks: call optimizer.zero_grad() before "
+                "it, or give all micro-batches of the step to engine.forward_backward"
+            )
+        if self._shards is not None:
+            own = (
+                self.reduced * self._shards.size
+            )  # its average with the zeros of the other ranks is what it was
+            self._acquire().zero_()
+            self.reduced.copy_(own)
+        self.received = [True] * len(self.parameters)
+
+    def gradient_views(self) -> list[Tensor]:
+        """The gradients in the buffer that stays, as `.grad` of the parameters."""
+        self._reduced = self._acquire()
+        return [self._gradient_view(index) for index in range(len(self._views))]
+
+    def own_gradients(self) -> tuple[Tensor, dict[int, Tensor]]:
+        """The buffer before the reduction, and in it the gradients of this rank, by parameter; the rest is undefined."""
+        whole = self._acquire()
+        return whole, {index: view for index, view in enumerate(self._views) if self.received[index]}
+
+    # ---- memory ----
+
+    def _gradient_view(self, index: int) -> Tensor:
+        """A gradient in the buffer: another tensor than the view that is used here, as Module.to() changes its data."""
+        view, shown = self._views[index], self._shown[index]
+        if shown.data_ptr() != view.data_ptr() or shown.dtype != view.dtype:
+            shown = self._shown[index] = view.detach()
+        return shown
+
+    def _use_as_it_is(self, gradient: Tensor) -> bool:
+        """Reduce `gradient` in autograd's memory, if the bucket does so and the gradient is laid out for it."""
+        if self._pool is None or not self._pool.zero_copy or self._buffer is not None:
+            return False
+        if gradient.layout != torch.strided or not gradient.is_contiguous():
+            return False
+        self._pool.count(self)
+        self._use(gradient.detach().view(-1))
+        return True
+
+    def _acquire(self) -> Tensor:
+        if self._buffer is not None:
+            return self._buffer
+        assert self._pool is not None  # without one the buffer stays
+        return self._use(self._pool.acquire(self, self._place))
+
+    def _use(self, buffer: Tensor) -> Tensor:
+        self._buffer, self._views = buffer, self._layout.views(buffer)
+        if self._pool is None:
+            self._shown = [view.detach() for view in self._views]
+        return buffer
+
+    def _release(self, pool: BufferPool) -> None:
+        self._buffer, self._views, self._target = None, [], None
+        pool.release(self, self._place)
+
+    def _wait_for_work(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None

@@ -1,0 +1,401 @@
+"""Weights of which each rank has a shard, and which are whole only while a block computes (`zero=3`).
+
+Ranks that share memory need not gather (`weights`).  Elsewhere the weights of a block are gathered before its forward pass, and again
+for its backward pass, while the block before it computes.  They are released soon after.  All ranks gather in one order
+(`call_order`), whatever blocks they compute.
+
+Autograd keeps weights for the backward pass, which would keep the gathered memory.  So autograd is given a reference to the place of a
+tensor in the weights (`torch.autograd.graph.saved_tensors_hooks`).  When the backward pass asks for the tensor, the weights are gathered
+if they were released, and the tensor is a view of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
+
+from farandole.comm.communicator import Communicator
+from farandole.comm.dynamo import excluded_from_dynamo
+from farandole.memory.mmap_allocator import MmapAllocator
+from farandole.memory.tracker import memory_tag
+from farandole.parallel.bucket import Bucket
+from farandole.parallel.call_order import CallOrder, Kind
+from farandole.parallel.sharding import BucketPlan
+from farandole.parallel.weights import FlatWeights, Masters, is_same_memory
+
+CAPACITY = 3
+"""Groups of weights that are whole at a time: those of the block that computes, of the one before and of the next one."""
+
+
+class GatheredWeights(FlatWeights):
+    """The rank's shard of weights.
+
+    While they are not gathered, the parameters have their shapes, read as NaN, and take no memory.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        number: int,
+        shards: Communicator,
+        *,
+        trained: bool,
+        masters: Masters = "memory",
+        allocator: MmapAllocator | None = None,
+    ) -> None:
+        super().__init__(plan, number, shards, trained=trained, masters=masters, allocator=allocator)
+        self._gather_comm = shards
+        with torch.no_grad():
+            with memory_tag("masters and states" if self.has_master_copy else "weights", self.parameters):
+                copy = self._master_shard()
+            with memory_tag("weights", self.parameters):
+                self.shard = copy if plan.dtype == copy.dtype else copy.to(plan.dtype)
+            if allocator is not None:
+                self.shard = allocator.own(self._layout.shard_length, plan.dtype).copy_(copy)
+            self.master = self._first_master(masters, copy) if trained else None
+            nothing = torch.full((), torch.nan, dtype=plan.dtype, device=plan.device)
+        self._placeholders = [nothing.expand(parameter.shape) for parameter in self.parameters]
+        self._whole: Tensor | None = None
+        self._work: dist.Work | None = None
+        self._set(self._placeholders)
+
+    def gather_over(self, comm: Communicator) -> None:
+        """Gather over `comm`, which has the same ranks: calls on it are ordered among themselves only."""
+        self._gather_comm = comm
+
+    def gather_async(self) -> None:
+        """Start to gather the weights."""
+        with memory_tag("weights", self.parameters):
+            whole = self.shard.new_empty(self._layout.length)
+        work = self._gather_comm.all_gather(whole, self.shard, async_op=True)
+        if self._whole is None:
+            self._whole, self._work = whole, work
+        elif work is not None:  # only other ranks need it
+            work.wait()
+
+    def use(self) -> Tensor:
+        """Return the whole buffer, of which the parameters are views from now on."""
+        assert self._whole is not None
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self._set(self._layout.views(self._whole))
+        return self._whole
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the weights are whole, or on their way."""
+        return self._whole is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters have their values."""
+        return self._whole is not None and self._work is None
+
+    def release(self) -> None:
+        """Keep this rank's shard only."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._whole is not None:
+            self._whole = None
+            self._set(self._placeholders)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in the gathered memory."""
+        whole = self._whole
+        return whole is not None and whole.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+    def use_weights(self) -> None:
+        """Have the parameters be placeholders."""
+        self._whole = None
+        self._set(self._placeholders)
+
+    def use_masters(self) -> None:
+        """Have the parameters be copies of the master weights, whole.  All ranks call it."""
+        self.release()
+        self._set(
+            self._gathered(self.master if self.has_master_copy and self.master is not None else self.shard)
+        )
+
+    def is_in_place(self, index: int) -> bool:
+        """Whether parameter `index` is a placeholder, or gathered."""
+        return self._whole is not None or is_same_memory(self.parameters[index], self._placeholders[index])
+
+    def set_values(self, index: int, values: Tensor) -> None:
+        """Set the weights and master weights of parameter `index`; all ranks call it, with the same values."""
+        self._set_range(self.shard, index, values)
+        if self.has_master_copy and self.master is not None:
+            self._set_range(self.master, index, values)
+
+    def all_gather_async(self) -> None:
+        """Take over the updated master weights; weights that were gathered before are released."""
+        self.release()
+        if self.master is not None and self.has_master_copy:
+            self.shard.copy_(self.master)
+
+    def wait(self) -> None:
+        """Do nothing: blocks gather the weights when they need them."""
+
+
+@dataclass(frozen=True)
+class _SavedPlace:
+    """The place in the weights of a group of a tensor that autograd keeps."""
+
+    weights: GatheredWeights
+    group: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Gatherer:
+    """Gathers groups of weights when modules of `model` compute, and releases them after.
+
+    Args:
+        groups: the weights that are gathered together.
+        buckets: of gradients, whose reductions are in one order with the gathers.
+        needs: the modules that gather, each with the numbers of its groups.
+        comm: all ranks that compute the same modules.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[Sequence[GatheredWeights]],
+        buckets: Sequence[Bucket],
+        needs: Sequence[tuple[nn.Module, Sequence[int]]],
+        comm: Communicator,
+    ) -> None:
+        self._groups = [list(group) for group in groups]
+        self._recent: list[int] = []  # groups that are whole or on their way, the latest last
+        self._users = [0] * len(groups)  # the modules under way that need each group
+        self._depth = 0  # of modules under way
+        self._whole_contexts = 0
+        self._contexts: list[saved_tensors_hooks | None] = []
+        self._keep: Callable[[Tensor], Any] = _identity
+        self._fetch: Callable[[Any], Tensor] = _identity
+        self._ahead: set[int] = set()  # groups that were gathered and not used yet
+        self._buckets = list(buckets)
+        self._reduced: set[int] = set()  # buckets that were reduced in this backward pass
+        self._order = CallOrder(comm, self._launch, len(groups))
+        self.before_reduction: Callable[[int], None] = lambda _: None
+        """Called with the number of a bucket before it is reduced."""
+        self.without_gradients: Callable[[], None] = lambda: None
+        """Called when a backward pass ends in which no parameter of this rank got a gradient."""
+        self._handles = []
+        if all(module is not model for module, _ in needs):
+            needs = [*needs, (model, [])]  # its end is that of a forward pass
+        for module, numbers in needs:
+            self._handles += [
+                module.register_forward_pre_hook(self._before_forward(list(numbers))),
+                module.register_forward_hook(self._after_forward(list(numbers)), always_call=True),
+            ]
+
+    # ---- passes ----
+
+    def end_pass(self, kind: Kind) -> None:
+        """End a forward or backward pass, of which this rank may not have computed anything.  All ranks call it."""
+        if self._whole_contexts:
+            return
+        if self._order.kind != kind:
+            self._order.begin(kind)
+            self._reduced.clear()
+        if kind == "backward":
+            self._order.end(self._left)
+        else:
+            self._order.end()
+        if kind == "backward" or not torch.is_grad_enabled():  # else the backward pass uses the last groups
+            self.release()
+
+    def begin_backward(self) -> None:
+        """Begin a backward pass, if it has not begun."""
+        self._begin_pass("backward")
+
+    def reduce(self, number: int) -> None:
+        """Bucket `number` has all its gradients: reduce it when its turn comes."""
+        if self._order.negotiates:
+            self._order.request(len(self._groups) + number)
+        else:
+            self._order.advance(self._is_ready)
+
+    def release(self) -> None:
+        """Release all groups: a pass has ended, or the weights have changed."""
+        for group in self._groups:
+            for weights in group:
+                weights.release()
+        self._recent.clear()
+        self._ahead.clear()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all weights are whole at the moment."""
+        return all(weights.is_whole for group in self._groups for weights in group)
+
+    def one_by_one(self) -> Iterator[list[nn.Parameter]]:
+        """Yield the parameters of all weights, some at a time, which are whole meanwhile.  All ranks go through them together."""
+        self.release()
+        for weights in (weights for group in self._groups for weights in group):
+            weights.gather_async()
+            weights.use()
+            yield weights.parameters
+            weights.release()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within it all weights are whole, so that a rank may compute with the model by itself.  All ranks enter and leave it."""
+        self.release()
+        for weights in (weights for group in self._groups for weights in group):
+            weights.gather_async()
+            weights.use()
+        self._whole_contexts += 1
+        try:
+            yield
+        finally:
+            self._whole_contexts -= 1
+            self.release()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self.release()
+
+    def keep_others(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        """Have these hooks keep other tensors than weights: of nested hooks autograd calls the innermost only, which are here."""
+        self._keep, self._fetch = pack, unpack
+
+    # ---- one group ----
+
+    def _need(self, group: int) -> None:
+        """Have a group whole, and start to gather the one that comes next."""
+        if self._whole_contexts or not self._groups[group]:
+            return
+        self._begin_pass("backward" if torch._C._current_graph_task_id() != -1 else "forward")
+        if not all(weights.is_gathered for weights in self._groups[group]):
+            self._order.request(group)
+        for weights in self._groups[group]:
+            weights.use()
+        self._ahead.discard(group)
+        self._touch(group)
+        self._order.advance(self._is_ready)
+        self._release_old()
+
+    def _is_ready(self, item: int) -> bool:
+        """Whether to launch an item before it is requested: the next group, and complete gradients."""
+        if item < len(self._groups):
+            return not self._ahead
+        return self._buckets[item - len(self._groups)].ready
+
+    def _left(self) -> list[int]:
+        """The reductions of gradients that were not yet reduced in this pass."""
+        return [
+            len(self._groups) + number
+            for number, bucket in enumerate(self._buckets)
+            if number not in self._reduced or any(bucket.received)
+        ]
+
+    def _begin_pass(self, kind: Kind) -> None:
+        if self._order.kind == kind:
+            return
+        self._order.begin(kind)
+        self._ahead.clear()
+        if kind == "backward":
+            self._reduced.clear()
+            # private, but what DDP and FSDP use: autograd has no other hook at the end of a pass
+            Variable._execution_engine.queue_callback(self._passed)
+
+    def _passed(self) -> None:
+        """Autograd has ended a backward pass, which the reducer of gradients ends if it has seen any."""
+        if self._order.kind == "backward":
+            self.without_gradients()
+
+    def _launch(self, item: int) -> None:
+        if item >= len(self._groups):
+            number = item - len(self._groups)
+            self._reduced.add(number)
+            self.before_reduction(number)
+            bucket = self._buckets[number]
+            if bucket.in_flight:
+                bucket.wait()
+            bucket.reduce_async()
+            return
+        if not all(weights.is_gathered for weights in self._groups[item]):
+            self._ahead.add(item)
+        for weights in self._groups[item]:
+            weights.gather_async()
+        self._touch(item)
+        self._release_old(item)
+
+    def _touch(self, group: int) -> None:
+        if group in self._recent:
+            self._recent.remove(group)
+        self._recent.append(group)
+
+    def _release_old(self, *kept: int) -> None:
+        idle = [group for group in self._recent[:-1] if not self._users[group] and group not in kept]
+        for group in idle[: max(0, len(self._recent) - CAPACITY)]:
+            self._recent.remove(group)
+            self._ahead.discard(group)
+            for weights in self._groups[group]:
+                weights.release()
+
+    # ---- hooks ----
+
+    def _before_forward(self, needs: list[int]) -> Callable[..., None]:
+        def before_forward(*_: Any) -> None:
+            self._depth += 1
+            for group in needs:
+                self._users[group] += 1
+                self._need(group)
+            context = saved_tensors_hooks(self._pack, self._unpack) if needs else None
+            if context is not None:
+                context.__enter__()
+            self._contexts.append(context)
+
+        return excluded_from_dynamo(before_forward)
+
+    def _after_forward(self, needs: list[int]) -> Callable[..., None]:
+        def after_forward(*_: Any) -> None:
+            context = self._contexts.pop()
+            if context is not None:
+                context.__exit__(None, None, None)
+            for group in needs:
+                self._users[group] -= 1
+            self._depth -= 1
+            if self._depth or torch._C._current_graph_task_id() != -1:
+                return
+            if sys.exc_info()[0] is not None:  # the pass has failed
+                self._order.abandon()
+            else:
+                self.end_pass("forward")
+
+        return excluded_from_dynamo(after_forward)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        for group in self._recent:
+            for weights in self._groups[group]:
+                if weights.has(tensor):
+                    return _SavedPlace(
+                        weights, group, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+                    )
+        return self._keep(tensor)
+
+    def _unpack(self, kept: Any) -> Tensor:
+        if not isinstance(kept, _SavedPlace):
+            return self._fetch(kept)
+        self._need(kept.group)
+        return kept.weights.use().as_strided(kept.shape, kept.stride, kept.offset)
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,139 @@
+"""Losses and metrics as means over what all ranks have computed, whatever their numbers of micro-batches, samples or tokens.
+
+The mean over a step is known only when all its losses are.  So losses are divided, before their backward passes, by the count of the
+step before, and the gradients are corrected afterwards if the count is another one.  With equal counts nothing is corrected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from farandole.mesh import LOSS_AXES, Mesh
+
+if TYPE_CHECKING:
+    from farandole.parallel.engine import Engine
+
+Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
+"""`loss(output, batch)` returns the sum over a micro-batch, and the count of summands."""
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """The mean loss of a step over all ranks, and the count over which it is the mean."""
+
+    loss: float
+    count: float
+
+
+def first_of(batch: Any) -> Any:
+    """Return the inputs of the model in a batch such as `(inputs, targets)`."""
+    return batch[0] if isinstance(batch, tuple | list) else batch
+
+
+class GlobalMean:
+    """Runs the micro-batches of `engine`, on the ranks of `mesh`."""
+
+    def __init__(self, engine: Engine, mesh: Mesh) -> None:
+        self._engine, self._comm = engine, engine.comm
+        self._losses = mesh.losses
+        # ranks with the same samples and tokens have the same loss, which counts once
+        places = {rank: mesh.of_rank(rank)[0].at(LOSS_AXES) for rank in range(mesh.size)}
+        own = self._comm.rank
+        self._counts = all(places[rank] != places[own] for rank in range(own))
+        self._expected: float | None = None  # the count of the last step
+
+    def forward_backward(self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any]) -> StepLoss:
+        """See `Engine.forward_backward`."""
+        engine, mine = self._engine, list(batches)
+        passes = self._most(len(mine))
+        sums, counts = [], []
+        for number in range(passes):
+            last = number == passes - 1
+            total, count = self._run(mine, number, loss, inputs)
+            if self._expected is None:
+                self._expected = self._estimate(count, passes)
+            if total is None:
+                engine.join_backward(last=last)
+                continue
+            sums.append(total.detach().double())
+            counts.append(count)
+            with nullcontext() if last else engine.no_sync():
+                # gradients are averaged over the ranks with losses of their own
+                engine.backward(total * (self._losses / self._expected))
+        step = self._mean(sums, counts)
+        if self._expected is not None and step.count != self._expected:
+            engine.scale_all(self._expected / step.count)
+        self._expected = step.count
+        return step
+
+    def evaluate(self, batches: Iterable[Any], metric: Loss, inputs: Callable[[Any], Any]) -> float:
+        """See `Engine.evaluate`."""
+        engine, mine = self._engine, list(batches)
+        modes = [(module, module.training) for module in engine.model.modules()]
+        engine.model.eval()
+        sums, counts = [], []
+        try:
+            with torch.no_grad():
+                for number in range(self._most(len(mine))):
+                    total, count = self._run(mine, number, metric, inputs)
+                    if total is not None:
+                        sums.append(total.double())
+                        counts.append(count)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        return self._mean(sums, counts).loss
+
+    def _most(self, mine: int) -> int:
+        """The largest number of micro-batches of a rank."""
+        if self._comm.size == 1:
+            return mine
+        number = torch.tensor(mine)
+        self._comm.all_reduce(number, "max")
+        return int(number)
+
+    def _run(
+        self, batches: Sequence[Any], number: int, loss: Loss, inputs: Callable[[Any], Any]
+    ) -> tuple[Tensor | None, Tensor | float]:
+        """The sum and count of a micro-batch; (None, 0) if there is none of this number, and other ranks compute theirs."""
+        if number >= len(batches):
+            self._engine.join_forward()
+            return None, 0.0
+        arguments = inputs(batches[number])
+        if isinstance(arguments, Mapping):
+            output = self._engine(**arguments)
+        else:
+            output = self._engine(*arguments) if isinstance(arguments, tuple) else self._engine(arguments)
+        total, count = loss(output, batches[number])
+        if total.dim():
+            raise ValueError(
+                f"expected loss(output, batch) to return a sum and a count, got a sum of shape {tuple(total.shape)}"
+            )
+        return total.float() if total.dtype in (torch.float16, torch.bfloat16) else total, count
+
+    def _estimate(self, count: Tensor | float, passes: int) -> float:
+        """The count of the first step, if all micro-batches were like the first ones."""
+        expected = torch.as_tensor(count).detach().double().cpu().reshape(1) * self._counts
+        if self._comm.size > 1:
+            self._comm.all_reduce(expected, "sum")
+        return max(1.0, float(expected)) * passes
+
+    def _mean(self, sums: Sequence[Tensor], counts: Sequence[Tensor | float]) -> StepLoss:
+        values = torch.zeros(2, dtype=torch.float64)
+        if sums and self._counts:
+            values[0] = torch.stack(list(sums)).sum().cpu()
+            values[1] = sum(float(count) for count in counts)
+        if self._comm.size > 1:
+            self._comm.all_reduce(values, "sum")
+        total, count = values.tolist()
+        if not count > 0:
+            raise ValueError(
+                "nothing counts: the counts that loss(output, batch) returned on all ranks add up to 0"
+            )
+        return StepLoss(total / count, count)

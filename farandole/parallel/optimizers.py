@@ -1,0 +1,183 @@
+"""Have optimizers of PyTorch update this rank's shards instead of whole parameters.
+
+An optimizer that treats every element by itself (SGD, Adam, AdamW, Adagrad, ...) may update shards.  One that looks at a whole matrix
+(Adafactor, Muon, LAMB, Shampoo) or at all parameters (LBFGS, Prodigy) may not.  Two steps on tensors of a few elements tell, not a list
+of names.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+_PLAIN = (bool, int, float, str, tuple, type(None))
+"""The settings of an optimizer that a checkpoint holds; tensors, as of the learning rate, are set by those who made them."""
+
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+"""Settings that say how an optimizer computes, not what."""
+
+_SHAPES = ((4, 6), (5, 3))
+_CUT = 10
+"""One shard has so many elements of the first matrix, the other one the rest and the second matrix."""
+_STEPS = 3
+
+
+def use_shards(optimizer: Optimizer, shards: Iterable[tuple[nn.Parameter, nn.Parameter, int]]) -> None:
+    """Have `optimizer` update shards, and keep its states for them.
+
+    Args:
+        shards: (parameter, shard, first element of the flattened parameter).
+    """
+    before = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = {id(parameter) for parameter in before}
+    shard_of = {id(parameter): (shard, start) for parameter, shard, start in shards}
+    for group in optimizer.param_groups:
+        group["params"] = [shard_of[id(p)][0] for p in group["params"] if id(p) in shard_of]
+    for name, value in vars(optimizer).items():  # LBFGS keeps a list of its own
+        if isinstance(value, list) and value and all(id(each) in known for each in value):
+            setattr(optimizer, name, [shard_of[id(p)][0] for p in value if id(p) in shard_of])
+    for parameter in list(optimizer.state):
+        shard, start = shard_of.get(id(parameter), (parameter, 0))
+        if shard is not parameter or id(parameter) not in shard_of:
+            state = optimizer.state.pop(parameter)
+            if id(parameter) in shard_of:
+                optimizer.state[shard] = _state_of_shard(state, parameter, shard, start)
+    _clear_parameters_too(optimizer, before)
+
+
+def _clear_parameters_too(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Have `zero_grad` of an optimizer, which knows shards, clear the `.grad` of the parameters, too."""
+    plain = type(optimizer).zero_grad
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters."""
+        plain(self, set_to_none)
+        if set_to_none:
+            for parameter in parameters:
+                parameter.grad = None
+
+    optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+
+
+def settings_of(optimizers: Iterable[Optimizer]) -> list[list[dict[str, Any]]]:
+    """Return the settings of all groups of each optimizer, as a checkpoint holds them."""
+    return [
+        [
+            {k: v for k, v in group.items() if isinstance(v, _PLAIN) and k not in _IMPLEMENTATION}
+            for group in optimizer.param_groups
+        ]
+        for optimizer in optimizers
+    ]
+
+
+def restore_settings(optimizers: Iterable[Optimizer], saved: Iterable[Sequence[Mapping[str, Any]]]) -> None:
+    """Have optimizers go on with the settings that `settings_of` returned."""
+    for optimizer, groups in zip(optimizers, saved, strict=False):
+        for group, settings in zip(optimizer.param_groups, groups, strict=False):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+
+
+# ---- whether an optimizer may update shards ----
+
+
+def why_not_elementwise(optimizer: Optimizer) -> str:
+    """Return why `optimizer` would give other results for shards of its parameters, or "" if it would not."""
+    for group in optimizer.param_groups:
+        reason = _try_group(optimizer, group)
+        if reason:
+            return reason
+    return ""
+
+
+def _try_group(optimizer: Optimizer, group: dict[str, Any]) -> str:
+    if not group["params"]:
+        return ""
+    example = group["params"][0]
+    generator = torch.Generator().manual_seed(0)
+    kind = example.dtype if example.dtype.is_floating_point else torch.float32
+    values = [torch.randn(shape, generator=generator).to(example.device, kind) for shape in _SHAPES]
+    gradients = [
+        [torch.randn(shape, generator=generator).to(example.device, kind) for shape in _SHAPES]
+        for _ in range(_STEPS)
+    ]
+    whole = [nn.Parameter(value.clone()) for value in values]
+    shards = [[nn.Parameter(part) for part in _cut(values, number)] for number in range(2)]
+    try:
+        _run(optimizer, group, whole, gradients)
+        for number, shard in enumerate(shards):
+            _run(optimizer, group, shard, [_cut(each, number) for each in gradients])
+    except Exception as error:  # whatever an optimizer of somebody else's raises
+        return f"it does not update shards ({type(error).__name__}: {error})"
+    for number, shard in enumerate(shards):
+        for part, expected in zip(shard, _cut([p.detach() for p in whole], number), strict=True):
+            if not torch.allclose(part.detach().float(), expected.float(), rtol=1e-4, atol=1e-6):
+                return "it does not update each element by itself"
+    return ""
+
+
+def _cut(tensors: list[Tensor], number: int) -> list[Tensor]:
+    """Shard `number` of two, as flat tensors."""
+    first, second = (tensor.reshape(-1) for tensor in tensors)
+    return [first[:_CUT].clone()] if number == 0 else [first[_CUT:].clone(), second.clone()]
+
+
+def _run(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    parameters: list[nn.Parameter],
+    gradients: list[list[Tensor]],
+) -> None:
+    twin = _twin_of(optimizer, group, parameters)
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        type(twin).step(twin)  # some want a closure, which is what is to be found out
+
+
+def _twin_of(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+    """An optimizer of the same kind and settings for other parameters."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer itself
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        twin.__dict__[hooks] = OrderedDict()
+    settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    if "param_names" in settings:
+        settings["param_names"] = [str(number) for number in range(len(parameters))]
+    twin.param_groups = [{**settings, "params": parameters}]
+    twin.state = defaultdict(dict)
+    with_state = next((p for p in group["params"] if optimizer.state.get(p)), None)
+    if with_state is not None:  # made at construction, as Adagrad does, or loaded
+        for parameter in parameters:
+            twin.state[parameter] = _state_like(optimizer.state[with_state], with_state, parameter)
+    return twin
+
+
+def _state_like(state: dict[str, Any], owner: Tensor, other: Tensor) -> dict[str, Any]:
+    def alike(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.shape == owner.shape and value.numel():
+            first = value.reshape(-1)[0].item()
+            return torch.full(other.shape, first, dtype=value.dtype, device=value.device)
+        return copy.deepcopy(value)
+
+    return {key: alike(value) for key, value in state.items()}
+
+
+def _state_of_shard(state: dict[str, Any], owner: Tensor, part: Tensor, start: int) -> dict[str, Any]:
+    """The state of an elementwise optimizer for `part`, which begins at element `start` of the flattened `owner`."""
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape != owner.shape or (not value.dim() and part.dim()):
+            return value
+        values = value.reshape(-1)[start : start + part.numel()].view(part.shape)
+        kind = part.dtype if value.is_floating_point() and value.dtype == owner.dtype else value.dtype
+        return values.to(part.device, kind, copy=True)
+
+    return {key: cut(value) for key, value in state.items()}

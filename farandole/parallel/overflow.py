@@ -1,0 +1,214 @@
+"""Where infinities and NaNs come from: which rank, which parameter, which block.
+
+After gradients have been averaged, all ranks have the infinity of one.  So each rank looks at a bucket of its own
+just before that is reduced, while it is in the cache: one norm of the whole tells that all is well, and only if it
+does not, the parameters are looked at.  Ranks compare what they saw only when a step went wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from farandole.comm.communicator import Communicator
+from farandole.memory.blocks import blocks_of
+from farandole.parallel.optimizer_shards import OptimizerShards
+
+KINDS = ("finite", "inf", "nan")
+"""What a tensor can be, the worst last; they are exchanged as their places here."""
+
+
+def kind_of(tensor: Tensor) -> int:
+    """The worst that is in `tensor`, as a place in `KINDS`."""
+    if bool(tensor.isfinite().all()):
+        return 0
+    return 2 if bool(tensor.isnan().any()) else 1
+
+
+@dataclass(frozen=True)
+class OverflowReport:
+    """What is known of gradients that were not finite, the same on all ranks.
+
+    `parameter` is the first in the order of the model, and `rank` the first that had it so; None where every rank's
+    were finite and only their average was not, and then also for `parameter` if only the norm was not.
+    `more_parameters` were not finite either, on whatever rank, and `other_ranks` had any.  `output` tells of the
+    blocks' outputs, if they were watched.
+    """
+
+    kind: str
+    rank: int | None = None
+    parameter: str | None = None
+    more_parameters: int = 0
+    other_ranks: tuple[int, ...] = ()
+    output: str = ""
+
+    def __str__(self) -> str:
+        if self.parameter is None:
+            return f"gradient norm {self.kind}"
+        place = "average over ranks" if self.rank is None else f"rank {self.rank}"
+        further = []
+        if self.more_parameters:
+            further.append(f"and {self.more_parameters} more parameter{'s' * (self.more_parameters > 1)}")
+        if self.other_ranks:
+            further.append(f"also on {_ranks(self.other_ranks)}")
+        return f"{place}, {self.parameter} grad {self.kind}" + (f" ({', '.join(further)})" if further else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > 8:
+        return f"{len(ranks)} other ranks"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+class GradientWatch:
+    """Notes of which parameters this rank's own gradients were not finite in a step."""
+
+    def __init__(self, model: nn.Module, shards: Sequence[OptimizerShards]) -> None:
+        named = list(model.named_parameters())
+        self.names = [name for name, _ in named]
+        places = {id(parameter): place for place, (_, parameter) in enumerate(named)}
+        self._places = [[places[id(parameter)] for parameter in each.parameters] for each in shards]
+        self._shards = shards
+        self._kinds: dict[int, int] = {}
+        self._norms: list[tuple[list[int], Tensor]] = []
+
+    def clear(self) -> None:
+        """Forget the step before."""
+        self._kinds.clear()
+        self._norms.clear()
+
+    def look(self, number: int) -> None:
+        """Look at bucket `number`, whose gradients are complete and are about to be averaged."""
+        whole, received = self._shards[number].bucket.own_gradients()
+        views = {index: view for index, view in received.items() if view.numel()}
+        if not views:
+            return
+        if whole.device.type != "cpu":  # waiting for the answer would hold up the backward pass
+            norms = torch.stack(torch._foreach_norm(list(views.values()), math.inf))
+            self._norms.append(([self._places[number][index] for index in views], norms))
+        elif not math.isfinite(torch.linalg.vector_norm(whole, dtype=torch.float32)):
+            for index, view in views.items():
+                self._note(self._places[number][index], kind_of(view))
+
+    def locate(self, comm: Communicator, outputs: OutputWatch | None = None) -> OverflowReport:
+        """What all ranks together know of this step's gradients; all ranks call it."""
+        block, output = (-2, 0) if outputs is None else outputs.found()
+        mine = torch.tensor([*self._kinds_here(), *self._kinds_averaged(), block, output], dtype=torch.int32)
+        seen = torch.empty(comm.size * len(mine), dtype=torch.int32)
+        comm.all_gather(seen, mine)
+        table = seen.view(comm.size, -1)
+        count = len(self.names)
+        by_rank = bool(table[:, :count].any())
+        found = _blame(table[:, :count] if by_rank else table[:, count:-2], self.names, by_rank)
+        if outputs is None:
+            return found
+        return replace(found, output=outputs.tell(table[:, -2:].tolist(), found.rank))
+
+    def _kinds_here(self) -> list[int]:
+        """What every parameter's gradient was on this rank, in the order of the model."""
+        for places, norms in self._norms:
+            for place, norm in zip(places, norms.cpu(), strict=True):
+                self._note(place, kind_of(norm))
+        self._norms.clear()
+        return [self._kinds.get(place, 0) for place in range(len(self.names))]
+
+    def _kinds_averaged(self) -> list[int]:
+        """What every parameter's averaged gradient is, in this rank's part of it."""
+        kinds = [0] * len(self.names)
+        for places, shards in zip(self._places, self._shards, strict=True):
+            for place, tensor in zip(places, shards.tensors, strict=True):
+                if tensor is not None and tensor.grad is not None:
+                    kinds[place] = kind_of(tensor.grad)
+        return kinds
+
+    def _note(self, place: int, kind: int) -> None:
+        if kind > self._kinds.get(place, 0):
+            self._kinds[place] = kind
+
+
+class OutputWatch:
+    """Notes the first block of `model` whose output is not finite, while it is armed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._blocks = blocks_of(model)
+        self._handles: list[RemovableHandle] = []
+        self._first: tuple[int, int] | None = None
+
+    @property
+    def armed(self) -> bool:
+        """Whether the blocks are looked at."""
+        return bool(self._handles)
+
+    def arm(self) -> None:
+        """Look at every block's output from now on, which costs a pass over each."""
+        self._first = None
+        if not self._handles:
+            self._handles = [
+                block.register_forward_hook(self._hook(number))
+                for number, (_, block) in enumerate(self._blocks)
+            ]
+
+    def disarm(self) -> None:
+        """Look no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def found(self) -> tuple[int, int]:
+        """The first block and what its output was; the block is -1 if all were finite, -2 if nobody looked."""
+        return self._first or (-1 if self.armed else -2, 0)
+
+    def tell(self, found: Sequence[Sequence[int]], rank: int | None) -> str:
+        """What all ranks `found`, in words: of `rank` if its outputs were bad, else of the first rank whose were."""
+        bad = {r: (block, kind) for r, (block, kind) in enumerate(found) if block >= 0}
+        if not bad:
+            looked = any(block == -1 for block, _ in found)
+            return "the outputs of all blocks were finite" if looked else ""
+        where = rank if rank in bad else min(bad)
+        block, kind = bad[where]
+        place = "" if where == rank else f" on rank {where}"
+        return f"first bad output: {self._blocks[block][0] or 'the model'} ({KINDS[kind]}){place}"
+
+    def _hook(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
+        def computed(module: nn.Module, _: Any, output: Any) -> None:
+            # an evaluation between steps is no part of them
+            if self._first is not None or not (module.training or torch.is_grad_enabled()):
+                return
+            kind = max((kind_of(tensor.detach()) for tensor in _floating(output)), default=0)
+            if kind:
+                self._first = number, kind
+
+        return computed
+
+
+def _floating(value: Any) -> Iterator[Tensor]:
+    """The floating tensors in what a block returns: in tuples, lists and dictionaries, at any depth."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _floating(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _floating(item)
+
+
+def _blame(table: Tensor, names: Sequence[str], by_rank: bool) -> OverflowReport:
+    """The first parameter and its rank, of a table (rank, parameter) of kinds: of own gradients, or of averages."""
+    bad = table.amax(0).nonzero().flatten().tolist()
+    if not bad:
+        return OverflowReport("inf")  # nothing but the sum of squares
+    column = table[:, bad[0]]
+    rank = int(column.nonzero()[0])
+    kind = KINDS[int(column[rank])]
+    if not by_rank:
+        return OverflowReport(kind, None, names[bad[0]], len(bad) - 1)
+    others = [other for other in table.amax(1).nonzero().flatten().tolist() if other != rank]
+    return OverflowReport(kind, rank, names[bad[0]], len(bad) - 1, tuple(others))

@@ -1,0 +1,100 @@
+"""The types of a plan's precision: the cast of inputs, and matrix products of 8-bit floats through torchao.
+
+With fp8 weights stay bf16, and so does everything between layers.  Each product of a linear layer scales its two operands by
+their largest value and casts them (Micikevicius et al., 2022, "FP8 Formats for Deep Learning"): e4m3 in the forward pass,
+e5m2 for gradients.  Parameters remain the same objects, so that plans divide and offload them as any others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from farandole.plan import PlanError
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""In which the model computes."""
+
+_UNIT = 16
+"""Accelerators multiply 8-bit matrices whose rows have a multiple of so many values."""
+
+_CAPABILITY = (8, 9)
+_AMD = ("gfx94", "gfx95", "gfx12")
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with every floating tensor in it as `dtype`: in tuples, lists and dictionaries, at any depth."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floating(item, dtype) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(cast_floating(item, dtype) for item in value)
+    if isinstance(value, dict):
+        return {key: cast_floating(item, dtype) for key, item in value.items()}
+    return value
+
+
+# ---- 8-bit floats ----
+
+
+def check_float8(device: torch.device) -> None:
+    """Raise `PlanError` unless `device` multiplies 8-bit floats and torchao is there."""
+    if not _multiplies(device):
+        raise PlanError(
+            f"precision='fp8': {_name(device)} does not multiply 8-bit floats; NVIDIA's accelerators do from compute "
+            f"capability 8.9 on (L4, RTX 4090, H100), AMD's from the MI300 on; nearest plan: precision='bf16'"
+        )
+    _torchao()
+
+
+def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
+    """Have the linear layers inside `model` multiply 8-bit floats; returns their names.
+
+    Layers with a size that is no multiple of 16 stay as they are, and so do subclasses of `nn.Linear`, which compute something of
+    their own.  With `emulate` values are rounded to 8 bits and multiplied as they were: on any device, and slowly.
+
+    Raises `PlanError` without torchao, and where there is no such layer.
+    """
+    float8 = _torchao()
+    names = [name for name, module in model.named_modules() if name and _is_suitable(module)]
+    if not names:
+        raise PlanError(
+            f"precision='fp8': the model has no nn.Linear inside of it whose sizes are multiples of {_UNIT}; "
+            f"nearest plan: precision='bf16'"
+        )
+    float8.convert_to_float8_training(
+        model,
+        module_filter_fn=lambda module, name: bool(name) and _is_suitable(module),
+        # the gradient of a weight sums over tokens: any number of them, so that they are padded
+        config=float8.Float8LinearConfig(pad_inner_dim=True, emulate=emulate),
+    )
+    return names
+
+
+def _is_suitable(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and module.in_features % _UNIT == 0 and module.out_features % _UNIT == 0
+
+
+def _multiplies(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.startswith(_AMD)
+    return torch.cuda.get_device_capability(device) >= _CAPABILITY
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"the {device.type.upper()} here"
+
+
+def _torchao() -> Any:
+    try:
+        from torchao import float8
+    except ImportError as error:
+        raise PlanError(
+            f"precision='fp8' needs torchao ({error}): pip install 'farandole[fp8]'; nearest plan: precision='bf16'"
+        ) from error
+    return float8

@@ -1,0 +1,289 @@
+"""Which parameters share a bucket, which ranks sum the gradients of a bucket, and which of them divide it.
+
+    plan = plan_sharding(model, mesh, layouts, rank, zero=2)
+    plan.trained[0].ranks.column       # the ranks whose gradients are summed
+    plan.trained[0].ranks.shards       # those of them that divide states, gradients and weights
+
+Everything here is computed from layouts, alike on every rank and without communication, so the planner uses it for models on the meta
+device and for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+
+from farandole.layout import Layout, LayoutError, Reduction, contains
+from farandole.memory.blocks import group_by_block
+from farandole.mesh import Mesh, by_host
+from farandole.parallel.flat import FlatLayout
+from farandole.plan import PlanError
+
+BUCKET_BYTES = 4 << 20
+_NO_LIMIT = 1 << 62
+
+HYBRID = "data.hosts"
+"""The sub-axis along which hybrid sharding keeps copies instead of dividing."""
+
+Filling = Literal["copied", "copied at once", "zero-copy"]
+"""How a bucket gets its gradients: one by one; its only one; or its only one, in the memory in which autograd made it."""
+
+
+@dataclass(frozen=True)
+class ReductionRanks:
+    """The ranks that sum a gradient, from the point of view of one of them.
+
+    Args:
+        column: all ranks whose gradients are summed.
+        shards: the ranks of the column that divide the sum; their order is that of the shards.
+        replicas: the ranks of the column that have the same shard.
+        weight: by which this rank multiplies its gradient before the sum; None if the sum is the average over the column.
+        key: equal for parameters that the same ranks sum in the same way.
+    """
+
+    column: tuple[int, ...]
+    shards: tuple[int, ...]
+    replicas: tuple[int, ...]
+    weight: float | None
+    key: tuple[object, ...]
+
+    copies: tuple[int, ...]
+    """All ranks that store the tensor: the columns together."""
+
+    @property
+    def holders(self) -> int:
+        """The number of ranks that have the same shard of the sum; columns have the same sums."""
+        return len(self.replicas) * len(self.copies) // len(self.column)
+
+    def number(self, rank: int) -> int:
+        """The number of the shard of `rank`."""
+        return self.shards.index(rank)
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Parameters of one type, on one device, in one flat buffer."""
+
+    parameters: Sequence[nn.Parameter]
+    names: Sequence[str]
+    layout: FlatLayout
+    ranks: ReductionRanks
+    dtype: torch.dtype
+    """In which the model computes."""
+    master_dtype: torch.dtype
+    """In which the optimizer updates, and gradients are reduced."""
+    group: int = 0
+    """The number of the group of weights with which these weights are gathered."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of all parameters."""
+        return self.parameters[0].device
+
+    @property
+    def filling(self) -> Filling:
+        """How the bucket gets its gradients."""
+        if len(self.parameters) > 1:
+            return "copied"
+        same = self.dtype == self.master_dtype
+        return "zero-copy" if same and not self.layout.has_gaps else "copied at once"
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """The buckets of a model; trained ones in the order in which a backward pass completes them."""
+
+    trained: list[BucketPlan]
+    frozen: list[BucketPlan]
+    flat: bool
+    """Whether the parameters lie in flat buffers; else only their gradients do."""
+    gathered: bool
+    """Whether weights are gathered when they are needed (`gathered_weights`)."""
+    needs: list[tuple[nn.Module, list[int]]] = field(default_factory=list)
+    """The modules that gather weights, each with the groups that it needs."""
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of weights."""
+        return 1 + max((bucket.group for bucket in (*self.trained, *self.frozen)), default=-1)
+
+
+def data_mesh(ranks: int, hosts: Sequence[object] | None = None) -> Mesh:
+    """Return the mesh of data parallelism alone.
+
+    Args:
+        hosts: the host of every rank, for hybrid sharding; the axis is then factored into "data.hosts" and "data.local".
+
+    Raises:
+        PlanError: if hosts have different numbers of ranks.
+    """
+    counts = Counter(hosts or ())
+    if len(counts) < 2:
+        return Mesh.box(ranks, data=ranks)
+    if len(set(counts.values())) > 1:
+        raise PlanError(
+            f"hybrid=True with {', '.join(map(str, counts.values()))} ranks on the hosts: all need equally many; nearest "
+            f"plan: hybrid=False"
+        )
+    factors = {"data": {"hosts": len(counts), "local": ranks // len(counts)}}
+    return Mesh.box(by_host(list(map(str, hosts or ()))), data=ranks, factors=factors)
+
+
+def replicated_layouts(model: nn.Module) -> dict[str, Layout]:
+    """Return the layouts of a model of which every rank computes with all parameters, by name, tied ones once."""
+    return {name: Layout(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()}
+
+
+def plan_sharding(
+    model: nn.Module,
+    mesh: Mesh,
+    layouts: Mapping[str, Layout],
+    rank: int,
+    *,
+    zero: int = 0,
+    dtype: torch.dtype | None = None,
+    flat: bool | None = None,
+    gathered: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> ShardingPlan:
+    """Divide the parameters that `rank` has into buckets.
+
+    Args:
+        layouts: of all parameters of the mesh, in one order on all ranks.
+        dtype: in which the model computes; None for the types of the parameters.
+        flat: whether parameters are moved into flat buffers; by default if states are divided or `dtype` is given.
+        gathered: whether weights are gathered block by block.
+        bucket_bytes: about as many bytes of parameters share a bucket.
+
+    Raises:
+        LayoutError: for a tensor of which parts are summed by different ranks.
+    """
+    flat = zero > 0 or dtype is not None if flat is None else flat
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    place = {name: number for number, name in enumerate(layouts)}
+    parameters = sorted(model.parameters(), key=lambda p: place[names[id(p)]])
+    kept = {id(p) for p in _of_statistics(model)} if dtype is not None else set()
+    ranks = {id(p): ranks_of(mesh, layouts[names[id(p)]], rank, zero) for p in parameters}
+    groups, needs = group_by_block(model) if gathered else ([], [])
+    group_of = {id(p): number for number, members in enumerate(groups) for p in members}
+
+    def plan_of(members: Sequence[nn.Parameter]) -> BucketPlan:
+        first = members[0]
+        wanted = first.dtype if dtype is None or id(first) in kept else dtype
+        shards = len(ranks[id(first)].shards) if zero else 1
+        shapes = [p.shape for p in members]
+        # gradients of parameters that stay where they are have their strides: fused optimizers need that
+        strides = None if flat else [torch.empty_like(p, device="meta").stride() for p in members]
+        return BucketPlan(
+            members,
+            [names[id(p)] for p in members],
+            FlatLayout(shapes, shards, strides),
+            ranks[id(first)],
+            wanted,
+            master_type(first) if flat else first.dtype,
+            group_of.get(id(first), 0),
+        )
+
+    def buckets(members: Iterable[nn.Parameter]) -> list[BucketPlan]:
+        keys = {id(p): (ranks[id(p)].key, id(p) in kept, group_of.get(id(p), 0)) for p in parameters}
+        filled = fill(members, _NO_LIMIT if gathered else bucket_bytes, keys)
+        if gathered:  # blocks are computed backward, and what is in no block or in several is complete last
+            order = [*reversed(range(len(groups) - 1)), len(groups) - 1]
+            filled.sort(key=lambda each: order.index(group_of[id(each[0])]))
+        return [plan_of(each) for each in filled]
+
+    return ShardingPlan(
+        buckets(p for p in reversed(parameters) if p.requires_grad),
+        buckets(filter(_is_frozen, parameters)) if flat else [],
+        flat,
+        gathered,
+        needs,
+    )
+
+
+def ranks_of(mesh: Mesh, layout: Layout, rank: int, zero: int) -> ReductionRanks:
+    """Return the ranks that sum the gradient of the tensor that `rank` stores, and those that divide it.
+
+    Raises:
+        LayoutError: if they are not the same for all elements of the tensor.
+    """
+    own = [box for cell in mesh.of_rank(rank) for box in layout.boxes(mesh, cell)]
+    pieces = [piece for piece in layout.pieces(mesh) if any(contains(box, piece) for box in own)]
+    found = [layout.reduction(mesh, piece) for piece in pieces or own[:1]]
+    if any(other != found[0] for other in found[1:]):
+        raise LayoutError(
+            f"{layout.name}: parts of the tensor of rank {rank} are summed by different ranks; give the parts tensors of their own"
+        )
+    return _ranks(mesh, found[0], rank, zero)
+
+
+def _ranks(mesh: Mesh, reduction: Reduction, rank: int, zero: int) -> ReductionRanks:
+    column = reduction.columns[reduction.column_of(rank)]
+    shards, replicas = (column, (rank,)) if zero else ((rank,), column)
+    if zero:
+        parts: dict[tuple[object, ...], list[int]] = {}
+        for each in column:
+            cells = mesh.of_rank(each)
+            # hosts have copies with hybrid sharding; stages have copies of gathered weights, as they compute different blocks
+            host = mesh.coordinate(cells[0], HYBRID) if HYBRID in mesh.sub_axes else 0
+            stages = tuple(cell.pipeline for cell in cells) if zero == 3 else ()
+            parts.setdefault((host, stages), []).append(each)
+        if len({len(members) for members in parts.values()}) == 1:
+            shards = next(tuple(members) for members in parts.values() if rank in members)
+            replicas = tuple(sorted(members[shards.index(rank)] for members in parts.values()))
+    losses = mesh.losses
+    weights = {each: weight / losses for each, weight in reduction.weights.items()}
+    even = all(weights[each] == 1 / len(column) for each in column)
+    return ReductionRanks(
+        column,
+        shards,
+        replicas,
+        None if even else weights[rank],
+        (reduction.columns, tuple(sorted(reduction.weights.items()))),
+        tuple(sorted(each for ranks in reduction.columns for each in ranks)),
+    )
+
+
+def fill(
+    parameters: Iterable[nn.Parameter], bucket_bytes: int, keys: Mapping[int, object] | None = None
+) -> list[list[nn.Parameter]]:
+    """Divide parameters into buckets of about `bucket_bytes` in the order given, one type, device and key in each.
+
+    A parameter of that size or more has its own bucket, so that its gradient need not be copied (`buffer_pool`).  `keys` are those of
+    parameters by identity.
+    """
+    open_buckets: dict[tuple[torch.dtype, torch.device, object], list[nn.Parameter]] = {}
+    full: list[list[nn.Parameter]] = []
+    for parameter in parameters:
+        if parameter.nbytes >= bucket_bytes:
+            full.append([parameter])
+            continue
+        kind = (parameter.dtype, parameter.device, None if keys is None else keys[id(parameter)])
+        members = open_buckets.setdefault(kind, [])
+        members.append(parameter)
+        if sum(member.nbytes for member in members) >= bucket_bytes:
+            full.append(open_buckets.pop(kind))
+    return full + list(open_buckets.values())
+
+
+def master_type(parameter: torch.Tensor) -> torch.dtype:
+    """The type of a parameter's master weights: the type in which the model was made, and fp32 at least."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _of_statistics(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of layers such as BatchNorm, which compute with statistics in fp32, and take such parameters only."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            yield from module.parameters(recurse=False)
+
+
+def _is_frozen(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is not trained, and an ordinary tensor of numbers: neither integers nor quantized."""
+    plain = parameter.is_floating_point() and type(parameter.data) is torch.Tensor
+    return not parameter.requires_grad and plain

@@ -1,0 +1,177 @@
+"""Parts of global tensors, as PyTorch's distributed checkpoints save and load them: boxes, by name and offset.
+
+A rank's tensor is one box of a global tensor, or several (`Place`); what the rank stores of it is a range of its flattened elements
+(`Range`), of which torch sees the boxes that it consists of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from farandole.layout import Box, boxes_of_range, volume
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a rank's tensor in the global tensor of `shape`.
+
+    The tensor of shape `local` consists of `regions`: a box of itself, and the box of the global tensor that it stores.
+    """
+
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    regions: tuple[tuple[Box, Box], ...]
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Place:
+        """Of a tensor that a rank has all of."""
+        box = _box_of(shape)
+        return Place(tuple(shape), tuple(shape), ((box, box),))
+
+    @staticmethod
+    def of_boxes(shape: Sequence[int], local: Sequence[int], boxes: Sequence[Box]) -> Place:
+        """Of a tensor that consists of several boxes, one after the other along the dimension in which they differ."""
+        regions: list[tuple[Box, Box]] = []
+        begun = 0
+        for box in boxes:
+            sizes = [end - start for start, end in box]
+            own = [(0, size) for size in sizes]
+            for dim, size in enumerate(sizes):
+                if len(boxes) > 1 and size != local[dim]:
+                    own[dim] = (begun, begun + size)
+                    begun += size
+            regions.append((tuple(own), box))
+        return Place(tuple(shape), tuple(local), tuple(regions))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank has all of the tensor."""
+        return self.local == self.shape and len(self.regions) == 1
+
+
+def _box_of(shape: Sequence[int]) -> Box:
+    return tuple((0, length) for length in shape)
+
+
+@dataclass(frozen=True)
+class Range:
+    """Consecutive elements of a rank's flattened tensor, the first of which is number `start`.
+
+    torch knows it by its two methods (`torch.distributed._checkpointable`) and the planners below, as the boxes of the global tensor
+    of which it consists.  `load` brings the elements, flat, where they are not `held` in memory; they are valid until others are
+    brought.
+    """
+
+    place: Place
+    start: int
+    length: int
+    dtype: torch.dtype
+    held: Tensor | None = None
+    load: Callable[[], Tensor] | None = None
+
+    @staticmethod
+    def of(values: Tensor, start: int, place: Place) -> Range:
+        """The range of `values`, which are in memory."""
+        flat = values.detach().reshape(-1)
+        return Range(place, start, flat.numel(), flat.dtype, held=flat)
+
+    @property
+    def values(self) -> Tensor:
+        """The elements, flat."""
+        if self.held is not None:
+            return self.held
+        assert self.load is not None
+        return self.load()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the elements."""
+        return self.length * self.dtype.itemsize
+
+    def part(self, offsets: Sequence[int]) -> Tensor:
+        """The elements of the box of the global tensor that begins at `offsets`."""
+        for box, first, local, slices in self._boxes():
+            if tuple(start for start, _ in box) == tuple(offsets):
+                elements = self.values[first : first + volume(local)]
+                return elements.view([end - start for start, end in local])[slices]
+        raise KeyError(f"no box begins at {tuple(offsets)}")
+
+    def _boxes(self) -> Iterator[tuple[Box, int, Box, tuple[slice, ...]]]:
+        """(box of the global tensor, first element of a box of this range that contains it, that box, where in it)."""
+        first = 0
+        for local in boxes_of_range(_box_of(self.place.local), self.start, self.start + self.length):
+            for region, stored in self.place.regions:
+                common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(local, region, strict=True))
+                if any(start >= end for start, end in common):
+                    continue
+                shifts = [there - here for (here, _), (there, _) in zip(region, stored, strict=True)]
+                box = tuple((s + shift, e + shift) for (s, e), shift in zip(common, shifts, strict=True))
+                slices = tuple(slice(s - at, e - at) for (s, e), (at, _) in zip(common, local, strict=True))
+                yield box, first, local, slices
+            first += volume(local)
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(
+                torch.Size([start for start, _ in box]), torch.Size([end - start for start, end in box])
+            )
+            for box, *_ in self._boxes()
+        ]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, torch.Size(self.place.shape)),
+            )
+            for chunk in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self._chunks()
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans a save of ranges and of ordinary tensors, by name."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """What is to be written under `index`."""
+        found = self.state_dict[index.fqn]
+        return found.part(index.offset or ()) if isinstance(found, Range) else super().lookup_object(index)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans to load ranges and ordinary tensors, by name."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state as it is: torch's own way forgets values of types that it does not know."""
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Where to put what was saved under `index`."""
+        found = self.state_dict[index.fqn]
+        return found.part(index.offset or ()) if isinstance(found, Range) else super().lookup_tensor(index)

@@ -1,0 +1,147 @@
+"""Ranks that compute different blocks gather the same weights in the same order, and get the gradients of one process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import farandole
+from farandole import Plan
+from farandole.comm.communicator import Communicator
+from farandole.parallel.call_order import CallOrder
+
+GATHERS, ITEMS, PASSES = 5, 8, 12
+
+
+def _random_passes(rank: int, size: int, seed: int) -> list[list[int]]:
+    """What each pass has launched."""
+    assert torch.distributed.group.WORLD is not None
+    common, own = random.Random(seed), random.Random(100 * seed + rank)
+    launched: list[int] = []
+    passes = []
+    order = CallOrder(Communicator(torch.distributed.group.WORLD), launched.append, GATHERS)
+    for number in range(PASSES):
+        like_others = common.random() < 0.5
+        chance = common if like_others else own
+        wanted = chance.choices(range(ITEMS), k=chance.randrange(10))
+        left = chance.sample(range(GATHERS, ITEMS), chance.randrange(3))
+        order.begin("forward" if number % 3 else "backward")
+        for item in wanted:
+            before = len(launched)
+            order.advance(_by_chance(chance))
+            order.request(item)
+            assert item in launched[before:]
+        before = len(launched)
+        order.end(partial(list, left))
+        assert set(left) <= set(launched[before:])
+        passes.append(launched.copy())
+        launched.clear()
+    return passes
+
+
+def _by_chance(chance: random.Random) -> Callable[[int], bool]:
+    return lambda item: item % 2 == chance.randrange(2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_rank_makes_the_same_calls(ranks: Any, size: int) -> None:
+    for seed in range(6):
+        found = ranks(size).run(_random_passes, seed)
+        assert all(each == found[0] for each in found)
+
+
+def _agreed(rank: int, size: int) -> list[list[int]]:
+    assert torch.distributed.group.WORLD is not None
+    launched: list[int] = []
+    order = CallOrder(Communicator(torch.distributed.group.WORLD), launched.append, GATHERS)
+    found = []
+    for _ in range(2):
+        order.begin("backward")
+        for item in (2, 7, 1, 6, 0, 5):  # each block is gathered, then its gradients are reduced
+            if item not in launched:
+                order.request(item)
+        order.end()
+        found.append(launched.copy())
+        launched.clear()
+    return found
+
+
+def test_blocks_are_gathered_ahead(ranks: Any) -> None:
+    for negotiated, ahead in ranks(2).run(_agreed):
+        assert negotiated == [2, 7, 1, 6, 0, 5]
+        assert ahead == [2, 1, 7, 0, 6, 5]
+
+
+class Optional(nn.Module):
+    """A tied embedding, and blocks of which each call says which are computed, in which order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8)) for _ in range(6)
+        )
+
+    def forward(self, tokens: Tensor, blocks: list[int]) -> Tensor:
+        """Logits (..., 12)."""
+        x = self.embedding(tokens)
+        for number in blocks:
+            x = x + self.blocks[number](x)
+        return F.linear(x, self.embedding.weight)
+
+
+def _choices(step: int, rank: int) -> list[int]:
+    """Rank 1 skips blocks, leaves early, computes a block twice or none at all; rank 0 does so in the last steps."""
+    every = list(range(6))
+    odd = [[0, 2, 5], [0, 1], [3, 3, 1], [], [5, 4, 3, 2, 1, 0], every]
+    return odd[(step + rank) % 6] if rank % 2 or step > 4 else every
+
+
+def _tokens(step: int, rank: int) -> Tensor:
+    return torch.randint(0, 12, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def _train(rank: int, size: int, recompute: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Optional().double()  # roundings add up in fp32
+    engine = farandole.parallelize(model, Plan(zero=3, recompute=recompute))
+    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.3))
+    for step in range(9):
+        tokens = _tokens(step, rank)
+        _loss(engine(tokens, _choices(step, rank)), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 4 == 1:
+            with torch.no_grad():
+                engine(tokens, _choices(step + 1, rank))
+    state = engine.state_dict()
+    engine.close()
+    return state
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_may_compute_different_blocks(ranks: Any, size: int, recompute: str) -> None:
+    torch.manual_seed(0)
+    model = Optional().double()  # roundings add up in fp32
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    for step in range(9):
+        for rank in range(size):
+            tokens = _tokens(step, rank)
+            (_loss(model(tokens, _choices(step, rank)), tokens) / size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in ranks(size, "gloo").run(_train, recompute):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, msg=f"{name} of {size} ranks")
