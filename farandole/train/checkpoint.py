@@ -9,20 +9,23 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from farandole.comm.communicator import Communicator
 from farandole.data.cache import flush
+from farandole.memory.offloaded_optimizer import OffloadedOptimizer, UnitReader
 from farandole.parallel.checkpoint import (
     LoadPlanner,
     Range,
@@ -57,9 +60,9 @@ _ABANDON_S = 3.0
 
 def _remove(checkpoint: Path) -> None:
     """Delete a checkpoint; its name goes first, so that what has the name is whole at any moment."""
-    partial = checkpoint.with_name(checkpoint.name + ".tmp")
-    checkpoint.rename(partial)
-    shutil.rmtree(partial)
+    doomed = checkpoint.with_name(checkpoint.name + ".tmp")
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 class CheckpointWriter:
@@ -112,8 +115,8 @@ class CheckpointWriter:
         print(f"training goes on from an earlier step; set aside in {aside}: {names}", flush=True)
 
     def _remove_partial(self) -> None:
-        for partial in self._folder.glob("*.tmp"):
-            shutil.rmtree(partial)
+        for folder in self._folder.glob("*.tmp"):
+            shutil.rmtree(folder)
 
     def save(self, trainer: Trainer, elapsed_s: float) -> None:
         """Copy the state of `trainer` now; write it while training goes on."""
@@ -122,7 +125,9 @@ class CheckpointWriter:
             return
         self._saved_step = trainer.step_number
         engine = trainer.engine
-        state = {name: self._copy(name, value) for name, value in state_of(engine, self._comm.rank).items()}
+        found = state_of(engine, self._comm.rank)
+        found |= _offloaded_masters(engine, found)
+        state = {name: self._copy(name, value) for name, value in found.items()}
         weights = self._whole_weights(engine, state)
         if self._comm.rank == 0 or engine.zero:  # what ranks hold alike is written by one of them
             self._bytes = sum(part.nbytes for part in (*state.values(), *weights.values()))
@@ -214,17 +219,17 @@ class CheckpointWriter:
             self._error = error
 
     def _complete(self, weights: dict[str, Tensor], metadata: Metadata) -> None:
-        partial = self._partial
-        save_file(weights, partial / WEIGHTS)
+        folder = self._partial
+        save_file(weights, folder / WEIGHTS)
         for name, path in self._files.items():
-            shutil.copyfile(path, partial / name)
-        (partial / METADATA).write_text(json.dumps(asdict(metadata), indent=1))
+            shutil.copyfile(path, folder / name)
+        (folder / METADATA).write_text(json.dumps(asdict(metadata), indent=1))
         shutil.copymode(
-            partial / METADATA, partial / WEIGHTS
+            folder / METADATA, folder / WEIGHTS
         )  # safetensors makes it readable by its owner only
         for name in (WEIGHTS, *self._files, METADATA, STATE, "."):
-            flush(partial / name)
-        partial.rename(self.newest)
+            flush(folder / name)
+        folder.rename(self.newest)
         flush(self._folder)
         for old in checkpoints(self._run)[: -self._keep]:
             _remove(old)
@@ -245,7 +250,7 @@ def load(trainer: Trainer, folder: Path, comm: Communicator) -> Metadata:
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise damaged(folder, str(cause_of(error))) from error
     commit(engine, comm.rank, wanted)
-    load_offloaded(engine, folder / STATE)
+    load_offloaded(cast(Engine, _WithMasters(engine, wanted)), folder / STATE)
     trainer.step_number = metadata.step
     trainer.sampler.consumed = metadata.consumed
     trainer.scaler.scale, trainer.scaler.good_steps = metadata.loss_scale, metadata.good_steps
@@ -253,6 +258,61 @@ def load(trainer: Trainer, folder: Path, comm: Communicator) -> Metadata:
     if engine.rounding is not None:
         engine.rounding.steps = metadata.rounding_steps
     return metadata
+
+
+def _offloaded_masters(engine: Engine, found: State) -> State:
+    """The master weights in offloaded records: `state_of` has the 16-bit weights in their place."""
+    names = {id(shard): name for name, shard in _shards(engine)}
+    state: State = {}
+    for update in engine.offloaded:
+        if not update.state.weights:
+            continue
+        masters = _Masters(update.state)
+        for unit, shards in enumerate(update.state.units):
+            for at, shard in enumerate(shards):
+                own = found[names[id(shard)]]
+                assert isinstance(own, Range)
+                load = partial(masters.read, unit, at)
+                state[names[id(shard)]] = replace(own, dtype=shard.dtype, held=None, load=load)
+    return state
+
+
+class _Masters:
+    """Copies of the master weights of one unit of an offloaded optimizer at a time."""
+
+    def __init__(self, optimizer: OffloadedOptimizer) -> None:
+        self._optimizer, self._unit, self._values = optimizer, -1, list[Tensor]()
+
+    def read(self, unit: int, at: int) -> Tensor:
+        """Return those of shard `at` of `unit`, flat."""
+        if unit != self._unit:
+            reader = UnitReader(self._optimizer)
+            self._values = [shard.weights.flatten().clone() for shard in reader.states(unit)]
+            reader.close()
+            self._unit = unit
+        return self._values[at]
+
+
+def _shards(engine: Engine) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name in a checkpoint, shard)."""
+    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
+    return ((f"model.{names[id(parameter)]}", shard) for parameter, shard, _ in engine.shards())
+
+
+class _WithMasters:
+    """An engine whose shards have the values of a checkpoint, which are more exact than 16-bit weights."""
+
+    def __init__(self, engine: Engine, loaded: State) -> None:
+        self._engine, self._loaded = engine, loaded
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def shard_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for name, shard in _shards(self._engine):
+            found = self._loaded[name]
+            assert isinstance(found, Range)
+            yield shard, found.values.to(shard.dtype).view(shard.shape)
 
 
 def _metadata(trainer: Trainer, ranks: int, elapsed_s: float, files: list[str]) -> Metadata:

@@ -64,6 +64,9 @@ class Task:
     units_per_sample = 1
     """How many of these a sample has.  The count that `loss` returns is expected to be about this times the samples."""
 
+    def __init__(self, config: TrainConfig) -> None:
+        """Make the task of this configuration."""
+
     def build(self, config: TrainConfig) -> nn.Module:
         """Return the model; torch's generator is seeded before."""
         raise NotImplementedError
