@@ -27,10 +27,11 @@ from farandole.memory.recompute import apply_recompute
 from farandole.memory.swap import Swap, swap_activations
 from farandole.parallel.deferred import Initialise
 from farandole.parallel.engine import Engine
+from farandole.parallel.lora import add_lora
 from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.precision import TYPES, check_float8, use_float8
 from farandole.parallel.rounding import StochasticRounding
-from farandole.plan import Plan, PlanError
+from farandole.plan import LoRA, Plan, PlanError
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +66,9 @@ def parallelize(
     With `watch` every rank looks at its own gradients before they are averaged, in any precision, so that
     `Engine.locate_nonfinite` names the rank and the parameter whose gradient is not finite.
 
-    What is recomputed is logged at level INFO.
+    With `lora` the model's weights are frozen, and adapters are drawn from torch's generator: all ranks get those of rank 0.
+
+    What is recomputed or adapted is logged at level INFO.
 
     Raises `PlanError` where the plan does not fit the ranks or the model, and RuntimeError where there are none.
     """
@@ -87,6 +90,8 @@ def parallelize(
         raise PlanError(
             f"diagnose=True with precision={plan.precision!r}: it explains the steps that precision='fp16' skips"
         )
+    if plan.lora is not None:
+        _add_lora(model, plan.lora)
     if plan.precision == "fp8":
         check_float8(_device_of(model))
         use_float8(model)
@@ -110,6 +115,15 @@ def parallelize(
     if plan.swap != "none":
         engine.swap(_swap(model, plan))
     return engine
+
+
+def _add_lora(model: nn.Module, lora: LoRA) -> None:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PlanError("lora with a model on the meta device: adapters need a model that is in memory")
+    try:
+        _log.info("LoRA: %s", add_lora(model, lora))
+    except ValueError as error:
+        raise PlanError(str(error)) from error
 
 
 def _swap(model: nn.Module, plan: Plan) -> Swap:

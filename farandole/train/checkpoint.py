@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from farandole.comm.communicator import Communicator
 from farandole.data.cache import flush
+from farandole.data.wording import disk_failure
 from farandole.memory.offloaded_optimizer import OffloadedOptimizer, UnitReader
 from farandole.parallel.checkpoint import (
     LoadPlanner,
@@ -49,7 +50,6 @@ from farandole.train.run_folder import (
     folder_name,
     new_folder,
     read_metadata,
-    reason,
     step_of,
 )
 from farandole.train.trainer import Trainer
@@ -99,7 +99,9 @@ class CheckpointWriter:
             try:
                 self._make_room(resumed_step)
             except OSError as error:
-                raise CheckpointError(f"cannot write to {self._folder}: {reason(error, run)}") from error
+                raise CheckpointError(
+                    f"cannot write to {self._folder}: {disk_failure(error, run)}"
+                ) from error
         comm.barrier()
 
     def _make_room(self, resumed_step: int | None) -> None:
@@ -166,7 +168,7 @@ class CheckpointWriter:
         if self._comm.rank == 0:
             shutil.rmtree(self._partial, ignore_errors=True)  # on a disk that fails, this may fail too
             cause = next(cause for cause, _ in told if cause is not None)
-            why = reason(cause, self._run, sum(size for _, size in told))
+            why = disk_failure(cause, self._run, sum(size for _, size in told))
             saved = checkpoints(self._run) if self._folder.is_dir() else []
             kept = f"the last good one is {saved[-1]}" if saved else "there is none before it"
             said[0] = f"cannot write checkpoint {self.newest}: {why}; {kept}"

@@ -25,7 +25,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from farandole.comm.notices import print_once
-from farandole.train.run_folder import DiskError, reason
+from farandole.data.wording import disk_failure
+from farandole.train.run_folder import DiskError
 
 Record = dict[str, float]
 
@@ -73,11 +74,11 @@ class MetricsWriter:
                 self._do_without_tensorboard(error)
 
     def _refusal(self, error: OSError) -> DiskError:
-        return DiskError(f"cannot write {self._path}: {reason(error, self._path.parent)}")
+        return DiskError(f"cannot write {self._path}: {disk_failure(error, self._path.parent)}")
 
     def _do_without_tensorboard(self, error: OSError) -> None:
         self._tensorboard = None
-        why = reason(error, self._path.parent)
+        why = disk_failure(error, self._path.parent)
         print_once(
             f"TensorBoard's files cannot be written: {why}; training goes on, its numbers are in {self._path}"
         )

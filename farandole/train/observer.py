@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from farandole.data.wording import counted, short, size
+from farandole.data.wording import counted, disk_failure, short, size
 from farandole.launch.runtime import Runtime
 from farandole.memory.disk import Budget, OffloadError
 from farandole.memory.offload_store import measure_bandwidth
@@ -20,7 +20,6 @@ from farandole.train.config import TrainConfig
 from farandole.train.metrics import MetricsWriter
 from farandole.train.precision import Choice
 from farandole.train.progress import Progress, ProgressLine, minutes
-from farandole.train.run_folder import reason
 from farandole.train.trainer import StepResult, Trainer
 
 _RECENT = 20
@@ -136,7 +135,7 @@ class Observer:
                 sample.write_text(report)
             self._line.note(f"{done}; loss curve {curve}" + (f", sample {sample}" if report else ""))
         except OSError as error:  # the checkpoint is written, and they can be made again
-            self._line.note(f"{done}; no loss curve and no sample are kept: {reason(error, self._run)}")
+            self._line.note(f"{done}; no loss curve and no sample are kept: {disk_failure(error, self._run)}")
 
     def _introduce(self) -> None:
         task, config = self._task, self._config

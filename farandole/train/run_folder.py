@@ -15,11 +15,9 @@ copied or deleted a part.  One job at a time trains in a folder: two would delet
 from __future__ import annotations
 
 import difflib
-import errno
 import fcntl
 import json
 import os
-import shutil
 import time
 from dataclasses import dataclass, field
 from itertools import count
@@ -28,7 +26,7 @@ from socket import gethostname
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from farandole.data.wording import size
+from farandole.data.wording import disk_failure
 from farandole.parallel.errors import CheckpointError
 from farandole.plan import Precision
 from farandole.train.config import ConfigError, TrainConfig
@@ -59,7 +57,9 @@ def new_run(config: TrainConfig) -> Path:
             run.rmdir()
             raise
     except OSError as error:
-        why = reason(error, next(folder for folder in [out, *out.absolute().parents] if folder.is_dir()))
+        why = disk_failure(
+            error, next(folder for folder in [out, *out.absolute().parents] if folder.is_dir())
+        )
         raise ConfigError(f"cannot make the folder of a run in out={config.out}: {why}") from None
     return run
 
@@ -275,19 +275,3 @@ class RunLock:
 
 class DiskError(RuntimeError):
     """A file that a run cannot do without cannot be written; the message says which and why."""
-
-
-def reason(error: OSError | str, folder: Path, needed: int = 0) -> str:
-    """Why writing to `folder` failed, in words; where space may be the cause, with what is left of it.
-
-    `needed` is the bytes that were to be written.  Libraries hide the cause of a full disk in many ways:
-    fewer free bytes than `needed` are taken as the cause whatever they say.
-    """
-    free = shutil.disk_usage(folder).free
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if full or free < needed:
-        wanted = f"about {size(needed)} needed, " if needed else ""
-        return f"no space left on the disk ({wanted}{size(free)} free)"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return str(error)
