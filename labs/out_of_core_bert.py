@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 import farandole
+from farandole._startup import keep_freed_memory
 from farandole.data.masking import MaskedBatches, masking_for
 from farandole.data.sampler import Sampler
 from farandole.data.text import prepare_text
@@ -47,7 +48,6 @@ from farandole.memory.tracker import DeviceMemory, OutOfDeviceMemory, by_kind
 from farandole.models.bert import BERTConfig, bert_config, block_generator, build_bert, initialise
 from farandole.models.loss import masked_token_loss, next_token_loss
 from farandole.plan import Plan
-from farandole.train.allocator import keep_freed_memory
 
 SEED = 0
 

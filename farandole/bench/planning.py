@@ -21,13 +21,13 @@ from farandole.launch.control_groups import available_memory
 from farandole.launch.local import launch
 from farandole.memory.estimate import Estimate, Machine, Workload, estimate_workload, plan_candidates
 from farandole.memory.offload_store import measure_bandwidth
-from farandole.plan import Plan, Recompute
-from farandole.train.config import Precision, TrainConfig, load_config
-from farandole.train.planning import workload_of
+from farandole.plan import Plan, Precision, Recompute
+from farandole.train.config import TrainConfig, load_config
+from farandole.train.memory import workload_of
 from farandole.train.precision import bf16_unit
 from farandole.train.start import read_request
 
-_PRECISIONS = tuple(precision for precision in get_args(Precision) if precision != "auto")
+_PRECISIONS = tuple(precision for precision in get_args(Precision) if precision != "fp8")
 
 _CHECKED_PASSES = 2
 """Micro-batches of a step that `--check` does: more add time and no memory."""
@@ -81,18 +81,18 @@ def plan(setup: PlanSetup) -> Planned:
     request = read_request(setup.words, resume=False)
     config = load_config(request.source, request.overrides)
     named = {word.partition("=")[0].strip() for word in request.overrides}
-    if "parallel.zero" in named:
-        zero = zero or [config.parallel.zero]
-    if "parallel.recompute" in named:
-        recompute = recompute or [config.parallel.recompute]
-    if "parallel.offload" in named:
-        offload = offload or [config.parallel.offload]
-    if config.parallel.swap != "none":
+    if "plan.zero" in named:
+        zero = zero or [config.plan.zero]
+    if "plan.recompute" in named:
+        recompute = recompute or [config.plan.recompute]
+    if "plan.offload" in named:
+        offload = offload or [config.plan.offload]
+    if config.plan.swap != "none":
         raise BenchError(
-            f"parallel.swap={config.parallel.swap}: what activations take that are swapped depends on how fast they are "
+            f"plan.swap={config.plan.swap}: what activations take that are swapped depends on how fast they are "
             f"copied, which is not predicted; plan without it"
         )
-    if config.parallel.compression != "none":
+    if config.plan.compression != "none":
         zero = zero or [0]
     _check("--zero", [str(stage) for stage in zero], [str(stage) for stage in range(4)])
     recomputations = [mode for mode in get_args(Recompute) if mode != "auto"]
@@ -133,8 +133,8 @@ def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]
     passes = min(count, _CHECKED_PASSES)
     values = {"batch": passes * samples * planned.ranks, "micro_batch": samples}
     chosen = {"zero": first.zero, "recompute": first.recompute, "offload": first.offload}
-    parallel = planned.config.parallel.model_copy(update=chosen)
-    config = planned.config.model_copy(update={**values, "parallel": parallel})
+    section = planned.config.plan.model_copy(update=chosen)
+    config = planned.config.model_copy(update={**values, "plan": section})
     workload = replace(planned.workload, micro_batches=passes, checkpoints=False)
     predicted = estimate_workload(workload, first, planned.ranks, planned.machine)
     with tempfile.TemporaryDirectory() as folder:
@@ -232,8 +232,8 @@ def _accelerated(setup: PlanSetup) -> Machine:
 
 def _precision(config: TrainConfig, machine: Machine) -> str:
     """What was asked, or what `farandole train` would choose."""
-    if config.precision != "auto":
-        return config.precision
+    if config.plan.precision != "auto":
+        return config.plan.precision
     if not machine.host:
         return "bf16"
     return "bf16" if bf16_unit(torch.device("cpu")) else "fp32"
