@@ -25,8 +25,8 @@ from farandole.comm.compression import compression_named
 from farandole.data.wording import counted, size
 from farandole.memory.recompute import apply_recompute
 from farandole.memory.swap import Swap, swap_activations
-from farandole.parallel.deferred import Initialise
 from farandole.parallel.engine import Engine
+from farandole.parallel.initial_values import Initialise
 from farandole.parallel.lora import add_lora
 from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.precision import TYPES, check_float8, use_float8
@@ -56,7 +56,7 @@ def parallelize(
     `example`, an input of a rank's micro-batch, and `loss`, what is made of the output, are for `recompute="attention"`
     and "auto", which measure with them (`memory.recompute.apply_recompute`).
 
-    A `model` on the meta device needs `initialise(name, block)`, which fills one block at a time (`parallel.deferred`): no
+    A `model` on the meta device needs `initialise(name, block)`, which fills one block at a time (`parallel.initial_values`): no
     process has more of it in memory than its own part and a block.
 
     With `rounding="stochastic"`, what is rounded up depends on torch's seed on rank 0.  With `precision="fp16"` the loss

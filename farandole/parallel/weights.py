@@ -57,7 +57,7 @@ class FlatWeights(ABC):
         masters: Masters = "memory",
         allocator: MmapAllocator | None = None,
     ) -> None:
-        self.plan, self.number = plan, number
+        self.plan, self.number, self.trained = plan, number, trained
         self.parameters = list(plan.parameters)
         self.comm, self._layout, self._allocator = shards, plan.layout, allocator
         elsewhere = masters == "offloaded" and is_accelerator(plan.device)

@@ -27,17 +27,9 @@ from farandole.comm.communicator import Communicator
 from farandole.data.cache import flush
 from farandole.data.wording import disk_failure
 from farandole.memory.offloaded_optimizer import OffloadedOptimizer, UnitReader
-from farandole.parallel.checkpoint import (
-    LoadPlanner,
-    Range,
-    SavePlanner,
-    State,
-    cause_of,
-    commit,
-    load_offloaded,
-    room_for,
-    state_of,
-)
+from farandole.parallel.checkpoint.folder import cause_of
+from farandole.parallel.checkpoint.ranges import LoadPlanner, Range, SavePlanner
+from farandole.parallel.checkpoint.state import State, empty_state, load_offloaded, restore, state_of
 from farandole.parallel.engine import Engine
 from farandole.train.run_folder import (
     METADATA,
@@ -127,7 +119,7 @@ class CheckpointWriter:
             return
         self._saved_step = trainer.step_number
         engine = trainer.engine
-        found = state_of(engine, self._comm.rank)
+        found = state_of(_stored(engine), self._comm.rank)
         found |= _offloaded_masters(engine, found)
         state = {name: self._copy(name, value) for name, value in found.items()}
         weights = self._whole_weights(engine, state)
@@ -245,14 +237,14 @@ def load(trainer: Trainer, folder: Path, comm: Communicator) -> Metadata:
     metadata, engine = read_metadata(folder), trainer.engine
     try:
         reader = FileSystemReader(folder / STATE)
-        wanted = room_for(engine, comm.rank, reader.read_metadata().state_dict_metadata)
+        wanted = empty_state(_stored(engine), comm.rank, reader.read_metadata().state_dict_metadata)
         dcp.load(dict(wanted), storage_reader=reader, planner=LoadPlanner(), process_group=comm.group)
     except CheckpointError as error:  # it is whole, and does not fit
         raise CheckpointError(f"checkpoint {folder}: {error}") from error
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise damaged(folder, str(cause_of(error))) from error
-    commit(engine, comm.rank, wanted)
-    load_offloaded(cast(Engine, _WithMasters(engine, wanted)), folder / STATE)
+    restore(_stored(engine), comm.rank, wanted)
+    load_offloaded(_stored(engine, wanted), folder / STATE)
     trainer.step_number = metadata.step
     trainer.sampler.consumed = metadata.consumed
     trainer.scaler.scale, trainer.scaler.good_steps = metadata.loss_scale, metadata.good_steps
@@ -301,20 +293,37 @@ def _shards(engine: Engine) -> Iterator[tuple[str, nn.Parameter]]:
     return ((f"model.{names[id(parameter)]}", shard) for parameter, shard, _ in engine.shards())
 
 
-class _WithMasters:
-    """An engine whose shards have the values of a checkpoint, which are more exact than 16-bit weights."""
+class _Stored:
+    """An engine with the values of shards that a checkpoint holds.
 
-    def __init__(self, engine: Engine, loaded: State) -> None:
+    Under stochastic rounding the shards themselves read as NaN, and the weights have their values.  After `loaded`, offloaded
+    shards have those of the checkpoint, which are more exact than 16-bit weights.
+    """
+
+    def __init__(self, engine: Engine, loaded: State | None = None) -> None:
         self._engine, self._loaded = engine, loaded
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def shard_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        for name, shard in _shards(self._engine):
-            found = self._loaded[name]
-            assert isinstance(found, Range)
-            yield shard, found.values.to(shard.dtype).view(shard.shape)
+        if self._loaded is not None:
+            for name, shard in _shards(self._engine):
+                found = self._loaded[name]
+                assert isinstance(found, Range)
+                yield shard, found.values.to(shard.dtype).view(shard.shape)
+        elif self._engine.rounding is None:
+            yield from self._engine.shard_values()
+        else:
+            for shards in self._engine.shards_of_buckets:
+                assert shards.weights is not None
+                for index, tensor in enumerate(shards.tensors):
+                    if tensor is not None:
+                        yield tensor, shards.weights.shard[shards._slices[index]]
+
+
+def _stored(engine: Engine, loaded: State | None = None) -> Engine:
+    return cast(Engine, _Stored(engine, loaded))
 
 
 def _metadata(trainer: Trainer, ranks: int, elapsed_s: float, files: list[str]) -> Metadata:

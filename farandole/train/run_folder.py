@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from farandole.data.wording import disk_failure
-from farandole.parallel.errors import CheckpointError
+from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.plan import Precision
 from farandole.train.config import ConfigError, TrainConfig
 

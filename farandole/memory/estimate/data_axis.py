@@ -10,7 +10,7 @@ from torch import nn
 
 from farandole.memory.blocks import blocks_of
 from farandole.memory.estimate.machine import Machine
-from farandole.parallel.buffer_pool import DEPTH, buffer_lengths
+from farandole.parallel.bucket import DEPTH, buffer_lengths
 from farandole.parallel.gathered_weights import CAPACITY
 from farandole.parallel.sharding import Filling, data_mesh, plan_sharding, replicated_layouts
 from farandole.plan import Plan, PlanError
@@ -101,7 +101,7 @@ class DataAxis:
         return sum(length * b.master_dtype.itemsize for length, b in zip(kept, self.trained, strict=True))
 
     def lent(self) -> int:
-        """What whole gradients pass through with `zero` 2 and 3 (`parallel.buffer_pool`), beside those autograd is at."""
+        """What whole gradients pass through with `zero` 2 and 3 (`parallel.bucket`), beside those autograd is at."""
         if self.plan.zero < 2 or not self.trained:
             return 0
         sizes: dict[Filling, list[int]] = {"copied": [], "copied at once": [], "zero-copy": []}
