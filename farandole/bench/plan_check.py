@@ -163,6 +163,9 @@ def _parts(trainer: Trainer, runtime: Runtime) -> dict[str, int]:
         "parameters": weights // runtime.size if common else weights,
         "gradients": _storages(each.bucket.reduced for each in shards),
         "optimizer": _storages(value for value in states if isinstance(value, Tensor))
+        + _storages(
+            tensor for parameter, tensor, _ in trainer.engine.shards() if tensor.dtype != parameter.dtype
+        )
         + sum(update.state.stream.memory_bytes for update in trainer.engine.offloaded),
     }
 

@@ -151,7 +151,7 @@ def test_all_ranks_stop_at_the_step_at_which_one_was_asked(ranks: Any, words: li
     assert ranks(2).run(_stop, words) == [[False, False, True, False]] * 2
 
 
-def _save_and_load(rank: int, size: int, words: list[str], run: Path, precision: str) -> list[str]:
+def _save_and_load(rank: int, size: int, words: list[str], run: Path, precision: Precision) -> list[str]:
     trainer = _make([*words, "model.dropout=0.2"], precision)
     writer = _writer(run, trainer)
     for step in range(1, 7):
@@ -175,10 +175,20 @@ def _save_and_load(rank: int, size: int, words: list[str], run: Path, precision:
     return kept
 
 
-@pytest.mark.parametrize(("size", "precision"), [(1, "fp32"), (2, "fp16")])
-def test_a_loaded_engine_goes_on_bit_for_bit(
-    ranks: Any, words: list[str], tmp_path: Path, size: int, precision: str
+@pytest.mark.parametrize(
+    ("size", "precision", "plan"),
+    [
+        (1, "fp32", ""),
+        (2, "fp16", ""),
+        (2, "bf16", "plan.rounding=stochastic plan.precision=bf16"),
+        (2, "bf16", "plan.zero=2 plan.offload=disk:{}"),
+        (2, "bf16", "plan.zero=3 plan.offload=disk:{} plan.offloaded=parameters plan.swap=disk:{}"),
+    ],
+)
+def test_a_loaded_trainer_goes_on_bit_for_bit(
+    ranks: Any, words: list[str], tmp_path: Path, size: int, precision: Precision, plan: str
 ) -> None:
+    words = [*words, *plan.format(tmp_path, tmp_path).split()]
     for kept in ranks(size).run(_save_and_load, words, tmp_path / "run", precision):
         assert kept == ["step-000004", "step-000006"]
     assert sorted(p.name for p in (tmp_path / "run/checkpoints/step-000006").iterdir()) == [
