@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from farandole.memory.estimate import Workload
 from farandole.models.gpt import build_gpt
 from farandole.models.loss import PIECE_BYTES, next_token_loss
+from farandole.planner import Workload
 from farandole.train.config import TrainConfig
 
 _PIECES = 32
@@ -25,6 +25,4 @@ def workload_of(config: TrainConfig, ranks: int) -> Workload:
         targets = torch.zeros(tokens.shape, dtype=torch.int64, device=logits.device)
         return next_token_loss(logits, targets, max(PIECE_BYTES, 4 * logits.numel() // _PIECES))
 
-    return Workload(
-        model=model, example=tokens, loss=loss, micro_batches=count, autocast=True, checkpoints=True
-    )
+    return Workload(model=model, example=tokens, loss=loss, micro_batches=count, checkpoints=True)
