@@ -128,8 +128,9 @@ def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> d
     section = getattr(config, _SECTION)
     for word in overrides:
         name = word.partition("=")[0].strip().removeprefix(f"{_SECTION}.")
-        if name in _FIELDS and hasattr(section, name):
-            choices.setdefault(name, [getattr(section, name)])
+        value = getattr(section, name, "auto") if name in _FIELDS else "auto"
+        if value != "auto":
+            choices.setdefault(name, [value])
     if section.swap != "none":
         choices.setdefault("swap", [section.swap])
     if section.compression != "none":

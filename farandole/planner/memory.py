@@ -70,7 +70,8 @@ def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) ->
     model, parameters = workload.model, list(workload.model.parameters())
     sharding = _sharding(workload, plan, ranks, machine)
     trained, frozen = sharding.trained, sharding.frozen
-    weights = 0 if sharding.flat else sum(p.nbytes for p in parameters if not p.requires_grad)
+    moved = {id(parameter) for bucket in (*trained, *frozen) for parameter in bucket.parameters}
+    weights = sum(p.nbytes for p in parameters if id(p) not in moved)
     for bucket in (*trained, *frozen) if plan.offloaded != "parameters" else ():
         sharing = len(bucket.ranks.shards) if plan.zero and shares_memory(bucket, ranks, machine) else 1
         length = bucket.layout.shard_length if sharding.gathered else bucket.layout.length // sharing
@@ -94,7 +95,7 @@ def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) ->
         updated=sum(map(_shard, trained)),
         optimizer=optimizer,
         records=sum(records) if plan.offload != "none" else 0,
-        pools=_pools(sharding) if plan.zero >= 2 else 0,
+        pools=_pools(model, sharding) if plan.zero >= 2 else 0,
         gathered=_gathered(sharding),
         copies=(1 if plan.offload_folder is not None else 1 + workload.states) * sum(map(_shard, trained)),
         whole=sum(parameter.nbytes for parameter in parameters) + buffers,
@@ -157,9 +158,10 @@ def _whole(bucket: BucketPlan) -> int:
     return bucket.layout.length * bucket.master_dtype.itemsize
 
 
-def _pools(sharding: ShardingPlan) -> int:
+def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
     """The buffers of pools, and zero-copy gradients that wait for their reduction (`parallel.buffer_pool`)."""
-    users = Counter(group for _, groups in sharding.needs for group in groups)
+    several = Counter(group for _, groups in sharding.needs for group in groups)
+    several += Counter(group for module, groups in sharding.needs if module is model for group in groups)
     kinds: dict[object, list[BucketPlan]] = defaultdict(list)
     for bucket in sharding.trained:
         kinds[bucket.master_dtype, bucket.device, bucket.filling, bucket.ranks.shards].append(bucket)
@@ -170,10 +172,10 @@ def _pools(sharding: ShardingPlan) -> int:
             total += max((sum(sizes[at : at + DEPTH]) for at in range(len(sizes) - 1)), default=0)
             continue
         total += sum(buffer_lengths(sizes))
-        # what several modules need has its first gradient early and its last one at the end, and keeps its buffer meanwhile: buckets
-        # that would use the same buffer get ordinary memory
+        # what several blocks need, or none, has its first gradient early and its last one at the end, and keeps its buffer meanwhile:
+        # buckets that would use the same buffer get ordinary memory
         for at, bucket in enumerate(buckets):
-            if users[bucket.group] > 1 and bucket.filling == "copied":
+            if several[bucket.group] > 1 and bucket.filling == "copied":
                 total += max(sizes[at % DEPTH : at : DEPTH], default=0)
     return total
 

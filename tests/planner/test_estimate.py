@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,12 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from farandole.comm.communicator import Communicator
+from farandole.layout import Layout, Shard
 from farandole.memory.disk import Bandwidth
 from farandole.memory.dry_run import saved_bytes
 from farandole.memory.recompute import apply_recompute
+from farandole.memory.swap import BEHIND_BYTES
+from farandole.mesh import Mesh
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.models.loss import next_token_loss
 from farandole.parallel.parallelize import parallelize
@@ -215,6 +219,102 @@ def test_parts_are_those_of_real_ranks(ranks: Any, zero: int, precision: Any, ba
     assert found.optimizer == pytest.approx(seen[0]["optimizer"], rel=0.02)
 
 
+# ---- layouts ----
+
+
+def test_layouts_of_any_mesh_are_counted() -> None:
+    """Matrices are divided by 2 tensor ranks, their states by 2 data ranks too; a norm is divided by the data ranks only."""
+    with torch.device("meta"):
+        local = nn.Sequential(nn.LayerNorm(64, bias=False), nn.Linear(64, 512, bias=False))
+    layouts = {
+        "0.weight": Layout("0.weight", (64,), same=frozenset({"tensor"})),
+        "1.weight": Layout("1.weight", (1024, 64), shards=(("tensor", Shard(0)),)),
+    }
+    mesh = Mesh.box(4, data=2, tensor=2)
+    workload = Workload(model=local, example=None, mesh=mesh, layouts=layouts, rank=1)
+    local_count = 64 + 512 * 64
+    for shared, zero, weights, gradients in ((False, 1, 4, 4), (False, 2, 4, 2), (True, 1, 2, 4)):
+        machine = replace(MACHINE, shared=shared)
+        found = state_bytes(workload, Plan(zero=zero), 4, machine)  # type: ignore[arg-type]
+        assert found.sharding.trained[0].ranks.shards == (1, 3)
+        assert found.weights == weights * local_count
+        assert found.gradients == gradients * local_count
+        assert found.optimizer == 8 * local_count // 2
+
+
+def test_what_the_engine_leaves_in_place_counts() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(64, 64, bias=False)
+    quantized = nn.Parameter(torch.empty(1000, dtype=torch.int8, device="meta"), requires_grad=False)
+    model.register_parameter("quantized", quantized)
+    for zero in (0, 1):
+        found = state_bytes(
+            Workload(model=model, example=None), Plan(zero=zero), 1, replace(MACHINE, shared=False)
+        )
+        assert found.weights == 4 * 64 * 64 + 1000
+
+
+def test_gradients_of_what_several_blocks_need_wait_in_their_buffer() -> None:
+    """The embedding and the last norm are in no block: their buffer is used from the first gradient to the last one."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.norm = nn.Embedding(100, 64), nn.LayerNorm(64)
+            self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    with torch.device("meta"):
+        model = Model()
+    plan, machine = Plan(zero=3), replace(MACHINE, shared=False)
+    found = state_bytes(Workload(model=model, example=None), plan, 2, machine)
+    block, rest = 4 * (64 * 64 + 64), 4 * (100 * 64 + 128)
+    assert [sum(p.nbytes for p in b.parameters) for b in found.sharding.trained] == [*[block] * 4, rest]
+    assert found.pools == pytest.approx(rest + block + block, rel=0.01)
+    assert found.gathered == pytest.approx(rest + 2 * block, rel=0.01)
+
+
+def _large_gpt() -> nn.Module:
+    with torch.device("meta"):
+        return build_gpt(GPTConfig(vocabulary=50257, context=1024, layers=24, heads=16, width=1792))
+
+
+@pytest.mark.parametrize("ranks", [2, 1024])
+def test_a_billion_parameters_are_divided_in_seconds(ranks: int) -> None:
+    workload = Workload(model=_large_gpt(), example=None)
+    assert sum(p.numel() for p in workload.model.parameters()) > 1e9
+    machine = replace(MACHINE, shared=False, hosts=max(1, ranks // 8))
+    plans = [Plan(zero=zero) for zero in range(4)]  # type: ignore[arg-type]
+    if ranks > 2:
+        plans.append(Plan(zero=1, hybrid=True))
+    started = time.process_time()
+    for plan in plans:
+        state_bytes(workload, plan, ranks, machine)
+    assert time.process_time() - started < 5
+
+
+def _seconds_to_parallelize(rank: int, size: int) -> float:
+    model = _large_gpt()
+    assert dist.group.WORLD is not None
+    torch.set_default_device("meta")  # where the ranks keep their parts
+    try:
+        started = time.process_time()
+        engine = parallelize(
+            model,
+            Plan(zero=2, precision="bf16"),
+            Communicator(dist.group.WORLD),
+            initialise=lambda name, block: None,
+        )
+        seconds = time.process_time() - started
+    finally:
+        torch.set_default_device(None)
+    engine.close()
+    return seconds
+
+
+def test_a_billion_parameters_are_parallelized_in_seconds(ranks: Any) -> None:
+    assert max(ranks(1, "gloo").run(_seconds_to_parallelize)) < 5
+
+
 # ---- plans ----
 
 
@@ -248,6 +348,47 @@ def test_states_in_the_hosts_memory_are_not_on_the_accelerator() -> None:
     assert estimate_workload(_workload(), Plan(offload="host"), 2, machine).parts["optimizer"] == 0
     on_host = estimate_workload(_workload(), Plan(offload="host"), 2, MACHINE)
     assert on_host.parts["optimizer"] == 8 * GPT.parameters
+
+
+def test_what_else_is_offloaded_is_not_in_memory() -> None:
+    machine = replace(MACHINE, disk=Bandwidth(1e9, 5e8, "made up"))
+    found = {
+        offloaded: estimate_workload(
+            _workload(), Plan(zero=3, offload="disk:.", offloaded=offloaded), 2, machine
+        )
+        for offloaded in ("optimizer", "gradients", "parameters")
+    }
+    assert found["gradients"].parts["gradients"] == 0 < found["optimizer"].parts["gradients"]
+    assert found["parameters"].parts["parameters"] == 0 < found["gradients"].parts["parameters"]
+    seconds = [one.times["offload"] for one in found.values()]
+    assert seconds == sorted(seconds) and len(set(seconds)) == 3
+    plan, accelerator = found["gradients"].plan, replace(machine, host=False)
+    with pytest.raises(PlanError, match="offloaded='optimizer' works there"):
+        estimate_workload(_workload(), plan, 2, accelerator)
+
+
+def test_stochastic_rounding_needs_no_masters() -> None:
+    nearest, stochastic = (
+        estimate_workload(_workload(), Plan(precision="bf16", rounding=rounding), 2, MACHINE).parts
+        for rounding in ("nearest", "stochastic")
+    )
+    assert nearest["optimizer"] - stochastic["optimizer"] == pytest.approx(4 * GPT.parameters, rel=0.02)
+
+
+def test_swapped_activations_are_the_most_that_may_wait() -> None:
+    with torch.device("meta"):
+        model, example = nn.Sequential(*(nn.Sigmoid() for _ in range(9))), torch.empty(1 << 24)
+        example.requires_grad_()
+    machine = replace(MACHINE, disk=Bandwidth(1e8, 1e8, "made up"))
+    workload = Workload(model=model, example=example)
+    kept, swapped = (estimate_workload(workload, Plan(swap=swap), 1, machine) for swap in ("none", "disk:."))
+    # each keeps its output, and that of the last one is saved by the model, but is the loss's too
+    assert kept.parts["activations"] >= 9 << 26
+    assert kept.parts["activations"] - swapped.parts["activations"] == (8 << 26) - BEHIND_BYTES
+    assert kept.times.keys() < swapped.times.keys() and swapped.seconds > kept.seconds
+    assert swapped.verdict(1 << 40) == "fits with swap"
+    with pytest.raises(PlanError, match="swap='disk:FOLDER' works there"):
+        estimate_workload(workload, Plan(swap="host"), 1, machine)
 
 
 def test_a_speed_that_is_not_given_is_asked_for() -> None:
