@@ -107,9 +107,14 @@ class Layout:
 
     def boxes(self, mesh: Mesh, cell: Cell) -> tuple[Box, ...]:
         """The boxes of the global tensor that a cell stores; its tensor is their concatenation along the divided dimensions."""
+        return self._boxes(
+            tuple((mesh.width(axis, cell.pipeline), mesh.coordinate(cell, axis)) for axis, _ in self.shards)
+        )
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - layouts are small, and many cells have the same places
+    def _boxes(self, places: tuple[tuple[int, int], ...]) -> tuple[Box, ...]:
         boxes: list[Box] = [tuple((0, length) for length in self.shape)]
-        for axis, shard in self.shards:
-            width, place = mesh.width(axis, cell.pipeline), mesh.coordinate(cell, axis)
+        for (axis, shard), (width, place) in zip(self.shards, places, strict=True):
             dim = shard.dim % len(self.shape)
             boxes = [each for box in boxes for each in self._cut(box, axis, shard, dim, width, place)]
         return tuple(boxes)

@@ -83,6 +83,9 @@ class Mesh:
             raise MeshError("two cells have the same coordinates")
         if {cell.rank for cell in self.cells} != set(range(self.size)):
             raise MeshError(f"expected a cell for each of the {self.size} ranks")
+        self._held: dict[int, list[Cell]] = {rank: [] for rank in range(self.size)}
+        for cell in self.cells:
+            self._held[cell.rank].append(cell)
         self.stages = 1 + max(cell.pipeline for cell in self.cells)
         self._widths = {
             (axis, stage): 1 + max(getattr(c, axis) for c in self.cells if c.pipeline == stage)
@@ -177,7 +180,7 @@ class Mesh:
 
     def of_rank(self, rank: int) -> list[Cell]:
         """The cells that a rank holds."""
-        return [cell for cell in self.cells if cell.rank == rank]
+        return self._held[rank]
 
     def width(self, axis: str, stage: int = 0) -> int:
         """The size of an axis, or of a sub-axis, in a stage of the pipeline."""

@@ -34,7 +34,13 @@ from farandole.data.text import prepare_text
 from farandole.data.tokenizer import MASK
 from farandole.data.wording import counted, size
 from farandole.memory.disk import Bandwidth, Budget
-from farandole.memory.estimate import (
+from farandole.memory.offload_store import measure_bandwidth
+from farandole.memory.swap import map_blocks_from
+from farandole.memory.tracker import DeviceMemory, OutOfDeviceMemory, by_kind
+from farandole.models.bert import BERTConfig, bert_config, block_generator, build_bert, initialise
+from farandole.models.loss import masked_token_loss, next_token_loss
+from farandole.plan import Plan
+from farandole.planner import (
     Estimate,
     Machine,
     Workload,
@@ -42,12 +48,6 @@ from farandole.memory.estimate import (
     estimated_plans,
     what_fits,
 )
-from farandole.memory.offload_store import measure_bandwidth
-from farandole.memory.swap import map_blocks_from
-from farandole.memory.tracker import DeviceMemory, OutOfDeviceMemory, by_kind
-from farandole.models.bert import BERTConfig, bert_config, block_generator, build_bert, initialise
-from farandole.models.loss import masked_token_loss, next_token_loss
-from farandole.plan import Plan
 
 SEED = 0
 

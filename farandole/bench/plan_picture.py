@@ -7,10 +7,11 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from farandole.bench.plan_table import COLUMNS, column, seconds
+from farandole.bench.plan_table import COLUMNS, choices, column, seconds, word
 from farandole.bench.planning import Planned
 from farandole.data.wording import counted, short, size
-from farandole.memory.estimate import Estimate
+from farandole.plan import Plan
+from farandole.planner import Estimate
 
 COLOURS = {
     "weights": "#0b6e4f",
@@ -78,10 +79,9 @@ def draw(planned: Planned, path: str) -> None:
 
 
 def _name(one: Estimate, planned: Planned) -> str:
-    plan = one.plan
-    words = [f"zero {plan.zero}"]
-    words += [] if plan.recompute == "none" else [f"recompute {plan.recompute}"]
-    words += [] if plan.offload == "none" else [f"offload {plan.offload.partition(':')[0]}"]
-    if len({other.plan.precision for other in planned.estimates}) > 1:
-        words.append(plan.precision)
+    words = [f"zero {one.plan.zero}"]
+    for name in choices(planned.estimates)[1:]:
+        value = word(one.plan, name).partition(":")[0]
+        if value != word(Plan(), name) or name == "precision":
+            words.append(value if name == "precision" else name if value == "yes" else f"{name} {value}")
     return ", ".join(words)

@@ -10,13 +10,13 @@ from rich.table import Table
 
 from farandole.bench.planning import Planned
 from farandole.data.wording import size
-from farandole.memory.estimate import Estimate
-from farandole.memory.estimate.formulas import activation_bytes, state_bytes
-from farandole.models.attention import LONGEST_EXPLICIT
+from farandole.memory.swap import BEHIND_BYTES
+from farandole.plan import Plan
+from farandole.planner import Estimate
 
 COLUMNS = {
     "weights": ("parameters",),
-    "gradients": ("gradients", "taken over"),
+    "gradients": ("gradients", "reused"),
     "optimizer": ("optimizer",),
     "buffers": ("communication",),
     "activations": ("activations",),
@@ -25,6 +25,9 @@ COLUMNS = {
     "process": ("process", "allocator"),
 }
 """What is shown together, by the parts of an estimate."""
+
+_MOST_LINES, _FEW = 40, 12
+"""Lines of a table, and of plans that do not fit where others do."""
 
 TOLERANCE = 0.1
 """The part of a measured peak by which a prediction may differ."""
@@ -40,45 +43,48 @@ def seconds(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
+def choices(estimates: Sequence[Estimate]) -> list[str]:
+    """The fields of plans by which `estimates` differ, and those that are not left at their defaults; stage and recomputation always."""
+    plans, default = [one.plan for one in estimates], Plan()
+    seldom = ("hybrid", "precision", "rounding", "offload", "offloaded", "swap")
+    wanted = [name for name in seldom if {getattr(one, name) for one in plans} != {getattr(default, name)}]
+    if len({one.precision for one in plans}) == 1 and "precision" in wanted:
+        wanted.remove("precision")
+    return ["zero", "recompute", *wanted]
+
+
+def word(plan: Plan, name: str) -> str:
+    """The value of a field, for people."""
+    value = getattr(plan, name)
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
+
+
 def plans(planned: Planned) -> Group:
-    """A line for each plan."""
-    divisor, unit = _unit(max(one.peak for one in planned.estimates))
+    """A line for each plan: all that fit, and a few that do not."""
     memory = planned.machine.memory
-    title, table = f"{unit} of the rank that needs most, of {size(memory)}", _table()
-    precisions = len({one.plan.precision for one in planned.estimates}) > 1
-    for name in ("zero", "recompute", "offload", *(["precision"] if precisions else [])):
+    fitting = [one for one in planned.estimates if one.fits(memory)]
+    others = planned.estimates[len(fitting) :]
+    shown = [*fitting[:_MOST_LINES], *others[: _FEW if fitting else _MOST_LINES]]
+    divisor, unit = _unit(max(one.peak for one in shown))
+    names, table = choices(shown), _table()
+    for name in names:
         table.add_column(name)
     for name in (*COLUMNS, "peak", "s/step"):
         table.add_column(name, justify="right")
     table.add_column("verdict")
-    for one in planned.estimates:
-        words = [str(one.plan.zero), one.plan.recompute, one.plan.offload]
-        words += [one.plan.precision] if precisions else []
+    for one in shown:
         numbers = [*(column(one, name) for name in COLUMNS), one.peak]
-        shown = [_number(number, divisor) for number in numbers]
+        cells = [*(word(one.plan, name) for name in names), *(_number(number, divisor) for number in numbers)]
         style = None if one.fits(memory) else "dim"
-        table.add_row(*words, *shown, seconds(one.seconds), one.verdict(memory), style=style)
-    return Group(title, table)
-
-
-def formulas(planned: Planned) -> Group:
-    """What the closed formulas say of the same, with weights of the plan's precision."""
-    model, first = planned.config.model, planned.estimates[0]
-    low = 4 if first.plan.precision == "fp32" else 2
-    _, samples = planned.config.micro_batches(planned.ranks)
-    fused = low == 4 or model.context > LONGEST_EXPLICIT or not planned.machine.host
-    activations = activation_bytes(
-        model.context, samples, model.width, model.layers, model.heads, low, fused_attention=fused
-    )
-    divisor, unit = _unit(first.peak)
-    title, table = f"closed formulas, {low}-byte weights and an fp32 master, {unit}", _table()
-    for name in ("zero", "weights", "gradients", "optimizer", "activations"):
-        table.add_column(name, justify="left" if name == "zero" else "right")
-    for zero in sorted({one.plan.zero for one in planned.estimates}):
-        states = state_bytes(model.gpt().parameters, zero, planned.ranks, low)
-        row = [states["parameters"], states["gradients"], states["optimizer"], activations]
-        table.add_row(str(zero), *(_number(number, divisor) for number in row))
-    return Group(title, table)
+        table.add_row(*cells, seconds(one.seconds), one.verdict(memory), style=style)
+    lines: list[Any] = [f"{unit} of the rank that needs most, of {size(memory)}", table]
+    if len(shown) < len(planned.estimates):
+        lines.append(f"{len(planned.estimates)} plans were considered, {len(fitting)} of them fit")
+    if "swap" in names:
+        lines.append(
+            f"swap: the most memory, with up to {size(BEHIND_BYTES)} of activations that wait to be copied away"
+        )
+    return Group(*lines)
 
 
 def checked(predicted: Estimate, seen: Sequence[dict[str, Any]]) -> tuple[Group, bool]:
@@ -95,9 +101,9 @@ def checked(predicted: Estimate, seen: Sequence[dict[str, Any]]) -> tuple[Group,
     )
     rows["process"] = (parts["process"], [one["process"] + one["libraries"] / ranks for one in seen])
     peaks = [max(one["start"], one["peak"]) + one["libraries"] / ranks for one in seen]
-    if parts["taken over"]:
+    if parts["reused"]:
         rows["not at once"] = (
-            parts["taken over"],
+            parts["reused"],
             [-min(one["parts"]["gradients"], one["tensors"]) for one in seen],
         )
     others = sum(measured[0] for _, measured in rows.values())

@@ -7,10 +7,10 @@ import itertools
 import json
 import re
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -19,15 +19,39 @@ from farandole.bench.plan_check import Order
 from farandole.bench.setup import BenchError
 from farandole.launch.control_groups import available_memory
 from farandole.launch.local import launch
-from farandole.memory.estimate import Estimate, Machine, Workload, estimate_workload, plan_candidates
 from farandole.memory.offload_store import measure_bandwidth
-from farandole.plan import Plan, Precision, Recompute
+from farandole.plan import Offloaded, Plan, PlanError, Precision, Recompute, Rounding
+from farandole.planner import Estimate, Machine, Workload, estimate_workload, plan_candidates
 from farandole.train.config import TrainConfig, load_config
 from farandole.train.memory import workload_of
 from farandole.train.precision import bf16_unit
 from farandole.train.start import read_request
 
 _PRECISIONS = tuple(precision for precision in get_args(Precision) if precision != "fp8")
+
+_SECTION = "plan"
+"""The section of a configuration that has the plan."""
+
+_FIELDS = ("zero", "hybrid", "recompute", "offload", "offloaded", "precision", "rounding", "swap")
+"""The fields of a plan that are chosen."""
+
+_KNOWN: dict[str, Sequence[str]] = {
+    "zero": [str(stage) for stage in range(4)],
+    "recompute": [mode for mode in get_args(Recompute) if mode != "auto"],
+    "precision": _PRECISIONS,
+    "rounding": get_args(Rounding),
+    "offloaded": get_args(Offloaded),
+}
+
+_RESORTS: Sequence[dict[str, Sequence[Any]]] = (
+    {"offload": ["none", "disk:."]},
+    {"offloaded": get_args(Offloaded), "swap": ["none", "disk:."], "rounding": get_args(Rounding)},
+)
+_ACCELERATORS_RESORTS: Sequence[dict[str, Sequence[Any]]] = (
+    {"offload": ["none", "host", "disk:."]},
+    {"swap": ["none", "host"], "rounding": get_args(Rounding)},
+)
+"""What is considered, too, as long as nothing fits."""
 
 _CHECKED_PASSES = 2
 """Micro-batches of a step that `--check` does: more add time and no memory."""
@@ -46,8 +70,8 @@ class PlanSetup:
     """What is asked: the run, the machine, and which plans.
 
     `memory` bytes for each rank, `flops` and `bandwidth` of each; None for what this machine has.  With `accelerators` it is
-    such that are meant, and all three are given.  Of `zero`, `recompute`, `offload` and `precision` every combination is a plan;
-    empty ones mean all that make sense.
+    such that are meant, and all three are given.  `choices` has, by fields of `Plan`, the values to consider, and every valid
+    combination is a plan; without values, those that make sense are considered.
     """
 
     words: tuple[str, ...]
@@ -56,10 +80,7 @@ class PlanSetup:
     memory: int | None = None
     flops: float | None = None
     bandwidth: float | None = None
-    zero: tuple[int, ...] = ()
-    recompute: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
-    precision: tuple[str, ...] = ()
+    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     accelerators: bool = False
     anew: bool = False
 
@@ -77,44 +98,46 @@ class Planned:
 
 def plan(setup: PlanSetup) -> Planned:
     """Estimate every plan that is asked for.  Raises `ConfigError`, `PlanError` or `BenchError` for what cannot be."""
-    zero, recompute, offload = list(setup.zero), list(setup.recompute), list(setup.offload)
     request = read_request(setup.words, resume=False)
     config = load_config(request.source, request.overrides)
-    named = {word.partition("=")[0].strip() for word in request.overrides}
-    if "plan.zero" in named:
-        zero = zero or [config.plan.zero]
-    if "plan.recompute" in named:
-        recompute = recompute or [config.plan.recompute]
-    if "plan.offload" in named:
-        offload = offload or [config.plan.offload]
-    if config.plan.swap != "none":
-        raise BenchError(
-            f"plan.swap={config.plan.swap}: what activations take that are swapped depends on how fast they are "
-            f"copied, which is not predicted; plan without it"
-        )
-    if config.plan.compression != "none":
-        zero = zero or [0]
-    _check("--zero", [str(stage) for stage in zero], [str(stage) for stage in range(4)])
-    recomputations = [mode for mode in get_args(Recompute) if mode != "auto"]
-    _check("--recompute", recompute, recomputations)
-    _check("--precision", setup.precision, _PRECISIONS)
     if setup.hosts > 1 and (setup.ranks % setup.hosts or setup.bandwidth is None):
         raise BenchError(
             f"--hosts {setup.hosts}: --ranks are a multiple of it, and --bandwidth of the link between hosts is given"
         )
+    choices = _given(setup, config, request.overrides)
     workload = workload_of(config, setup.ranks)
     machine = _machine(setup)
-    axes = [
-        zero or list(range(4)),
-        recompute or recomputations,
-        offload or ["none"],
-        list(setup.precision) or [_precision(config, machine)],
-    ]
-    machine, estimates = _estimates(workload, setup.ranks, machine, axes)
-    if not offload and not any(one.fits(machine.memory) for one in estimates):
-        axes[2] = ["none", "disk:."] if machine.host else ["none", "host", "disk:."]
-        machine, estimates = _estimates(workload, setup.ranks, machine, axes)
+    axes: dict[str, Sequence[Any]] = {
+        "zero": range(4),
+        "hybrid": [False, True] if setup.hosts > 1 else [False],
+        "recompute": [mode for mode in get_args(Recompute) if mode != "auto"],
+        "precision": [_precision(config, machine)],
+    }
+    machine, estimates = _estimates(workload, setup.ranks, machine, axes | choices)
+    for further in _RESORTS if machine.host else _ACCELERATORS_RESORTS:
+        if any(one.fits(machine.memory) for one in estimates) or not further.keys() - choices.keys():
+            break
+        axes |= further
+        machine, estimates = _estimates(workload, setup.ranks, machine, axes | choices)
     return Planned(config, workload, machine, setup.ranks, estimates)
+
+
+def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> dict[str, Sequence[Any]]:
+    """What options and overrides fix, by fields of `Plan`."""
+    choices: dict[str, Sequence[Any]] = {name: values for name, values in setup.choices.items() if values}
+    section = getattr(config, _SECTION)
+    for word in overrides:
+        name = word.partition("=")[0].strip().removeprefix(f"{_SECTION}.")
+        value = getattr(section, name, "auto") if name in _FIELDS else "auto"
+        if value != "auto":
+            choices.setdefault(name, [value])
+    if section.swap != "none":
+        choices.setdefault("swap", [section.swap])
+    if section.compression != "none":
+        choices.setdefault("zero", [0])
+    for name, known in _KNOWN.items():
+        _check(f"--{name}", [str(one) for one in choices.get(name, ())], known)
+    return choices
 
 
 def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]]]:
@@ -132,9 +155,14 @@ def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]
     count, samples = planned.config.micro_batches(planned.ranks)
     passes = min(count, _CHECKED_PASSES)
     values = {"batch": passes * samples * planned.ranks, "micro_batch": samples}
-    chosen = {"zero": first.zero, "recompute": first.recompute, "offload": first.offload}
-    section = planned.config.plan.model_copy(update=chosen)
-    config = planned.config.model_copy(update={**values, "plan": section})
+    section = getattr(planned.config, _SECTION)
+    chosen = {name: getattr(first, name) for name in _FIELDS}
+    for name in chosen.keys() - type(section).model_fields.keys() - {"precision"}:
+        if chosen.pop(name) != getattr(Plan(), name):
+            raise BenchError(
+                f"--check: farandole train has no {_SECTION}.{name}; give --{name} another value"
+            )
+    config = planned.config.model_copy(update={**values, _SECTION: section.model_copy(update=chosen)})
     workload = replace(planned.workload, micro_batches=passes, checkpoints=False)
     predicted = estimate_workload(workload, first, planned.ranks, planned.machine)
     with tempfile.TemporaryDirectory() as folder:
@@ -170,15 +198,19 @@ def parse_number(option: str, text: str, base: int) -> float:
 
 
 def _estimates(
-    workload: Workload, ranks: int, machine: Machine, axes: Sequence[Sequence[object]]
+    workload: Workload, ranks: int, machine: Machine, axes: Mapping[str, Sequence[Any]]
 ) -> tuple[Machine, list[Estimate]]:
     """The estimates of all plans, and the machine with the disk that they mean."""
-    plans = [
-        Plan(zero=z, recompute=r, offload=o, precision=p)  # type: ignore[arg-type]
-        for z, r, o, p in itertools.product(*axes)
-    ]
-    disks = {one.offload.removeprefix("disk:") for one in plans if one.offload.startswith("disk:")}
-    if disks:
+    plans, refusal = [], None
+    for values in itertools.product(*axes.values()):
+        try:
+            plans.append(Plan(**dict(zip(axes, values, strict=True))))
+        except PlanError as error:  # these values exclude each other
+            refusal = error
+    if not plans and refusal is not None:
+        raise refusal
+    folders = {place.removeprefix("disk:") for one in plans for place in (one.offload, one.swap)}
+    if disks := folders - {"none", "host"}:
         machine = replace(machine, disk=measure_bandwidth(min(disks)))
     return machine, plan_candidates(workload, ranks, machine, plans)
 

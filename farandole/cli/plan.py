@@ -43,9 +43,38 @@ def plan(
             show_default="none; if nothing fits, all",
         ),
     ] = None,
+    offloaded: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What goes to the disk: optimizer, gradients or parameters too.  Repeatable.",
+            show_default="optimizer; if nothing fits, all",
+        ),
+    ] = None,
+    swap: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Activations: none, host (accelerators) or disk:FOLDER.  Repeatable.",
+            show_default="none; if nothing fits, both",
+        ),
+    ] = None,
     precision: Annotated[
         list[str] | None,
         typer.Option(help="fp32, bf16 or fp16.  Repeatable.", show_default="as configured"),
+    ] = None,
+    rounding: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of bf16 weights: nearest or stochastic.  Repeatable.",
+            show_default="nearest; if nothing fits, both",
+        ),
+    ] = None,
+    hybrid: Annotated[
+        bool | None,
+        typer.Option(
+            "--hybrid/--no-hybrid",
+            help="Whether each host has a copy of what ZeRO divides.",
+            show_default="both, if there are several hosts",
+        ),
     ] = None,
     flops: Annotated[
         str | None,
@@ -61,7 +90,7 @@ def plan(
             "--accelerators", help="Plan for such, which are not here, with the three options above."
         ),
     ] = False,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine anew.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine again.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Run the first plan on real ranks, and compare.")
     ] = False,
@@ -102,10 +131,16 @@ def plan(
             memory=None if memory is None else int(parse_number("--memory", memory, 1024)),
             flops=None if flops is None else parse_number("--flops", flops, 1000),
             bandwidth=None if bandwidth is None else parse_number("--bandwidth", bandwidth, 1000),
-            zero=tuple(zero or ()),
-            recompute=tuple(recompute or ()),
-            offload=tuple(offload or ()),
-            precision=tuple(precision or ()),
+            choices={
+                "zero": zero or [],
+                "hybrid": [] if hybrid is None else [hybrid],
+                "recompute": recompute or [],
+                "offload": offload or [],
+                "offloaded": offloaded or [],
+                "precision": precision or [],
+                "rounding": rounding or [],
+                "swap": swap or [],
+            },
             accelerators=accelerators,
             anew=measure,
         )
@@ -128,8 +163,6 @@ def _answer(setup: PlanSetup, json: str | None, picture: str | None, steps: int 
     if not console.is_terminal:
         console.width = 200  # a pipe or a file has no edge to wrap at
     console.print(plan_table.plans(planned))
-    console.print()
-    console.print(plan_table.formulas(planned))
     _write(planned, json, picture)
     if steps is None:
         return 0 if planned.estimates[0].fits(planned.machine.memory) else 1

@@ -35,6 +35,9 @@ from farandole.data.wording import size
 from farandole.memory.blocks import blocks_of
 from farandole.memory.dry_run import flops_of
 
+MAPPED_FROM_BYTES = 32 << 20
+"""glibc maps larger blocks one by one, and unmaps them when they are freed (`mallopt(3)`, `M_MMAP_THRESHOLD`)."""
+
 Kind = Literal["weights", "gradients", "masters and states", "activations"]
 
 
@@ -280,15 +283,17 @@ class _TensorMode(TorchDispatchMode):
 class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of the tensors that operations make, real or fake, and the work of the operations.
 
-    Memory of the tensors in `outside` does not count.  `now` and `peak` are bytes; `flops`, `moved` and `events` as
-    in `estimate.Trace`.
+    Memory of the tensors in `outside` does not count.  `now` and `peak` are bytes; `flops` and `moved` as in
+    `planner.Trace`.
     """
 
     def __init__(self, outside: Iterable[Any]) -> None:
         super().__init__()
         self.now = self.peak = self.flops = self.moved = 0
-        self.events: list[tuple[int, int]] = []
-        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._mapped = self._peak_in_heap = self._peak_mapped = 0
+        self._live: dict[int, int] = {}  # bytes of each memory, by number
+        self._count = 0
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._outside = {tensor.untyped_storage()._cdata for tensor in outside if isinstance(tensor, Tensor)}
 
     def __torch_dispatch__(
@@ -317,17 +322,37 @@ class MemoryTracker(TorchDispatchMode):
         if key in self._outside:
             return False
         known = self._seen.get(key)
-        if known is not None and known() is not None:
+        if known is not None and known[0]() is not None:
             return False
         nbytes = storage.nbytes()
         if nbytes == 0:
             return True
-        number = len(self.events)
-        self.now += nbytes
-        self.events.append((number, nbytes))
-        self._seen[key] = weakref.ref(storage, lambda _: self._free(number, nbytes))
+        self._count = number = self._count + 1
+        self._live[number] = nbytes
+        self._count_bytes(nbytes)
+        self._seen[key] = weakref.ref(storage, lambda _: self._free(number)), number
         return True
 
-    def _free(self, number: int, nbytes: int) -> None:
-        self.now -= nbytes
-        self.events.append((number, 0))
+    def _free(self, number: int) -> None:
+        self._count_bytes(-self._live.pop(number))
+
+    def _count_bytes(self, more: int) -> None:
+        self.now += more
+        if abs(more) >= MAPPED_FROM_BYTES:
+            self._mapped += more
+        self._peak_mapped = max(self._peak_mapped, self._mapped)
+        self._peak_in_heap = max(self._peak_in_heap, self.now - self._mapped)
+
+    @property
+    def resident_peak(self) -> int:
+        """The most bytes in use if the heap keeps freed memory, as glibc's does, and larger blocks are mapped one by one."""
+        return self._peak_in_heap + self._peak_mapped
+
+    def live(self, least_bytes: int = 0, *, without: Sequence[Tensor] = ()) -> dict[int, int]:
+        """Return the bytes of each memory of `least_bytes` or more that is allocated now, by a number of its own.
+
+        Memory of the tensors in `without` is left out.
+        """
+        keys = {tensor.untyped_storage()._cdata for tensor in without}
+        left_out = {self._seen[key][1] for key in keys if key in self._seen}
+        return {n: size for n, size in self._live.items() if size >= least_bytes and n not in left_out}

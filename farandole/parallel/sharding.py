@@ -10,6 +10,7 @@ device and for any number of ranks.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -212,6 +213,13 @@ def ranks_of(mesh: Mesh, layout: Layout, rank: int, zero: int) -> ReductionRanks
     Raises:
         LayoutError: if they are not the same for all elements of the tensor.
     """
+    if not layout.shards:  # name and shape do not matter
+        layout = Layout("", (), layout.stages, (), layout.same)
+    return _ranks_of(mesh, layout, rank, zero)
+
+
+@functools.lru_cache(maxsize=4096)
+def _ranks_of(mesh: Mesh, layout: Layout, rank: int, zero: int) -> ReductionRanks:
     own = [box for cell in mesh.of_rank(rank) for box in layout.boxes(mesh, cell)]
     pieces = [piece for piece in layout.pieces(mesh) if any(contains(box, piece) for box in own)]
     found = [layout.reduction(mesh, piece) for piece in pieces or own[:1]]
@@ -226,16 +234,10 @@ def _ranks(mesh: Mesh, reduction: Reduction, rank: int, zero: int) -> ReductionR
     column = reduction.columns[reduction.column_of(rank)]
     shards, replicas = (column, (rank,)) if zero else ((rank,), column)
     if zero:
-        parts: dict[tuple[object, ...], list[int]] = {}
-        for each in column:
-            cells = mesh.of_rank(each)
-            # hosts have copies with hybrid sharding; stages have copies of gathered weights, as they compute different blocks
-            host = mesh.coordinate(cells[0], HYBRID) if HYBRID in mesh.sub_axes else 0
-            stages = tuple(cell.pipeline for cell in cells) if zero == 3 else ()
-            parts.setdefault((host, stages), []).append(each)
-        if len({len(members) for members in parts.values()}) == 1:
-            shards = next(tuple(members) for members in parts.values() if rank in members)
-            replicas = tuple(sorted(members[shards.index(rank)] for members in parts.values()))
+        parts = _divided(mesh, column, zero)
+        if len({len(members) for members in parts}) == 1:
+            shards = next(members for members in parts if rank in members)
+            replicas = tuple(sorted(members[shards.index(rank)] for members in parts))
     losses = mesh.losses
     weights = {each: weight / losses for each, weight in reduction.weights.items()}
     even = all(weights[each] == 1 / len(column) for each in column)
@@ -247,6 +249,19 @@ def _ranks(mesh: Mesh, reduction: Reduction, rank: int, zero: int) -> ReductionR
         (reduction.columns, tuple(sorted(reduction.weights.items()))),
         tuple(sorted(each for ranks in reduction.columns for each in ranks)),
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _divided(mesh: Mesh, column: tuple[int, ...], zero: int) -> list[tuple[int, ...]]:
+    """The parts of a column of ranks each of which divides the sum."""
+    parts: dict[tuple[object, ...], list[int]] = {}
+    for each in column:
+        cells = mesh.of_rank(each)
+        # hosts have copies with hybrid sharding; stages have copies of gathered weights, as they compute different blocks
+        host = mesh.coordinate(cells[0], HYBRID) if HYBRID in mesh.sub_axes else 0
+        stages = tuple(cell.pipeline for cell in cells) if zero == 3 else ()
+        parts.setdefault((host, stages), []).append(each)
+    return [tuple(members) for members in parts.values()]
 
 
 def fill(

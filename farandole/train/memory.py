@@ -1,7 +1,7 @@
 """What a run needs of memory: a `Workload` for the planner, and whether it fits, said before a rank starts.
 
 What is counted first is what a run has from its first step to its last, in fp32 whatever the precision: it is known
-to the byte.  On a CPU host the activations of a step are estimated then (`memory.estimate`), if it could be close.
+to the byte.  On a CPU host the activations of a step are estimated then (`planner`), if it could be close.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 from farandole.data.wording import counted, short, size
 from farandole.launch.control_groups import available_memory
 from farandole.memory.disk import Bandwidth
-from farandole.memory.estimate import Estimate, Machine, Workload, estimate_workload
-from farandole.memory.estimate.formulas import activation_bytes, copied_bytes, trained_bytes
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.models.loss import PIECE_BYTES, next_token_loss
+from farandole.plan import Plan
+from farandole.planner import Estimate, Machine, Workload, bytes_per_parameter, estimate_workload
 from farandole.train.config import ConfigError, TrainConfig
 
 _STAGES = (0, 1, 2, 3)
@@ -52,29 +52,34 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
     """Raise `ConfigError` where the `ranks` of this host cannot hold their GPTs; other models are not checked."""
     if config.task != "text":
         return
-    elsewhere = config.plan.offload.startswith("disk:")
+    offload = config.plan.offload
+    copies = {stage: _copied(stage, offload, ranks) for stage in _STAGES}
     if torch.cuda.is_available():
         on_one = -(-ranks // torch.cuda.device_count())
         have = torch.cuda.get_device_properties(0).total_memory
-        offloaded = config.plan.offload != "none"
-        share = {
-            stage: trained_bytes(stage, ranks, common=False, elsewhere=offloaded) * on_one / ranks
-            for stage in _STAGES
-        }
+        share = {stage: _trained(stage, offload, ranks) * on_one / ranks for stage in _STAGES}
         _check(config, share, on_one, have, "each accelerator has", "weights, gradients and AdamW's averages")
-        each = {stage: copied_bytes(stage, ranks, elsewhere=elsewhere) for stage in _STAGES}
+        each = copies
         parts = "copies for checkpoints"
     else:
-        each = {
-            stage: trained_bytes(stage, ranks, common=True, elsewhere=elsewhere)
-            + copied_bytes(stage, ranks, elsewhere=elsewhere)
-            for stage in _STAGES
-        }
+        each = {stage: _trained(stage, offload, ranks) + copies[stage] for stage in _STAGES}
         parts = "weights, gradients and AdamW's averages, and copies of them for checkpoints"
     have = available_memory()
     _check(config, each, ranks, have, "this host has", parts)
     if not torch.cuda.is_available() and config.plan.swap == "none":
         check_step(config, ranks, have)
+
+
+def _trained(zero: int, offload: str, ranks: int) -> float:
+    """Bytes of weights, gradients and states on all devices, for each parameter."""
+    accelerated = torch.cuda.is_available()
+    machine = Machine(memory=1, shared=not accelerated, host=not accelerated)
+    return bytes_per_parameter(Plan(zero=zero, offload=offload), ranks, machine)
+
+
+def _copied(zero: int, offload: str, ranks: int) -> float:
+    """Bytes of copies for checkpoints in the memory of the host, for each parameter."""
+    return bytes_per_parameter(Plan(zero=zero, offload=offload), ranks, Machine(memory=1), checkpoints=True)
 
 
 def check_step(config: TrainConfig, ranks: int, have: int) -> None:
@@ -116,9 +121,10 @@ def _at_most(config: TrainConfig, ranks: int) -> float:
     """Bytes that a rank does not exceed, without a closer look."""
     _, samples = config.micro_batches(ranks)
     model = config.model
-    kept = activation_bytes(model.context, samples, model.width, model.layers, model.heads, 4)
-    logits = 4.0 * samples * model.context * model.vocabulary
-    whole = trained_bytes(0, 1, common=False) + copied_bytes(0, 1)
+    tokens = samples * model.context
+    kept = 4.0 * tokens * model.layers * (17 * model.width + 3 * model.heads * model.context)
+    logits = 4.0 * tokens * model.vocabulary
+    whole = _trained(0, "none", 1) + _copied(0, "none", 1)
     return (1 << 30) + 2 * (kept + 3 * logits) + 1.5 * whole * model.gpt().parameters
 
 
@@ -146,8 +152,7 @@ def _divided(config: TrainConfig, ranks: int, fitting: list[int], room: float) -
         return ""
     if fitting:
         return f"plan.zero={fitting[0]} fits; "
-    common = not torch.cuda.is_available()
-    least = trained_bytes(3, ranks, common=common, elsewhere=True) + copied_bytes(3, ranks, elsewhere=True)
+    least = _trained(3, "disk:FOLDER", ranks) + _copied(3, "disk:FOLDER", ranks)
     if config.plan.offload == "none" and least * config.model.gpt().parameters <= room:
         return "plan.zero=3 plan.offload=disk:FOLDER fits; "
     return ""

@@ -15,11 +15,11 @@ import torch
 
 import farandole
 from farandole.memory.disk import Bandwidth
-from farandole.memory.estimate import Estimate, Machine, estimated_plans, what_fits
 from farandole.memory.tracker import DeviceMemory, OutOfDeviceMemory
 from farandole.models.bert import build_bert
 from farandole.models.loss import next_token_loss
 from farandole.plan import Plan
+from farandole.planner import Estimate, Machine, estimated_plans, what_fits
 
 LAB = Path(__file__).parents[2] / "labs" / "out_of_core_bert.py"
 SMALL = [

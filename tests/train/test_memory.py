@@ -8,20 +8,9 @@ import pytest
 
 from farandole.launch.control_groups import available_memory
 from farandole.train.config import ConfigError, load_config
-from farandole.train.memory import (
-    check_memory,
-    check_step,
-    copied_bytes,
-    trained_bytes,
-)
+from farandole.train.memory import check_memory, check_step
 
 EACH = 16 + 12
-
-
-def test_what_is_divided_is_needed_once() -> None:
-    assert [trained_bytes(zero, 4, common=True) for zero in range(4)] == [64, 28, 16, 16]
-    assert [trained_bytes(zero, 4, common=False) for zero in range(4)] == [64, 40, 28, 16]
-    assert [copied_bytes(zero, 4) for zero in range(4)] == [48, 16, 16, 16]
 
 
 def test_a_stage_that_fits_is_named() -> None:

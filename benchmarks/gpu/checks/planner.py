@@ -27,9 +27,7 @@ def _check(context: Context, ranks: int, zero: int) -> Figures:
     setup = PlanSetup(
         words=tuple(words),
         ranks=ranks,
-        zero=(zero,),
-        recompute=("none",),
-        precision=("fp32",),
+        choices={"zero": [zero], "recompute": ["none"], "precision": ["fp32"]},
         flops=1e12,
         bandwidth=1e9,
     )
@@ -64,8 +62,8 @@ def shared_device(context: Context) -> Figures:
 def step_fits(context: Context) -> Figures:
     """The estimate of a step's tensors next to those that the engine has in memory."""
     from farandole.bench.plan_check import _parts, make_trainer
-    from farandole.memory.estimate import Machine, estimate_workload
     from farandole.plan import Plan
+    from farandole.planner import Machine, estimate_workload
     from farandole.train.config import load_config
     from farandole.train.memory import workload_of
 

@@ -1,0 +1,188 @@
+"""Bytes of a rank, read from the buckets into which the engine would divide a model's parameters."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+from torch import nn
+
+from farandole.memory.blocks import blocks_of
+from farandole.parallel.bucket import DEPTH, buffer_lengths
+from farandole.parallel.gathered_weights import CAPACITY
+from farandole.parallel.sharding import (
+    BucketPlan,
+    ShardingPlan,
+    data_mesh,
+    plan_sharding,
+    ranks_of,
+    replicated_layouts,
+)
+from farandole.plan import Plan, PlanError
+from farandole.planner.workload import Machine, Workload, weight_type
+
+RECORD_BUFFERS = 3
+"""Offloaded records that are in memory at a time (`memory.record_stream`)."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of a rank that depend on the division of the model, and not on its activations.
+
+    Args:
+        sharding: the buckets.
+        weights: that the model computes with, with buffers.
+        gradients: kept until the update.
+        masters: copies of the weights that the optimizer updates.
+        updated: of one number for each parameter that this rank updates.
+        optimizer: states and masters that stay in the memory of the device; offloaded to a disk, the buffers they pass through.
+        records: states and masters that are offloaded.
+        pools: whole gradients on their way to a reduction, with `zero` 2 and 3.
+        gathered: weights that are whole for a while, with `zero=3`.
+        copies: of weights and states for a checkpoint; states that are offloaded to a disk are not copied.
+        whole: the model as it is built.
+        largest_block: of it.
+    """
+
+    sharding: ShardingPlan
+    weights: int
+    gradients: int
+    masters: int
+    updated: int
+    optimizer: int
+    records: int
+    pools: int
+    gathered: int
+    copies: int
+    whole: int
+    largest_block: int
+
+
+def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> StateBytes:
+    """Divide the model of `workload` as the engine would, and count.
+
+    Raises:
+        PlanError: if the plan is not one for so many ranks.
+    """
+    plan.check(ranks)
+    if ranks % machine.hosts:
+        raise PlanError(f"{ranks} ranks on {machine.hosts} hosts: a host has equally many as every other")
+    model, parameters = workload.model, list(workload.model.parameters())
+    sharding = _sharding(workload, plan, ranks, machine)
+    trained, frozen = sharding.trained, sharding.frozen
+    moved = {id(parameter) for bucket in (*trained, *frozen) for parameter in bucket.parameters}
+    weights = sum(p.nbytes for p in parameters if id(p) not in moved)
+    for bucket in (*trained, *frozen) if plan.offloaded != "parameters" else ():
+        sharing = len(bucket.ranks.shards) if plan.zero and shares_memory(bucket, ranks, machine) else 1
+        length = bucket.layout.shard_length if sharding.gathered else bucket.layout.length // sharing
+        weights += length * bucket.dtype.itemsize
+    elsewhere = plan.offload != "none" and not machine.host
+    masters = [0] * len(trained)
+    if plan.rounding == "nearest":
+        masters = [_shard(b) if elsewhere or b.dtype != b.master_dtype else 0 for b in trained]
+    records = [workload.states * _shard(b) + own for b, own in zip(trained, masters, strict=True)]
+    if plan.offload_folder is not None:
+        optimizer = min(RECORD_BUFFERS, max(2, len(records))) * max(records, default=0)
+    else:
+        optimizer = 0 if elsewhere else sum(records)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    gradients = sum(_shard(b) if plan.zero >= 2 else _whole(b) for b in trained)
+    return StateBytes(
+        sharding,
+        weights=weights + buffers,
+        gradients=gradients if plan.offloaded == "optimizer" else 0,
+        masters=sum(masters),
+        updated=sum(map(_shard, trained)),
+        optimizer=optimizer,
+        records=sum(records) if plan.offload != "none" else 0,
+        pools=_pools(model, sharding) if plan.zero >= 2 else 0,
+        gathered=_gathered(sharding),
+        copies=(1 if plan.offload_folder is not None else 1 + workload.states) * sum(map(_shard, trained)),
+        whole=sum(parameter.nbytes for parameter in parameters) + buffers,
+        largest_block=max(
+            (sum(p.nbytes for p in block.parameters()) for _, block in blocks_of(model)), default=0
+        ),
+    )
+
+
+def bytes_per_parameter(plan: Plan, ranks: int, machine: Machine, *, checkpoints: bool = False) -> float:
+    """Return the bytes that all ranks together keep for each parameter of a large model, throughout a training with Adam.
+
+    There are weights, gradients and optimizer states, as far as they are in the memory of the device.  With `checkpoints` there are
+    the copies from which checkpoints are written instead.
+    """
+    model = nn.Linear(1024, 1024, bias=False)
+    state = state_bytes(Workload(model=model, example=None), plan, ranks, machine)
+    if checkpoints:
+        kept = ranks * state.copies + (state.whole if plan.zero else 0)  # rank 0 copies whole weights
+    else:
+        optimizer = state.optimizer if plan.offload_folder is None else 0
+        kept = ranks * (state.weights + state.gradients + optimizer)
+    return kept / model.weight.numel()
+
+
+def shares_memory(bucket: BucketPlan, ranks: int, machine: Machine) -> bool:
+    """Whether the ranks that divide a bucket share memory."""
+    return machine.shared and len({rank * machine.hosts // ranks for rank in bucket.ranks.shards}) == 1
+
+
+def _sharding(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> ShardingPlan:
+    model = workload.model
+    hosts = [rank * machine.hosts // ranks for rank in range(ranks)]
+    mesh = workload.mesh or data_mesh(ranks, hosts if plan.hybrid else None)
+    layouts = workload.layouts or replicated_layouts(model)
+    dtype = weight_type(plan)
+    dividing = {
+        ranks_of(mesh, layouts[name], workload.rank, plan.zero).shards for name, _ in model.named_parameters()
+    }
+    apart = not machine.shared or any(len({hosts[rank] for rank in shards}) > 1 for shards in dividing)
+    return plan_sharding(
+        model,
+        mesh,
+        layouts,
+        workload.rank,
+        zero=plan.zero,
+        dtype=dtype,
+        flat=plan.zero > 0 or dtype is not None or plan.offload != "none",
+        gathered=plan.zero == 3 and apart and any(len(shards) > 1 for shards in dividing),
+    )
+
+
+def _shard(bucket: BucketPlan) -> int:
+    """Bytes of this rank's shard, in the type of master weights."""
+    return bucket.layout.shard_length * bucket.master_dtype.itemsize
+
+
+def _whole(bucket: BucketPlan) -> int:
+    """Bytes of the whole gradient, in the type of master weights."""
+    return bucket.layout.length * bucket.master_dtype.itemsize
+
+
+def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
+    """The buffers of pools, and zero-copy gradients that wait for their reduction (`parallel.buffer_pool`)."""
+    several = Counter(group for _, groups in sharding.needs for group in groups)
+    several += Counter(group for module, groups in sharding.needs if module is model for group in groups)
+    kinds: dict[object, list[BucketPlan]] = defaultdict(list)
+    for bucket in sharding.trained:
+        kinds[bucket.master_dtype, bucket.device, bucket.filling, bucket.ranks.shards].append(bucket)
+    total = 0
+    for buckets in kinds.values():
+        sizes = [_whole(bucket) for bucket in buckets]
+        if buckets[0].filling == "zero-copy":  # nothing is computed while the last one is reduced
+            total += max((sum(sizes[at : at + DEPTH]) for at in range(len(sizes) - 1)), default=0)
+            continue
+        total += sum(buffer_lengths(sizes))
+        # what several blocks need, or none, has its first gradient early and its last one at the end, and keeps its buffer meanwhile:
+        # buckets that would use the same buffer get ordinary memory
+        for at, bucket in enumerate(buckets):
+            if several[bucket.group] > 1 and bucket.filling == "copied":
+                total += max(sizes[at % DEPTH : at : DEPTH], default=0)
+    return total
+
+
+def _gathered(sharding: ShardingPlan) -> int:
+    """The largest groups of weights that are whole at a time (`parallel.gathered_weights`)."""
+    groups: dict[int, int] = defaultdict(int)
+    for bucket in (*sharding.trained, *sharding.frozen) if sharding.gathered else ():
+        groups[bucket.group] += bucket.layout.length * bucket.dtype.itemsize
+    return sum(sorted(groups.values())[-CAPACITY:])

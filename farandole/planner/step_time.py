@@ -1,0 +1,106 @@
+"""The seconds of a step: work and bytes over the speeds of a machine.
+
+compute        matrix products at the speed of products, everything else at that of memory, for each micro-batch (Williams et al., 2009,
+               "Roofline")
+communication  by the ring's cost: an all-reduce of S bytes among n ranks moves 2 (n - 1) / n S through each, a
+               reduce-scatter or all-gather half of that, without what overlaps the backward pass
+update         the optimizer reads and writes each of its numbers once
+offload        what is offloaded passes through the disk, or the link between accelerator and host, in each step
+swap           the part of copying activations away and back that takes longer than the pass beside it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from farandole.parallel.sharding import BucketPlan
+from farandole.plan import Plan
+from farandole.planner.memory import StateBytes, shares_memory
+from farandole.planner.trace import Trace
+from farandole.planner.workload import Machine, Workload
+
+_BACKWARD = 2 / 3
+"""The part of the computation in which gradients become ready: each product has two in the backward pass."""
+
+
+def step_time(
+    workload: Workload, plan: Plan, ranks: int, state: StateBytes, traced: Trace, machine: Machine
+) -> dict[str, float]:
+    """Return the seconds of a step by what they are spent on."""
+    one_pass = traced.flops / machine.flops[plan.precision] + traced.moved / machine.stream
+    compute = workload.micro_batches * one_pass
+    passes = workload.micro_batches if plan.zero >= 2 else 1
+    hidden = _BACKWARD * one_pass * passes if machine.overlap else 0.0
+    sent = passes * _reduced(state.sharding.trained)
+    # the last bucket is reduced when nothing is left to compute
+    last = _reduced(state.sharding.trained[-1:]) if machine.overlap else 0.0
+    communication = max(last / machine.bandwidth, sent / machine.bandwidth - hidden)
+    communication += _gathered(workload, plan, ranks, state, machine) / machine.bandwidth
+    # the norm reads gradients, clipping reads and writes them; each state and weight is read and written
+    update = state.updated * (1 + 2 + 1 + 2 * (workload.states + 1)) / machine.stream
+    found = {"compute": compute, "communication": communication, "update": update}
+    if plan.offload != "none":
+        found["offload"] = _offload(workload, plan, ranks, state, machine)
+    if plan.swap != "none":
+        found["swap"] = workload.micro_batches * _swap(traced, ranks, machine, one_pass)
+    return found
+
+
+def _reduced(buckets: Sequence[BucketPlan]) -> float:
+    """Bytes that this rank sends to reduce each bucket once: over the ranks that divide it, then over those that have the same shard."""
+    total = 0.0
+    for bucket in buckets:
+        shards, replicas = len(bucket.ranks.shards), len(bucket.ranks.replicas)
+        whole = bucket.layout.length * bucket.master_dtype.itemsize
+        total += (_ring(shards) + 2 * _ring(replicas) / shards) * whole
+    return total
+
+
+def _gathered(workload: Workload, plan: Plan, ranks: int, state: StateBytes, machine: Machine) -> float:
+    """Bytes of weights that this rank sends in a step, where ranks do not share memory."""
+    sharding = state.sharding
+    if plan.zero == 0:
+        return 0.0
+    gathered = [*sharding.trained, *sharding.frozen] if sharding.gathered else sharding.trained
+    times = 2 * workload.micro_batches if sharding.gathered else 1
+    return sum(
+        times * _ring(len(bucket.ranks.shards)) * bucket.layout.length * bucket.dtype.itemsize
+        for bucket in gathered
+        if not shares_memory(bucket, ranks, machine)
+    )
+
+
+def _offload(workload: Workload, plan: Plan, ranks: int, state: StateBytes, machine: Machine) -> float:
+    if plan.offload_folder is None:  # gradients to the host, weights back
+        moved = state.updated + sum(b.layout.shard_length * b.dtype.itemsize for b in state.sharding.trained)
+        return 0.0 if machine.host else moved / machine.host_link
+    read = written = state.records
+    passes = workload.micro_batches
+    if plan.offloaded != "optimizer":  # each pass adds gradients, and the update reads them
+        read, written = read + passes * state.updated, written + passes * state.updated
+    if plan.offloaded == "parameters":
+        weights = [*state.sharding.trained, *state.sharding.frozen]
+        stored = sum(b.layout.shard_length * b.dtype.itemsize for b in weights)
+        read, written = read + 2 * passes * stored, written + stored
+    return _disk(read, written, ranks, machine)
+
+
+def _swap(traced: Trace, ranks: int, machine: Machine, one_pass: float) -> float:
+    """The seconds that a forward pass waits for copies away, and a backward pass for copies back."""
+    moved = traced.swappable
+    if machine.host:
+        away, back = _disk(0, moved, ranks, machine), _disk(moved, 0, ranks, machine)
+    else:
+        away = back = moved / machine.host_link
+    return max(0.0, away - (1 - _BACKWARD) * one_pass) + max(0.0, back - _BACKWARD * one_pass)
+
+
+def _disk(read: float, written: float, ranks: int, machine: Machine) -> float:
+    """The seconds in which all ranks of a host read and write so many bytes each."""
+    assert machine.disk is not None  # `estimate` has checked it
+    return ranks // machine.hosts * (read / machine.disk.read + written / machine.disk.write)
+
+
+def _ring(ranks: int) -> float:
+    """The part of a tensor that a rank sends in one half of a ring all-reduce."""
+    return (ranks - 1) / ranks

@@ -1,0 +1,118 @@
+"""The input of the planner: what is trained, and on which machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farandole.layout import Layout
+from farandole.memory.disk import Bandwidth
+from farandole.memory.recompute import apply_recompute
+from farandole.mesh import Mesh
+from farandole.parallel.precision import TYPES
+from farandole.plan import Plan
+from farandole.planner.trace import Trace, trace
+
+PROCESS_BYTES = 225 << 20
+LIBRARY_BYTES = 110 << 20
+"""Of a rank on a CPU host that has trained a step of a tiny model (torch 2.13, Linux): its own pages, and those of
+libraries, which all ranks of the host share.  `farandole plan` measures them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One rank's share of a machine, while all ranks work.
+
+    Args:
+        memory: bytes that a rank may use: of its accelerator, or its share of the host's.
+        flops: operations per second of matrix products, by precision ("fp32", "bf16", "fp16").
+        stream: bytes per second that other operations read and write.
+        bandwidth: bytes per second between ranks, as nccl-tests' bus bandwidth counts them.
+        host_link: bytes per second between an accelerator and the memory of its host.
+        disk: the bandwidth of the disk for all ranks of a host together; None if nothing is kept there.
+        process, libraries: bytes of a process without a model: its own, and pages of files that all ranks of a host share.
+        hosts: on how many hosts the ranks are, equally many on each.
+        shared: whether the ranks of a host share memory, and with it one copy of equal weights.
+        overlap: whether communication overlaps computation: not where the same cores do both.
+        host: whether `memory` is that of the host, where checkpoints are copied and states are offloaded to.
+    """
+
+    memory: int
+    flops: Mapping[str, float] = field(default_factory=lambda: {"fp32": 50e9, "bf16": 50e9, "fp16": 50e9})
+    stream: float = 8e9
+    bandwidth: float = 2e9
+    host_link: float = 12e9
+    disk: Bandwidth | None = None
+    process: int = PROCESS_BYTES
+    libraries: int = LIBRARY_BYTES
+    hosts: int = 1
+    shared: bool = True
+    overlap: bool = False
+    host: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "stream", "bandwidth", "host_link"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"expected Machine({name}=) above 0, got {getattr(self, name)}")
+        for name, speed in self.flops.items():
+            if speed <= 0:
+                raise ValueError(f"expected Machine(flops=) above 0, got {name!r}: {speed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One rank's part of a step.
+
+    Args:
+        model, example, loss: as `saved_bytes` takes them; the example is a micro-batch of a rank.  The model may be on
+            the meta device.
+        micro_batches: forward and backward passes of a rank in a step.
+        states: numbers that the optimizer keeps for each parameter beside itself (2 for Adam, 1 for momentum).
+        checkpoints: whether copies of weights and states are kept in the host's memory (`farandole train`).
+        block_by_block: whether no rank ever holds the whole model (`parallelize` of a model on the meta device).
+        mesh, layouts, rank: of a model of which ranks have different parts, and the rank whose part `model` is; by default ranks
+            differ in their samples only.
+    """
+
+    model: nn.Module
+    example: Any
+    loss: Callable[[Any], Tensor] | None = None
+    micro_batches: int = 1
+    states: int = 2
+    checkpoints: bool = False
+    block_by_block: bool = False
+    mesh: Mesh | None = None
+    layouts: Mapping[str, Layout] | None = None
+    rank: int = 0
+
+    def trace(self, plan: Plan) -> Trace:
+        """Trace a forward and backward pass with the recomputation of `plan`; afterwards the model recomputes nothing."""
+        needs_example = plan.recompute in ("selective", "attention", "auto")
+        dtype = weight_type(plan)
+        try:
+            apply_recompute(
+                self.model,
+                plan.recompute,
+                example=self.example if needs_example else None,
+                loss=self.loss if plan.recompute == "auto" else None,
+                budget_bytes=plan.activation_bytes,
+                dtype=dtype,
+            )
+            return trace(
+                self.model,
+                self.example,
+                loss=self.loss,
+                dtype=dtype,
+                scaled=self.micro_batches > 1 or plan.precision == "fp16",
+            )
+        finally:
+            apply_recompute(self.model, "none")
+
+
+def weight_type(plan: Plan) -> torch.dtype | None:
+    """The type of the weights under `plan`; None for their own types."""
+    return None if plan.precision == "fp32" else TYPES[plan.precision]
