@@ -179,11 +179,11 @@ class OptimizerShards:
     def values(self, index: int) -> Tensor:
         """Return the values of tensor `index`, in its shape, or flat.
 
-        Offloaded tensors read as NaN; the model then computes with a copy in the shard.
+        Tensors that are offloaded, or exist in an update only, read as NaN; the model then computes with a copy in the shard.
         """
         tensor, weights = self.tensors[index], self.weights
         assert tensor is not None
-        if weights is None or weights.master is not None:
+        if weights is None or (weights.master is not None and weights.keeps_master):
             return tensor.detach()
         return weights.shard[self._slices[index]]
 

@@ -9,25 +9,22 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from farandole.comm.communicator import Communicator
 from farandole.data.cache import flush
 from farandole.data.wording import disk_failure
-from farandole.memory.offloaded_optimizer import OffloadedOptimizer, UnitReader
-from farandole.parallel.checkpoint.folder import cause_of
+from farandole.parallel.checkpoint.folder import cause_of, copy_of
 from farandole.parallel.checkpoint.ranges import LoadPlanner, Range, SavePlanner
 from farandole.parallel.checkpoint.state import State, empty_state, load_offloaded, restore, state_of
 from farandole.parallel.engine import Engine
@@ -82,7 +79,6 @@ class CheckpointWriter:
         self._comm = comm
         # Its own group: the thread's collectives must not mix with those of training.
         self._group = dist.new_group()
-        self._copies: dict[str, Tensor] = {}
         self._bytes = 0  # that this rank writes, about
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -119,9 +115,8 @@ class CheckpointWriter:
             return
         self._saved_step = trainer.step_number
         engine = trainer.engine
-        found = state_of(_stored(engine), self._comm.rank)
-        found |= _offloaded_masters(engine, found)
-        state = {name: self._copy(name, value) for name, value in found.items()}
+        found = state_of(engine, self._comm.rank)
+        state = {name: copy_of(value) for name, value in found.items()}
         weights = self._whole_weights(engine, state)
         if self._comm.rank == 0 or engine.zero:  # what ranks hold alike is written by one of them
             self._bytes = sum(part.nbytes for part in (*state.values(), *weights.values()))
@@ -176,17 +171,6 @@ class CheckpointWriter:
     def _partial(self) -> Path:
         return self.newest.with_name(self.newest.name + ".tmp")
 
-    def _copy(self, name: str, value: Tensor | Range) -> Tensor | Range:
-        """A copy in memory that is kept and used again for the next checkpoint; of what is in memory."""
-        if not isinstance(value, Range):
-            return self._copy_of(name, value)
-        return value if value.held is None else replace(value, held=self._copy_of(name, value.held))
-
-    def _copy_of(self, name: str, tensor: Tensor) -> Tensor:
-        if name not in self._copies or self._copies[name].shape != tensor.shape:
-            self._copies[name] = torch.empty_like(tensor, device="cpu")
-        return self._copies[name].copy_(tensor)
-
     def _whole_weights(self, engine: Engine, state: State) -> dict[str, Tensor]:
         """Copies of all parameters on rank 0, for those who only want to use the model."""
         weights: dict[str, Tensor] = {}
@@ -200,7 +184,7 @@ class CheckpointWriter:
             if held is not None and held.dtype == value.dtype and held.numel() == parameter.numel():
                 weights[name] = held.view(parameter.shape)
             else:
-                weights[name] = self._copy_of(f"whole.{name}", value)
+                weights[name] = value.to("cpu", copy=True)
         return weights
 
     def _write(self, state: State, weights: dict[str, Tensor], metadata: Metadata) -> None:
@@ -237,14 +221,14 @@ def load(trainer: Trainer, folder: Path, comm: Communicator) -> Metadata:
     metadata, engine = read_metadata(folder), trainer.engine
     try:
         reader = FileSystemReader(folder / STATE)
-        wanted = empty_state(_stored(engine), comm.rank, reader.read_metadata().state_dict_metadata)
+        wanted = empty_state(engine, comm.rank, reader.read_metadata().state_dict_metadata)
         dcp.load(dict(wanted), storage_reader=reader, planner=LoadPlanner(), process_group=comm.group)
     except CheckpointError as error:  # it is whole, and does not fit
         raise CheckpointError(f"checkpoint {folder}: {error}") from error
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise damaged(folder, str(cause_of(error))) from error
-    restore(_stored(engine), comm.rank, wanted)
-    load_offloaded(_stored(engine, wanted), folder / STATE)
+    restore(engine, comm.rank, wanted)
+    load_offloaded(engine, folder / STATE, wanted)
     trainer.step_number = metadata.step
     trainer.sampler.consumed = metadata.consumed
     trainer.scaler.scale, trainer.scaler.good_steps = metadata.loss_scale, metadata.good_steps
@@ -252,78 +236,6 @@ def load(trainer: Trainer, folder: Path, comm: Communicator) -> Metadata:
     if engine.rounding is not None:
         engine.rounding.steps = metadata.rounding_steps
     return metadata
-
-
-def _offloaded_masters(engine: Engine, found: State) -> State:
-    """The master weights in offloaded records: `state_of` has the 16-bit weights in their place."""
-    names = {id(shard): name for name, shard in _shards(engine)}
-    state: State = {}
-    for update in engine.offloaded:
-        if not update.state.weights:
-            continue
-        masters = _Masters(update.state)
-        for unit, shards in enumerate(update.state.units):
-            for at, shard in enumerate(shards):
-                own = found[names[id(shard)]]
-                assert isinstance(own, Range)
-                load = partial(masters.read, unit, at)
-                state[names[id(shard)]] = replace(own, dtype=shard.dtype, held=None, load=load)
-    return state
-
-
-class _Masters:
-    """Copies of the master weights of one unit of an offloaded optimizer at a time."""
-
-    def __init__(self, optimizer: OffloadedOptimizer) -> None:
-        self._optimizer, self._unit, self._values = optimizer, -1, list[Tensor]()
-
-    def read(self, unit: int, at: int) -> Tensor:
-        """Return those of shard `at` of `unit`, flat."""
-        if unit != self._unit:
-            reader = UnitReader(self._optimizer)
-            self._values = [shard.weights.flatten().clone() for shard in reader.states(unit)]
-            reader.close()
-            self._unit = unit
-        return self._values[at]
-
-
-def _shards(engine: Engine) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name in a checkpoint, shard)."""
-    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-    return ((f"model.{names[id(parameter)]}", shard) for parameter, shard, _ in engine.shards())
-
-
-class _Stored:
-    """An engine with the values of shards that a checkpoint holds.
-
-    Under stochastic rounding the shards themselves read as NaN, and the weights have their values.  After `loaded`, offloaded
-    shards have those of the checkpoint, which are more exact than 16-bit weights.
-    """
-
-    def __init__(self, engine: Engine, loaded: State | None = None) -> None:
-        self._engine, self._loaded = engine, loaded
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def shard_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        if self._loaded is not None:
-            for name, shard in _shards(self._engine):
-                found = self._loaded[name]
-                assert isinstance(found, Range)
-                yield shard, found.values.to(shard.dtype).view(shard.shape)
-        elif self._engine.rounding is None:
-            yield from self._engine.shard_values()
-        else:
-            for shards in self._engine.shards_of_buckets:
-                assert shards.weights is not None
-                for index, tensor in enumerate(shards.tensors):
-                    if tensor is not None:
-                        yield tensor, shards.weights.shard[shards._slices[index]]
-
-
-def _stored(engine: Engine, loaded: State | None = None) -> Engine:
-    return cast(Engine, _Stored(engine, loaded))
 
 
 def _metadata(trainer: Trainer, ranks: int, elapsed_s: float, files: list[str]) -> Metadata:

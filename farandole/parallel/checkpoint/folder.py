@@ -112,14 +112,14 @@ def save(engine: Engine, folder: Path, extra: Mapping[str, Any], *, background: 
     agree(comm, refusal, folder)
     state = state_of(engine, comm.rank)
     if background:
-        state = {name: _copy_of(value) for name, value in state.items()}
+        state = {name: copy_of(value) for name, value in state.items()}
     pending = PendingSave(folder, comm, state, text, background=background)
     if not background or engine.offloaded:  # the next step changes what is kept elsewhere
         pending.wait()
     return pending
 
 
-def _copy_of(value: Tensor | Range) -> Tensor | Range:
+def copy_of(value: Tensor | Range) -> Tensor | Range:
     """A copy in host memory; offloaded states are read when they are written."""
     if isinstance(value, Range):
         return value if value.held is None else replace(value, held=value.held.to("cpu", copy=True))
@@ -145,7 +145,7 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
         refusal = str(cause_of(error))
     agree(comm, refusal, folder)
     restore(engine, comm.rank, loaded)
-    load_offloaded(engine, folder)
+    load_offloaded(engine, folder, loaded)
     engine.restore_metadata(metadata)
     extra: dict[str, Any] = metadata["extra"]
     return extra

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,7 @@ def state_of(engine: Engine, rank: int) -> State:
                 )
             like = value.dim() and value.numel() == shard.numel()
             state[f"{prefix}.{name}/{key}"] = Range.of(value, start, place) if like else value
-    state |= _offloaded_state(engine)
+    state |= _offloaded_state(engine, state)
     state[f"random.rank{rank}"] = torch.get_rng_state()
     if engine.device.type == "cuda":
         state[f"random.cuda.rank{rank}"] = torch.cuda.get_rng_state(engine.device)
@@ -249,20 +249,27 @@ def _empty_optimizer_state(
 # ---- states that are offloaded ----
 
 
-def _offloaded_state(engine: Engine) -> State:
-    """What offloaded optimizers keep, by name; ranges are brought when they are written, in this order."""
+def _offloaded_state(engine: Engine, stored: Mapping[str, Tensor | Range]) -> State:
+    """What offloaded optimizers keep, by name; ranges are brought when they are written, in this order.
+
+    Their master weights replace the values of lower precision that are `stored` for the model.
+    """
     places = _places(engine)
     state: State = {}
     for number, update in enumerate(engine.offloaded):
         reader = UnitReader(update.state)
         for unit, members in enumerate(update.state.units):
-            for at, (piece, kept) in enumerate(zip(members, update.state.kept(unit), strict=True)):
-                name, start, place = places[id(piece)]
+            for at, (shard, kept) in enumerate(zip(members, update.state.kept(unit), strict=True)):
+                name, start, place = places[id(shard)]
+                values = stored[f"model.{name}"]
+                if update.state.weights and isinstance(values, Range):
+                    bring = partial(_load_master, reader, unit, at)
+                    state[f"model.{name}"] = replace(values, dtype=shard.dtype, held=None, load=bring)
                 for key, value in kept.items():
                     entry = f"{_prefix(number)}.{name}/{key}"
                     if isinstance(value, torch.dtype):
                         load = partial(_load_state, reader, unit, at, key)
-                        state[entry] = Range(place, start, piece.numel(), value, load=load)
+                        state[entry] = Range(place, start, shard.numel(), value, load=load)
                     elif isinstance(value, Tensor):
                         state[entry] = value
     return state
@@ -273,41 +280,51 @@ def _load_state(reader: UnitReader, unit: int, at: int, key: str) -> Tensor:
     return value.view(-1)
 
 
-def load_offloaded(engine: Engine, folder: Path) -> None:
-    """Have offloaded optimizers go on from what checkpoint files in `folder` have of their pieces, after `restore`."""
-    values_of = dict(engine.shard_values())
+def _load_master(reader: UnitReader, unit: int, at: int) -> Tensor:
+    return reader.states(unit)[at].weights.view(-1)
+
+
+def load_offloaded(engine: Engine, folder: Path, loaded: Mapping[str, Tensor | Range]) -> None:
+    """Have offloaded optimizers go on from checkpoint files in `folder`, after `restore`.
+
+    Args:
+        loaded: what was restored; its values of parameters are those of the master weights.
+    """
+    places = _places(engine)
     for number, update in enumerate(engine.offloaded):
         for unit, members in enumerate(update.state.units):
             found = _read_states(engine, folder, _prefix(number), members)
-            pieces = []
-            for piece, states, kept in zip(members, found, update.state.kept(unit), strict=True):
-                # those that are kept by element have the shape of the piece, also if its parameter is a number
+            records = []
+            for shard, states, kept in zip(members, found, update.state.kept(unit), strict=True):
+                # states that are kept by element have the shape of the shard, also if its parameter is a number
                 shaped = {
-                    key: value.view(piece.shape) if isinstance(kept.get(key), torch.dtype) else value
+                    key: value.view(shard.shape) if isinstance(kept.get(key), torch.dtype) else value
                     for key, value in states.items()
                 }
-                pieces.append(ShardState(values_of[piece], shaped))
-            update.state.load(unit, pieces)
+                values = loaded[f"model.{places[id(shard)][0]}"]
+                assert isinstance(values, Range)
+                records.append(ShardState(values.values.to(shard.dtype).view(shard.shape), shaped))
+            update.state.load(unit, records)
 
 
 def _read_states(
     engine: Engine, folder: Path, prefix: str, members: Sequence[nn.Parameter]
 ) -> list[dict[str, Tensor]]:
-    """The states of some pieces, from the files of a checkpoint; each rank reads by itself."""
+    """The states of some shards, from the files of a checkpoint; each rank reads by itself."""
     reader, places = FileSystemReader(folder), _places(engine)
     saved = reader.read_metadata().state_dict_metadata
     keys = _keys_of(saved, prefix)
     state: State = {}
-    for piece in members:
-        name, start, place = places[id(piece)]
+    for shard in members:
+        name, start, place = places[id(shard)]
         for key in keys.get(name, ()):
             entry = f"{prefix}.{name}/{key}"
-            state[entry] = _empty_optimizer_state(saved[entry], piece, start, place)
+            state[entry] = _empty_optimizer_state(saved[entry], shard, start, place)
     if state:
         dcp.load(dict(state), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
     found: list[dict[str, Tensor]] = []
-    for piece in members:
-        name = places[id(piece)][0]
+    for shard in members:
+        name = places[id(shard)][0]
         states = {key: state[f"{prefix}.{name}/{key}"] for key in keys.get(name, ())}
         found.append({k: v.values if isinstance(v, Range) else v for k, v in states.items()})
     return found
