@@ -23,8 +23,8 @@ from benchmarks.namespaces import launch_on_hosts
 from farandole.data.text import Text
 from farandole.launch.runtime import Runtime
 from farandole.train.config import load_config
-from farandole.train.engine import Engine
-from farandole.train.text import open_text
+from farandole.train.text import TextTask, open_text
+from farandole.train.trainer import Trainer
 
 NAMES = ["none", "bf16", "fp16", "int8", "topk", "powersgd"]
 MODEL = ["model.width=96", "model.heads=2", "model.layers=3", "model.context=128", "model.vocabulary=2048"]
@@ -41,12 +41,13 @@ def bytes_sent() -> int:
 
 def train(name: str, steps: int, runtime: Runtime, text: Text) -> dict[str, Any]:
     """Losses, seconds and bytes of one run."""
-    keys = [*MODEL, f"steps={steps}", "batch=16", "precision=fp32", f"parallel.compression={name}"]
-    engine = Engine(load_config(overrides=keys), text, "fp32", runtime.comm, runtime.device)
+    keys = [*MODEL, f"steps={steps}", "batch=16", f"plan.compression={name}"]
+    config = load_config(overrides=keys)
+    trainer = Trainer(config, TextTask(config, text=text), "fp32", runtime.comm, runtime.device)
     before, started = bytes_sent(), time.perf_counter()
-    training = [engine.step().loss for _ in range(steps)]
+    training = [trainer.step().loss for _ in range(steps)]
     seconds, sent = time.perf_counter() - started, bytes_sent() - before
-    losses = {"training": training, "validation": engine.evaluate()}
+    losses = {"training": training, "validation": trainer.evaluate()["loss"]}
     return losses | {"bytes_per_step": sent / steps, "seconds_per_step": seconds / steps}
 
 

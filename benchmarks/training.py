@@ -25,11 +25,12 @@ from farandole.data.text import Text
 from farandole.launch.runtime import Runtime
 from farandole.models.gpt import build_gpt
 from farandole.models.loss import next_token_loss
+from farandole.plan import Precision
 from farandole.train.config import TrainConfig, load_config
-from farandole.train.engine import Engine
 from farandole.train.optimizer import build_optimizer
-from farandole.train.precision import autocast, choose_precision
-from farandole.train.text import open_text
+from farandole.train.precision import choose_precision
+from farandole.train.text import TextTask, open_text
+from farandole.train.trainer import Trainer
 
 TURNS, STEPS = 11, 4
 
@@ -47,7 +48,7 @@ def ddp_stepper(config: TrainConfig, text: Text, precision: str, group: Any) -> 
     def step() -> None:
         samples = sampler.next(config.batch, dist.get_rank(group), dist.get_world_size(group))
         windows = torch.from_numpy(text.train.read(samples))
-        with autocast(precision, device):
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             loss = next_token_loss(replica(windows[:, :-1]), windows[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(replica.parameters(), config.optimizer.clip)
@@ -59,12 +60,13 @@ def ddp_stepper(config: TrainConfig, text: Text, precision: str, group: Any) -> 
 
 
 def contenders_of(
-    runtime: Runtime, config: TrainConfig, text: Text, precision: str
+    runtime: Runtime, config: TrainConfig, text: Text, precision: Precision
 ) -> dict[str, Callable[[], Any]]:
     """Everything that takes a turn on this rank."""
     groups = [dist.new_group([rank]) for rank in range(runtime.size)]
-    alone = Engine(config, text, precision, Communicator(groups[runtime.rank]), runtime.device)
-    together = Engine(config, text, precision, runtime.comm, runtime.device)
+    alone_comm, task = Communicator(groups[runtime.rank]), TextTask(config, text=text)
+    alone = Trainer(config, task, precision, alone_comm, runtime.device)
+    together = Trainer(config, task, precision, runtime.comm, runtime.device)
     return {
         "one rank": alone.step if runtime.rank == 0 else lambda: None,
         "farandole": together.step,
@@ -82,11 +84,7 @@ def run_rank() -> None:
             open_text(config)  # tokenize once
         runtime.comm.barrier()
         text = open_text(config)
-        size = config.micro_batches(runtime.size)[1]
-        tokens = size * config.model.context
-        precision = choose_precision(
-            config.precision, config.model.gpt(), tokens, runtime.comm, runtime.device
-        ).name
+        precision = choose_precision(config.plan.precision, runtime.comm, runtime.device).name
         contenders = contenders_of(runtime, config, text, precision)
         seconds = take_turns(contenders, runtime.comm.barrier, TURNS, STEPS)
         if runtime.rank == 0:

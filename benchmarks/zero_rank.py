@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from benchmarks.resident import in_shared_memory
 from benchmarks.tracked import TensorBytes, storage_of
 from benchmarks.zero_contenders import Setting, build, join, missing
+from farandole._startup import keep_freed_memory
 from farandole.models.gpt import GPTConfig, build_gpt
-from farandole.train.allocator import keep_freed_memory
 
 BATCHES = 2
 """Different batches, taken in turn: so few that they are soon learnt, and a wrong step shows in the losses."""

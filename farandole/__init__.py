@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from farandole.comm.communicator import Communicator
     from farandole.launch.runtime import Runtime, init
     from farandole.parallel.parallelize import parallelize
-    from farandole.plan import Plan, PlanError
+    from farandole.plan import LoRA, Plan, PlanError
 
-__all__ = ["Communicator", "Plan", "PlanError", "Runtime", "__version__", "init", "parallelize"]
+__all__ = ["Communicator", "LoRA", "Plan", "PlanError", "Runtime", "__version__", "init", "parallelize"]
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Communicator": "farandole.comm.communicator",
+    "LoRA": "farandole.plan",
     "Plan": "farandole.plan",
     "PlanError": "farandole.plan",
     "Runtime": "farandole.launch.runtime",

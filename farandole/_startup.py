@@ -1,19 +1,24 @@
-"""Beginning and ending a process quickly: torch is a thousand modules, which are made once and live as long as it does.
+"""Settings of the interpreter and the C library with which processes start, run and end faster.
 
-While they are imported there is no garbage, but the collector looks at all of them again and again, which takes a fifth of
-the time; and at the end the interpreter takes every one apart, which takes another fifth.
+Torch is a thousand modules.  While they are imported there is no garbage, but the collector traverses them repeatedly, which
+takes a fifth of the time; at the end the interpreter destroys every one, which takes another fifth.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import os
 import sys
 import threading
 from collections.abc import Iterator
 from typing import NoReturn
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # `man mallopt`
+_LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc's limit
+_NEVER = 2**31 - 1
 
 _paused = False
 
@@ -48,6 +53,20 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed blocks of up to 32 MiB; without effect on other C libraries.
+
+    Glibc returns large blocks to the kernel, which clears every page of them when they are allocated again.  A training step
+    frees and allocates the same activations each time: this took a tenth of a step on a CPU.
+    """
+    if sys.platform != "linux":
+        return
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        set_option(_M_TRIM_THRESHOLD, _NEVER)
 
 
 def leave(status: int) -> NoReturn:

@@ -7,6 +7,9 @@ A plan is chosen for speed or memory; what is learned stays that of one process.
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -14,6 +17,7 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "block", "selective", "attention", "auto"]
 Offloaded = Literal["optimizer", "gradients", "parameters"]
 Rounding = Literal["nearest", "stochastic"]
+Compression = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"]
 
 
 class PlanError(ValueError):
@@ -40,6 +44,89 @@ class Place:
         raise PlanError(f"{text!r}: 'none', 'host' or 'disk:FOLDER'")
 
 
+ALL_LINEAR = "all-linear"
+"""The target that means every plain `nn.Linear`, as in PEFT."""
+
+Pattern = str | re.Pattern[str]
+Bias = Literal["none", "lora_only", "all"]
+Base = Literal["int8", "int4", "nf4"]
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Which layers get an adapter, and which one.
+
+    `targets` names the layers, and `also_train` modules that are trained whole beside the adapters, as PEFT's
+    `modules_to_save` (layers within them get no adapter). Each is one pattern or several:
+
+    - a name: the module of this path, or whose path ends with it after a dot (`"qkv"` is `1.attention.qkv`);
+    - a glob for the whole path, in which `*` crosses dots (`"*.attention.*"`); `"*.qkv"` is also a `qkv` at the top;
+    - a compiled regular expression for the whole path;
+    - `"all-linear"` (of targets): every plain `nn.Linear`.
+
+    `alpha / rank` multiplies the update, with `use_rslora` alpha / sqrt(rank) (Kalajdzievski, 2023, "A Rank
+    Stabilization Scaling Factor for Fine-Tuning with LoRA"). `dropout` is of what goes into the adapter. `bias`
+    says which biases of the model are trained: none, those of the adapted layers, or all.
+
+    `base` keeps the frozen weights of the adapted layers in less memory, through torchao: `"int8"`, `"nf4"` (4 bits;
+    Dettmers et al., 2023, "QLoRA: Efficient Finetuning of Quantized LLMs") or `"int4"` where torchao has it. The
+    other layers stay as they are.
+
+    Raises TypeError and ValueError for what cannot be meant.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: Pattern | Sequence[Pattern] = ALL_LINEAR
+    dropout: float = 0.0
+    use_rslora: bool = False
+    bias: Bias = "none"
+    also_train: Pattern | Sequence[Pattern] = ()
+    base: Base | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int):
+            raise TypeError(f"LoRA rank={self.rank!r}: an integer, 1 or more, is needed")
+        for name, number in (("alpha", self.alpha), ("dropout", self.dropout)):
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise TypeError(f"LoRA {name}={number!r}: a number is needed")
+        if self.rank < 1:
+            raise ValueError(f"LoRA rank={self.rank}: it must be 1 or more")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ValueError(
+                f"LoRA alpha={self.alpha}: it must be a number above 0; twice the rank is common"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"LoRA dropout={self.dropout}: it must be at least 0 and less than 1")
+        if self.bias not in get_args(Bias):
+            raise ValueError(f"LoRA bias={self.bias!r}: it must be one of {', '.join(get_args(Bias))}")
+        if self.base is not None and self.base not in get_args(Base):
+            raise ValueError(
+                f"LoRA base={self.base!r}: it must be None or one of {', '.join(get_args(Base))}"
+            )
+        if not as_patterns("targets", self.targets):
+            raise ValueError(
+                f"LoRA targets={self.targets!r} names no layer; {ALL_LINEAR!r} means every nn.Linear"
+            )
+        as_patterns("also_train", self.also_train)
+
+    @property
+    def scaling(self) -> float:
+        """What multiplies B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+def as_patterns(option: str, given: Pattern | Sequence[Pattern]) -> tuple[Pattern, ...]:
+    """One pattern or several, as several; `option` is what the user calls them."""
+    several = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    for pattern in several:
+        if not isinstance(pattern, str | re.Pattern):
+            raise TypeError(f"LoRA {option}: {pattern!r} is neither a name, a glob nor a regular expression")
+        if pattern == "":
+            raise ValueError(f"LoRA {option}: an empty name")
+    return several
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What is asked for; `check` says whether some number of ranks can do it.
@@ -61,6 +148,9 @@ class Plan:
     offloaded: what is kept there besides: "gradients", with `zero` >= 2, or "parameters" too, with `zero=3`; on a disk.
     rounding: how what the optimizer computes becomes bf16 weights.  With "stochastic" there are no masters, which saves
         4 bytes per parameter (`parallel.rounding`).
+    compression: of the gradients that hosts exchange, with `zero=0` (`comm.compression`).  Gradients are then no longer those
+        of one process: error feedback adds what a step omits to later steps.
+    lora: the small matrices that are trained in place of the model's weights, which are frozen (`parallel.lora`).
     """
 
     data: int | None = None
@@ -73,6 +163,8 @@ class Plan:
     offload: str = "none"
     offloaded: Offloaded = "optimizer"
     rounding: Rounding = "nearest"
+    compression: Compression = "none"
+    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         if self.data is not None and self.data < 1:
@@ -84,6 +176,12 @@ class Plan:
         _one_of("precision", self.precision, get_args(Precision))
         _one_of("rounding", self.rounding, get_args(Rounding))
         _one_of("recompute", self.recompute, get_args(Recompute))
+        _one_of("compression", self.compression, get_args(Compression))
+        if self.compression != "none" and self.zero:
+            raise PlanError(
+                f"compression={self.compression!r} with zero={self.zero}: whole gradients are compressed; nearest plan: "
+                f"zero=0, or compression='none'"
+            )
         if self.rounding == "stochastic" and self.precision != "bf16":
             raise PlanError(
                 f"rounding='stochastic' with precision={self.precision!r}: it is for bf16; nearest plan: "
@@ -99,6 +197,12 @@ class Plan:
                 f"recompute={self.recompute!r} with activation_bytes={self.activation_bytes}: 'auto' needs the "
                 f"bytes of activations that may be kept, and nothing else takes them"
             )
+        if self.lora is not None and self.precision == "fp8":
+            raise PlanError(
+                "lora with precision='fp8': adapted layers do not multiply 8-bit floats; nearest plan: precision='bf16'"
+            )
+        if self.activation_bytes is not None and self.activation_bytes < 1:
+            raise PlanError(f"activation_bytes={self.activation_bytes}: 1 byte or more")
         self._check_places()
 
     def _check_places(self) -> None:
@@ -131,7 +235,7 @@ class Plan:
         """Raise `PlanError` unless the plan is one for `ranks` ranks."""
         if self.data is not None and self.data != ranks:
             raise PlanError(
-                f"the plan needs data={self.data} ranks, {ranks} were launched; nearest plan: data={ranks}"
+                f"data={self.data}: the plan needs data={self.data} ranks, {ranks} were launched; nearest plan: data={ranks}"
             )
 
 

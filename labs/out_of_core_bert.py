@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 import farandole
+from farandole._startup import keep_freed_memory
 from farandole.data.masking import MaskedBatches, masking_for
 from farandole.data.sampler import Sampler
 from farandole.data.text import prepare_text
@@ -47,7 +48,6 @@ from farandole.planner import (
     estimated_plans,
     what_fits,
 )
-from farandole.train.allocator import keep_freed_memory
 
 SEED = 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -53,15 +52,12 @@ def train_alone(
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
     *,
     config: GPTConfig = SMALL,
-    autocast: torch.dtype | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Train with the whole batch in plain torch; return parameters by name, and the loss of each step."""
     model, losses = make(context, config), []
     updates = optimizer(model.parameters())
     for tokens in batches(context, config):
-        casts = nullcontext() if autocast is None else torch.autocast(context.device.type, autocast)
-        with casts:
-            loss = loss_of(model, tokens)
+        loss = loss_of(model, tokens)
         loss.backward()
         updates.step()
         updates.zero_grad()

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import farandole
+from farandole._startup import keep_freed_memory
 from farandole.bench.plan_check import context_bytes, warm_up
 from farandole.bench.resident import data_bytes, library_bytes
 from farandole.bench.setup import BenchError
@@ -28,7 +29,6 @@ from farandole.data.cache import default_cache
 from farandole.launch.cores import usable_cores
 from farandole.launch.local import launch
 from farandole.launch.runtime import Runtime
-from farandole.train.allocator import keep_freed_memory
 
 _ROWS, _WIDTH = 1024, 512
 _ELEMENTS = 4 << 20

@@ -1,4 +1,4 @@
-"""One rank of `farandole plan --check`: trains a few steps of `farandole train`'s engine on made-up text, and looks.
+"""One rank of `farandole plan --check`: trains a few steps as `farandole train` does, on made-up text, and measures.
 
     python -m farandole.bench.plan_check ORDER
 
@@ -23,13 +23,16 @@ from tokenizers.models import BPE
 from torch import Tensor
 
 import farandole
+from farandole._startup import keep_freed_memory
 from farandole.bench.resident import data_bytes, library_bytes, peak_bytes, start_peak
+from farandole.comm.communicator import Communicator
 from farandole.data.text import Text, Windows
 from farandole.launch.runtime import Runtime
 from farandole.memory.tracker import MemoryTracker
-from farandole.train.allocator import keep_freed_memory
+from farandole.plan import Precision
 from farandole.train.config import TrainConfig, load_config, parse_config
-from farandole.train.engine import Engine
+from farandole.train.text import TextTask
+from farandole.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Order:
     """What to train, and where to write what was seen."""
 
     config: TrainConfig
-    precision: str
+    precision: Precision
     steps: int
     answer: Path
 
@@ -74,16 +77,18 @@ def made_up_text(vocabulary: int, context: int, samples: int) -> Text:
     return Text(Path(), Tokenizer(BPE()), windows, windows)
 
 
-def make_engine(config: TrainConfig, precision: str, runtime: Runtime) -> Engine:
-    """An engine for made-up text."""
+def make_trainer(
+    config: TrainConfig, precision: Precision, comm: Communicator, device: torch.device
+) -> Trainer:
+    """A trainer on made-up text."""
     text = made_up_text(config.model.vocabulary, config.model.context, 2 * config.batch)
-    return Engine(config, text, precision, runtime.comm, runtime.device)
+    return Trainer(config, TextTask(config, text=text), precision, comm, device)
 
 
-def warm_up(precision: str, runtime: Runtime) -> None:
+def warm_up(precision: Precision, runtime: Runtime) -> None:
     """Have torch load now what it loads at the first step of any model."""
-    engine = make_engine(load_config("tiny", [f"batch={runtime.size}"]), precision, runtime)
-    engine.step()
+    config = load_config("tiny", [f"batch={runtime.size}"])
+    make_trainer(config, precision, runtime.comm, runtime.device).step()
     gc.collect()
 
 
@@ -135,30 +140,33 @@ def measure(order: Order, runtime: Runtime) -> Seen:
     keep_freed_memory()
     warm_up(order.precision, runtime)
     memory = HostMemory() if runtime.device.type == "cpu" else CudaMemory(runtime)
-    engine = make_engine(order.config, order.precision, runtime)
+    trainer = make_trainer(order.config, order.precision, runtime.comm, runtime.device)
     started_with = memory.peak()
-    engine.step()  # the optimizer makes its states
+    trainer.step()  # the optimizer makes its states
     began = time.perf_counter()
     for _ in range(order.steps - 1):
-        engine.step()
+        trainer.step()
     if runtime.device.type == "cuda":
         torch.cuda.synchronize(runtime.device)
     seconds = (time.perf_counter() - began) / max(1, order.steps - 1)
-    peak, parts = memory.peak(), _parts(engine, runtime)
-    return Seen(memory.process, memory.libraries(), parts, _tensors(engine), started_with, peak, seconds)
+    peak, parts = memory.peak(), _parts(trainer, runtime)
+    return Seen(memory.process, memory.libraries(), parts, _tensors(trainer), started_with, peak, seconds)
 
 
-def _parts(engine: Engine, runtime: Runtime) -> dict[str, int]:
+def _parts(trainer: Trainer, runtime: Runtime) -> dict[str, int]:
     """Bytes of tensors between two steps; a rank's share of what all have in common."""
-    shards = engine.replica.shards_of_buckets
+    shards = trainer.engine.shards_of_buckets
     common = any(each.weights is not None and each.weights.shared for each in shards)
-    weights = _storages(engine.model.parameters())
-    states = [value for state in engine.optimizer.state.values() for value in state.values()]
+    weights = _storages(trainer.model.parameters())
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     return {
         "parameters": weights // runtime.size if common else weights,
         "gradients": _storages(each.bucket.reduced for each in shards),
         "optimizer": _storages(value for value in states if isinstance(value, Tensor))
-        + sum(update.state.stream.memory_bytes for update in engine.replica.offloaded),
+        + _storages(
+            tensor for parameter, tensor, _ in trainer.engine.shards() if tensor.dtype != parameter.dtype
+        )
+        + sum(update.state.stream.memory_bytes for update in trainer.engine.offloaded),
     }
 
 
@@ -168,12 +176,12 @@ def _storages(tensors: Any) -> int:
     return sum(found.values())
 
 
-def _tensors(engine: Engine) -> int:
+def _tensors(trainer: Trainer) -> int:
     """The most bytes of tensors that a step has beside those that live longer."""
     gc.collect()
     longer = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-    with MemoryTracker([*longer, *engine.model.parameters()]) as alive:
-        engine.step()
+    with MemoryTracker([*longer, *trainer.model.parameters()]) as alive:
+        trainer.step()
     return alive.peak
 
 

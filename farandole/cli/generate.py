@@ -31,10 +31,9 @@ def generate(
     """
     # Imports here and not above: `--help` need not wait for torch.
     from farandole.models.generate import generate as tokens_after
-    from farandole.train.checkpoint_folder import CheckpointError
     from farandole.train.config import ConfigError
-    from farandole.train.folders import newest_checkpoint
-    from farandole.train.restore import load_model
+    from farandole.train.run_folder import CheckpointError, newest_checkpoint
+    from farandole.train.text import load_model
 
     try:
         chosen = newest_checkpoint(checkpoint)

@@ -113,7 +113,7 @@ def plan(
       farandole plan gpt2-small -n 8 --memory 16GiB --picture plans.png
       farandole plan my.toml micro_batch=8 --zero 2 --precision fp32 --precision bf16
       farandole plan gpt2-small -n 64 --hosts 8 --accelerators --memory 80GiB --flops 300T --bandwidth 12G
-      farandole plan tiny parallel.zero=1 --check       run it, and compare
+      farandole plan tiny plan.zero=1 --check       run it, and compare
     """
     # Imports here and not above: `--help` need not wait for torch.
     from farandole.bench.planning import PlanSetup, parse_number

@@ -1,4 +1,4 @@
-"""`farandole train`: train a language model on text."""
+"""`farandole train`: train a model across ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def train(
         bool, typer.Option("--resume", help="Go on with the last run, or the one whose folder is named.")
     ] = False,
 ) -> None:
-    """Train a GPT on text, across ranks.
+    """Train a model across ranks: a GPT on text, a BERT, a ResNet, or a task of your own.
 
     With no arguments: the default preset, a small GPT that learns from the source files of the Python standard
     library in a few minutes on two cores.
@@ -69,6 +69,16 @@ def train(
     Text of your own (files, folders, .jsonl, .parquet); a configuration file:
       farandole train data.path=notes/ steps=1000
       farandole train my.toml optimizer.learning_rate=1e-3
+
+    \b
+    Divide optimizer states, gradients and weights among 4 ranks; keep less in memory:
+      farandole train --ranks 4 plan.zero=3 plan.precision=bf16 plan.recompute=block
+
+    \b
+    Restore masked words, classify images, or a class Mine in my_module.py:
+      farandole train tiny task=masked-text
+      farandole train task=images data.path=photos/ images.network=resnet50
+      farandole train task=my_module:Mine options.depth=3
 
     \b
     Go on with the last run, or with this one:
@@ -124,16 +134,16 @@ def _train(words: list[str], ranks: int | None, resume: bool) -> int:
         from farandole.train.memory import check_memory
 
     check_memory(start.config, start.ranks)
-    _tokenize(start.config)
+    _check_task(start.config)
     return _launch(order(start), start.ranks)
 
 
-def _tokenize(config: TrainConfig) -> None:
-    """Have the tokens in the cache before the ranks start, with all cores and a progress bar."""
+def _check_task(config: TrainConfig) -> None:
+    """Make the task once, before the ranks start: mistakes are found, and tokens are in the cache."""
     from rich.console import Console
     from rich.progress import Progress
 
-    from farandole.train.text import open_text
+    from farandole.train.tasks import make_task
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -144,7 +154,7 @@ def _tokenize(config: TrainConfig) -> None:
                 tasks[what] = bar.add_task(what, total=1.0)
             bar.update(tasks[what], completed=share)
 
-        open_text(config, show)
+        make_task(config, show)
 
 
 def _launch(order: Order, ranks: int) -> int:
@@ -157,12 +167,13 @@ def _launch(order: Order, ranks: int) -> int:
 
 
 def _say_how_to_go_on(run: Path, status: int) -> None:
-    from farandole.train.checkpoint_folder import checkpoints
+    from farandole.train.config import load_config
+    from farandole.train.run_folder import checkpoints
 
     saved = checkpoints(run)
-    if status == 0:
+    if status == 0 and load_config(str(run / "config.toml")).task == "text":
         typer.echo(f'generate more: {command("generate", str(run))} --prompt "def"')
-    elif saved:
+    elif status and saved:
         typer.echo(f"{saved[-1].name} is saved; to go on: {command('train', '--resume', str(run))}", err=True)
-    else:
+    elif status:
         typer.echo(f"nothing is saved: run {run} ended before its first checkpoint", err=True)

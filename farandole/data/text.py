@@ -50,6 +50,12 @@ class Windows:
         """How many whole windows there are."""
         return max(0, (len(self.tokens) - 1) // self.context)
 
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        return self.read(np.array([index]))[0]
+
     def read(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The windows at `indices`, (len(indices), context + 1)."""
         places = indices[:, None] * self.context + np.arange(self.context + 1)

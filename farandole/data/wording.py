@@ -1,6 +1,10 @@
-"""Numbers as people read them."""
+"""Numbers and failures as people read them."""
 
 from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
 
 
 def counted(number: int, noun: str) -> str:
@@ -33,3 +37,19 @@ def _scaled(value: float, base: int, units: tuple[str, ...]) -> tuple[float, str
             return value, unit
         value /= base
     return value, units[-1]
+
+
+def disk_failure(error: OSError | str, folder: Path, needed: int = 0) -> str:
+    """Return why writing to `folder` failed; where space may be the cause, with the free space.
+
+    `needed` is the bytes that were to be written.  Libraries hide the cause of a full disk in many ways:
+    fewer free bytes than `needed` are taken as the cause whatever they say.
+    """
+    free = shutil.disk_usage(folder).free
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if full or free < needed:
+        wanted = f"about {size(needed)} needed, " if needed else ""
+        return f"no space left on the disk ({wanted}{size(free)} free)"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return str(error)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: nn.Sequential,
     prompt: list[int],
@@ -24,22 +24,26 @@ def generate(
     `temperature` 0 takes the likeliest token; otherwise one of the `top_k` likeliest is drawn (0: any).
     The model sees the last `context` tokens.  Nothing is cached between tokens, but the head, which is the
     larger part of a small model, only runs on the last position.
+
+    The model is called as a whole, so ranks that gather its weights block by block (`zero=3`) can generate together: all call
+    this with the same arguments, and get the same tokens.
     """
     if not prompt:
         raise ValueError("generation needs a prompt of at least one token")
-    body, head = model[:-1], model[-1]
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     was_training = model.training
     model.eval()
+    last_position = model[-1].register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:],))
     try:
         for _ in range(count):
             window = torch.tensor([tokens[-context:]], device=device)
-            logits = head(body(window)[:, -1])[0].float().cpu()  # where `generator` is
+            logits = model(window)[0, -1].float().cpu()  # where `generator` is
             tokens.append(_draw(logits, temperature, top_k, generator))
             yield tokens[-1]
     finally:
+        last_position.remove()
         model.train(was_training)
 
 

@@ -63,6 +63,20 @@ def next_token_loss(logits: Tensor, targets: Tensor, piece_bytes: int = PIECE_BY
     return torch.nn.functional.cross_entropy(flat_logits.float(), flat_targets)
 
 
+def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    """The summed negative log-likelihood of `targets`, in nats, as an fp32 scalar, and how many targets there are.
+
+    The arguments are those of `next_token_loss`.  Of fp16 the gradient of the sum is kept, as that of a mean would underflow;
+    else that of the mean, which is used without another pass where the sum is divided by its count.
+    """
+    count = targets.numel()
+    divisor = 1 if logits.dtype == torch.float16 else max(1, count)
+    flat = logits.reshape(-1, logits.shape[-1])
+    if torch.is_grad_enabled() and flat.requires_grad:
+        return _CrossEntropy.apply(flat, targets.reshape(-1), divisor) * divisor, count
+    return torch.nn.functional.cross_entropy(flat.float(), targets.reshape(-1), reduction="sum"), count
+
+
 def masked_token_loss(
     head: nn.Module, hidden: Tensor | tuple[Tensor, ...], targets: Tensor
 ) -> tuple[Tensor, int]:

@@ -13,8 +13,7 @@ from farandole.comm.compression import Compression
 from farandole.layout import Layout
 from farandole.memory.mmap_allocator import MmapAllocator
 from farandole.mesh import Groups, Mesh
-from farandole.parallel.bucket import Bucket
-from farandole.parallel.buffer_pool import BufferPool
+from farandole.parallel.bucket import Bucket, BufferPool
 from farandole.parallel.gathered_weights import GatheredWeights, Gatherer
 from farandole.parallel.optimizer_shards import OptimizerShards
 from farandole.parallel.sharding import BucketPlan, Filling, ShardingPlan, ranks_of

@@ -42,19 +42,26 @@ from farandole.comm.compression import Compression
 from farandole.layout import Layout
 from farandole.memory.swap import Swap
 from farandole.mesh import Mesh
-from farandole.parallel import checkpoint
 from farandole.parallel.building import build, connect
+from farandole.parallel.checkpoint import folder as checkpoint
+from farandole.parallel.checkpoint import safetensors_files
+from farandole.parallel.checkpoint.folder import PendingSave
 from farandole.parallel.data import GradientReducer
-from farandole.parallel.deferred import Initialise, fill_model, is_deferred, stand_in
 from farandole.parallel.global_mean import GlobalMean, Loss, StepLoss, first_of
+from farandole.parallel.initial_values import (
+    Initialise,
+    broadcast_parameters,
+    fill_model,
+    is_deferred,
+    stand_in,
+)
 from farandole.parallel.loss_scaling import LossScaler, Overflow, ScaledSteps
 from farandole.parallel.offloading import OffloadedUpdate, allocators_at, records_at
+from farandole.parallel.optimizer_shards import GradientNorms
 from farandole.parallel.optimizers import restore_settings, settings_of, use_shards, why_not_elementwise
 from farandole.parallel.overflow import GradientWatch, OutputWatch, OverflowReport
 from farandole.parallel.precision import cast_floating
-from farandole.parallel.replicas import broadcast_parameters
 from farandole.parallel.rounding import StochasticRounding
-from farandole.parallel.sharded_gradient import GradientNorms
 from farandole.parallel.sharding import BUCKET_BYTES, data_mesh, plan_sharding, ranks_of, replicated_layouts
 from farandole.parallel.weights import Masters
 from farandole.parallel.whole_parameters import WholeParameters
@@ -69,7 +76,7 @@ class Engine:
     without one on all ranks, its `.grad` stays None.  With one rank nothing is communicated.
 
     With `zero` >= 1 an optimizer updates shards of the parameters: `optimizer` gives it those.  The gradients are then
-    those of the shards, and the parameters' own `.grad` stands for them (`sharded_gradient`).  Ranks that share memory have one
+    those of the shards, and the parameters' own `.grad` stands for them (`optimizer_shards`).  Ranks that share memory have one
     copy of the weights between them.
 
     Args:
@@ -82,7 +89,7 @@ class Engine:
             with gradients of that type.
         offload: "host" or "disk:FOLDER", where master weights and states of the optimizer are kept; they pass through memory in its
             step.  `offloaded`: on a disk also "gradients", with `zero` >= 2, or "parameters" too, with `zero=3`.
-        initialise: makes a model on the meta device, block by block, where ranks keep its parts (`deferred`).
+        initialise: makes a model on the meta device, block by block, where ranks keep its parts (`initial_values`).
         watch: whether every rank looks at its own gradients before they are averaged, so that `locate_nonfinite` can tell whose were
             not finite; it costs one pass over a bucket that has just been filled.
         rounding: of the update of bf16 weights, instead of master weights; shards read as NaN between updates.
@@ -125,6 +132,7 @@ class Engine:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.offloaded: list[OffloadedUpdate] = []
         self.swapped: Swap | None = None
+        self._pending_save: PendingSave | None = None
         self._dtype, self._offload = dtype, Place.parse(offload)
         types: dict[int, torch.dtype] = {}
         if initialise is not None:
@@ -312,7 +320,7 @@ class Engine:
     def frozen_shards(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
         """Yield (parameter, values, start): what this rank stores of frozen parameters in flat buffers, flat."""
         for weights in self._weights:
-            if not any(parameter.requires_grad for parameter in weights.parameters):
+            if not weights.trained:
                 yield from weights.ranges()
 
     def divides(self, parameter: nn.Parameter) -> bool:
@@ -417,14 +425,14 @@ class Engine:
         if self._reducer.buffers_changed:
             self._reducer.buffers.average()
 
-    def all_gather_parameters(self) -> None:
-        """Have all ranks compute with the updated shards.  Optimizers do it themselves."""
+    def all_gather_parameters(self, *, frozen: bool = False) -> None:
+        """Have all ranks compute with the updated shards, of frozen parameters too if they were changed.  Optimizers do it themselves."""
         self._release_gathered()
+        changed = [each for each in self._weights if frozen or each.trained]
         with torch.no_grad():
-            for shards in self.shards_of_buckets:
-                if shards.weights is not None:
-                    shards.weights.all_gather_async()
-        for weights in self._weights:
+            for weights in changed:
+                weights.all_gather_async()
+        for weights in changed:
             weights.wait()
         for ranks in self._sharing:
             ranks.barrier()
@@ -480,16 +488,25 @@ class Engine:
 
     # ---- checkpoints ----
 
-    def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self, folder: str | Path, extra: Mapping[str, Any] | None = None, *, asynchronous: bool = False
+    ) -> PendingSave:
         """Write the state of the model and its optimizers to a new folder; all ranks call it.
 
         There are parameters, buffers, optimizer states and settings, the loss scale, random generators, and what `extra` has: values
         that JSON can hold, such as the position in the data.  The folder gets its name when it is whole.
 
+        With `asynchronous` the state is copied to host memory, and written by a thread while training goes on; `wait` of the returned
+        object, the next `save` or `load`, and `close` return when it is on the disk.  Offloaded states are not copied: they are
+        written before `save` returns.
+
         Raises:
-            CheckpointError: on all ranks, if the folder exists or cannot be written.
+            CheckpointError: on all ranks, if the folder exists or cannot be written; with `asynchronous` by what waits for it.
         """
-        checkpoint.save(self, Path(folder).expanduser(), extra or {})
+        self._wait_for_save()
+        pending = checkpoint.save(self, Path(folder).expanduser(), extra or {}, background=asynchronous)
+        self._pending_save = pending if asynchronous else None
+        return pending
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Go on from a checkpoint of `save`, written under any plan by any number of ranks; all ranks call it.
@@ -502,7 +519,39 @@ class Engine:
         Raises:
             CheckpointError: on all ranks, if the checkpoint is damaged or belongs to another model; the engine stays as it is.
         """
+        self._wait_for_save()
         return checkpoint.load(self, Path(folder).expanduser())
+
+    def export(self, folder: str | Path, dtype: torch.dtype | None = None, file_bytes: int = 4 << 30) -> None:
+        """Write parameters and buffers to safetensors files in a new folder, for other tools; all ranks call it.
+
+        Args:
+            dtype: of floating-point tensors; by default the type in which the optimizer updates.
+            file_bytes: a larger model is divided into several files, with an index.
+
+        Raises:
+            CheckpointError: on all ranks, if the folder exists or cannot be written.
+        """
+        safetensors_files.export(self, Path(folder).expanduser(), dtype, file_bytes)
+
+    def load_weights(self, path: str | Path) -> None:
+        """Set parameters and buffers to those of a safetensors file, or of the files in a folder; all ranks call it.
+
+        A rank reads what it stores.  Optimizer states stay as they are.
+
+        Raises:
+            CheckpointError: on all ranks, for files that are damaged or of another model; the engine stays as it is.
+        """
+        safetensors_files.load_weights(self, Path(path).expanduser())
+
+    def remember_parameters(self) -> None:
+        """The parameters have been changed together with the master weights."""
+        self._whole.remember()
+
+    def _wait_for_save(self) -> None:
+        pending, self._pending_save = self._pending_save, None
+        if pending is not None:
+            pending.wait()
 
     def metadata(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides tensors."""
@@ -617,6 +666,7 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the model: remove the hooks and the gradients."""
+        self._wait_for_save()
         self._steps.close()
         self._reducer.close()
         if self.swapped is not None:

@@ -12,6 +12,7 @@ for inputs, targets in batches:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,14 +21,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
+from farandole.comm.compression import compression_named
+from farandole.data.wording import counted, size
 from farandole.memory.recompute import apply_recompute
 from farandole.memory.swap import Swap, swap_activations
-from farandole.parallel.deferred import Initialise
 from farandole.parallel.engine import Engine
+from farandole.parallel.initial_values import Initialise
+from farandole.parallel.lora import add_lora
 from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.precision import TYPES, check_float8, use_float8
 from farandole.parallel.rounding import StochasticRounding
-from farandole.plan import Plan, PlanError
+from farandole.plan import LoRA, Plan, PlanError
+
+_log = logging.getLogger(__name__)
 
 
 def parallelize(
@@ -39,6 +45,8 @@ def parallelize(
     loss: Callable[[Any], Tensor] | None = None,
     initialise: Initialise | None = None,
     diagnose: bool = False,
+    watch: bool = False,
+    report: bool = True,
 ) -> Engine:
     """Have all ranks of `comm` (by default all there are) train `model` together, as `plan` says.
 
@@ -48,12 +56,19 @@ def parallelize(
     `example`, an input of a rank's micro-batch, and `loss`, what is made of the output, are for `recompute="attention"`
     and "auto", which measure with them (`memory.recompute.apply_recompute`).
 
-    A `model` on the meta device needs `initialise(name, block)`, which fills one block at a time (`parallel.deferred`): no
+    A `model` on the meta device needs `initialise(name, block)`, which fills one block at a time (`parallel.initial_values`): no
     process has more of it in memory than its own part and a block.
 
     With `rounding="stochastic"`, what is rounded up depends on torch's seed on rank 0.  With `precision="fp16"` the loss
     is scaled (`scaled`); then `diagnose` has every step's outputs looked at, so that the first overflow
-    already names the block where the forward pass went wrong.
+    already names the block where the forward pass went wrong.  With `report` rank 0 prints a line for each overflow.
+
+    With `watch` every rank looks at its own gradients before they are averaged, in any precision, so that
+    `Engine.locate_nonfinite` names the rank and the parameter whose gradient is not finite.
+
+    With `lora` the model's weights are frozen, and adapters are drawn from torch's generator: all ranks get those of rank 0.
+
+    What is recomputed or adapted is logged at level INFO.
 
     Raises `PlanError` where the plan does not fit the ranks or the model, and RuntimeError where there are none.
     """
@@ -75,6 +90,8 @@ def parallelize(
         raise PlanError(
             f"diagnose=True with precision={plan.precision!r}: it explains the steps that precision='fp16' skips"
         )
+    if plan.lora is not None:
+        _add_lora(model, plan.lora)
     if plan.precision == "fp8":
         check_float8(_device_of(model))
         use_float8(model)
@@ -86,6 +103,9 @@ def parallelize(
         "offload": plan.offload,
         "offloaded": plan.offloaded,
         "initialise": initialise,
+        "compression": compression_named(plan.compression),
+        "watch": watch,
+        "report": report,
     }
     if plan.precision == "fp16":
         options |= {"scaler": LossScaler(), "diagnose": diagnose}
@@ -95,6 +115,15 @@ def parallelize(
     if plan.swap != "none":
         engine.swap(_swap(model, plan))
     return engine
+
+
+def _add_lora(model: nn.Module, lora: LoRA) -> None:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PlanError("lora with a model on the meta device: adapters need a model that is in memory")
+    try:
+        _log.info("LoRA: %s", add_lora(model, lora))
+    except ValueError as error:
+        raise PlanError(str(error)) from error
 
 
 def _swap(model: nn.Module, plan: Plan) -> Swap:
@@ -114,11 +143,16 @@ def _recompute(model: nn.Module, plan: Plan, example: Any, loss: Callable[[Any],
     """Recompute what the plan says; measured as the model that it is going to be."""
     kind = None if plan.precision == "fp32" else TYPES[plan.precision]
     try:
-        apply_recompute(
+        done = apply_recompute(
             model, plan.recompute, example=example, loss=loss, budget_bytes=plan.activation_bytes, dtype=kind
         )
     except ValueError as error:
-        raise PlanError(str(error)) from error
+        raise PlanError(str(error).replace("budget_bytes", "activation_bytes")) from error
+    if done.modules:
+        kept = ""
+        if done.before is not None and done.after is not None:
+            kept = f": each rank keeps {size(done.after)} of activations instead of {size(done.before)}"
+        _log.info("recomputing %s in %s%s", plan.recompute, counted(len(done.modules), "module"), kept)
 
 
 def _common_seed(comm: Communicator) -> int:

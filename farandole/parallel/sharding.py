@@ -11,18 +11,18 @@ device and for any number of ranks.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from farandole.layout import Layout, LayoutError, Reduction, contains
 from farandole.memory.blocks import group_by_block
 from farandole.mesh import Mesh, by_host
-from farandole.parallel.flat import FlatLayout
 from farandole.plan import PlanError
 
 BUCKET_BYTES = 4 << 20
@@ -269,7 +269,7 @@ def fill(
 ) -> list[list[nn.Parameter]]:
     """Divide parameters into buckets of about `bucket_bytes` in the order given, one type, device and key in each.
 
-    A parameter of that size or more has its own bucket, so that its gradient need not be copied (`buffer_pool`).  `keys` are those of
+    A parameter of that size or more has its own bucket, so that its gradient need not be copied (`bucket`).  `keys` are those of
     parameters by identity.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device, object], list[nn.Parameter]] = {}
@@ -302,3 +302,86 @@ def _is_frozen(parameter: nn.Parameter) -> bool:
     """Whether a parameter is not trained, and an ordinary tensor of numbers: neither integers nor quantized."""
     plain = parameter.is_floating_point() and type(parameter.data) is torch.Tensor
     return not parameter.requires_grad and plain
+
+
+# ---- flat buffers ----
+
+ALIGNMENT = 16
+"""Elements.  Every tensor starts on a cache line, so that kernels treat it like a tensor of its own."""
+
+
+@dataclass(frozen=True)
+class FlatRange:
+    """The part of a tensor that lies in a shard: `length` consecutive elements of the flattened tensor.
+
+    They begin at element `start` of tensor number `index`, and at element `offset` of the shard.
+    """
+
+    index: int
+    start: int
+    offset: int
+    length: int
+
+
+class FlatLayout:
+    """The places of tensors of `shapes` in a buffer of `length` elements, which is cut into `shards` of equal length.
+
+    A shard may end within a tensor.  Elements between tensors and after the last one belong to no tensor.  With `strides`, of tensors
+    without gaps, elements lie in the order of their memory; with several shards tensors are contiguous.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[int]],
+        shards: int = 1,
+        strides: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.shapes = [tuple(shape) for shape in shapes]
+        self._strides = strides
+        self.counts = [math.prod(shape) for shape in self.shapes]
+        self.starts: list[int] = []
+        end = 0
+        for count in self.counts:
+            self.starts.append(end)
+            end += -(-count // ALIGNMENT) * ALIGNMENT
+        self.shard_length = -(-end // (shards * ALIGNMENT)) * ALIGNMENT
+        self.length = self.shard_length * shards
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether there are elements that belong to no tensor."""
+        return self.length != sum(self.counts)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors, as parts of a buffer."""
+        if self._strides is not None:
+            offset = int(buffer.storage_offset())
+            return [
+                buffer.as_strided(shape, stride, offset + start)
+                for start, shape, stride in zip(self.starts, self.shapes, self._strides, strict=True)
+            ]
+        return [
+            buffer[start : start + count].view(shape)
+            for start, count, shape in zip(self.starts, self.counts, self.shapes, strict=True)
+        ]
+
+    def zero_gaps(self, buffer: Tensor) -> None:
+        """Set the elements of a buffer that belong to no tensor to zero.  The memory of the tensors is not touched."""
+        ends = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
+        for end, start in zip([0, *ends], [*self.starts, self.length], strict=True):
+            if end < start:
+                buffer[end:start].zero_()
+
+    def shard(self, buffer: Tensor, number: int) -> Tensor:
+        """Shard `number` of a buffer."""
+        return buffer[number * self.shard_length : (number + 1) * self.shard_length]
+
+    def ranges(self, number: int) -> list[FlatRange]:
+        """The parts of tensors in shard `number`, in order; empty tensors have none."""
+        low, high = number * self.shard_length, (number + 1) * self.shard_length
+        found = []
+        for index, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
+            first, last = max(start, low), min(start + count, high)
+            if first < last:
+                found.append(FlatRange(index, first - start, first - low, last - first))
+        return found

@@ -57,9 +57,11 @@ class FlatWeights(ABC):
         masters: Masters = "memory",
         allocator: MmapAllocator | None = None,
     ) -> None:
-        self.plan, self.number = plan, number
+        self.plan, self.number, self.trained = plan, number, trained
         self.parameters = list(plan.parameters)
         self.comm, self._layout, self._allocator = shards, plan.layout, allocator
+        self.keeps_master = masters != "none"
+        """Whether master weights exist between updates."""
         elsewhere = masters == "offloaded" and is_accelerator(plan.device)
         self.has_master_copy = (
             trained and masters != "none" and (plan.dtype != plan.master_dtype or elsewhere)

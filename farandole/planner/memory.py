@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from farandole.memory.blocks import blocks_of
-from farandole.parallel.buffer_pool import DEPTH, buffer_lengths
+from farandole.parallel.bucket import DEPTH, buffer_lengths
 from farandole.parallel.gathered_weights import CAPACITY
 from farandole.parallel.sharding import (
     BucketPlan,
@@ -159,7 +159,7 @@ def _whole(bucket: BucketPlan) -> int:
 
 
 def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
-    """The buffers of pools, and zero-copy gradients that wait for their reduction (`parallel.buffer_pool`)."""
+    """The buffers of pools, and zero-copy gradients that wait for their reduction (`parallel.bucket`)."""
     several = Counter(group for _, groups in sharding.needs for group in groups)
     several += Counter(group for module, groups in sharding.needs if module is model for group in groups)
     kinds: dict[object, list[BucketPlan]] = defaultdict(list)

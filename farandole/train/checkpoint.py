@@ -1,7 +1,6 @@
 """Checkpoints: everything a run needs to go on as if it had not stopped.
 
-The state is copied in memory and written by a thread while training goes on; `checkpoint_folder` says what
-is written.
+The state is copied in memory and written by a thread while training goes on; `run_folder` says what is written.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ import json
 import shutil
 import threading
 import time
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -23,33 +23,25 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from farandole.comm.communicator import Communicator
 from farandole.data.cache import flush
-from farandole.parallel.checkpoint import (
-    LoadPlanner,
-    Range,
-    SavePlanner,
-    State,
-    cause_of,
-    commit,
-    load_offloaded,
-    room_for,
-    state_of,
-)
-from farandole.train.checkpoint_folder import (
-    FACTS,
+from farandole.data.wording import disk_failure
+from farandole.parallel.checkpoint.folder import cause_of, copy_of
+from farandole.parallel.checkpoint.ranges import LoadPlanner, Range, SavePlanner
+from farandole.parallel.checkpoint.state import State, empty_state, load_offloaded, restore, state_of
+from farandole.parallel.engine import Engine
+from farandole.train.run_folder import (
+    METADATA,
     STATE,
-    TOKENIZER,
     WEIGHTS,
     CheckpointError,
-    Facts,
+    Metadata,
     checkpoints,
     damaged,
     folder_name,
-    read_facts,
+    new_folder,
+    read_metadata,
     step_of,
 )
-from farandole.train.disk import reason
-from farandole.train.engine import Engine
-from farandole.train.folders import new_folder
+from farandole.train.trainer import Trainer
 
 _ABANDON_S = 3.0
 """How long a failed rank lets a checkpoint be written to its end: the launcher gives it 5.5 seconds."""
@@ -57,13 +49,13 @@ _ABANDON_S = 3.0
 
 def _remove(checkpoint: Path) -> None:
     """Delete a checkpoint; its name goes first, so that what has the name is whole at any moment."""
-    partial = checkpoint.with_name(checkpoint.name + ".tmp")
-    checkpoint.rename(partial)
-    shutil.rmtree(partial)
+    doomed = checkpoint.with_name(checkpoint.name + ".tmp")
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of `run` in the background, and keeps the newest `keep`.
+    """Writes the checkpoints of `run`, with copies of `files`, in the background, and keeps the newest `keep`.
 
     A run that goes on from step `resumed_step` leaves another future behind, if it had been further: those
     checkpoints are set aside, because their steps will be made again.
@@ -73,16 +65,20 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, run: Path, tokenizer: Path, keep: int, comm: Communicator, resumed_step: int | None = None
+        self,
+        run: Path,
+        files: Mapping[str, Path],
+        keep: int,
+        comm: Communicator,
+        resumed_step: int | None = None,
     ) -> None:
         self._run = run
         self._folder = run / "checkpoints"
-        self._tokenizer = tokenizer
+        self._files = dict(files)
         self._keep = keep
         self._comm = comm
         # Its own group: the thread's collectives must not mix with those of training.
         self._group = dist.new_group()
-        self._copies: dict[str, Tensor] = {}
         self._bytes = 0  # that this rank writes, about
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -91,7 +87,9 @@ class CheckpointWriter:
             try:
                 self._make_room(resumed_step)
             except OSError as error:
-                raise CheckpointError(f"cannot write to {self._folder}: {reason(error, run)}") from error
+                raise CheckpointError(
+                    f"cannot write to {self._folder}: {disk_failure(error, run)}"
+                ) from error
         comm.barrier()
 
     def _make_room(self, resumed_step: int | None) -> None:
@@ -107,28 +105,27 @@ class CheckpointWriter:
         print(f"training goes on from an earlier step; set aside in {aside}: {names}", flush=True)
 
     def _remove_partial(self) -> None:
-        for partial in self._folder.glob("*.tmp"):
-            shutil.rmtree(partial)
+        for folder in self._folder.glob("*.tmp"):
+            shutil.rmtree(folder)
 
-    def save(self, engine: Engine, elapsed_s: float) -> None:
-        """Copy the state of `engine` now; write it while training goes on."""
+    def save(self, trainer: Trainer, elapsed_s: float) -> None:
+        """Copy the state of `trainer` now; write it while training goes on."""
         self.wait()
-        if engine.step_number == self._saved_step:  # asked to stop before the first step after a checkpoint
+        if trainer.step_number == self._saved_step:  # asked to stop before the first step after a checkpoint
             return
-        self._saved_step = engine.step_number
-        found = state_of(engine.replica, self._comm.rank)
-        state = {name: self._copy(name, value) for name, value in found.items()}
+        self._saved_step = trainer.step_number
+        engine = trainer.engine
+        found = state_of(engine, self._comm.rank)
+        state = {name: copy_of(value) for name, value in found.items()}
         weights = self._whole_weights(engine, state)
-        if self._comm.rank == 0 or engine.replica.zero:  # what ranks hold alike is written by one of them
+        if self._comm.rank == 0 or engine.zero:  # what ranks hold alike is written by one of them
             self._bytes = sum(part.nbytes for part in (*state.values(), *weights.values()))
-        facts = _facts(engine, self._comm.size, elapsed_s)
+        metadata = _metadata(trainer, self._comm.size, elapsed_s, list(self._files))
         self._thread = threading.Thread(
-            target=self._write, args=(state, weights, facts), name="farandole-checkpoint", daemon=True
+            target=self._write, args=(state, weights, metadata), name="farandole-checkpoint", daemon=True
         )
         self._thread.start()
-        if (
-            engine.replica.offloaded
-        ):  # what is kept elsewhere is read by the thread, and changed by the next step
+        if engine.offloaded:  # offloaded state is read by the thread, and changed by the next step
             self.wait()
 
     def wait(self) -> None:
@@ -158,7 +155,7 @@ class CheckpointWriter:
         if self._comm.rank == 0:
             shutil.rmtree(self._partial, ignore_errors=True)  # on a disk that fails, this may fail too
             cause = next(cause for cause, _ in told if cause is not None)
-            why = reason(cause, self._run, sum(size for _, size in told))
+            why = disk_failure(cause, self._run, sum(size for _, size in told))
             saved = checkpoints(self._run) if self._folder.is_dir() else []
             kept = f"the last good one is {saved[-1]}" if saved else "there is none before it"
             said[0] = f"cannot write checkpoint {self.newest}: {why}; {kept}"
@@ -174,88 +171,85 @@ class CheckpointWriter:
     def _partial(self) -> Path:
         return self.newest.with_name(self.newest.name + ".tmp")
 
-    def _copy(self, name: str, value: Tensor | Range) -> Tensor | Range:
-        """A copy in memory that is kept and used again for the next checkpoint; of what is in memory."""
-        if not isinstance(value, Range):
-            return self._copy_of(name, value)
-        return value if value.held is None else replace(value, held=self._copy_of(name, value.held))
-
-    def _copy_of(self, name: str, tensor: Tensor) -> Tensor:
-        if name not in self._copies or self._copies[name].shape != tensor.shape:
-            self._copies[name] = torch.empty_like(tensor, device="cpu")
-        return self._copies[name].copy_(tensor)
-
     def _whole_weights(self, engine: Engine, state: State) -> dict[str, Tensor]:
         """Copies of all parameters on rank 0, for those who only want to use the model."""
-        weights = {}
+        weights: dict[str, Tensor] = {}
         names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-        for parameter, value in engine.replica.whole_parameters():
+        for parameter, value in engine.whole_parameters():
             if self._comm.rank != 0:
                 continue
             name = names[id(parameter)]
-            piece = state.get(f"model.{name}")
-            if isinstance(piece, Range) and piece.held is not None and piece.length == parameter.numel():
-                weights[name] = piece.held.view(parameter.shape)
+            own = state.get(f"model.{name}")
+            held = own.held if isinstance(own, Range) else own
+            if held is not None and held.dtype == value.dtype and held.numel() == parameter.numel():
+                weights[name] = held.view(parameter.shape)
             else:
-                weights[name] = self._copy_of(f"whole.{name}", value)
+                weights[name] = value.to("cpu", copy=True)
         return weights
 
-    def _write(self, state: State, weights: dict[str, Tensor], facts: Facts) -> None:
+    def _write(self, state: State, weights: dict[str, Tensor], metadata: Metadata) -> None:
         try:
             writer = FileSystemWriter(self._partial / STATE, sync_files=True)
             dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=self._group)
             if self._comm.rank == 0:  # all ranks' parts are on the disk: the save is a collective call
-                self._complete(weights, facts)
+                self._complete(weights, metadata)
         except BaseException as error:  # noqa: BLE001 - handed to the training thread, which raises it
             self._error = error
 
-    def _complete(self, weights: dict[str, Tensor], facts: Facts) -> None:
-        partial = self._partial
-        save_file(weights, partial / WEIGHTS)
-        shutil.copyfile(self._tokenizer, partial / TOKENIZER)
-        (partial / FACTS).write_text(json.dumps(asdict(facts), indent=1))
-        shutil.copymode(partial / FACTS, partial / WEIGHTS)  # safetensors makes it readable by its owner only
-        for name in (WEIGHTS, TOKENIZER, FACTS, STATE, "."):
-            flush(partial / name)
-        partial.rename(self.newest)
+    def _complete(self, weights: dict[str, Tensor], metadata: Metadata) -> None:
+        folder = self._partial
+        save_file(weights, folder / WEIGHTS)
+        for name, path in self._files.items():
+            shutil.copyfile(path, folder / name)
+        (folder / METADATA).write_text(json.dumps(asdict(metadata), indent=1))
+        shutil.copymode(
+            folder / METADATA, folder / WEIGHTS
+        )  # safetensors makes it readable by its owner only
+        for name in (WEIGHTS, *self._files, METADATA, STATE, "."):
+            flush(folder / name)
+        folder.rename(self.newest)
         flush(self._folder)
         for old in checkpoints(self._run)[: -self._keep]:
             _remove(old)
 
 
-def load(engine: Engine, folder: Path, comm: Communicator) -> Facts:
-    """Bring `engine` to the state in checkpoint `folder`; all ranks call this together.
+def load(trainer: Trainer, folder: Path, comm: Communicator) -> Metadata:
+    """Bring `trainer` to the state in checkpoint `folder`; all ranks call this together.
 
     Raises `CheckpointError` where files are missing or damaged.
     """
-    facts = read_facts(folder)
+    metadata, engine = read_metadata(folder), trainer.engine
     try:
         reader = FileSystemReader(folder / STATE)
-        wanted = room_for(engine.replica, comm.rank, reader.read_metadata().state_dict_metadata)
+        wanted = empty_state(engine, comm.rank, reader.read_metadata().state_dict_metadata)
         dcp.load(dict(wanted), storage_reader=reader, planner=LoadPlanner(), process_group=comm.group)
     except CheckpointError as error:  # it is whole, and does not fit
         raise CheckpointError(f"checkpoint {folder}: {error}") from error
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise damaged(folder, str(cause_of(error))) from error
-    commit(engine.replica, comm.rank, wanted)
-    load_offloaded(engine.replica, folder / STATE)
-    engine.step_number = facts.step
-    engine.sampler.consumed = facts.consumed
-    engine.scaler.scale, engine.scaler.good_steps = facts.loss_scale, facts.good_steps
-    engine.scaler.steps = facts.step
-    return facts
+    restore(engine, comm.rank, wanted)
+    load_offloaded(engine, folder / STATE, wanted)
+    trainer.step_number = metadata.step
+    trainer.sampler.consumed = metadata.consumed
+    trainer.scaler.scale, trainer.scaler.good_steps = metadata.loss_scale, metadata.good_steps
+    trainer.scaler.steps = metadata.step
+    if engine.rounding is not None:
+        engine.rounding.steps = metadata.rounding_steps
+    return metadata
 
 
-def _facts(engine: Engine, ranks: int, elapsed_s: float) -> Facts:
-    parallel = engine.config.parallel
-    return Facts(
-        step=engine.step_number,
-        consumed=engine.sampler.consumed,
+def _metadata(trainer: Trainer, ranks: int, elapsed_s: float, files: list[str]) -> Metadata:
+    plan, rounding = trainer.config.plan, trainer.engine.rounding
+    return Metadata(
+        step=trainer.step_number,
+        consumed=trainer.sampler.consumed,
         ranks=ranks,
-        precision=engine.precision,
-        loss_scale=engine.scaler.scale,
-        good_steps=engine.scaler.good_steps,
+        precision=trainer.precision,
+        loss_scale=trainer.scaler.scale,
+        good_steps=trainer.scaler.good_steps,
+        rounding_steps=0 if rounding is None else rounding.steps,
         elapsed_s=elapsed_s,
-        config=engine.config.model_dump(),
-        topology={"data": ranks, "zero": parallel.zero, "offload": parallel.offload},
+        config=trainer.config.model_dump(),
+        topology={"data": ranks, "zero": plan.zero, "offload": plan.offload},
+        files=files,
     )

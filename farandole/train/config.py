@@ -15,16 +15,13 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from farandole.data.tokenizer import SMALLEST_VOCABULARY
+from farandole.plan import Compression, Offloaded, Plan, PlanError, Precision, Recompute, Rounding
 
 if TYPE_CHECKING:
     from farandole.models.gpt import GPTConfig
-
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
-Recompute = Literal["none", "block", "selective", "attention", "auto"]
-Compressions = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"]
 
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
@@ -41,7 +38,7 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """The GPT to train."""
+    """The GPT to train, or the BERT."""
 
     vocabulary: Annotated[int, Field(ge=SMALLEST_VOCABULARY)]
     context: Count
@@ -70,7 +67,7 @@ class ModelSection(_Section):
 
 
 class DataSection(_Section):
-    """The text to train on."""
+    """What to train on."""
 
     path: str
     field: str
@@ -78,45 +75,40 @@ class DataSection(_Section):
     cache: str
 
 
-class ParallelSection(_Section):
-    """How ranks share the work."""
+class PlanSection(_Section):
+    """The keys of `farandole.Plan`, which checks their values."""
 
-    zero: Annotated[int, Field(ge=0, le=3)]
-    compression: Compressions
+    data: CountOrNone = 0
+    zero: int = 0
+    hybrid: bool = False
+    precision: Literal["auto", Precision] = "auto"
+    rounding: Rounding = "nearest"
     recompute: Recompute = "none"
     activation_bytes: CountOrNone = 0
-    swap: str = "none"
     offload: str = "none"
+    offloaded: Offloaded = "optimizer"
+    swap: str = "none"
+    compression: Compression = "none"
 
-    @field_validator("offload", "swap")
-    @classmethod
-    def _known_place(cls, place: str) -> str:
-        kind, _, folder = place.partition(":")
-        if place not in ("none", "host") and not (kind == "disk" and folder):
-            raise ValueError(f"{place!r} is no place; try none, host, or disk:FOLDER as in disk:/tmp")
-        return place
-
-    @model_validator(mode="after")
-    def _auto_needs_a_budget(self) -> ParallelSection:
-        if self.recompute == "auto" and not self.activation_bytes:
-            raise ValueError(
-                "recompute='auto' recomputes until activations fit: say into how many bytes with "
-                "parallel.activation_bytes, or choose recompute=selective or block"
-            )
-        if self.recompute != "auto" and self.activation_bytes:
-            raise ValueError(
-                f"activation_bytes={self.activation_bytes} is for recompute=auto, and recompute={self.recompute!r}"
-            )
-        return self
+    def plan(self, precision: Precision) -> Plan:
+        """Return the plan with this precision in place of "auto".  Raises `PlanError`."""
+        values = self.model_dump() | {"precision": precision}
+        for name in ("data", "activation_bytes"):  # TOML has no None
+            values[name] = values[name] or None
+        return Plan(**values)
 
     @model_validator(mode="after")
-    def _compression_needs_all_gradients(self) -> ParallelSection:
-        if self.zero and self.compression != "none":
-            raise ValueError(
-                f"compression={self.compression!r} and zero={self.zero}: gradients are compressed with zero=0 "
-                f"only; try compression=none or zero=0"
-            )
+    def _is_a_plan(self) -> PlanSection:
+        self.plan("fp32" if self.precision == "auto" else self.precision)
         return self
+
+
+class ImagesSection(_Section):
+    """The network that learns to classify images, and what it sees of them."""
+
+    network: str = "resnet18"
+    size: Annotated[int, Field(ge=32)] = 224
+    flip: bool = True
 
 
 class OptimizerSection(_Section):
@@ -139,7 +131,7 @@ class CheckpointSection(_Section):
 
 
 class EvaluateSection(_Section):
-    """When to measure the loss on text that is not trained on."""
+    """When to measure the loss on samples that are not trained on."""
 
     every: CountOrNone
     samples: Count
@@ -171,29 +163,26 @@ class TrainConfig(_Section):
     steps: Count
     batch: Count
     micro_batch: CountOrNone
-    precision: Precision
+    task: str = "text"
     model: ModelSection
+    images: ImagesSection = ImagesSection()
     data: DataSection
-    parallel: ParallelSection
+    plan: PlanSection
     optimizer: OptimizerSection
     checkpoint: CheckpointSection
     evaluate: EvaluateSection
     log: LogSection
     sample: SampleSection
+    options: dict[str, bool | int | float | str | list[Any]] = {}
 
     @model_validator(mode="after")
     def _diagnosis_is_of_overflows(self) -> TrainConfig:
-        if self.log.diagnose and self.precision != "fp16":
+        if self.log.diagnose and self.plan.precision != "fp16":
             raise ValueError(
-                f"log.diagnose=true explains the steps that fp16 skips, and precision={self.precision!r}; "
-                f"try precision=fp16 or log.diagnose=false"
+                f"log.diagnose=true explains the steps that fp16 skips, and plan.precision={self.plan.precision!r}; "
+                f"try plan.precision=fp16 or log.diagnose=false"
             )
         return self
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens that all ranks together train on in one step."""
-        return self.batch * self.model.context
 
     def micro_batches(self, ranks: int) -> tuple[int, int]:
         """(how many, of how many samples) each of `ranks` ranks computes in a step.
@@ -275,6 +264,29 @@ def parse_config(values: dict[str, Any]) -> TrainConfig:
         raise ConfigError("\n".join(_explain(error))) from None
 
 
+def saved_config(values: dict[str, Any]) -> TrainConfig:
+    """Check a configuration that a run wrote, possibly an earlier version.  Raises `ConfigError`."""
+    return parse_config(_translated(values))
+
+
+def plan_mistake(error: PlanError) -> ConfigError:
+    """Return the error of a plan as one of the configuration, with the full name of the key."""
+    key = str(error).partition("=")[0]
+    return ConfigError(f"plan.{error}" if key in PlanSection.model_fields else f"plan: {error}")
+
+
+def _translated(values: dict[str, Any]) -> dict[str, Any]:
+    """Values with today's keys, of a configuration that may have the keys of an earlier version."""
+    old = {"precision", "parallel"} & values.keys()
+    if not old:
+        return values
+    kept = {key: value for key, value in values.items() if key not in old}
+    moved = {**values.get("parallel", {})}
+    if "precision" in values:
+        moved["precision"] = values["precision"]
+    return kept | {"plan": {**moved, **values.get("plan", {})}}
+
+
 def known_keys() -> list[str]:
     """Every key, with its section: `steps`, `model.width`, ..."""
     keys = []
@@ -282,7 +294,7 @@ def known_keys() -> list[str]:
         section = field.annotation
         if isinstance(section, type) and issubclass(section, _Section):
             keys += [f"{name}.{inner}" for inner in section.model_fields]
-        else:
+        elif name != "options":  # whose keys are a task's own
             keys.append(name)
     return keys
 
@@ -297,7 +309,9 @@ def _read(source: str) -> dict[str, Any]:
         hint = f"did you mean {near[0]}?" if near else f"presets are {', '.join(available)}"
         raise ConfigError(f"{source} is neither a preset nor a file; {hint}")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        written_by_a_run = path.name == "config.toml" and (path.parent / "checkpoints").is_dir()
+        return _translated(values) if written_by_a_run else values
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         hint = "" if path.suffix == ".toml" else f"; text to train on is named as data.path={source}"
         raise ConfigError(f"{source} is not TOML: {error}{hint}") from None
@@ -325,12 +339,10 @@ def _apply(values: dict[str, Any], override: str) -> None:
     key = key.strip()
     if not equals or not key:
         raise ConfigError(f"{override!r} is not an override: write key=value, as in steps=100")
-    if key not in known_keys():
+    section, dot, name = key.rpartition(".")
+    if key not in known_keys() and not (section == "options" and name):
         raise ConfigError(_unknown(key))
-    *sections, last = key.split(".")
-    for section in sections:
-        values = values[section]
-    values[last] = _value(text.strip())
+    (values.setdefault(section, {}) if dot else values)[name] = _value(text.strip())
 
 
 def _value(text: str) -> Any:
@@ -342,6 +354,9 @@ def _value(text: str) -> Any:
 
 
 def _unknown(key: str) -> str:
+    if key in ("precision", "parallel") or key.startswith("parallel."):
+        new = "plan.precision" if key == "precision" else f"plan{key.removeprefix('parallel')}"
+        return f"{key} is now {new}: write that in its place"
     near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.5)
     if not near:
         ends = {known.rpartition(".")[2]: known for known in known_keys()}
@@ -356,6 +371,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
         if problem["type"] == "extra_forbidden":
             yield _unknown(key)
         elif problem["type"] == "value_error":
-            yield f"{key}: {problem['ctx']['error']}"
+            mistake = problem["ctx"]["error"]
+            yield str(plan_mistake(mistake)) if isinstance(mistake, PlanError) else f"{key}: {mistake}"
         else:
             yield f"{key}={problem['input']!r}: {problem['msg'].replace('Input should', 'it should', 1)}"

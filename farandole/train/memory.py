@@ -1,4 +1,4 @@
-"""Whether a model fits into memory, said before a rank starts.
+"""What a run needs of memory: a `Workload` for the planner, and whether it fits, said before a rank starts.
 
 What is counted first is what a run has from its first step to its last, in fp32 whatever the precision: it is known
 to the byte.  On a CPU host the activations of a step are estimated then (`planner`), if it could be close.
@@ -9,17 +9,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from farandole.data.wording import counted, short, size
 from farandole.launch.control_groups import available_memory
 from farandole.memory.disk import Bandwidth
-from farandole.models.gpt import GPTConfig
+from farandole.models.gpt import GPTConfig, build_gpt
+from farandole.models.loss import PIECE_BYTES, next_token_loss
 from farandole.plan import Plan
-from farandole.planner import Estimate, Machine, bytes_per_parameter, estimate_workload
+from farandole.planner import Estimate, Machine, Workload, bytes_per_parameter, estimate_workload
 from farandole.train.config import ConfigError, TrainConfig
-from farandole.train.planning import workload_of
 
 _STAGES = (0, 1, 2, 3)
+
+_PIECES = 32
+"""In how many pieces the loss of a micro-batch is traced: fewer than it has, which takes less time."""
 
 _FOR_ACTIVATIONS = 0.2
 """The share of memory that a suggested size leaves to them."""
@@ -28,9 +32,27 @@ _SURE = 0.9
 """A step is refused if this much of what was predicted for it does not fit: predictions are within 10 %."""
 
 
+def workload_of(config: TrainConfig, ranks: int) -> Workload:
+    """One rank's part of a step of `config` on `ranks` ranks.  Raises `ConfigError` where it cannot be estimated."""
+    if config.task != "text":
+        raise ConfigError(f"task={config.task!r}: only steps of task='text' are estimated")
+    count, samples = config.micro_batches(ranks)
+    with torch.device("meta"):
+        model = build_gpt(config.model.gpt())
+        tokens = torch.empty(samples, config.model.context, dtype=torch.int64)
+
+    def loss(logits: Tensor) -> Tensor:
+        targets = torch.zeros(tokens.shape, dtype=torch.int64, device=logits.device)
+        return next_token_loss(logits, targets, max(PIECE_BYTES, 4 * logits.numel() // _PIECES))
+
+    return Workload(model=model, example=tokens, loss=loss, micro_batches=count, checkpoints=True)
+
+
 def check_memory(config: TrainConfig, ranks: int) -> None:
-    """Raise `ConfigError` where the `ranks` of this host cannot hold their models."""
-    offload = config.parallel.offload
+    """Raise `ConfigError` where the `ranks` of this host cannot hold their GPTs; other models are not checked."""
+    if config.task != "text":
+        return
+    offload = config.plan.offload
     copies = {stage: _copied(stage, offload, ranks) for stage in _STAGES}
     if torch.cuda.is_available():
         on_one = -(-ranks // torch.cuda.device_count())
@@ -44,7 +66,7 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
         parts = "weights, gradients and AdamW's averages, and copies of them for checkpoints"
     have = available_memory()
     _check(config, each, ranks, have, "this host has", parts)
-    if not torch.cuda.is_available() and config.parallel.swap == "none":
+    if not torch.cuda.is_available() and config.plan.swap == "none":
         check_step(config, ranks, have)
 
 
@@ -87,16 +109,8 @@ def _fits(config: TrainConfig, micro_batch: int, ranks: int, have: int) -> bool:
 
 
 def _estimated(config: TrainConfig, ranks: int) -> Estimate:
-    """What a rank needs, with fp32 products where the precision is not known yet."""
-    precision = "fp32" if config.precision == "auto" else config.precision
-    parallel = config.parallel
-    plan = Plan(
-        zero=parallel.zero,
-        precision=precision,
-        recompute=parallel.recompute,
-        activation_bytes=parallel.activation_bytes or None,
-        offload=parallel.offload,
-    )
+    """What a rank needs, with fp32 weights where the precision is not known yet."""
+    plan = config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision)
     machine = Machine(
         memory=available_memory(), disk=Bandwidth(1e9, 1e9, "any")
     )  # its speed is not looked at
@@ -118,7 +132,7 @@ def _check(
     config: TrainConfig, each: dict[int, float], ranks: int, have: int, whose: str, parts: str
 ) -> None:
     """`each`: the bytes per parameter that `ranks` ranks need with each stage of ZeRO."""
-    model, zero = config.model.gpt(), config.parallel.zero
+    model, zero = config.model.gpt(), config.plan.zero
     need = each[zero] * model.parameters
     if need <= have:
         return
@@ -134,13 +148,13 @@ def _check(
 
 def _divided(config: TrainConfig, ranks: int, fitting: list[int], room: float) -> str:
     """What fits of plans that divide more, or keep AdamW's averages on a disk."""
-    if config.parallel.compression != "none":
+    if config.plan.compression != "none":
         return ""
     if fitting:
-        return f"parallel.zero={fitting[0]} fits; "
+        return f"plan.zero={fitting[0]} fits; "
     least = _trained(3, "disk:FOLDER", ranks) + _copied(3, "disk:FOLDER", ranks)
-    if config.parallel.offload == "none" and least * config.model.gpt().parameters <= room:
-        return "parallel.zero=3 parallel.offload=disk:FOLDER fits; "
+    if config.plan.offload == "none" and least * config.model.gpt().parameters <= room:
+        return "plan.zero=3 plan.offload=disk:FOLDER fits; "
     return ""
 
 

@@ -6,19 +6,27 @@ Each line of `metrics.jsonl` is an object with `step` and what was measured at i
      "waiting_share": 0.01, "elapsed_s": 9.1}
     {"step": 100, "validation_loss": 4.2}
 
+Other tasks count other units, such as `images_per_s`, and have further metrics, such as `validation_accuracy`.
 In fp16 there is `loss_scale` too, and where a step was skipped `overflow`, a text that says why.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
 from farandole.comm.notices import print_once
-from farandole.train.board import Board
-from farandole.train.disk import DiskError, reason
+from farandole.data.wording import disk_failure
+from farandole.train.run_folder import DiskError
 
 Record = dict[str, float]
 
@@ -35,7 +43,7 @@ class MetricsWriter:
 
     def __init__(self, run: Path, *, tensorboard: bool, resumed_step: int | None = None) -> None:
         self._path = run / "metrics.jsonl"
-        self._board: Board | None = None
+        self._tensorboard: TensorBoardWriter | None = None
         kept = (
             [] if resumed_step is None else [r for r in read_metrics(self._path) if r["step"] <= resumed_step]
         )
@@ -48,9 +56,9 @@ class MetricsWriter:
             raise self._refusal(error) from error
         if tensorboard:
             try:
-                self._board = Board(run / "tensorboard", resumed_step)
+                self._tensorboard = TensorBoardWriter(run / "tensorboard", resumed_step)
             except OSError as error:
-                self._do_without_board(error)
+                self._do_without_tensorboard(error)
 
     def write(self, step: int, record: Record, remarks: Mapping[str, str] | None = None) -> None:
         """Write what was measured at `step`, and `remarks` in words, which TensorBoard does not get."""
@@ -59,18 +67,18 @@ class MetricsWriter:
                 lines.write(json.dumps({"step": step, **record, **(remarks or {})}) + "\n")
         except OSError as error:
             raise self._refusal(error) from error
-        if self._board is not None:
+        if self._tensorboard is not None:
             try:
-                self._board.write(step, record)
+                self._tensorboard.write(step, record)
             except OSError as error:
-                self._do_without_board(error)
+                self._do_without_tensorboard(error)
 
     def _refusal(self, error: OSError) -> DiskError:
-        return DiskError(f"cannot write {self._path}: {reason(error, self._path.parent)}")
+        return DiskError(f"cannot write {self._path}: {disk_failure(error, self._path.parent)}")
 
-    def _do_without_board(self, error: OSError) -> None:
-        self._board = None
-        why = reason(error, self._path.parent)
+    def _do_without_tensorboard(self, error: OSError) -> None:
+        self._tensorboard = None
+        why = disk_failure(error, self._path.parent)
         print_once(
             f"TensorBoard's files cannot be written: {why}; training goes on, its numbers are in {self._path}"
         )
@@ -87,3 +95,39 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return records
+
+
+_VERSION = "brain.Event:2"  # of the format; the first record of every file
+
+
+class TensorBoardWriter:
+    """Writes scalars to a file of events in `folder`, which it makes.  Both calls raise `OSError` where it cannot be written.
+
+    The file is closed after each step: torch's `SummaryWriter` hands records to a thread, whose failures (a full disk) turn
+    up later, as tracebacks, and end the training.
+
+    `resumed_step` has TensorBoard hide what earlier files say of later steps.
+    """
+
+    def __init__(self, folder: Path, resumed_step: int | None = None) -> None:
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}"
+        self._path = folder / name
+        if resumed_step is None:
+            self._append(Event(file_version=_VERSION))
+        else:
+            again = resumed_step + 1
+            restart = Event(step=again, session_log=SessionLog(status=SessionLog.START))
+            self._append(Event(step=again, file_version=_VERSION), restart)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write what was measured at `step`."""
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._append(Event(step=step, summary=Summary(value=scalars)))
+
+    def _append(self, *events: Event) -> None:
+        with self._path.open("ab") as file:
+            records = RecordWriter(file)
+            for event in events:
+                event.wall_time = time.time()
+                records.write(event.SerializeToString())

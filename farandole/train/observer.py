@@ -7,44 +7,44 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from tokenizers import Tokenizer
-
-from farandole.data.wording import counted, short
+from farandole.data.wording import counted, disk_failure, short, size
 from farandole.launch.runtime import Runtime
+from farandole.memory.disk import Budget, OffloadError
+from farandole.memory.offload_store import measure_bandwidth
+from farandole.memory.swap import THRESHOLD_BYTES
 from farandole.train.config import TrainConfig
-from farandole.train.disk import reason
-from farandole.train.engine import Engine, StepResult
-from farandole.train.memory_notes import memory_notes
 from farandole.train.metrics import MetricsWriter
 from farandole.train.precision import Choice
 from farandole.train.progress import Progress, ProgressLine, minutes
+from farandole.train.trainer import StepResult, Trainer
 
 _RECENT = 20
 """Steps over which speed and the share of waiting are averaged."""
 
 
 class Observer:
-    """Watches `engine` train.  `earlier_s` is how long the run took before it was continued."""
+    """Shows and records how `trainer` trains.  `earlier_s` is how long the run took before it was continued."""
 
     def __init__(
         self,
         config: TrainConfig,
         run: Path,
-        engine: Engine,
+        trainer: Trainer,
         choice: Choice,
         runtime: Runtime,
         earlier_s: float,
     ) -> None:
         self._config = config
         self._run = run
-        self._engine = engine
+        self._trainer, self._task = trainer, trainer.task
         self._runtime = runtime
         self._choice = choice
-        self._resumed = engine.step_number or None
-        self._earlier_s = earlier_s
+        self._resumed = trainer.step_number or None
+        self._earlier_s = self._saved_s = earlier_s
         self._started = time.monotonic()
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self._active = runtime.rank == 0
@@ -77,8 +77,8 @@ class Observer:
         if self._metrics is None:
             return
         self._recent.append((seconds, result.waited_s))
-        step, total = self._engine.step_number, sum(s for s, _ in self._recent)
-        speed = len(self._recent) * self._config.tokens_per_step / total
+        step, total = self._trainer.step_number, sum(s for s, _ in self._recent)
+        speed = len(self._recent) * self._config.batch * self._task.units_per_sample / total
         waiting = sum(w for _, w in self._recent) / total
         self._metrics.write(
             step,
@@ -86,62 +86,89 @@ class Observer:
                 "loss": result.loss,
                 "learning_rate": result.learning_rate,
                 "gradient_norm": result.gradient_norm,
-                "tokens_per_s": speed,
+                f"{self._task.unit}_per_s": speed,
                 "waiting_share": waiting,
                 "elapsed_s": self.elapsed_s,
             }
-            | ({"loss_scale": self._engine.scaler.scale} if self._engine.scaler.enabled else {}),
+            | ({"loss_scale": self._trainer.scaler.scale} if self._trainer.scaler.enabled else {}),
             {"overflow": str(result.overflow)} if result.skipped else None,
         )
-        if result.skipped and self._engine.scaler.worth_saying:
+        if result.skipped and self._trainer.scaler.worth_saying:
             self._line.note(str(result.overflow))
-            if self._engine.scaler.advice:
-                self._line.note(self._engine.scaler.advice)
+            if self._trainer.scaler.advice:
+                self._line.note(self._trainer.scaler.advice)
         if self._line.renews or step % self._config.log.every == 0 or step == self._config.steps:
             left_s = (self._config.steps - step) * total / len(self._recent)
-            self._line.show(Progress(step, self._config.steps, result.loss, speed, left_s, waiting))
+            self._line.show(
+                Progress(step, self._config.steps, result.loss, speed, left_s, waiting, self._task.unit)
+            )
 
-    def evaluated(self, loss: float) -> None:
-        """The validation loss after the present step is `loss`."""
+    def evaluated(self, found: Mapping[str, float]) -> None:
+        """The present step has this validation loss, and these other metrics."""
         if self._metrics is not None:
-            step = self._engine.step_number
-            self._metrics.write(step, {"validation_loss": loss})
-            self._line.note(f"step {step}: validation loss {loss:.3f}")
+            step = self._trainer.step_number
+            self._metrics.write(step, {f"validation_{name}": value for name, value in found.items()})
+            self._line.note(
+                f"step {step}: " + ", ".join(f"validation {n} {value:.3f}" for n, value in found.items())
+            )
 
     def saved(self, folder: Path) -> None:
         """The present state is in checkpoint `folder`."""
+        self._saved_s = self.elapsed_s
         if self._active:
             self._line.note(f"saved {folder}")
 
-    def finished(self, tokenizer: Tokenizer) -> None:
-        """The last step is done: write the loss curve and a sample, and say where they are."""
+    def finished(self, report: str) -> None:
+        """The last step is done: draw the loss curve, write the task's report, and say where they are."""
         if not self._active:
             return
-        from farandole.train.report import draw_loss_curve, sample_text  # matplotlib takes a second
+        from farandole.train.report import draw_loss_curve  # matplotlib takes a second
 
-        took = self.elapsed_s
-        model = self._config.model.gpt()
-        title = f"{self._config.name}: {short(model.parameters)} parameters, {self._ranks}"
-        text = sample_text(self._engine.model, tokenizer, self._config)
-        self._line.note(f"\n{text}\n")
-        done = f"{counted(self._config.steps, 'step')} in {minutes(took)} on {self._ranks}"
+        title = f"{self._config.name}: {short(self._trainer.parameters)} parameters, {self._ranks}"
+        done = f"{counted(self._config.steps, 'step')} in {minutes(self._saved_s)} on {self._ranks}"
+        if report:
+            self._line.note(f"\n{report}\n")
         sample = self._run / "sample.txt"
         try:
-            curve = draw_loss_curve(self._run, title)
-            sample.write_text(text)
-            self._line.note(f"{done}; loss curve {curve}, sample {sample}")
+            curve = draw_loss_curve(self._run, title, f"loss per {self._task.unit.removesuffix('s')}")
+            if report:
+                sample.write_text(report)
+            self._line.note(f"{done}; loss curve {curve}" + (f", sample {sample}" if report else ""))
         except OSError as error:  # the checkpoint is written, and they can be made again
-            self._line.note(f"{done}; no loss curve and no sample are kept: {reason(error, self._run)}")
+            self._line.note(f"{done}; no loss curve and no sample are kept: {disk_failure(error, self._run)}")
 
     def _introduce(self) -> None:
-        model = self._config.model.gpt()
+        task, config = self._task, self._config
+        samples = (
+            f"{config.batch} x {task.units_per_sample}" if task.units_per_sample > 1 else str(config.batch)
+        )
         self._line.note(f"run {self._run}")
         self._line.note(
-            f"model {short(model.parameters)} parameters, batch {self._config.batch} x {model.context} "
-            f"tokens on {self._ranks}"
+            f"model {short(self._trainer.parameters)} parameters, batch {samples} {task.unit} on {self._ranks}"
         )
         self._line.note(f"precision {self._choice.name} ({self._choice.reason})")
-        for note in memory_notes(self._engine, self._runtime.local_size):
+        for note in _memory_summary(self._trainer, self._runtime.local_size):
             self._line.note(note)
         if self._resumed:
             self._line.note(f"going on after step {self._resumed}")
+
+
+def _memory_summary(trainer: Trainer, ranks: int) -> Iterator[str]:
+    """What is recomputed and kept elsewhere, for `ranks` ranks of this host.  Measures the disk for about a second."""
+    plan = trainer.config.plan
+    yield from trainer.notices
+    if plan.swap != "none":
+        where = "the memory of the host" if plan.swap == "host" else plan.swap.removeprefix("disk:")
+        yield f"activations of {size(THRESHOLD_BYTES)} and more wait for the backward pass in {where}"
+    kind, _, folder = plan.offload.partition(":")
+    for update in trainer.engine.offloaded:
+        mine = update.state.budget()
+        if kind != "disk":
+            yield f"optimizer states in {update.state.stream.access}"
+            continue
+        try:
+            bandwidth = measure_bandwidth(folder)
+        except OffloadError as error:  # the states have filled the disk
+            yield f"optimizer states on the disk of {folder}; its speed is not known: {error}"
+            continue
+        yield f"optimizer states on the disk: {Budget(mine.read_bytes * ranks, mine.written_bytes * ranks, bandwidth)}"

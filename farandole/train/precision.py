@@ -1,9 +1,7 @@
-"""The type that products are computed in: fp32, bf16, or fp16 with loss scaling.
+"""What `plan.precision = "auto"` stands for.
 
-Weights, gradients and optimizer are fp32 throughout; `torch.autocast` gives matrix products their operands
-in the lower type (Micikevicius et al., 2018, "Mixed Precision Training").  `auto` is decided by what the hardware says that it can
-multiply, not by a measurement: on a loaded machine the same command would choose another type, and learn other weights.
-Scaling of the loss is the business of `parallel.loss_scaling`.
+The features of the hardware decide, not a measurement: on a loaded machine the same command would choose another type, and learn
+other weights.
 """
 
 from __future__ import annotations
@@ -11,12 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from farandole.comm.communicator import Communicator
-
-TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from farandole.plan import Precision
 
 _CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 """Of processors that multiply bf16: Intel's, AMD's from Zen 4 on, and Arm's."""
@@ -28,11 +26,11 @@ _CPUINFO = Path("/proc/cpuinfo")
 class Choice:
     """The precision of a run, and the reason in words."""
 
-    name: str
+    name: Precision
     reason: str
 
 
-def choose_precision(asked: str, comm: Communicator, device: torch.device) -> Choice:
+def choose_precision(asked: Literal["auto", Precision], comm: Communicator, device: torch.device) -> Choice:
     """What was asked, or for `auto` bf16 if the devices of all ranks multiply it; all ranks get the same answer."""
     if asked != "auto":
         return Choice(asked, "as asked")
@@ -58,8 +56,3 @@ def _cpu_flags() -> set[str]:
     except OSError:  # no Linux
         return set()
     return set(lines[0].split()) if lines else set()
-
-
-def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """The context in which to compute the model and its loss."""
-    return torch.autocast(device.type, TYPES[precision], enabled=precision != "fp32")

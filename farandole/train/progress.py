@@ -15,14 +15,15 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is: `tokens_per_s` of all ranks together, `waiting` the share of time in communication."""
+    """Where a run is: `speed` in `unit`s per second of all ranks together, `waiting` the share of time in communication."""
 
     step: int
     steps: int
     loss: float
-    tokens_per_s: float
+    speed: float
     left_s: float
     waiting: float
+    unit: str = "tokens"
 
     def __str__(self) -> str:
         return "  ".join(self._parts())
@@ -38,7 +39,7 @@ class Progress:
         return [
             f"step {self.step:>{len(str(self.steps))}}/{self.steps}",
             f"loss {self.loss:.3f}",
-            f"{self.tokens_per_s:,.0f} tokens/s",
+            f"{self.speed:,.0f} {self.unit}/s",
             f"{minutes(self.left_s)} left",
             f"communication {self.waiting:.1%}",
         ]

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: the loss curve and a sample of text."""
+"""The picture of a run: its loss curve."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import matplotlib
-from tokenizers import Tokenizer
-from torch import nn
 
-from farandole.models.generate import generate
-from farandole.train.config import TrainConfig
 from farandole.train.metrics import read_metrics
 
 Point = tuple[float, float]
@@ -19,7 +15,7 @@ Point = tuple[float, float]
 _INK, _FAINT, _TRAINING, _VALIDATION = "#22313f", "#d8dee4", "#7aa6c2", "#c8553d"
 
 
-def draw_loss_curve(run: Path, title: str) -> Path:
+def draw_loss_curve(run: Path, title: str, label: str = "loss") -> Path:
     """Draw training and validation loss over steps from the metrics of `run` to `loss.png`."""
     matplotlib.use("agg")
     import matplotlib.pyplot as plt  # after the choice of a canvas that needs no display
@@ -51,7 +47,7 @@ def draw_loss_curve(run: Path, title: str) -> Path:
         )
     axes.set_title(title, loc="left", color=_INK, fontsize=12, pad=12)
     axes.set_xlabel("step", color=_INK)
-    axes.set_ylabel("loss, nats per token", color=_INK)
+    axes.set_ylabel(label, color=_INK)
     axes.grid(axis="y", color=_FAINT, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -78,20 +74,3 @@ def _smooth(points: list[Point]) -> list[Point]:
         first, end = i - min(i, reach), min(i + min(i, reach) + 1, len(points))
         smooth.append((step, (sums[end] - sums[first]) / (end - first)))
     return smooth
-
-
-def sample_text(model: nn.Sequential, tokenizer: Tokenizer, config: TrainConfig) -> str:
-    """Text that the model writes after the configured prompt, the prompt included."""
-    asked = config.sample
-    prompt = tokenizer.encode(asked.prompt).ids or [0]
-    written = generate(
-        model,
-        prompt,
-        asked.tokens,
-        context=config.model.context,
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        seed=config.seed,
-    )
-    text: str = tokenizer.decode([*prompt, *written])
-    return text

@@ -8,20 +8,19 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
 
-from farandole._startup import resume_collection
+from farandole._startup import keep_freed_memory, resume_collection
 from farandole.launch.runtime import Runtime
 from farandole.train import checkpoint
-from farandole.train.allocator import keep_freed_memory
 from farandole.train.checkpoint import CheckpointWriter
-from farandole.train.checkpoint_folder import TOKENIZER, read_facts
 from farandole.train.config import TrainConfig
-from farandole.train.engine import Engine
-from farandole.train.lock import RunLock
 from farandole.train.observer import Observer
 from farandole.train.precision import Choice, choose_precision
-from farandole.train.stopping import StopSignals
-from farandole.train.text import open_text
+from farandole.train.run_folder import RunLock, read_metadata
+from farandole.train.tasks import make_task
+from farandole.train.trainer import Trainer
 
 
 def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime) -> signal.Signals | None:
@@ -31,49 +30,46 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
     Raises `FloatingPointError` when the training diverges and `CheckpointError` when it cannot be saved.
     """
     keep_freed_memory()
-    text = open_text(config)
+    task = make_task(config)
     with StopSignals() as stop, RunLock(run, runtime.comm):
         choice = _precision(config, resume, runtime)
-        engine = Engine(config, text, choice.name, runtime.comm, runtime.device)
+        trainer = Trainer(config, task, choice.name, runtime.comm, runtime.device)
         earlier_s, resumed_step = 0.0, None
         if resume is not None:
-            facts = checkpoint.load(engine, resume, runtime.comm)
-            earlier_s, resumed_step = facts.elapsed_s, facts.step
+            before = checkpoint.load(trainer, resume, runtime.comm)
+            earlier_s, resumed_step = before.elapsed_s, before.step
         # After loading: a checkpoint that turns out to be damaged must not cost the later ones their place.
-        writer = CheckpointWriter(
-            run, text.folder / TOKENIZER, config.checkpoint.keep, runtime.comm, resumed_step
-        )
-        with Observer(config, run, engine, choice, runtime, earlier_s) as observer:
+        writer = CheckpointWriter(run, task.files(), config.checkpoint.keep, runtime.comm, resumed_step)
+        with Observer(config, run, trainer, choice, runtime, earlier_s) as observer:
             runtime.comm.barrier()  # rank 0 has introduced the run: nobody is seen waiting for that
             resume_collection()
             try:
-                _loop(engine, writer, observer, stop)
+                _loop(trainer, writer, observer, stop)
             except BaseException:
                 writer.abandon()
                 raise
-            interrupted = engine.step_number < config.steps
+            interrupted = trainer.step_number < config.steps
             if not interrupted:
-                with engine.replica.whole():  # rank 0 writes a sample by itself
-                    observer.finished(text.tokenizer)
+                observer.finished(task.report(trainer.model))
         return stop.received or signal.SIGTERM if interrupted else None
 
 
-def _loop(engine: Engine, writer: CheckpointWriter, observer: Observer, stop: StopSignals) -> None:
+def _loop(trainer: Trainer, writer: CheckpointWriter, observer: Observer, stop: StopSignals) -> None:
     """Steps until the last one, or until any rank was asked to stop; what is learned is saved."""
-    config = engine.config
-    while engine.step_number < config.steps:
+    config = trainer.config
+    while trainer.step_number < config.steps:
         started = time.perf_counter()
-        result = engine.step(stop.requested)
-        step = engine.step_number
+        result = trainer.step(stop.requested)
+        step = trainer.step_number
         last = step == config.steps
         observer.stepped(result, time.perf_counter() - started)
         if result.stop and not last:
             break
         if last or _due(step, config.evaluate.every):
-            observer.evaluated(engine.evaluate())
+            observer.evaluated(trainer.evaluate())
         if not last and _due(step, config.checkpoint.every):
-            writer.save(engine, observer.elapsed_s)
-    writer.save(engine, observer.elapsed_s)
+            writer.save(trainer, observer.elapsed_s)
+    writer.save(trainer, observer.elapsed_s)
     writer.wait()
     observer.saved(writer.newest)
 
@@ -85,5 +81,51 @@ def _due(step: int, every: int) -> bool:
 def _precision(config: TrainConfig, resume: Path | None, runtime: Runtime) -> Choice:
     """A run that is continued keeps its precision, on whatever hardware."""
     if resume is not None:
-        return Choice(read_facts(resume).precision, "as before")
-    return choose_precision(config.precision, runtime.comm, runtime.device)
+        return Choice(read_metadata(resume).precision, "as before")
+    return choose_precision(config.plan.precision, runtime.comm, runtime.device)
+
+
+class StopSignals:
+    """Handles Ctrl-C and SIGTERM: the run finishes the step, saves, then ends.  A second Ctrl-C ends it at once.
+
+    While in force, notes the first signal instead of ending the process.
+
+        with StopSignals() as stop:
+            while not stop.requested: ...
+
+    A second SIGINT ends the process, but not within half a second of the first, nor does a second SIGTERM:
+    launchers pass on to their ranks what the terminal has sent them already.
+
+    A signal that was ignored before stays ignored, such as SIGINT in a background job of a shell.
+    """
+
+    ONE_PRESS_S = 0.5
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._first_at = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has come."""
+        return self.received is not None
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received, self._first_at = signal.Signals(number), time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._first_at > self.ONE_PRESS_S:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)

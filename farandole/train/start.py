@@ -15,18 +15,27 @@ from farandole.data.errors import DataError
 from farandole.data.sources import find_source
 from farandole.data.wording import counted
 from farandole.memory.disk import OffloadError
-from farandole.train.checkpoint_folder import CheckpointError, check_whole, read_facts
+from farandole.plan import PlanError
 from farandole.train.config import (
     ConfigError,
     TrainConfig,
     known_keys,
     load_config,
     parse_config,
+    plan_mistake,
     presets,
+    saved_config,
     with_overrides,
 )
-from farandole.train.disk import DiskError
-from farandole.train.folders import checkpoint_to_resume, new_run
+from farandole.train.run_folder import (
+    CheckpointError,
+    DiskError,
+    check_whole,
+    checkpoint_to_resume,
+    new_run,
+    read_metadata,
+)
+from farandole.train.tasks import task_path
 
 REFUSALS = (ConfigError, DataError, CheckpointError, DiskError, OffloadError, FloatingPointError)
 """What is the user's to mend, and said without a stack trace."""
@@ -42,11 +51,13 @@ CHANGEABLE = (
     "log.",
     "sample.",
     "data.cache",
-    "parallel.zero",
-    "parallel.recompute",
-    "parallel.activation_bytes",
-    "parallel.swap",
-    "parallel.offload",
+    "plan.data",
+    "plan.zero",
+    "plan.hybrid",
+    "plan.recompute",
+    "plan.activation_bytes",
+    "plan.swap",
+    "plan.offload",
 )
 """What may differ when a run is continued; the rest decides what it computes."""
 
@@ -131,7 +142,9 @@ def check(request: Request, ranks: int | None = None) -> Start:
     not be the same job.
     """
     start = _again(request, ranks) if request.resume else _anew(request, ranks or DEFAULT_RANKS)
-    find_source(start.config.data.path, start.config.data.field)
+    task_path(start.config.task)
+    if start.config.task in ("text", "masked-text"):
+        find_source(start.config.data.path, start.config.data.field)
     return start
 
 
@@ -144,7 +157,7 @@ def order(start: Start) -> Order:
 
 def _anew(request: Request, ranks: int) -> Start:
     config = load_config(request.source, request.overrides)
-    config.micro_batches(ranks)
+    _check_ranks(config, ranks)
     return Start(config, ranks)
 
 
@@ -157,31 +170,40 @@ def _again(request: Request, ranks: int | None) -> Start:
             f"its own folder; name it where training put it"
         )
     check_whole(checkpoint)
-    facts = read_facts(checkpoint)
-    before = parse_config(facts.config)
+    saved = read_metadata(checkpoint)
+    before = saved_config(saved.config)
     if request.source is None:
         config = with_overrides(before, request.overrides)
     else:
         config = load_config(request.source, request.overrides)
-    ranks = ranks or facts.ranks
-    if ranks != facts.ranks and before.parallel.compression != "none":
+    ranks = ranks or saved.ranks
+    if ranks != saved.ranks and before.plan.compression != "none":
         raise CheckpointError(
-            f"checkpoint {checkpoint} was written by {counted(facts.ranks, 'rank')}, each of which remembers what "
-            f"parallel.compression={before.parallel.compression} has left out, and this job has {ranks}: "
-            f"continue with --ranks {facts.ranks}"
+            f"checkpoint {checkpoint} was written by {counted(saved.ranks, 'rank')}, each of which remembers what "
+            f"plan.compression={before.plan.compression} has left out, and this job has {ranks}: "
+            f"continue with --ranks {saved.ranks}"
         )
-    config.micro_batches(ranks)
+    _check_ranks(config, ranks)
     if changed := _changes(before, config):
         raise CheckpointError(
             f"checkpoint {checkpoint} belongs to another configuration: {'; '.join(changed)}. "
             f"Leave that as it was, or start a new run; {', '.join(CHANGEABLE)} may change"
         )
-    if facts.step >= config.steps:
+    if saved.step >= config.steps:
         raise CheckpointError(
-            f"checkpoint {checkpoint} is at step {facts.step} of {config.steps}: nothing is left to do; "
-            f"for more, say steps={2 * facts.step}"
+            f"checkpoint {checkpoint} is at step {saved.step} of {config.steps}: nothing is left to do; "
+            f"for more, say steps={2 * saved.step}"
         )
     return Start(config, ranks, checkpoint)
+
+
+def _check_ranks(config: TrainConfig, ranks: int) -> None:
+    """Raise `ConfigError` unless `ranks` ranks can share the batch, and the plan is for as many."""
+    config.micro_batches(ranks)
+    try:
+        config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision).check(ranks)
+    except PlanError as error:
+        raise plan_mistake(error) from None
 
 
 def _folder_of_runs(request: Request) -> Path:
@@ -200,7 +222,7 @@ def _changes(before: TrainConfig, now: TrainConfig) -> list[str]:
     """`key was A, is B` for what decides what the run computes."""
     old, new = before.flat(), now.flat()
     return [
-        f"{key} was {old[key]!r}, is {new[key]!r}"
-        for key in old
-        if old[key] != new[key] and not key.startswith(CHANGEABLE)
+        f"{key} was {old.get(key)!r}, is {new.get(key)!r}"
+        for key in {**old, **new}
+        if old.get(key) != new.get(key) and not key.startswith(CHANGEABLE)
     ]

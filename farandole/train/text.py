@@ -1,22 +1,121 @@
-"""The text of a run: what its configuration names, tokenized.  Imports no torch."""
+"""Task "text": a GPT predicts the next token; and trained GPTs from their checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
 
 from farandole.data.cache import Progress
 from farandole.data.text import Text, prepare_text
-from farandole.train.config import TrainConfig
+from farandole.data.tokenizer import load_tokenizer
+from farandole.models.generate import generate
+from farandole.models.gpt import build_gpt
+from farandole.models.loss import token_loss
+from farandole.train.config import TrainConfig, saved_config
+from farandole.train.run_folder import TOKENIZER, WEIGHTS, CheckpointError, read_metadata
+from farandole.train.tasks import Mean, Task
 
 
-def open_text(config: TrainConfig, progress: Progress = lambda what, share: None) -> Text:
-    """The text that a configuration names, tokenized.  Raises `DataError`."""
+def open_text(
+    config: TrainConfig,
+    progress: Progress = lambda what, share: None,
+    special_tokens: tuple[str, ...] = (),
+) -> Text:
+    """Return the tokenized text that a configuration names.  Raises `DataError`."""
     return prepare_text(
         config.data.path,
         vocabulary=config.model.vocabulary,
         context=config.model.context,
         text_field=config.data.field,
         validation_share=config.data.validation_share,
+        special_tokens=special_tokens,
         cache=Path(config.data.cache).expanduser() if config.data.cache else None,
         progress=progress,
     )
+
+
+class TextTask(Task):
+    """A GPT on windows of tokens, or on `text` that is there already."""
+
+    unit = "tokens"
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        progress: Progress = lambda what, share: None,
+        text: Text | None = None,
+    ) -> None:
+        self._config = config
+        self.text = text or open_text(config, progress)
+        self.train, self.validation = self.text.train, self.text.validation
+        self.units_per_sample = config.model.context
+
+    def build(self, config: TrainConfig) -> nn.Module:
+        """Return a GPT."""
+        return build_gpt(config.model.gpt())
+
+    def batch(
+        self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor]:
+        """Return tokens, and for each the one that follows."""
+        windows = torch.from_numpy(samples.read(numbers))
+        return windows[:, :-1], windows[:, 1:]
+
+    def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Mean:
+        """Return the cross-entropy in nats, and the count of tokens."""
+        return token_loss(output, batch[1])
+
+    def report(self, model: nn.Module) -> str:
+        """Return text that the model writes after the configured prompt, the prompt included."""
+        assert isinstance(model, nn.Sequential)
+        asked, tokenizer = self._config.sample, self.text.tokenizer
+        prompt = tokenizer.encode(asked.prompt).ids or [0]
+        written = generate(
+            model,
+            prompt,
+            asked.tokens,
+            context=self._config.model.context,
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            seed=self._config.seed,
+        )
+        text: str = tokenizer.decode([*prompt, *written])
+        return text
+
+    def files(self) -> Mapping[str, Path]:
+        """Return the tokenizer."""
+        return {TOKENIZER: self.text.folder / TOKENIZER}
+
+
+def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]:
+    """Return the model, tokenizer and configuration in folder `checkpoint`, on one process.
+
+    Reads `model.safetensors`, no pickles.  Raises `CheckpointError` where a file is missing or damaged.
+    """
+    config = saved_config(read_metadata(checkpoint).config)
+    if config.task != "text":
+        raise CheckpointError(
+            f"checkpoint {checkpoint} is of task={config.task!r}: text is written by task='text' only"
+        )
+    model = build_gpt(config.model.gpt())
+    try:
+        weights = load_file(checkpoint / WEIGHTS)
+        tokenizer = load_tokenizer(checkpoint / TOKENIZER)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {error}") from None
+    expected = dict(model.named_parameters())
+    if weights.keys() != expected.keys():
+        odd = sorted(weights.keys() ^ expected.keys())
+        raise CheckpointError(f"checkpoint {checkpoint} does not fit its configuration: {', '.join(odd[:5])}")
+    for name, parameter in expected.items():
+        parameter.data.copy_(weights[name])
+    return model.eval(), tokenizer, config

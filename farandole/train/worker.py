@@ -18,14 +18,14 @@ from farandole.train.config import ConfigError
 from farandole.train.memory import check_memory
 from farandole.train.run import train
 from farandole.train.start import REFUSALS, Order, Request, check, order
-from farandole.train.text import open_text
+from farandole.train.tasks import make_task
 
 
 def main(text: str) -> None:
-    """Carry out an order as one of the ranks that were launched for it."""
+    """Run an order as one of the ranks that were launched for it."""
     given = Order.load(text)
     with farandole.init() as runtime:
-        _carry_out(given, runtime)
+        _run(given, runtime)
 
 
 def join(request: Request) -> Path:
@@ -35,7 +35,7 @@ def join(request: Request) -> Path:
     """
     with farandole.init() as runtime:
         given = _agree(request, runtime)
-        _carry_out(given, runtime)
+        _run(given, runtime)
     return given.run
 
 
@@ -46,7 +46,7 @@ def _agree(request: Request, runtime: Runtime) -> Order:
         try:
             start = check(request, runtime.size)
             check_memory(start.config, runtime.local_size)
-            open_text(start.config)
+            make_task(start.config)
             answer[0] = order(start).dump()
         except REFUSALS as refusal:
             answer[1] = str(refusal)
@@ -59,7 +59,7 @@ def _agree(request: Request, runtime: Runtime) -> Order:
     return Order.load(text)
 
 
-def _carry_out(given: Order, runtime: Runtime) -> None:
+def _run(given: Order, runtime: Runtime) -> None:
     """Train; exits with a message where the user has something to mend, as a signal would after one."""
     pause_collection()  # until the first step
     try:

@@ -80,7 +80,7 @@ def test_accelerators_need_not_be_here() -> None:
 
 
 def test_overrides_choose_plans() -> None:
-    words = ("parallel.zero=1", "parallel.recompute=block", "parallel.offload=none")
+    words = ("plan.zero=1", "plan.recompute=block", "plan.offload=none")
     result = _plan("tiny", *words, "--precision", "fp32", "--precision", "bf16")
     lines = [line for line in result.output.splitlines() if line.startswith("1     block")]
     assert result.exit_code == 0 and len(lines) == 2
@@ -161,7 +161,7 @@ def test_what_is_predicted_is_measured(tmp_path: Path) -> None:
     words = (
         "tiny",
         "model.width=256",
-        "precision=fp32",
+        "plan.precision=fp32",
         *("--zero", "2", "--recompute", "block", "--offload", f"disk:{tmp_path}"),
     )
     result = _plan(*words, "--check", "--steps", "2")

@@ -129,9 +129,9 @@ def test_resume_finds_the_newest_checkpoint_and_its_configuration(launched: list
         assert order.config.steps == 20
     assert _train("--resume", "steps=50", "log.every=1").exit_code == 0
     assert launched[0][0].config.steps == 50
-    assert _train("--resume", "--ranks", "4", "parallel.zero=3").exit_code == 0
+    assert _train("--resume", "--ranks", "4", "plan.zero=3").exit_code == 0
     assert launched[1][1] == 4
-    assert launched[1][0].config.parallel.zero == 3
+    assert launched[1][0].config.plan.zero == 3
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 import farandole
 from farandole import Plan
-from farandole.parallel import checkpoint
-from farandole.parallel.checkpoint import Range
+from farandole.parallel.checkpoint import folder as checkpoint
+from farandole.parallel.checkpoint import state as engine_state
+from farandole.parallel.checkpoint.errors import CheckpointError
+from farandole.parallel.checkpoint.ranges import Place, Range
 from farandole.parallel.engine import Engine
-from farandole.parallel.errors import CheckpointError
 
 STEPS = 3
 Way = tuple[int, str, int, str, str]
@@ -71,7 +72,7 @@ def _contents(engine: Engine) -> dict[str, Tensor]:
     """All that the checkpoint holds, whole, from the parts of all ranks."""
     state = {
         name: value
-        for name, value in checkpoint.state_of(engine, engine.rank).items()
+        for name, value in engine_state.state_of(engine, engine.rank).items()
         if not name.startswith("random")
     }
     mine: dict[str, Any] = {
@@ -104,6 +105,16 @@ def _save(rank: int, size: int, way: Way, folder: Path) -> tuple[dict[str, Tenso
     dist.barrier()
     engine.close()
     return contents, losses
+
+
+def _output(engine: Engine) -> Tensor:
+    """What the model computes with: all weights, whole."""
+    batch = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(99))
+    engine.model.eval()
+    with torch.no_grad():
+        output: Tensor = engine(batch).float()
+    engine.model.train()
+    return output
 
 
 def _load(rank: int, size: int, way: Way, folder: Path) -> tuple[dict[str, Tensor], list[float]]:
@@ -160,9 +171,9 @@ def test_offloaded_states_in_files(ranks: Any, tmp_path: Path) -> None:
             assert found == pytest.approx(losses, rel=1e-4 if "fp32" in after else 5e-2)
 
 
-def _flat(engine: Engine, rank: int) -> checkpoint.State:
+def _flat(engine: Engine, rank: int) -> engine_state.State:
     """As versions up to 2026-11 saved it: flat tensors, and neither buffers nor frozen parameters."""
-    state: checkpoint.State = {}
+    state: engine_state.State = {}
     left_out = {f"model.{name}" for name, _ in engine.model.named_buffers()}
     left_out |= {f"model.{n}" for n, p in engine.model.named_parameters() if not p.requires_grad}
     for name, found in _STATE_OF(engine, rank).items():
@@ -170,12 +181,12 @@ def _flat(engine: Engine, rank: int) -> checkpoint.State:
             continue
         if isinstance(found, Range):
             count = int(torch.Size(found.place.shape).numel())
-            found = dataclasses.replace(found, place=checkpoint.Place.whole((count,)))
+            found = dataclasses.replace(found, place=Place.whole((count,)))
         state[name] = found
     return state
 
 
-_STATE_OF = checkpoint.state_of
+_STATE_OF = engine_state.state_of
 
 
 def _save_flat(rank: int, size: int, way: Way, folder: Path) -> tuple[dict[str, Tensor], list[float]]:

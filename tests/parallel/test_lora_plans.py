@@ -12,9 +12,11 @@ from torch import Tensor
 
 import farandole
 from farandole.models.gpt import build_gpt
-from farandole.plan import Plan
-from farandole.train.lora import LoRA, add_lora
+from farandole.parallel.lora import add_lora
+from farandole.plan import LoRA, Plan, PlanError
 from tests.parallel.test_zero import GPT, _world
+
+ADAPTERS = LoRA(rank=4, alpha=8, targets=("*.qkv", "*.out"))
 
 
 def _train(rank: int, size: int, plans: list[Plan]) -> list[tuple[list[float], dict[str, Tensor]]]:
@@ -26,8 +28,7 @@ def _train_one(rank: int, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)
     model = build_gpt(GPT)
     torch.manual_seed(1)
-    add_lora(model, LoRA(rank=4, alpha=8, targets=("*.qkv", "*.out")))
-    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine = farandole.parallelize(model, plan)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = engine.optimizer(torch.optim.AdamW(trained, 1e-2))
@@ -60,7 +61,7 @@ def _train_one(rank: int, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
 def test_the_same_adapters(ranks: Any, backend: str, tmp_path: Path) -> None:
     plans = [
-        Plan(zero=zero, recompute=recompute, offload=offload)
+        Plan(zero=zero, recompute=recompute, offload=offload, lora=ADAPTERS)
         for zero in (0, 1, 2, 3)
         for recompute, offload in (("none", "none"), ("block", f"disk:{tmp_path}"))
     ]
@@ -72,3 +73,32 @@ def test_the_same_adapters(ranks: Any, backend: str, tmp_path: Path) -> None:
             torch.testing.assert_close(
                 value, adapters[name], rtol=1e-3, atol=1e-5, msg=lambda m, p=plan: f"{p}: {m}"
             )
+
+
+def _refused(rank: int, size: int, lora: LoRA, adapted: bool, meta: bool) -> str:
+    with torch.device("meta" if meta else "cpu"):
+        model = build_gpt(GPT)
+    if adapted:
+        add_lora(model, lora)
+    with pytest.raises(PlanError) as error:
+        farandole.parallelize(model, Plan(lora=lora))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("lora", "adapted", "meta", "says"),
+    [
+        (LoRA(targets="nothing"), False, False, "LoRA targets: 'nothing' matches no module"),
+        (ADAPTERS, True, False, "the model has LoRA already"),
+        (ADAPTERS, False, True, "adapters need a model that is in memory"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(
+    ranks: Any, lora: LoRA, adapted: bool, meta: bool, says: str
+) -> None:
+    assert says in ranks(1).run(_refused, lora, adapted, meta)[0]
+
+
+def test_adapters_and_8_bit_products_are_refused() -> None:
+    with pytest.raises(PlanError, match="nearest plan: precision='bf16'"):
+        Plan(lora=ADAPTERS, precision="fp8")

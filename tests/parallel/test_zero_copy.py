@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from farandole.comm.communicator import Communicator
 from farandole.memory.tracker import DeviceMemory
-from farandole.parallel.buffer_pool import DEPTH
+from farandole.parallel.bucket import DEPTH
 from farandole.parallel.engine import Engine
 
 WIDTH, SHARE, STEPS = 64, 4, 3

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 from farandole.comm.communicator import Communicator
-from farandole.data.text import Text
 from farandole.train.checkpoint import CheckpointWriter, load
 from farandole.train.config import load_config
-from farandole.train.engine import Engine
-from farandole.train.text import open_text
+from farandole.train.tasks import make_task
+from farandole.train.trainer import Trainer
 from tests.comm.hosts import hierarchical_group
 
 
@@ -26,29 +25,28 @@ def text(tmp_path: Path) -> Path:
 
 def resumed(rank: int, size: int, folder: str, compression: str, precision: str) -> None:
     words = [f"data.path={folder}/text.txt", f"data.cache={folder}/cache", "batch=4"]
-    config = load_config("tiny", [*words, f"parallel.compression={compression}"])
-    text: Text = open_text(config)
+    config = load_config("tiny", [*words, f"plan.compression={compression}"])
     comm = Communicator(hierarchical_group([0, 1], rank))
     run = Path(folder) / "run"
 
-    def new() -> Engine:
-        return Engine(config, text, precision, comm, torch.device("cpu"))
+    def new() -> Trainer:
+        return Trainer(config, make_task(config), precision, comm, torch.device("cpu"))
 
-    engine = new()
-    writer = CheckpointWriter(run, Path(text.folder) / "tokenizer.json", 2, comm)
+    trainer = new()
+    writer = CheckpointWriter(run, trainer.task.files(), 2, comm)
     for _ in range(3):
-        engine.step()
-    if engine.scaler.enabled:
-        engine.replica.rescale(2.0**10 / engine.scaler.scale)
-        engine.scaler.scale, engine.scaler.good_steps = 2.0**10, 999  # it doubles after the next step
-    writer.save(engine, 0.0)
+        trainer.step()
+    if trainer.scaler.enabled:
+        trainer.engine.rescale(2.0**10 / trainer.scaler.scale)
+        trainer.scaler.scale, trainer.scaler.good_steps = 2.0**10, 999  # it doubles after the next step
+    writer.save(trainer, 0.0)
     writer.wait()
-    expected = [engine.step().loss for _ in range(4)]
+    expected = [trainer.step().loss for _ in range(4)]
     again = new()
     load(again, writer.newest, comm)
-    assert again.replica.compression_state().keys() == engine.replica.compression_state().keys()
+    assert again.engine.compression_state().keys() == trainer.engine.compression_state().keys()
     assert [again.step().loss for _ in range(4)] == expected
-    assert engine.scaler.scale == (2.0**11 if precision == "fp16" else 1.0)
+    assert trainer.scaler.scale == (2.0**11 if precision == "fp16" else 1.0)
     dist.destroy_process_group(comm.group)
 
 

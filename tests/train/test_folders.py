@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from farandole.train.folders import checkpoint_to_resume, new_folder, newest_checkpoint
+from farandole.train.run_folder import checkpoint_to_resume, new_folder, newest_checkpoint
 
 
 def _run(folder: Path, age_s: float, *steps: int) -> Path:

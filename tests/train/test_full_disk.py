@@ -32,7 +32,7 @@ def test_a_full_disk_is_said_in_a_line_and_a_run_goes_on_when_there_is_room(
     tmp_path: Path, disk: Path
 ) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
-    words = ("data.path=text.txt", "data.cache=cache", "out=disk", "precision=fp32")
+    words = ("data.path=text.txt", "data.cache=cache", "out=disk", "plan.precision=fp32")
     command = Command(tmp_path, "train", "tiny", *words, "steps=10", "checkpoint.every=5")
     assert command.end() == 1, command.output
     run = only_run(disk)
@@ -52,7 +52,7 @@ def test_a_full_disk_is_said_in_a_line_and_a_run_goes_on_when_there_is_room(
 def test_a_run_that_saves_nothing_says_so(tmp_path: Path, disk: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
     (disk / "ballast").write_bytes(b"x" * 900_000)
-    words = ("data.path=text.txt", "data.cache=cache", "out=disk/runs", "precision=fp32")
+    words = ("data.path=text.txt", "data.cache=cache", "out=disk/runs", "plan.precision=fp32")
     command = Command(tmp_path, "train", "tiny", *words, "steps=5", "checkpoint.every=0", "--ranks", "1")
     assert command.end() == 1, command.output
     run = Path("disk/runs") / only_run(disk / "runs").name

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farandole.comm.communicator import Communicator
-from farandole.data.text import Text
 from farandole.train.checkpoint import CheckpointWriter, load
 from farandole.train.config import load_config
-from farandole.train.engine import Engine
-from farandole.train.text import open_text
+from farandole.train.tasks import make_task
+from farandole.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 Way = tuple[int, str]
@@ -38,37 +37,36 @@ def _world() -> Communicator:
     return Communicator(dist.group.WORLD)
 
 
-def _make(words: list[str], way: Way) -> tuple[Text, Engine]:
+def _make(words: list[str], way: Way) -> Trainer:
     zero, offload = way
-    config = load_config("tiny", [*words, f"parallel.zero={zero}", f"parallel.offload={offload}"])
-    text = open_text(config)
-    return text, Engine(config, text, "fp32", _world(), CPU)
+    config = load_config("tiny", [*words, f"plan.zero={zero}", f"plan.offload={offload}"])
+    return Trainer(config, make_task(config), "fp32", _world(), CPU)
 
 
-def _contents(engine: Engine) -> dict[str, Tensor]:
+def _contents(trainer: Trainer) -> dict[str, Tensor]:
     """All weights and moments, whole, on every rank."""
     whole: dict[str, Tensor] = {}
-    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-    for name, parameter in engine.model.named_parameters():
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    for name, parameter in trainer.model.named_parameters():
         whole[name] = parameter.detach().clone()
         for key in ("exp_avg", "exp_avg_sq"):
             whole[f"{name}/{key}"] = torch.zeros(parameter.numel())
         whole[f"{name}/step"] = torch.zeros(())
-    places = {piece: (names[id(parameter)], start) for parameter, piece, start in engine.replica.shards()}
-    for piece, state in _states(engine):
+    places = {piece: (names[id(parameter)], start) for parameter, piece, start in trainer.engine.shards()}
+    for piece, state in _states(trainer):
         name, start = places[piece]
         for key in ("exp_avg", "exp_avg_sq"):
             whole[f"{name}/{key}"][start : start + piece.numel()] = state[key].flatten()
         whole[f"{name}/step"] = state["step"].clone()
     for name, value in whole.items():
-        if "/" in name and engine.replica.zero:
+        if "/" in name and trainer.engine.zero:
             _world().all_reduce(value, "max" if name.endswith("/step") else "sum")
     return whole
 
 
-def _states(engine: Engine) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    yield from engine.optimizer.state.items()
-    for update in engine.replica.offloaded:
+def _states(trainer: Trainer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    yield from trainer.optimizer.state.items()
+    for update in trainer.engine.offloaded:
         yield from ((piece, kept.state) for piece, kept in update.saved())
 
 
@@ -76,24 +74,24 @@ def _save(
     rank: int, size: int, words: list[str], run: Path, way: Way
 ) -> tuple[dict[str, Tensor], list[float]]:
     """What was saved after some steps, and the losses that follow."""
-    text, engine = _make(words, way)
+    trainer = _make(words, way)
     for _ in range(STEPS):
-        engine.step()
-    writer = CheckpointWriter(run, text.folder / "tokenizer.json", keep=2, comm=_world())
-    writer.save(engine, 0.0)
+        trainer.step()
+    writer = CheckpointWriter(run, trainer.task.files(), 2, _world())
+    writer.save(trainer, 0.0)
     writer.wait()
-    contents = _contents(engine)
-    return contents, [engine.step().loss for _ in range(2)]
+    contents = _contents(trainer)
+    return contents, [trainer.step().loss for _ in range(2)]
 
 
 def _load(
     rank: int, size: int, words: list[str], run: Path, way: Way
 ) -> tuple[dict[str, Tensor], list[float]]:
-    _, engine = _make([*words, "seed=5"], way)
-    engine.sampler = _make(words, way)[1].sampler
-    load(engine, run / "checkpoints" / f"step-{STEPS:06d}", _world())
-    contents = _contents(engine)
-    return contents, [engine.step().loss for _ in range(2)]
+    trainer = _make([*words, "seed=5"], way)
+    trainer.sampler = _make(words, way).sampler
+    load(trainer, run / "checkpoints" / f"step-{STEPS:06d}", _world())
+    contents = _contents(trainer)
+    return contents, [trainer.step().loss for _ in range(2)]
 
 
 @pytest.mark.parametrize(

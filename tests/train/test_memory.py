@@ -19,9 +19,9 @@ def test_a_stage_that_fits_is_named() -> None:
     while 50 * load_config("tiny", [f"model.width={width}"]).model.gpt().parameters < available_memory():
         width += 64
     words = [f"model.width={width}", "model.heads=2"]
-    with pytest.raises(ConfigError, match=r"56 bytes per parameter\), .*; parallel.zero=1 fits; nearest"):
+    with pytest.raises(ConfigError, match=r"56 bytes per parameter\), .*; plan.zero=1 fits; nearest"):
         check_memory(load_config("tiny", words), 2)
-    check_memory(load_config("tiny", [*words, "parallel.zero=1"]), 2)
+    check_memory(load_config("tiny", [*words, "plan.zero=1"]), 2)
 
 
 def test_a_model_that_fits_is_not_refused() -> None:
@@ -49,7 +49,9 @@ def test_where_no_width_fits_something_else_is_advised() -> None:
 
 
 def test_a_step_that_does_not_fit_names_a_smaller_one() -> None:
-    config = load_config("default", ["batch=64", "precision=fp32", "model.layers=1", "model.context=512"])
+    config = load_config(
+        "default", ["batch=64", "plan.precision=fp32", "model.layers=1", "model.context=512"]
+    )
     with pytest.raises(ConfigError, match=r"32 samples at a time needs .* on 2 ranks") as error:
         check_step(config, 2, 2 << 30)
     found = re.search(r"nearest that fits: micro_batch=(\d+), and farandole plan", str(error.value))

@@ -9,21 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farandole.bench.plan_check import made_up_text
+from farandole.bench.plan_check import make_trainer
 from farandole.comm.communicator import Communicator
 from farandole.parallel import weights
 from farandole.train.checkpoint import CheckpointWriter, load
 from farandole.train.config import load_config
-from farandole.train.engine import Engine
+from farandole.train.trainer import Trainer
 
 STEPS = 2
 
 
-def _made(comm: Communicator, zero: int, offload: str) -> Engine:
-    words = [f"parallel.zero={zero}", f"parallel.offload={offload}", "batch=4", "model.context=32"]
-    config = load_config("tiny", words)
-    text = made_up_text(config.model.vocabulary, config.model.context, 64)
-    return Engine(config, text, "fp32", comm, torch.device("cpu"))
+def _made(comm: Communicator, zero: int, offload: str) -> Trainer:
+    words = [f"plan.zero={zero}", f"plan.offload={offload}", "batch=4", "model.context=32"]
+    return make_trainer(load_config("tiny", words), "fp32", comm, torch.device("cpu"))
 
 
 def _round_trip(
@@ -37,19 +35,19 @@ def _round_trip(
         patch.setattr(weights, "is_accelerator", lambda _: True)
         saved = _made(comm, *before)
         if before[1] == "host":
-            assert all(shards.weights.master is None for shards in saved.replica.shards_of_buckets)
+            assert all(shards.weights.master is None for shards in saved.engine.shards_of_buckets)
         for _ in range(STEPS):
             saved.step()
         (run / "tokenizer.json").write_text("{}")
-        writer = CheckpointWriter(run, run / "tokenizer.json", keep=1, comm=comm)
+        writer = CheckpointWriter(run, {"tokenizer.json": run / "tokenizer.json"}, 1, comm)
         writer.save(saved, 0.0)
         writer.wait()
         losses = [saved.step().loss for _ in range(2)]
         loaded = _made(comm, *after)
         load(loaded, run / "checkpoints" / f"step-{STEPS:06d}", comm)
         found = [loaded.step().loss for _ in range(2)]
-        for engine in (saved, loaded):
-            engine.replica.close()
+        for trainer in (saved, loaded):
+            trainer.engine.close()
     return [losses, found]
 
 

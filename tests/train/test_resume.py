@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _train(folder: Path, out: str, *words: str) -> Command:
     settings = (
-        *("data.path=text.py", "data.cache=cache", f"out={out}", f"steps={STEPS}", "precision=bf16"),
+        *("data.path=text.py", "data.cache=cache", f"out={out}", f"steps={STEPS}", "plan.precision=bf16"),
         *("model.dropout=0.1", "checkpoint.every=10", "checkpoint.keep=3", "evaluate.every=25"),
         "log.tensorboard=false",
     )
@@ -69,7 +70,7 @@ def test_stopped_killed_and_continued_bit_for_bit(folder: Path, reference: Path)
     assert (run / "checkpoints" / f"step-{stopped_at:06d}").is_dir(), "it did not save first"
 
     (folder / "scratch").mkdir()
-    elsewhere = ("parallel.offload=disk:scratch", "parallel.swap=disk:scratch", "parallel.recompute=block")
+    elsewhere = ("plan.offload=disk:scratch", "plan.swap=disk:scratch", "plan.recompute=block")
     command = Command(folder, "train", "out=broken", "--resume", *elsewhere)  # the newest run there
     command.wait_until(lambda: len(losses(run)) >= min(stopped_at + 15, STEPS - 10))
     os.kill(command.ranks()[1], signal.SIGKILL)
@@ -77,7 +78,7 @@ def test_stopped_killed_and_continued_bit_for_bit(folder: Path, reference: Path)
     assert command.output.count("was killed by SIGKILL") == 1, command.output
     assert "recomputing block in 4 modules" in command.output
     assert "activations of 1.0 MiB and more wait for the backward pass in scratch" in command.output
-    assert "AdamW's averages on the disk: each step reads" in command.output
+    assert "optimizer states on the disk: each step reads" in command.output
     assert not list((folder / "scratch").iterdir())
     assert "to go on: farandole train --resume" in command.output
 
@@ -184,3 +185,40 @@ def test_one_job_at_a_time_trains_in_a_run(folder: Path, reference: Path) -> Non
         assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
     command = Command(folder, "train", "--resume", str(run), f"steps={STEPS + 2}")
     assert command.end() == 0, command.output
+
+
+def test_a_run_of_an_earlier_version_goes_on(folder: Path, reference: Path) -> None:
+    """Configurations had `precision` and a section `parallel`, and checkpoints did not say what else they contain."""
+    run = folder / "earlier"
+    shutil.copytree(reference, run)
+    for later in sorted((run / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(later)
+    (checkpoint,) = (run / "checkpoints").glob("step-*")
+    saved = json.loads((checkpoint / "train.json").read_text())
+    config = saved["config"]
+    plan = config.pop("plan")
+    parallel = {key: plan[key] for key in ("zero", "compression", "recompute", "swap", "offload")}
+    config |= {"precision": plan["precision"], "parallel": parallel | {"activation_bytes": 0}}
+    for key in ("task", "images", "options"):
+        del config[key]
+    for key in ("files", "rounding_steps"):
+        del saved[key]
+    (checkpoint / "train.json").write_text(json.dumps(saved))
+    text = re.sub(r"\n\[plan\]\n.*?(?=\n\[)", "", (run / "config.toml").read_text(), flags=re.DOTALL)
+    text = re.sub(r"\n\[(images|options)\]\n.*?(?=\n\[|\Z)", "", text, flags=re.DOTALL)
+    text = text.replace('task = "text"', f'precision = "{plan["precision"]}"')
+    (run / "config.toml").write_text(text + '\n[parallel]\nzero = 0\ncompression = "none"\n')
+
+    command = Command(folder, "generate", str(run), "--tokens", "5")
+    assert command.end() == 0, command.output
+    for words in ((), (str(run / "config.toml"), "plan.zero=1")):
+        copy = folder / f"earlier-{len(words)}"
+        shutil.copytree(run, copy)
+        named = [word.replace(str(run), str(copy)) for word in words]
+        command = Command(folder, "train", "--resume", str(copy), *named)
+        assert command.end() == 0, command.output
+        assert losses(copy) == losses(reference)
+    (folder / "own.toml").write_text(text)
+    command = Command(folder, "train", "own.toml")
+    assert command.end() == 2
+    assert "precision is now plan.precision" in command.output

@@ -16,30 +16,27 @@ _STEPS = 3
 
 
 def _make(context: Context, device: torch.device, zero: int, offload: str) -> Any:
-    from farandole.bench.plan_check import made_up_text
+    from farandole.bench.plan_check import make_trainer
     from farandole.train.config import load_config
-    from farandole.train.engine import Engine
 
     words = [
-        f"parallel.zero={zero}",
-        f"parallel.offload={offload}",
+        f"plan.zero={zero}",
+        f"plan.offload={offload}",
         "batch=4",
         "model.context=64",
         "model.vocabulary=512",
     ]
-    config = load_config("tiny", words)
-    text = made_up_text(config.model.vocabulary, config.model.context, 64)
-    return Engine(config, text, "fp32", context.comm, device)
+    return make_trainer(load_config("tiny", words), "fp32", context.comm, device)
 
 
-def _contents(engine: Any) -> dict[str, Tensor]:
+def _contents(trainer: Any) -> dict[str, Tensor]:
     """Return the weights and, as far as this rank has them, the moments, on the CPU."""
-    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-    found = {names[id(p)]: value.detach().cpu().clone() for p, value in engine.replica.whole_parameters()}
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    found = {names[id(p)]: value.detach().cpu().clone() for p, value in trainer.engine.whole_parameters()}
     return found
 
 
-def _save(context: Context, engine: Any, run: Path) -> Path:
+def _save(context: Context, trainer: Any, run: Path) -> Path:
     from farandole.train.checkpoint import CheckpointWriter
 
     tokenizer = run / "tokenizer.json"
@@ -47,8 +44,8 @@ def _save(context: Context, engine: Any, run: Path) -> Path:
         run.mkdir(parents=True, exist_ok=True)
         tokenizer.write_text("{}")
     context.comm.barrier()
-    writer = CheckpointWriter(run, tokenizer, keep=2, comm=context.comm)
-    writer.save(engine, 0.0)
+    writer = CheckpointWriter(run, {"tokenizer.json": tokenizer}, keep=2, comm=context.comm)
+    writer.save(trainer, 0.0)
     writer.wait()
     return run / "checkpoints" / f"step-{_STEPS:06d}"
 
@@ -65,14 +62,14 @@ def _across(
     folder = _save(context, saved, context.folder / name)
     contents = _contents(saved)
     losses = [saved.step().loss for _ in range(2)]
-    saved.replica.close()
+    saved.engine.close()
     loaded = _make(context, *after)
     load(loaded, folder, context.comm)
     for key, value in _contents(loaded).items():
         expect(bool(value.isfinite().all()), f"{name}: {key} is not finite after loading")
         expect(torch.equal(value, contents[key]), f"{name}: {key} differs after loading")
     found = [loaded.step().loss for _ in range(2)]
-    loaded.replica.close()
+    loaded.engine.close()
     difference = max(abs(a - b) for a, b in zip(found, losses, strict=True))
     expect(difference < 5e-3, f"{name}: expected losses {losses}, got {found}")
     return difference

@@ -61,20 +61,18 @@ def shared_device(context: Context) -> Figures:
 @check(needs=("pydantic", "tokenizers"))
 def step_fits(context: Context) -> Figures:
     """The estimate of a step's tensors next to those that the engine has in memory."""
-    from farandole.bench.plan_check import _parts, made_up_text
+    from farandole.bench.plan_check import _parts, make_trainer
     from farandole.plan import Plan
     from farandole.planner import Machine, estimate_workload
     from farandole.train.config import load_config
-    from farandole.train.engine import Engine
-    from farandole.train.planning import workload_of
+    from farandole.train.memory import workload_of
 
     config = load_config("tiny", [])
     comm = context.comm
-    text = made_up_text(config.model.vocabulary, config.model.context, 2 * config.batch)
-    engine: Any = Engine(config, text, "fp32", comm, context.device)
+    trainer: Any = make_trainer(config, "fp32", comm, context.device)
     for _ in range(2):
-        engine.step()
-    found = _parts(engine, context.runtime)
+        trainer.step()
+    found = _parts(trainer, context.runtime)
     machine = Machine(memory=1 << 40, shared=not context.on_cuda, host=not context.on_cuda)
     predicted = estimate_workload(workload_of(config, comm.size), Plan(precision="fp32"), comm.size, machine)
     figures: Figures = {}
@@ -85,5 +83,5 @@ def step_fits(context: Context) -> Figures:
         expect(abs(error) <= _TOLERANCE, f"{name}: expected {predicted.parts[name]} bytes, got {found[name]}")
     if context.on_cuda:
         torch.cuda.synchronize(context.device)
-    engine.replica.close()
+    trainer.engine.close()
     return figures

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-import farandole
 from benchmarks.gpu.reference import (
-    SMALL,
     adamw,
     batches,
     expect,
@@ -155,29 +153,9 @@ def fp8(context: Context) -> Figures:
 
 @check(needs=("pydantic",))
 def automatic(context: Context) -> Figures:
-    """The choice of `precision=auto`, measured on the device."""
+    """The choice of `plan.precision=auto`."""
     from farandole.train.precision import choose_precision
 
-    choice = choose_precision("auto", SMALL, 4096 if context.on_cuda else 64, context.comm, context.device)
+    choice = choose_precision("auto", context.comm, context.device)
     expect(choice.name in ("fp32", "bf16"), f"expected fp32 or bf16, got {choice.name}")
     return {"bf16": (float(choice.name == "bf16"), "")}
-
-
-@check()
-def autocast(context: Context) -> Figures:
-    """Losses under torch's autocast, as `farandole train` uses it, next to plain torch."""
-    config = small(context)
-    _, expected = train_alone(context, adamw, config=config, autocast=torch.bfloat16)
-    model = make(context, config)
-    engine = farandole.parallelize(model, Plan(), context.comm)
-    optimizer = engine.optimizer(adamw(model.parameters()))
-    found = []
-    for tokens in batches(context, config):
-        with torch.autocast(context.device.type, torch.bfloat16):
-            loss = loss_of(engine, tokens)
-        engine.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    engine.close()
-    return {"difference of the loss": (_losses_close(found, expected, 1e-3), "")}

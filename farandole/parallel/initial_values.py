@@ -1,4 +1,6 @@
-"""Models that no process could hold whole: made on the meta device, initialised block by block.
+"""The values with which ranks begin: those of rank 0, or those of a function that initialises a model block by block.
+
+A model that no process could hold whole is made on the meta device:
 
     with torch.device("meta"):
         model = build(config)                                   # shapes only
@@ -17,8 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
+from farandole.layout import Layout
 from farandole.memory.blocks import blocks_of
 from farandole.memory.tracker import memory_tag
+from farandole.mesh import Groups, Mesh
+from farandole.parallel.sharding import ranks_of
 from farandole.parallel.weights import FlatWeights
 
 Initialise = Callable[[str, nn.Module], None]
@@ -117,3 +122,26 @@ def _in_memory(parameters: Sequence[nn.Parameter], types: Mapping[int, torch.dty
     finally:
         for parameter, place in zip(parameters, places, strict=True):
             parameter.data = place
+
+
+# ---- a model that is in memory ----
+
+
+def broadcast_parameters(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout], groups: Groups) -> None:
+    """Copy parameters and buffers from the first rank that stores them to the others; a collective call."""
+    everywhere = frozenset(range(mesh.stages))
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            layout = layouts.get(name) or Layout(name, tuple(tensor.shape), everywhere)
+            comm = groups.of_ranks(ranks_of(mesh, layout, groups.comm.rank, 0).copies)
+            if comm is not None and comm.size > 1:
+                for part in _stored(tensor.detach()):
+                    comm.broadcast(part, root=0)
+
+
+def _stored(tensor: Tensor) -> list[Tensor]:
+    """The tensors in which the values lie: `tensor` itself, or those of which a quantized one consists."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _stored(getattr(tensor, name))]

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from farandole.train.lora import LoRA, add_lora, load_adapter, save_adapter
-from tests.train.test_lora_files import ALL, LORA, X, model, trained
+from farandole.parallel.lora import add_lora
+from farandole.parallel.peft_adapter import load_adapter, save_adapter
+from farandole.plan import LoRA
+from tests.parallel.test_lora_files import ALL, LORA, X, model, trained
 
 peft: Any = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
 

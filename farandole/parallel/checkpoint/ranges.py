@@ -103,11 +103,16 @@ class Range:
 
     def part(self, offsets: Sequence[int]) -> Tensor:
         """The elements of the box of the global tensor that begins at `offsets`."""
-        for box, first, local, slices in self._boxes():
+        for box, elements in self.boxes():
             if tuple(start for start, _ in box) == tuple(offsets):
-                elements = self.values[first : first + volume(local)]
-                return elements.view([end - start for start, end in local])[slices]
+                return elements
         raise KeyError(f"no box begins at {tuple(offsets)}")
+
+    def boxes(self) -> Iterator[tuple[Box, Tensor]]:
+        """Yield (box of the global tensor, its elements in this range)."""
+        for box, first, local, slices in self._boxes():
+            elements = self.values[first : first + volume(local)]
+            yield box, elements.view([end - start for start, end in local])[slices]
 
     def _boxes(self) -> Iterator[tuple[Box, int, Box, tuple[slice, ...]]]:
         """(box of the global tensor, first element of a box of this range that contains it, that box, where in it)."""

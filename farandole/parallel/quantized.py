@@ -99,6 +99,11 @@ def dense(weight: Tensor) -> Tensor:
     return restored
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor consists of others, as quantized ones do."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
 def stored_bytes(tensor: Tensor) -> int:
     """The bytes that a tensor takes; of one that consists of others, theirs."""
     if not hasattr(tensor, "__tensor_flatten__"):

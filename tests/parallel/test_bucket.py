@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
-from farandole.parallel.buffer_pool import buffer_lengths
+from farandole.parallel.bucket import buffer_lengths
 from farandole.parallel.engine import Engine
 
 

@@ -1,4 +1,4 @@
-"""The engine and its checkpoints, in ranks that are already running."""
+"""The trainer and its checkpoints, in ranks that are already running."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 
 from farandole.comm.communicator import Communicator
-from farandole.data.text import Text
 from farandole.launch.runtime import init
+from farandole.plan import Precision
 from farandole.train.checkpoint import CheckpointWriter, load
-from farandole.train.checkpoint_folder import CheckpointError, checkpoints
-from farandole.train.config import TrainConfig, load_config
-from farandole.train.engine import Engine
+from farandole.train.config import load_config
 from farandole.train.metrics import read_metrics
 from farandole.train.observer import Observer
 from farandole.train.precision import Choice
-from farandole.train.text import open_text
+from farandole.train.run_folder import CheckpointError, checkpoints
+from farandole.train.tasks import make_task
+from farandole.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -44,15 +44,18 @@ def _world() -> Communicator:
     return Communicator(dist.group.WORLD)
 
 
-def _make(words: list[str], precision: str = "fp32") -> tuple[TrainConfig, Text, Engine]:
+def _make(words: list[str], precision: Precision = "fp32") -> Trainer:
     config = load_config("tiny", words)
-    text = open_text(config)
-    return config, text, Engine(config, text, precision, _world(), CPU)
+    return Trainer(config, make_task(config), precision, _world(), CPU)
+
+
+def _writer(run: Path, trainer: Trainer, keep: int = 2) -> CheckpointWriter:
+    return CheckpointWriter(run, trainer.task.files(), keep, _world())
 
 
 def _losses(rank: int, size: int, words: list[str], precision: str, steps: int) -> list[float]:
-    _, _, engine = _make(words, precision)
-    return [engine.step().loss for _ in range(steps)] + [engine.evaluate()]
+    trainer = _make(words, precision)
+    return [trainer.step().loss for _ in range(steps)] + [trainer.evaluate()["loss"]]
 
 
 def test_ranks_and_micro_batches_do_not_change_what_is_learned(ranks: Any, words: list[str]) -> None:
@@ -71,18 +74,18 @@ def test_lower_precisions_learn_the_same(ranks: Any, words: list[str], precision
 
 
 def _overflow(rank: int, size: int, words: list[str]) -> None:
-    _, _, engine = _make(words, "fp16")
-    before = [p.clone() for p in engine.model.parameters()]
-    engine.scaler.scale = 2.0**40 if rank == 0 else 1.0  # one rank overflows: all must skip
-    factor = engine.scaler.scale
-    result = engine.step()
+    trainer = _make(words, "fp16")
+    before = [p.clone() for p in trainer.model.parameters()]
+    trainer.scaler.scale = 2.0**40 if rank == 0 else 1.0  # one rank overflows: all must skip
+    factor = trainer.scaler.scale
+    result = trainer.step()
     assert result.skipped
-    first = next(iter(dict(engine.model.named_parameters())))
+    first = next(iter(dict(trainer.model.named_parameters())))
     assert str(result.overflow).startswith(f"OVERFLOW step 1: rank 0, {first} grad ")
-    assert engine.scaler.scale == factor / 2
-    assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
-    engine.scaler.scale = 128.0
-    assert not engine.step().skipped
+    assert trainer.scaler.scale == factor / 2
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    trainer.scaler.scale = 128.0
+    assert not trainer.step().skipped
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, words: list[str]) -> None:
@@ -91,17 +94,17 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, words: list[s
 
 def _seen(rank: int, size: int, words: list[str], run: Path) -> str:
     """What a person sees of a step that overflows, and of the one after it."""
-    config, _, engine = _make([*words, "log.every=1000"], "fp16")
+    trainer = _make([*words, "log.every=1000"], "fp16")
     runtime = init()  # the pool's own group
     run.mkdir(exist_ok=True)
-    engine.step_number = engine.scaler.steps = 6
-    engine.scaler.scale = 2.0**50
+    trainer.step_number = trainer.scaler.steps = 6
+    trainer.scaler.scale = 2.0**50
     with (
         contextlib.redirect_stdout(io.StringIO()) as said,
-        Observer(config, run, engine, Choice("fp16", "as asked"), runtime, 0.0) as observer,
+        Observer(trainer.config, run, trainer, Choice("fp16", "as asked"), runtime, 0.0) as observer,
     ):
         for _ in range(2):
-            observer.stepped(engine.step(), 0.1)
+            observer.stepped(trainer.step(), 0.1)
     return said.getvalue()
 
 
@@ -118,17 +121,17 @@ def test_an_overflow_is_seen(ranks: Any, words: list[str], tmp_path: Path) -> No
 
 
 def test_a_diagnosis_comes_with_the_first_overflow(ranks: Any, words: list[str], tmp_path: Path) -> None:
-    said, _ = ranks(2).run(_seen, [*words, "precision=fp16", "log.diagnose=true"], tmp_path / "run")
+    said, _ = ranks(2).run(_seen, [*words, "plan.precision=fp16", "log.diagnose=true"], tmp_path / "run")
     first = next(line for line in said.splitlines() if line.startswith("OVERFLOW step 7"))
     assert first.endswith("step skipped; the outputs of all blocks were finite")
 
 
 def _diverge(rank: int, size: int, words: list[str]) -> str:
-    _, _, engine = _make(words)
+    trainer = _make(words)
     if rank == 1:
-        next(engine.model.parameters()).data.fill_(float("nan"))
+        next(trainer.model.parameters()).data.fill_(float("nan"))
     with pytest.raises(FloatingPointError) as error:
-        engine.step()
+        trainer.step()
     return str(error.value)
 
 
@@ -140,42 +143,52 @@ def test_divergence_is_said_by_all_ranks(ranks: Any, words: list[str]) -> None:
 
 
 def _stop(rank: int, size: int, words: list[str]) -> list[bool]:
-    _, _, engine = _make(words)
-    return [engine.step(stop=rank == 1 and step == 2).stop for step in range(4)]
+    trainer = _make(words)
+    return [trainer.step(stop=rank == 1 and step == 2).stop for step in range(4)]
 
 
 def test_all_ranks_stop_at_the_step_at_which_one_was_asked(ranks: Any, words: list[str]) -> None:
     assert ranks(2).run(_stop, words) == [[False, False, True, False]] * 2
 
 
-def _save_and_load(rank: int, size: int, words: list[str], run: Path, precision: str) -> list[str]:
-    config, text, engine = _make([*words, "model.dropout=0.2"], precision)
-    writer = CheckpointWriter(run, text.folder / "tokenizer.json", keep=2, comm=_world())
+def _save_and_load(rank: int, size: int, words: list[str], run: Path, precision: Precision) -> list[str]:
+    trainer = _make([*words, "model.dropout=0.2"], precision)
+    writer = _writer(run, trainer)
     for step in range(1, 7):
-        engine.step()
+        trainer.step()
         if step % 2 == 0:
-            writer.save(engine, 1.0)
+            writer.save(trainer, 1.0)
         if step == 4:
             mark = writer.newest
-    expected_tail = [p.clone() for p in engine.model.parameters()]
+    expected_tail = [p.clone() for p in trainer.model.parameters()]
     writer.wait()
     kept = [path.name for path in checkpoints(run)]
 
-    other = Engine(config, text, precision, _world(), CPU)
+    other = _make([*words, "model.dropout=0.2"], precision)
     facts = load(other, mark, _world())
-    assert (facts.step, facts.consumed, facts.ranks) == (4, 4 * config.batch, size)
+    assert (facts.step, facts.consumed, facts.ranks) == (4, 4 * trainer.config.batch, size)
     for _ in range(2):
         other.step()
     for ours, theirs in zip(other.model.parameters(), expected_tail, strict=True):
         assert torch.equal(ours, theirs)
-    assert other.scaler.scale == engine.scaler.scale
+    assert other.scaler.scale == trainer.scaler.scale
     return kept
 
 
-@pytest.mark.parametrize(("size", "precision"), [(1, "fp32"), (2, "fp16")])
-def test_a_loaded_engine_goes_on_bit_for_bit(
-    ranks: Any, words: list[str], tmp_path: Path, size: int, precision: str
+@pytest.mark.parametrize(
+    ("size", "precision", "plan"),
+    [
+        (1, "fp32", ""),
+        (2, "fp16", ""),
+        (2, "bf16", "plan.rounding=stochastic plan.precision=bf16"),
+        (2, "bf16", "plan.zero=2 plan.offload=disk:{}"),
+        (2, "bf16", "plan.zero=3 plan.offload=disk:{} plan.offloaded=parameters plan.swap=disk:{}"),
+    ],
+)
+def test_a_loaded_trainer_goes_on_bit_for_bit(
+    ranks: Any, words: list[str], tmp_path: Path, size: int, precision: Precision, plan: str
 ) -> None:
+    words = [*words, *plan.format(tmp_path, tmp_path).split()]
     for kept in ranks(size).run(_save_and_load, words, tmp_path / "run", precision):
         assert kept == ["step-000004", "step-000006"]
     assert sorted(p.name for p in (tmp_path / "run/checkpoints/step-000006").iterdir()) == [
@@ -184,30 +197,30 @@ def test_a_loaded_engine_goes_on_bit_for_bit(
 
 
 def _random_of_an_accelerator(rank: int, size: int, words: list[str], run: Path) -> None:
-    config, text, engine = _make(words)
-    engine.step()
-    writer = CheckpointWriter(run, text.folder / "tokenizer.json", keep=2, comm=_world())
-    engine.replica.device = torch.device("cuda", 0)  # its generator is not: see the mocks
+    trainer = _make(words)
+    trainer.step()
+    writer = _writer(run, trainer)
+    trainer.engine.device = torch.device("cuda", 0)  # its generator is not: see the mocks
     mine = torch.tensor([rank, 7], dtype=torch.uint8)
     with mock.patch("torch.cuda.get_rng_state", return_value=mine):
-        writer.save(engine, 0.0)
+        writer.save(trainer, 0.0)
         writer.wait()
     dist.barrier()
 
-    other = Engine(config, text, "fp32", _world(), CPU)
+    other = _make(words)
     load(other, writer.newest, _world())  # on a machine without accelerators
-    other.replica.device = engine.replica.device
+    other.engine.device = trainer.engine.device
     with (
         mock.patch("torch.cuda.get_rng_state", return_value=torch.zeros(2, dtype=torch.uint8)),
         mock.patch("torch.cuda.set_rng_state") as restored,
     ):
         load(other, writer.newest, _world())
         (state, device), _ = restored.call_args
-        assert (state.tolist(), device) == (mine.tolist(), engine.replica.device)
+        assert (state.tolist(), device) == (mine.tolist(), trainer.engine.device)
 
-        engine.replica.device = CPU
-        engine.step()
-        writer.save(engine, 0.0)
+        trainer.engine.device = CPU
+        trainer.step()
+        writer.save(trainer, 0.0)
         writer.wait()
         dist.barrier()
         restored.reset_mock()
@@ -222,12 +235,12 @@ def test_the_generator_of_an_accelerator_is_saved_too(ranks: Any, words: list[st
 
 def _deleted(rank: int, size: int, words: list[str], run: Path) -> list[str]:
     """The names of the folders that a writer deletes, at that moment."""
-    _, text, engine = _make(words)
-    writer = CheckpointWriter(run, text.folder / "tokenizer.json", keep=1, comm=_world())
+    trainer = _make(words)
+    writer = _writer(run, trainer, keep=1)
     with mock.patch("farandole.train.checkpoint.shutil.rmtree") as rmtree:
         for _ in range(2):
-            engine.step()
-            writer.save(engine, 0.0)
+            trainer.step()
+            writer.save(trainer, 0.0)
             writer.wait()
     return [call.args[0].name for call in rmtree.call_args_list]
 
@@ -238,15 +251,15 @@ def test_what_is_being_deleted_is_no_checkpoint(ranks: Any, words: list[str], tm
 
 
 def _fail_to_save(rank: int, size: int, words: list[str], run: Path, full: int) -> str:
-    _, text, engine = _make(words)
-    writer = CheckpointWriter(run, text.folder / "tokenizer.json", keep=2, comm=_world())
+    trainer = _make(words)
+    writer = _writer(run, trainer)
     dist.barrier()
     if rank == full:
-        writer._tokenizer = run / "gone.json"
+        writer._files = {"tokenizer.json": run / "gone.json"}
         shutil.rmtree(run / "checkpoints")
         (run / "checkpoints").touch()
     dist.barrier()
-    writer.save(engine, 0.0)
+    writer.save(trainer, 0.0)
     with pytest.raises(CheckpointError) as error:
         writer.wait()
     return str(error.value)
@@ -262,14 +275,14 @@ def test_a_checkpoint_that_cannot_be_written_fails_on_all_ranks(
 
 
 def _abandon(rank: int, size: int, words: list[str], run: Path) -> None:
-    _, text, engine = _make(words)
-    writer = CheckpointWriter(run, text.folder / "tokenizer.json", keep=2, comm=_world())
-    engine.step()
-    writer.save(engine, 0.0)
+    trainer = _make(words)
+    writer = _writer(run, trainer)
+    trainer.step()
+    writer.save(trainer, 0.0)
     writer.abandon()
-    engine.step()
-    writer._tokenizer = run / "gone.json"
-    writer.save(engine, 0.0)
+    trainer.step()
+    writer._files = {"tokenizer.json": run / "gone.json"}
+    writer.save(trainer, 0.0)
     writer.abandon()
 
 
@@ -281,17 +294,17 @@ def test_where_training_fails_a_checkpoint_is_whole_or_gone(
 
 
 def _load_damaged(rank: int, size: int, words: list[str], run: Path) -> str:
-    config, text, engine = _make(words)
-    writer = CheckpointWriter(run, text.folder / "tokenizer.json", keep=2, comm=_world())
-    engine.step()
-    writer.save(engine, 0.0)
+    trainer = _make(words)
+    writer = _writer(run, trainer)
+    trainer.step()
+    writer.save(trainer, 0.0)
     writer.wait()
     dist.barrier()
     if rank == 0:
         shutil.rmtree(writer.newest / "state")
     dist.barrier()
     with pytest.raises(CheckpointError) as error:
-        load(Engine(config, text, "fp32", _world(), CPU), writer.newest, _world())
+        load(_make(words), writer.newest, _world())
     return str(error.value)
 
 
@@ -302,13 +315,13 @@ def test_a_damaged_checkpoint_is_named_by_all_ranks(ranks: Any, words: list[str]
 
 def _growth(rank: int, size: int, words: list[str], run: Path) -> int:
     """By how many bytes this rank grows in 150 steps with checkpoints."""
-    _, text, engine = _make(words)
-    writer = CheckpointWriter(run, text.folder / "tokenizer.json", keep=1, comm=_world())
+    trainer = _make(words)
+    writer = _writer(run, trainer, keep=1)
     resident = []
     for step in range(200):
-        engine.step()
+        trainer.step()
         if step % 10 == 0:
-            writer.save(engine, 0.0)
+            writer.save(trainer, 0.0)
         if step in (49, 199):
             writer.wait()
             resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize())

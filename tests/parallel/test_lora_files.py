@@ -32,7 +32,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from farandole.train.lora import AdapterError, LoRA, add_lora, load_adapter, merge, save_adapter
+from farandole.parallel.lora import add_lora, merge
+from farandole.parallel.peft_adapter import AdapterError, load_adapter, save_adapter
+from farandole.plan import LoRA
 
 PREFIX = "base_model.model."
 

@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from farandole.comm.communicator import Communicator
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.parallel.engine import Engine
+from farandole.parallel.lora import LoRALinear, add_lora, merge, remove, summarize, unmerge
+from farandole.plan import LoRA
 from farandole.train.config import load_config
-from farandole.train.lora import LoRA, LoRALinear, add_lora, merge, remove, summarize, unmerge
 from farandole.train.optimizer import build_optimizer
 
 GPT = GPTConfig(vocabulary=50, context=8, layers=2, heads=2, width=16)

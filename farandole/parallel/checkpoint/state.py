@@ -14,11 +14,9 @@ Optimizer states that are offloaded pass through memory one bucket at a time, wh
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,19 +24,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
 from farandole.memory.offloaded_optimizer import ShardState, UnitReader
-from farandole.parallel.errors import CheckpointError
-from farandole.parallel.stored_ranges import LoadPlanner, Place, Range, SavePlanner
+from farandole.parallel.checkpoint.errors import CheckpointError
+from farandole.parallel.checkpoint.ranges import LoadPlanner, Place, Range
 
 if TYPE_CHECKING:
     from farandole.parallel.engine import Engine
-
-FACTS = "engine.json"
-_VERSION = 1
 
 State = dict[str, "Tensor | Range"]
 
@@ -47,7 +41,7 @@ State = dict[str, "Tensor | Range"]
 
 def state_of(engine: Engine, rank: int) -> State:
     """The state of `engine` as it is; its tensors are the engine's own."""
-    state: State = {f"model.{s.name}": Range.of(s.values, s.start, s.place) for s in _stored(engine)}
+    state: State = {f"model.{s.name}": Range.of(s.values, s.start, s.place) for s in stored_tensors(engine)}
     for prefix, name, place, shard, start, states in _states(engine):
         for key, value in states.items():
             if not isinstance(value, Tensor):
@@ -56,7 +50,7 @@ def state_of(engine: Engine, rank: int) -> State:
                 )
             like = value.dim() and value.numel() == shard.numel()
             state[f"{prefix}.{name}/{key}"] = Range.of(value, start, place) if like else value
-    state |= _offloaded_state(engine)
+    state |= _offloaded_state(engine, state)
     state[f"random.rank{rank}"] = torch.get_rng_state()
     if engine.device.type == "cuda":
         state[f"random.cuda.rank{rank}"] = torch.cuda.get_rng_state(engine.device)
@@ -65,7 +59,7 @@ def state_of(engine: Engine, rank: int) -> State:
     return state
 
 
-def room_for(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -> State:
+def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -> State:
     """New tensors for what was `saved` and this rank needs.
 
     What a checkpoint has no part of for this rank, as the generator of one that it did not have, is left out.
@@ -73,11 +67,11 @@ def room_for(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -> S
     Raises:
         CheckpointError: where a trained parameter is missing, or has another shape.
     """
-    room: State = {}
-    for stored in _stored(engine):
+    state: State = {}
+    for stored in stored_tensors(engine):
         entry = f"model.{stored.name}"
         if entry in saved:
-            room[entry] = _room_for_range(
+            state[entry] = _empty_range(
                 saved[entry], stored.place, stored.start, stored.values.numel(), entry
             )
         elif stored.trained:  # earlier versions saved neither buffers nor frozen parameters
@@ -85,20 +79,20 @@ def room_for(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -> S
     for prefix, name, place, shard, start, _ in _states(engine):
         for key in _keys_of(saved, prefix).get(name, ()):
             entry = f"{prefix}.{name}/{key}"
-            room[entry] = _room_of_state(saved[entry], shard, start, place)
+            state[entry] = _empty_optimizer_state(saved[entry], shard, start, place)
     own = (f"random.rank{rank}", f"random.cuda.rank{rank}")
     for entry, description in saved.items():
         if entry in own or entry.startswith(f"compression.rank{rank}."):
-            room[entry] = _empty_as(description)
+            state[entry] = _empty_as(description)
     if engine.device.type != "cuda":
-        room.pop(own[1], None)
-    return room
+        state.pop(own[1], None)
+    return state
 
 
-def commit(engine: Engine, rank: int, loaded: State) -> None:
-    """Have `engine` go on from what was loaded into the room that `room_for` made; all ranks call it."""
+def restore(engine: Engine, rank: int, loaded: State) -> None:
+    """Have `engine` go on from what was loaded into the tensors of `empty_state`; all ranks call it."""
     with torch.no_grad():
-        for stored in _stored(engine):
+        for stored in stored_tensors(engine):
             new = loaded.get(f"model.{stored.name}")
             if isinstance(new, Range):
                 stored.values.copy_(new.values.view(stored.values.shape))
@@ -108,7 +102,7 @@ def commit(engine: Engine, rank: int, loaded: State) -> None:
         for entry, found in loaded.items():
             if entry.startswith(own):
                 states[entry.removeprefix(own)] = _as_state(found, shard)
-    engine.all_gather_parameters()
+    engine.all_gather_parameters(frozen=True)
     remembered = f"compression.rank{rank}."
     engine.load_compression(
         {
@@ -134,7 +128,7 @@ def _as_state(found: Tensor | Range, shard: nn.Parameter) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class Stored:
     """What this rank stores of a parameter or buffer: `values`, from element `start` of its tensor on."""
 
     name: str
@@ -144,14 +138,14 @@ class _Stored:
     trained: bool = False
 
 
-def _stored(engine: Engine) -> Iterator[_Stored]:
+def stored_tensors(engine: Engine) -> Iterator[Stored]:
     """Parameters and buffers, by the names of the model's state."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     values_of = dict(engine.shard_values())
     trained = {id(parameter) for bucket in engine.buckets for parameter in bucket.parameters}
 
-    def stored(name: str, tensor: Tensor, start: int, values: Tensor, *, trained: bool = False) -> _Stored:
-        return _Stored(name, _place(engine, name, tensor), start, values, trained=trained)
+    def stored(name: str, tensor: Tensor, start: int, values: Tensor, *, trained: bool = False) -> Stored:
+        return Stored(name, _place(engine, name, tensor), start, values, trained=trained)
 
     for parameter, shard, start in engine.shards():
         yield stored(names[id(parameter)], parameter, start, values_of[shard], trained=True)
@@ -210,7 +204,7 @@ def _keys_of(saved: Mapping[str, STORAGE_TYPES], prefix: str) -> dict[str, list[
     return keys
 
 
-# ---- room for what is loaded ----
+# ---- tensors to load into ----
 
 
 def _described(description: STORAGE_TYPES) -> TensorStorageMetadata:
@@ -220,7 +214,7 @@ def _described(description: STORAGE_TYPES) -> TensorStorageMetadata:
 
 
 def _empty_as(description: STORAGE_TYPES) -> Tensor:
-    """Room for a whole tensor as it was saved."""
+    """A tensor for a whole tensor as it was saved."""
     found = _described(description)
     return torch.empty(found.size, dtype=found.properties.dtype)
 
@@ -233,8 +227,8 @@ def _place_in(description: STORAGE_TYPES, place: Place) -> Place | None:
     return Place.whole(size) if place.is_whole and size == (math.prod(place.shape),) else None
 
 
-def _room_for_range(description: STORAGE_TYPES, place: Place, start: int, length: int, entry: str) -> Range:
-    """Room for consecutive elements, in the type that was saved."""
+def _empty_range(description: STORAGE_TYPES, place: Place, start: int, length: int, entry: str) -> Range:
+    """Tensors for consecutive elements, in the type that was saved."""
     found = _described(description)
     there = _place_in(description, place)
     if there is None:
@@ -242,7 +236,7 @@ def _room_for_range(description: STORAGE_TYPES, place: Place, start: int, length
     return Range.of(torch.empty(length, dtype=found.properties.dtype), start, there)
 
 
-def _room_of_state(
+def _empty_optimizer_state(
     description: STORAGE_TYPES, shard: nn.Parameter, start: int, place: Place
 ) -> Tensor | Range:
     found = _described(description)
@@ -255,20 +249,27 @@ def _room_of_state(
 # ---- states that are offloaded ----
 
 
-def _offloaded_state(engine: Engine) -> State:
-    """What offloaded optimizers keep, by name; ranges are brought when they are written, in this order."""
+def _offloaded_state(engine: Engine, stored: Mapping[str, Tensor | Range]) -> State:
+    """What offloaded optimizers keep, by name; ranges are brought when they are written, in this order.
+
+    Their master weights replace the values of lower precision that are `stored` for the model.
+    """
     places = _places(engine)
     state: State = {}
     for number, update in enumerate(engine.offloaded):
         reader = UnitReader(update.state)
         for unit, members in enumerate(update.state.units):
-            for at, (piece, kept) in enumerate(zip(members, update.state.kept(unit), strict=True)):
-                name, start, place = places[id(piece)]
+            for at, (shard, kept) in enumerate(zip(members, update.state.kept(unit), strict=True)):
+                name, start, place = places[id(shard)]
+                values = stored[f"model.{name}"]
+                if update.state.weights and isinstance(values, Range):
+                    bring = partial(_load_master, reader, unit, at)
+                    state[f"model.{name}"] = replace(values, dtype=shard.dtype, held=None, load=bring)
                 for key, value in kept.items():
                     entry = f"{_prefix(number)}.{name}/{key}"
                     if isinstance(value, torch.dtype):
                         load = partial(_load_state, reader, unit, at, key)
-                        state[entry] = Range(place, start, piece.numel(), value, load=load)
+                        state[entry] = Range(place, start, shard.numel(), value, load=load)
                     elif isinstance(value, Tensor):
                         state[entry] = value
     return state
@@ -279,42 +280,52 @@ def _load_state(reader: UnitReader, unit: int, at: int, key: str) -> Tensor:
     return value.view(-1)
 
 
-def load_offloaded(engine: Engine, folder: Path) -> None:
-    """Have offloaded optimizers go on from what checkpoint files in `folder` have of their pieces, after `commit`."""
-    values_of = dict(engine.shard_values())
+def _load_master(reader: UnitReader, unit: int, at: int) -> Tensor:
+    return reader.states(unit)[at].weights.view(-1)
+
+
+def load_offloaded(engine: Engine, folder: Path, loaded: Mapping[str, Tensor | Range]) -> None:
+    """Have offloaded optimizers go on from checkpoint files in `folder`, after `restore`.
+
+    Args:
+        loaded: what was restored; its values of parameters are those of the master weights.
+    """
+    places = _places(engine)
     for number, update in enumerate(engine.offloaded):
         for unit, members in enumerate(update.state.units):
             found = _read_states(engine, folder, _prefix(number), members)
-            pieces = []
-            for piece, states, kept in zip(members, found, update.state.kept(unit), strict=True):
-                # those that are kept by element have the shape of the piece, also if its parameter is a number
+            records = []
+            for shard, states, kept in zip(members, found, update.state.kept(unit), strict=True):
+                # states that are kept by element have the shape of the shard, also if its parameter is a number
                 shaped = {
-                    key: value.view(piece.shape) if isinstance(kept.get(key), torch.dtype) else value
+                    key: value.view(shard.shape) if isinstance(kept.get(key), torch.dtype) else value
                     for key, value in states.items()
                 }
-                pieces.append(ShardState(values_of[piece], shaped))
-            update.state.load(unit, pieces)
+                values = loaded[f"model.{places[id(shard)][0]}"]
+                assert isinstance(values, Range)
+                records.append(ShardState(values.values.to(shard.dtype).view(shard.shape), shaped))
+            update.state.load(unit, records)
 
 
 def _read_states(
     engine: Engine, folder: Path, prefix: str, members: Sequence[nn.Parameter]
 ) -> list[dict[str, Tensor]]:
-    """The states of some pieces, from the files of a checkpoint; each rank reads by itself."""
+    """The states of some shards, from the files of a checkpoint; each rank reads by itself."""
     reader, places = FileSystemReader(folder), _places(engine)
     saved = reader.read_metadata().state_dict_metadata
     keys = _keys_of(saved, prefix)
-    room: State = {}
-    for piece in members:
-        name, start, place = places[id(piece)]
+    state: State = {}
+    for shard in members:
+        name, start, place = places[id(shard)]
         for key in keys.get(name, ()):
             entry = f"{prefix}.{name}/{key}"
-            room[entry] = _room_of_state(saved[entry], piece, start, place)
-    if room:
-        dcp.load(dict(room), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+            state[entry] = _empty_optimizer_state(saved[entry], shard, start, place)
+    if state:
+        dcp.load(dict(state), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
     found: list[dict[str, Tensor]] = []
-    for piece in members:
-        name = places[id(piece)][0]
-        states = {key: room[f"{prefix}.{name}/{key}"] for key in keys.get(name, ())}
+    for shard in members:
+        name = places[id(shard)][0]
+        states = {key: state[f"{prefix}.{name}/{key}"] for key in keys.get(name, ())}
         found.append({k: v.values if isinstance(v, Range) else v for k, v in states.items()})
     return found
 
@@ -326,107 +337,3 @@ def _places(engine: Engine) -> dict[int, tuple[str, int, Place]]:
         id(shard): (names[id(parameter)], start, _place(engine, names[id(parameter)], parameter))
         for parameter, shard, start in engine.shards()
     }
-
-
-# ---- a checkpoint of an engine alone ----
-
-
-def save(engine: Engine, folder: Path, extra: Mapping[str, Any]) -> None:
-    """See `Engine.save`."""
-    comm = engine.comm
-    partial_folder = folder.with_name(f"{folder.name}.tmp")
-    text, refusal = "", ""
-    try:
-        text = json.dumps({"version": _VERSION, **engine.metadata(), "extra": dict(extra)}, indent=1)
-    except TypeError as error:
-        refusal = f"extra cannot be written as JSON: {error}"
-    if comm.rank == 0 and not refusal:
-        refusal = _make_room(folder, partial_folder)
-    _agree(engine, refusal, folder)
-    try:
-        writer = FileSystemWriter(partial_folder, sync_files=True)
-        dcp.save(
-            dict(state_of(engine, comm.rank)),
-            storage_writer=writer,
-            planner=SavePlanner(),
-            process_group=comm.group,
-        )
-        if comm.rank == 0:
-            (partial_folder / FACTS).write_text(text)
-            partial_folder.rename(folder)
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
-        refusal = str(cause_of(error))
-        if comm.rank == 0:
-            shutil.rmtree(partial_folder, ignore_errors=True)
-    _agree(engine, refusal, folder)
-
-
-def load(engine: Engine, folder: Path) -> dict[str, Any]:
-    """See `Engine.load`."""
-    comm, facts, loaded, refusal = engine.comm, {}, State(), ""
-    try:
-        facts = json.loads((folder / FACTS).read_text())
-        reader = FileSystemReader(folder)
-        loaded = room_for(engine, comm.rank, reader.read_metadata().state_dict_metadata)
-        refusal = _other_optimizers(engine, facts)
-    except FileNotFoundError:
-        refusal = "it is not there, or not a whole checkpoint of an engine"
-    except (Exception, CheckpointException) as error:
-        refusal = str(cause_of(error))
-    _agree(engine, refusal, folder)
-    try:  # into new tensors: the engine stays as it is if this fails
-        dcp.load(dict(loaded), storage_reader=reader, planner=LoadPlanner(), process_group=comm.group)
-    except (Exception, CheckpointException) as error:
-        refusal = str(cause_of(error))
-    _agree(engine, refusal, folder)
-    commit(engine, comm.rank, loaded)
-    load_offloaded(engine, folder)
-    engine.restore_metadata(facts)
-    extra: dict[str, Any] = facts["extra"]
-    return extra
-
-
-def _other_optimizers(engine: Engine, facts: Mapping[str, Any]) -> str:
-    """Why the optimizers of the engine cannot go on from the saved ones, or ""; an engine without any can."""
-    own = engine.metadata()
-    counts = [[len(groups) for groups in each["groups"]] for each in (own, facts)]
-    if not engine.optimizers or (own["optimizers"] == facts["optimizers"] and counts[0] == counts[1]):
-        return ""
-    saved = ", ".join(facts["optimizers"]) or "no optimizer"
-    return f"it has the state of {saved} with {counts[1]} groups, the engine {', '.join(own['optimizers'])} with {counts[0]}"
-
-
-def _make_room(folder: Path, partial_folder: Path) -> str:
-    """Prepare to write `folder`; why that cannot be, or ""."""
-    if folder.exists():
-        return "it exists; choose another name, or remove it first"
-    if folder.parent.exists() and not folder.parent.is_dir():
-        return f"{folder.parent} is not a folder"
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if partial_folder.exists():  # of a job that was killed
-            shutil.rmtree(partial_folder)
-    except OSError as error:
-        return f"{error.strerror}: {error.filename}"
-    return ""
-
-
-def _agree(engine: Engine, refusal: str, folder: Path) -> None:
-    """Raise `CheckpointError` on all ranks if any has a reason to."""
-    told = engine.comm.all_gather_object(refusal)
-    found = next(((rank, why) for rank, why in enumerate(told) if why), None)
-    if found is not None:
-        raise CheckpointError(f"checkpoint {folder}: {found[1]} (rank {found[0]})")
-
-
-def cause_of(error: BaseException) -> OSError | str:
-    """The failure behind those that it led to, of several ranks or of closing files; or its first line."""
-    if isinstance(error, CheckpointException):
-        causes = [cause_of(failure) for failure, _ in error.failures.values()]
-        return next((cause for cause in causes if isinstance(cause, OSError)), causes[0])
-    behind = error.__cause__ or error.__context__
-    if isinstance(error, CheckpointError):
-        return str(error)
-    if isinstance(error, OSError) or behind is None:
-        return error if isinstance(error, OSError) else f"{type(error).__name__}: {error}".splitlines()[0]
-    return cause_of(behind)

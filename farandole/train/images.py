@@ -1,0 +1,176 @@
+"""Task "images": a ResNet classifies images.
+
+`data.path` is a folder with one folder of image files for each class, or a `.npz` file with `images`, (n, height, width) or
+(n, height, width, 3) of uint8, and `labels`, (n) of integers from 0 on, as `numpy.savez` writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor, nn
+
+from farandole.data.cache import Progress
+from farandole.data.errors import DataError
+from farandole.data.sampler import mix, permute
+from farandole.models.resnet import build_resnet, resnet_config
+from farandole.train.config import ConfigError, TrainConfig
+from farandole.train.tasks import Mean, Task
+
+SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
+
+_MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Of the colours of ImageNet, which published weights expect."""
+
+
+class _Source(Protocol):
+    """Images (height, width, 3) of uint8 by number, and the class of each."""
+
+    labels: NDArray[np.int64]
+    classes: list[str]
+
+    def image(self, number: int, size: int) -> NDArray[np.uint8]:
+        """Return image `number`, `size` pixels high and wide."""
+
+
+class _Folder:
+    """A folder with one folder of image files for each class."""
+
+    def __init__(self, path: Path) -> None:
+        self.classes = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+        found = [
+            (file, number)
+            for number, name in enumerate(self.classes)
+            for file in sorted((path / name).rglob("*"))
+            if file.suffix.lower() in SUFFIXES
+        ]
+        if len({number for _, number in found}) < 2:
+            raise DataError(
+                f"data.path={path}: expected one folder of images ({', '.join(sorted(SUFFIXES))}) for each of two or more "
+                f"classes, found {len(found)} images in folders {', '.join(self.classes[:5]) or '(none)'}"
+            )
+        self._files = [file for file, _ in found]
+        self.labels = np.array([number for _, number in found])
+
+    def image(self, number: int, size: int) -> NDArray[np.uint8]:
+        """Return image `number`: its shorter side becomes `size` pixels, of the longer one the middle stays."""
+        try:
+            with Image.open(self._files[number]) as image:
+                return _square(image.convert("RGB"), size)
+        except (OSError, UnidentifiedImageError) as error:
+            raise DataError(f"cannot read image {self._files[number]}: {error}") from error
+
+
+class _Arrays:
+    """A `.npz` file."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with np.load(path) as arrays:
+                images, labels = arrays["images"], arrays["labels"]
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"data.path={path}: expected arrays 'images' and 'labels': {error}") from error
+        grey = images.ndim == 3
+        if images.dtype != np.uint8 or not (grey or (images.ndim == 4 and images.shape[-1] == 3)):
+            raise DataError(
+                f"data.path={path}: expected images (n, height, width) or (n, height, width, 3) of uint8, got "
+                f"{images.shape} of {images.dtype}"
+            )
+        if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or labels.min(initial=0) < 0:
+            raise DataError(
+                f"data.path={path}: expected {len(images)} labels from 0 on, got {labels.shape} of {labels.dtype}"
+            )
+        self._images = np.repeat(images[..., None], 3, axis=-1) if grey else images
+        self.labels = labels.astype(np.int64)
+        self.classes = [str(number) for number in range(int(self.labels.max(initial=0)) + 1)]
+
+    def image(self, number: int, size: int) -> NDArray[np.uint8]:
+        """Return image `number`."""
+        return _square(Image.fromarray(self._images[number]), size)
+
+
+def _square(image: Image.Image, size: int) -> NDArray[np.uint8]:
+    if image.size != (size, size):
+        scale = size / min(image.size)
+        image = image.resize((max(size, round(image.width * scale)), max(size, round(image.height * scale))))
+        left, top = (image.width - size) // 2, (image.height - size) // 2
+        image = image.crop((left, top, left + size, top + size))
+    return np.asarray(image)
+
+
+class _Part:
+    """The samples of a source with these numbers."""
+
+    def __init__(self, source: _Source, numbers: NDArray[np.int64], size: int) -> None:
+        self._source, self.numbers, self._size = source, numbers, size
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> tuple[NDArray[np.uint8], int]:
+        number = int(self.numbers[index])
+        return self._source.image(number, self._size), int(self._source.labels[number])
+
+
+class ImagesTask(Task):
+    """A ResNet on images of classes.  The metric "accuracy" is the share of images whose class it finds."""
+
+    unit = "images"
+    train: _Part
+    validation: _Part
+
+    def __init__(self, config: TrainConfig, progress: Progress = lambda what, share: None) -> None:
+        path, size = Path(config.data.path).expanduser(), config.images.size
+        if not path.exists():
+            raise DataError(
+                f"data.path={config.data.path}: task=images needs a folder with a folder of images for each class, or a "
+                f".npz file"
+            )
+        source: _Source = _Folder(path) if path.is_dir() else _Arrays(path)
+        if len(source.labels) < 2:
+            raise DataError(f"data.path={path}: {len(source.labels)} images; 2 or more are needed")
+        shuffled = permute(np.arange(len(source.labels)), len(source.labels), 0, 0)
+        held_out = max(1, round(config.data.validation_share * len(shuffled)))
+        self.validation = _Part(source, shuffled[:held_out], size)
+        self.train = _Part(source, shuffled[held_out:], size)
+        self._flip, self._seed = (
+            config.images.flip,
+            np.random.SeedSequence(config.seed).generate_state(1, np.uint64).astype(np.uint64),
+        )
+        try:
+            self._network = resnet_config(config.images.network, len(source.classes))
+        except ValueError as error:
+            raise ConfigError(f"images.network: {error}") from None
+
+    def build(self, config: TrainConfig) -> nn.Module:
+        """Return a ResNet."""
+        return build_resnet(self._network)
+
+    def batch(
+        self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor]:
+        """Return images (n, 3, size, size), normalised, and their classes."""
+        pairs = [samples[int(number)] for number in numbers]
+        images = np.stack([image for image, _ in pairs])
+        if self._flip and samples is self.train:
+            drawn = mix(mix(self._seed + epochs.astype(np.uint64)) + numbers.astype(np.uint64))
+            mirrored = drawn >> np.uint64(63) == 1
+            images[mirrored] = images[mirrored, :, ::-1]
+        values = torch.from_numpy(images).permute(0, 3, 1, 2).float().div_(255)
+        mean, deviation = torch.tensor(_MEAN).view(3, 1, 1), torch.tensor(_DEVIATION).view(3, 1, 1)
+        return values.sub_(mean).div_(deviation), torch.tensor([label for _, label in pairs])
+
+    def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Mean:
+        """Return the cross-entropy in nats, and the count of images."""
+        return F.cross_entropy(output.float(), batch[1], reduction="sum"), len(output)
+
+    def metrics(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Mapping[str, Mean]:
+        """Return the accuracy."""
+        return {"accuracy": ((output.argmax(-1) == batch[1]).sum(), len(output))}

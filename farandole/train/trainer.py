@@ -1,0 +1,223 @@
+"""One step of training: a task's model under a plan, its samples, optimizer and learning rate.
+
+Nothing here prints, saves or decides when to stop; `run` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils._pytree import tree_map_only
+
+from farandole.comm.communicator import Communicator
+from farandole.data.sampler import Sampler
+from farandole.memory.disk import OffloadError
+from farandole.parallel.loss_scaling import LossScaler, Overflow
+from farandole.parallel.parallelize import parallelize
+from farandole.plan import PlanError, Precision
+from farandole.train.config import ConfigError, TrainConfig, plan_mistake
+from farandole.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from farandole.train.tasks import Mean, Samples, Task, checked_mean
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, the same on all ranks.
+
+    `loss` is the mean over the whole batch; `gradient_norm` is from before clipping; `waited_s` is the mean over ranks of
+    the seconds spent waiting for others; `stop` says whether any rank was asked to stop; `overflow` tells where fp16
+    gradients overflowed, if they did and the step was skipped.
+    """
+
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    waited_s: float
+    stop: bool
+    overflow: Overflow | None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether fp16 gradients overflowed, so that nothing was learned."""
+        return self.overflow is not None
+
+
+class Trainer:
+    """Trains the model of `task`, `config.batch` samples at a time, over the ranks of `comm`.
+
+    Raises:
+        ConfigError: on all ranks, if the plan does not suit the model or the ranks.
+    """
+
+    def __init__(
+        self, config: TrainConfig, task: Task, precision: Precision, comm: Communicator, device: torch.device
+    ) -> None:
+        self.config = config
+        self.task = task
+        self.precision = precision
+        self.device = device
+        self.step_number = 0
+        self._comm = comm
+        _, self._size = config.micro_batches(comm.size)
+        torch.manual_seed(config.seed)
+        self.model = task.build(config).to(device)
+        torch.manual_seed(config.seed + 1 + comm.rank)  # dropout differs between ranks
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        try:
+            plan = config.plan.plan(precision)
+            with _notices() as self.notices:
+                self.engine = parallelize(
+                    self.model,
+                    plan,
+                    comm,
+                    diagnose=config.log.diagnose,
+                    watch=True,
+                    report=False,
+                    **(self._example() if plan.recompute in ("attention", "auto") else {}),
+                )
+        except PlanError as error:
+            raise plan_mistake(error) from error
+        except OffloadError as error:
+            raise ConfigError(f"plan.offload={plan.offload} plan.swap={plan.swap}: {error}") from error
+        self.optimizer = self.engine.optimizer(build_optimizer(self.model, config.optimizer))
+        self.sampler = Sampler(len(task.train), config.seed)
+
+    @property
+    def scaler(self) -> LossScaler:
+        """The scale of the loss; 1 unless the precision is fp16."""
+        return self.engine.scaler
+
+    def step(self, stop: bool = False) -> StepResult:
+        """Train on the next batch; `stop` tells all ranks that this one was asked to stop.
+
+        Raises `FloatingPointError` on all ranks when the training has diverged.
+        """
+        rate = learning_rate(self.step_number, self.config.steps, self.config.optimizer)
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.zero_grad()
+        positions = self.sampler.take(self.config.batch, self._comm.rank, self._comm.size)
+        batches = self._batches(self.task.train, self.sampler.at(positions), self.sampler.epochs(positions))
+        counts: list[Any] = []
+
+        def loss(output: Any, batch: Any) -> Mean:
+            total, count = checked_mean(self.config, self.task.loss(output, batch))
+            counts.append(count)
+            return total, self._size * self.task.units_per_sample
+
+        result = self.engine.forward_backward(batches, loss, self.task.inputs)
+        norm = self.engine.gradient_norm()
+        mine = float(sum(float(count) for count in counts))
+        count, waited, stops = self._sums(mine, self.engine.waited_s, float(stop))
+        self.engine.waited_s = 0.0
+        # The gradient is the sum over the expected count, which is the same in every step, so a step does not depend
+        # on the steps before it and a resumed run repeats it exactly.  Clipping also corrects it to the actual count.
+        correction = self._correction(result.count, count)
+        mean, norm = result.loss * correction, norm * correction
+        if not math.isfinite(norm) and not self.scaler.enabled:
+            raise FloatingPointError(
+                f"step {self.step_number + 1}: the gradient is {norm} at a loss of {mean:g}, "
+                f"{self.engine.locate_nonfinite()}: the training has diverged; lower "
+                f"optimizer.learning_rate={self.config.optimizer.learning_rate:g}"
+            )
+        factor = min(1.0, self.config.optimizer.clip / (norm + 1e-6)) * correction
+        if factor != 1.0:
+            self.engine.scale_gradients(factor)
+        self.optimizer.step()  # where fp16 gradients overflowed it changes nothing
+        self.step_number += 1
+        return StepResult(mean, norm, rate, waited / self._comm.size, stops > 0, self.engine.overflow)
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the loss on the validation samples of the configuration, and the task's metrics, the same on all ranks."""
+        available = len(self.task.validation)
+        wanted = min(self.config.evaluate.samples, available)
+        chosen = np.arange(wanted) * available // wanted
+        mine = chosen[self._comm.rank :: self._comm.size]
+        sums: dict[str, list[float]] = {}
+
+        def loss(output: Any, batch: Any) -> Mean:
+            for name, returned in self.task.metrics(output, batch).items():
+                both = sums.setdefault(name, [0.0, 0.0])
+                for index, value in enumerate(checked_mean(self.config, returned, f"metrics {name!r}")):
+                    both[index] += float(value)
+            return checked_mean(self.config, self.task.loss(output, batch))
+
+        batches = self._batches(self.task.validation, mine, np.zeros_like(mine))
+        found = {"loss": self.engine.evaluate(batches, loss, self.task.inputs)}
+        names: set[str] = set().union(*self._comm.all_gather_object(list(sums)))
+        for name in sorted(names):  # a rank without samples has none
+            total, count = self._sums(*sums.get(name, (0.0, 0.0)))
+            found[name] = total / count if count else math.nan
+        return found
+
+    def _batches(self, samples: Samples, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> list[Any]:
+        """The micro-batches of these samples, on the device."""
+        return [
+            tree_map_only(
+                torch.Tensor,
+                lambda tensor: tensor.to(self.device),
+                self.task.batch(
+                    samples, numbers[start : start + self._size], epochs[start : start + self._size]
+                ),
+            )
+            for start in range(0, len(numbers), self._size)
+        ]
+
+    def _example(self) -> dict[str, Any]:
+        """A micro-batch with which to measure activations, as `parallelize` takes it."""
+        first = np.arange(self._size) % len(self.task.train)
+        (batch,) = self._batches(self.task.train, first, np.zeros_like(first))
+
+        def loss(output: Any) -> torch.Tensor:
+            return checked_mean(self.config, self.task.loss(output, batch))[0]
+
+        return {"example": self.task.inputs(batch), "loss": loss}
+
+    def _correction(self, expected: float, count: float) -> float:
+        """By what to multiply means over the expected count to get those over the actual one."""
+        if not count > 0:
+            raise ConfigError(
+                f"task={self.config.task!r}: the counts that loss(output, batch) returned on all ranks add up to {count:g} in "
+                f"step {self.step_number + 1}"
+            )
+        return expected / count
+
+    def _sums(self, *values: float) -> list[float]:
+        """The sums of values over all ranks."""
+        both = torch.tensor(values, dtype=torch.float64)
+        self._comm.all_reduce(both)
+        result: list[float] = both.tolist()
+        return result
+
+
+class _Collected(logging.Handler):
+    """Keeps messages."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one."""
+        self.messages.append(record.getMessage())
+
+
+@contextmanager
+def _notices() -> Iterator[list[str]]:
+    """Collect what `parallelize` logs."""
+    logger, handler = logging.getLogger("farandole.parallel"), _Collected()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield handler.messages
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
