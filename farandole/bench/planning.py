@@ -29,9 +29,6 @@ from farandole.train.start import read_request
 
 _PRECISIONS = tuple(precision for precision in get_args(Precision) if precision != "fp8")
 
-_SECTION = "plan"
-"""The section of a configuration that has the plan."""
-
 _FIELDS = ("zero", "hybrid", "recompute", "offload", "offloaded", "precision", "rounding", "swap")
 """The fields of a plan that are chosen."""
 
@@ -115,22 +112,22 @@ def plan(setup: PlanSetup) -> Planned:
     }
     machine, estimates = _estimates(workload, setup.ranks, machine, axes | choices)
     for further in _RESORTS if machine.host else _ACCELERATORS_RESORTS:
-        if any(one.fits(machine.memory) for one in estimates) or not further.keys() - choices.keys():
+        if any(one.fits(machine.memory) for one in estimates):
             break
-        axes |= further
-        machine, estimates = _estimates(workload, setup.ranks, machine, axes | choices)
+        if further.keys() - choices.keys():
+            axes |= further
+            machine, estimates = _estimates(workload, setup.ranks, machine, axes | choices)
     return Planned(config, workload, machine, setup.ranks, estimates)
 
 
 def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> dict[str, Sequence[Any]]:
     """What options and overrides fix, by fields of `Plan`."""
     choices: dict[str, Sequence[Any]] = {name: values for name, values in setup.choices.items() if values}
-    section = getattr(config, _SECTION)
+    section = config.plan
     for word in overrides:
-        name = word.partition("=")[0].strip().removeprefix(f"{_SECTION}.")
-        value = getattr(section, name, "auto") if name in _FIELDS else "auto"
-        if value != "auto":
-            choices.setdefault(name, [value])
+        name = word.partition("=")[0].strip().removeprefix("plan.")
+        if name in _FIELDS and (name, section.precision) != ("precision", "auto"):
+            choices.setdefault(name, [getattr(section, name)])
     if section.swap != "none":
         choices.setdefault("swap", [section.swap])
     if section.compression != "none":
@@ -155,14 +152,9 @@ def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]
     count, samples = planned.config.micro_batches(planned.ranks)
     passes = min(count, _CHECKED_PASSES)
     values = {"batch": passes * samples * planned.ranks, "micro_batch": samples}
-    section = getattr(planned.config, _SECTION)
     chosen = {name: getattr(first, name) for name in _FIELDS}
-    for name in chosen.keys() - type(section).model_fields.keys() - {"precision"}:
-        if chosen.pop(name) != getattr(Plan(), name):
-            raise BenchError(
-                f"--check: farandole train has no {_SECTION}.{name}; give --{name} another value"
-            )
-    config = planned.config.model_copy(update={**values, _SECTION: section.model_copy(update=chosen)})
+    section = planned.config.plan.model_copy(update=chosen)
+    config = planned.config.model_copy(update={**values, "plan": section})
     workload = replace(planned.workload, micro_batches=passes, checkpoints=False)
     predicted = estimate_workload(workload, first, planned.ranks, planned.machine)
     with tempfile.TemporaryDirectory() as folder:

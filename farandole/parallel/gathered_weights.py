@@ -35,6 +35,9 @@ from farandole.parallel.weights import FlatWeights, Masters, is_same_memory
 CAPACITY = 3
 """Groups of weights that are whole at a time: those of the block that computes, of the one before and of the next one."""
 
+_KEPT = 2
+"""Groups that stay whole between a forward pass and its backward pass."""
+
 
 class GatheredWeights(FlatWeights):
     """The rank's shard of weights.
@@ -158,6 +161,23 @@ class _SavedPlace:
     offset: int
 
 
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+@dataclass(frozen=True)
+class _SavedOutside:
+    """What the hooks around a module keep of a tensor: of nested hooks autograd calls the innermost only."""
+
+    kept: Any
+    unpack: Callable[[Any], Tensor]
+
+
+def _enclosing_hooks() -> _Hooks | None:
+    """The hooks for saved tensors that are in force, as those of `torch.utils.checkpoint`."""
+    hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
 class Gatherer:
     """Gathers groups of weights when modules of `model` compute, and releases them after.
 
@@ -182,6 +202,7 @@ class Gatherer:
         self._depth = 0  # of modules under way
         self._whole_contexts = 0
         self._contexts: list[saved_tensors_hooks | None] = []
+        self._outer: list[_Hooks | None] = []  # those around the modules under way, as of a recomputation
         self._keep: Callable[[Tensor], Any] = _identity
         self._fetch: Callable[[Any], Tensor] = _identity
         self._ahead: set[int] = set()  # groups that were gathered and not used yet
@@ -214,8 +235,10 @@ class Gatherer:
             self._order.end(self._left)
         else:
             self._order.end()
-        if kind == "backward" or not torch.is_grad_enabled():  # else the backward pass uses the last groups
+        if kind == "backward" or not torch.is_grad_enabled():
             self.release()
+        else:  # the backward pass begins with the last groups; as many on every pass, so that its order stays the same
+            self._release(self._recent[:-_KEPT])
 
     def begin_backward(self) -> None:
         """Begin a backward pass, if it has not begun."""
@@ -301,7 +324,7 @@ class Gatherer:
         return [
             len(self._groups) + number
             for number, bucket in enumerate(self._buckets)
-            if number not in self._reduced or any(bucket.received)
+            if number not in self._reduced or (any(bucket.received) and not bucket.in_flight)
         ]
 
     def _begin_pass(self, kind: Kind) -> None:
@@ -343,7 +366,10 @@ class Gatherer:
 
     def _release_old(self, *kept: int) -> None:
         idle = [group for group in self._recent[:-1] if not self._users[group] and group not in kept]
-        for group in idle[: max(0, len(self._recent) - CAPACITY)]:
+        self._release(idle[: max(0, len(self._recent) - CAPACITY)])
+
+    def _release(self, groups: Sequence[int]) -> None:
+        for group in list(groups):
             self._recent.remove(group)
             self._ahead.discard(group)
             for weights in self._groups[group]:
@@ -357,8 +383,10 @@ class Gatherer:
             for group in needs:
                 self._users[group] += 1
                 self._need(group)
-            context = saved_tensors_hooks(self._pack, self._unpack) if needs else None
-            if context is not None:
+            context = None
+            if needs:
+                self._outer.append(_enclosing_hooks())
+                context = saved_tensors_hooks(self._pack, self._unpack)
                 context.__enter__()
             self._contexts.append(context)
 
@@ -369,6 +397,7 @@ class Gatherer:
             context = self._contexts.pop()
             if context is not None:
                 context.__exit__(None, None, None)
+                self._outer.pop()
             for group in needs:
                 self._users[group] -= 1
             self._depth -= 1
@@ -388,9 +417,14 @@ class Gatherer:
                     return _SavedPlace(
                         weights, group, tensor.shape, tensor.stride(), int(tensor.storage_offset())
                     )
+        outer = self._outer[-1] if self._outer else None
+        if outer is not None:
+            return _SavedOutside(outer[0](tensor), outer[1])
         return self._keep(tensor)
 
     def _unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, _SavedOutside):
+            return kept.unpack(kept.kept)
         if not isinstance(kept, _SavedPlace):
             return self._fetch(kept)
         self._need(kept.group)

@@ -114,6 +114,10 @@ def _check(plan: Plan, machine: Machine) -> None:
     if plan.swap != "none" and machine.host == (plan.swap == "host"):
         where, works = ("a host", "disk:FOLDER") if machine.host else ("an accelerator", "host")
         raise PlanError(f"swap={plan.swap!r} for models on {where}: swap={works!r} works there")
+    if plan.lora is not None:
+        raise PlanError(
+            "lora: adapters are not added here; add them to the model with `parallel.lora.add_lora`, and plan without lora"
+        )
     if plan.offloaded != "optimizer" and not machine.host:
         raise PlanError(
             f"offloaded={plan.offloaded!r} for models on an accelerator, whose gradients and weights stay there: "

@@ -159,7 +159,7 @@ def _whole(bucket: BucketPlan) -> int:
 
 
 def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
-    """The buffers of pools, and zero-copy gradients that wait for their reduction (`parallel.buffer_pool`)."""
+    """The buffers of pools, and zero-copy gradients that wait for their reduction (`parallel.bucket`)."""
     several = Counter(group for _, groups in sharding.needs for group in groups)
     several += Counter(group for module, groups in sharding.needs if module is model for group in groups)
     kinds: dict[object, list[BucketPlan]] = defaultdict(list)

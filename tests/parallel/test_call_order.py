@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 import farandole
 from farandole import Plan
 from farandole.comm.communicator import Communicator
+from farandole.memory.tracker import DeviceMemory
+from farandole.parallel.bucket import Bucket
 from farandole.parallel.call_order import CallOrder
 
 GATHERS, ITEMS, PASSES = 5, 8, 12
@@ -145,3 +148,60 @@ def test_ranks_may_compute_different_blocks(ranks: Any, size: int, recompute: st
     for state in ranks(size, "gloo").run(_train, recompute):
         for name, value in model.state_dict().items():
             torch.testing.assert_close(state[name], value, msg=f"{name} of {size} ranks")
+
+
+def _calls_of_steps(rank: int, size: int) -> list[tuple[int, int]]:
+    """Rounds of negotiation and reductions of each step, of a model that all ranks compute alike."""
+    counts = [0, 0]
+
+    def counted(place: int, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            counts[place] += 1
+            return function(*args)
+
+        return call
+
+    with (
+        mock.patch.object(CallOrder, "_negotiate", counted(0, CallOrder._negotiate)),
+        mock.patch.object(Bucket, "reduce_async", counted(1, Bucket.reduce_async)),
+    ):
+        model = Optional()
+        engine = farandole.parallelize(model, Plan(zero=3))
+        optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.3))
+        found = []
+        for step in range(4):
+            counts[:] = [0, 0]
+            tokens = _tokens(step, rank)
+            _loss(engine(tokens, list(range(6))), tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((counts[0], counts[1] - len(engine.buckets)))
+    engine.close()
+    return found
+
+
+def test_ranks_negotiate_in_the_first_step_only(ranks: Any) -> None:
+    for first, *others in ranks(2, "gloo").run(_calls_of_steps):
+        assert first[0] > 10
+        assert others == [(2, 0)] * 3  # the end of each pass; every bucket is reduced once
+
+
+def _activations(rank: int, size: int, recompute: Any) -> int:
+    """The bytes of activations when the loss is known."""
+    with DeviceMemory(None, torch.device("cpu")) as memory:
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in range(8))
+        )
+        engine = farandole.parallelize(model, Plan(zero=3, recompute=recompute))
+        before = memory.in_use["activations"]
+        loss = engine(torch.randn(256, 32)).square().mean()
+        found = memory.in_use["activations"] - before
+        loss.backward()
+    engine.close()
+    return found
+
+
+def test_blocks_with_gathered_weights_are_recomputed(ranks: Any) -> None:
+    for backend in ("farandole", "gloo"):
+        (everything, _), (few, _) = (ranks(2, backend).run(_activations, way) for way in ("none", "block"))
+        assert few < 0.3 * everything, backend
