@@ -17,7 +17,7 @@ from farandole.comm.batch import Batch
 from farandole.comm.compression.base import Compression, Compressor
 from farandole.comm.compression.call import compressed_all_reduce
 from farandole.comm.dispatcher import Dispatcher, PersistentOperation
-from farandole.comm.fallback import TorchCore, local_group
+from farandole.comm.fallback import TorchCore, has_nccl, local_group
 from farandole.comm.operations import existing_rank, reduction_number
 
 if TYPE_CHECKING:
@@ -94,13 +94,16 @@ class Communicator:
 
     def create_group(self, members: Sequence[int]) -> Communicator:
         """Return a communicator among some ranks of this one, in this order; called by these ranks only."""
-        core = self.dispatcher.core.subgroup(members)
+        group: dist.ProcessGroup | None = getattr(self, "group", None)
+        world = [] if group is None else [dist.get_global_rank(group, rank) for rank in members]
+        in_order = group is not None and world == sorted(world)
+        # over a group of torch CUDA tensors go through NCCL, else through the host
+        core = None if in_order and has_nccl() else self.dispatcher.core.subgroup(members)
         if core is not None:
             return Communicator.over(Dispatcher(core, f"{self.dispatcher.name}, ranks {list(members)}"))
-        world = [dist.get_global_rank(self.group, rank) for rank in members]
-        if world != sorted(world):
+        if group is None or not in_order:
             raise NotImplementedError("expected keys in the order of ranks; torch's groups keep that order")
-        return Communicator(local_group(self.group, world))
+        return Communicator(local_group(group, world))
 
     def close(self) -> None:
         """Leave the group; use it on communicators of `split` and `from_mpi`.  torch destroys its own groups."""

@@ -560,6 +560,7 @@ class Engine:
             "rounding_steps": self.rounding.steps if self.rounding is not None else 0,
             "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
             "groups": settings_of(self.optimizers),
+            "count": self._mean.expected,
         }
 
     def restore_metadata(self, saved: Mapping[str, Any]) -> None:
@@ -569,6 +570,7 @@ class Engine:
         if self.rounding is not None:
             self.rounding.steps = saved["rounding_steps"]
         restore_settings(self.optimizers, saved["groups"])
+        self._mean.expected = saved.get("count")  # of a checkpoint of an earlier version it is not known
 
     # ---- gradients ----
 

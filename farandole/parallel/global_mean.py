@@ -46,7 +46,8 @@ class GlobalMean:
         places = {rank: mesh.of_rank(rank)[0].at(LOSS_AXES) for rank in range(mesh.size)}
         own = self._comm.rank
         self._counts = all(places[rank] != places[own] for rank in range(own))
-        self._expected: float | None = None  # the count of the last step
+        self.expected: float | None = None
+        """The count of the last step; None before the first one."""
 
     def forward_backward(self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any]) -> StepLoss:
         """See `Engine.forward_backward`."""
@@ -56,8 +57,8 @@ class GlobalMean:
         for number in range(passes):
             last = number == passes - 1
             total, count = self._run(mine, number, loss, inputs)
-            if self._expected is None:
-                self._expected = self._estimate(count, passes)
+            if self.expected is None:
+                self.expected = self._estimate(count, passes)
             if total is None:
                 engine.join_backward(last=last)
                 continue
@@ -65,11 +66,11 @@ class GlobalMean:
             counts.append(count)
             with nullcontext() if last else engine.no_sync():
                 # gradients are averaged over the ranks with losses of their own
-                engine.backward(total * (self._losses / self._expected))
+                engine.backward(total * (self._losses / self.expected))
         step = self._mean(sums, counts)
-        if self._expected is not None and step.count != self._expected:
-            engine.scale_all(self._expected / step.count)
-        self._expected = step.count
+        if self.expected is not None and step.count != self.expected:
+            engine.scale_all(self.expected / step.count)
+        self.expected = step.count
         return step
 
     def evaluate(self, batches: Iterable[Any], metric: Loss, inputs: Callable[[Any], Any]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,3 +152,37 @@ def _named_inputs(rank: int, size: int) -> None:
 
 def test_arguments_of_the_model(ranks: Any) -> None:
     ranks(2).run(_named_inputs)
+
+
+def _resumed(rank: int, size: int, folder: Path) -> tuple[list[float], list[float]]:
+    """The losses after a checkpoint, as it was written and in another engine."""
+
+    def make() -> tuple[Any, torch.optim.Optimizer]:
+        model = _model()
+        engine = farandole.parallelize(model, Plan(zero=1))
+        return engine, engine.optimizer(torch.optim.AdamW(model.parameters(), 0.05))
+
+    def train(engine: Any, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
+        losses = []
+        for step in range(first, last):
+            losses.append(engine.forward_backward(_batches(rank, step, (1, 3), False), _loss).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    engine, optimizer = make()
+    train(engine, optimizer, 0, 3)
+    engine.save(folder)
+    after = train(engine, optimizer, 3, 6)
+    other, its = make()
+    other.load(folder)
+    found = train(other, its, 3, 6)
+    torch.distributed.barrier()
+    engine.close()
+    other.close()
+    return after, found
+
+
+def test_steps_of_varying_counts_resume_to_the_bit(ranks: Any, tmp_path: Path) -> None:
+    for after, found in ranks(2).run(_resumed, tmp_path / "state"):
+        assert after == found

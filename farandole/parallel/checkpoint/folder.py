@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -88,16 +89,17 @@ class PendingSave:
         self._state = {}  # copies of the whole state: memory for training
 
 
-_background_groups: dict[int, dist.ProcessGroup] = {}
+_background_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _background_group(comm: Communicator) -> dist.ProcessGroup:
     """A group of the same ranks: calls of the thread must not mix with those of training."""
-    key = id(comm.group)
-    if key not in _background_groups:
+    if comm.group not in _background_groups:
         ranks = [dist.get_global_rank(comm.group, rank) for rank in range(comm.size)]
-        _background_groups[key] = local_group(comm.group, ranks)
-    return _background_groups[key]
+        _background_groups[comm.group] = local_group(comm.group, ranks)
+    return _background_groups[comm.group]
 
 
 def save(engine: Engine, folder: Path, extra: Mapping[str, Any], *, background: bool) -> PendingSave:
