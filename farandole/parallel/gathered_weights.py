@@ -35,8 +35,9 @@ from farandole.parallel.weights import FlatWeights, Masters, is_same_memory
 CAPACITY = 3
 """Groups of weights that are whole at a time: those of the block that computes, of the one before and of the next one."""
 
-_KEPT = 2
-"""Groups that stay whole between a forward pass and its backward pass."""
+_KEPT = CAPACITY - 2
+"""Groups that stay whole between a forward pass and its backward pass: with the group that is needed first, and the one that is then
+gathered ahead, there are as many as may be whole, so that none of them is released before it is used."""
 
 
 class GatheredWeights(FlatWeights):
@@ -385,7 +386,9 @@ class Gatherer:
                 self._need(group)
             context = None
             if needs:
-                self._outer.append(_enclosing_hooks())
+                outer = _enclosing_hooks()
+                ours = outer is not None and outer[0] == self._pack  # of a module around this one
+                self._outer.append(self._outer[-1] if ours else outer)
                 context = saved_tensors_hooks(self._pack, self._unpack)
                 context.__enter__()
             self._contexts.append(context)

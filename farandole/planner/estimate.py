@@ -10,14 +10,14 @@ from torch import nn
 from farandole.data.wording import size
 from farandole.memory.swap import BEHIND_BYTES
 from farandole.plan import Plan, PlanError
-from farandole.planner.memory import StateBytes, state_bytes
+from farandole.planner.memory import StateBytes, shard_bytes, state_bytes
 from farandole.planner.step_time import step_time
 from farandole.planner.trace import Trace
 from farandole.planner.workload import Machine, Workload
 
 ALLOCATOR_BYTES = 45 << 20
 """Of the C library: gaps between blocks, small objects, and what kernels allocate inside a call, but at most as much as the tensors of a
-pass.  The median over 20 trainings of GPTs of 8 and 15 M parameters on 2 ranks (docs/planner.md; torch 2.13, glibc 2.36)."""
+pass.  The median over 19 trainings of GPTs of 8 and 15 M parameters on 2 ranks (docs/planner.md; torch 2.13, glibc 2.36)."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def estimate_workload(
         "activations": traced.saved - swapped,
         "transient": traced.transient,
         "reused": -_reused(workload, plan, state, traced.peak - swapped),
-        "allocator": _allocator(plan, traced) if machine.host else 0,
+        "allocator": _allocator(workload, plan, state, traced) if machine.host else 0,
         # rank 0 copies whole weights, too
         "checkpoint": state.copies + (state.whole if plan.zero else 0) if copies else 0,
     }
@@ -129,11 +129,17 @@ def _check(plan: Plan, machine: Machine) -> None:
         )
 
 
-def _allocator(plan: Plan, traced: Trace) -> int:
-    """The measured allowance, and freed memory that the C library keeps; with a swap it maps most blocks one by one."""
-    return min(ALLOCATOR_BYTES, traced.peak) + (
-        traced.resident_peak - traced.peak if plan.swap == "none" else 0
-    )
+def _allocator(workload: Workload, plan: Plan, state: StateBytes, traced: Trace) -> int:
+    """The measured allowance, and freed memory that the C library keeps.
+
+    With a swap it maps most blocks one by one.  States that go to a disk are allocated in the first step and then copied.
+    """
+    found = min(ALLOCATOR_BYTES, traced.peak)
+    if plan.swap == "none":
+        found += traced.resident_peak - traced.peak
+    if plan.offload_folder is not None:
+        found += workload.states * max(map(shard_bytes, state.sharding.trained), default=0)
+    return found
 
 
 def _start(workload: Workload, plan: Plan, state: StateBytes) -> int:

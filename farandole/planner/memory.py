@@ -79,25 +79,26 @@ def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) ->
     elsewhere = plan.offload != "none" and not machine.host
     masters = [0] * len(trained)
     if plan.rounding == "nearest":
-        masters = [_shard(b) if elsewhere or b.dtype != b.master_dtype else 0 for b in trained]
-    records = [workload.states * _shard(b) + own for b, own in zip(trained, masters, strict=True)]
+        masters = [shard_bytes(b) if elsewhere or b.dtype != b.master_dtype else 0 for b in trained]
+    records = [workload.states * shard_bytes(b) + own for b, own in zip(trained, masters, strict=True)]
     if plan.offload_folder is not None:
         optimizer = min(RECORD_BUFFERS, max(2, len(records))) * max(records, default=0)
     else:
         optimizer = 0 if elsewhere else sum(records)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    gradients = sum(_shard(b) if plan.zero >= 2 else _whole(b) for b in trained)
+    gradients = sum(shard_bytes(b) if plan.zero >= 2 else whole_bytes(b) for b in trained)
     return StateBytes(
         sharding,
         weights=weights + buffers,
         gradients=gradients if plan.offloaded == "optimizer" else 0,
         masters=sum(masters),
-        updated=sum(map(_shard, trained)),
+        updated=sum(map(shard_bytes, trained)),
         optimizer=optimizer,
         records=sum(records) if plan.offload != "none" else 0,
         pools=_pools(model, sharding) if plan.zero >= 2 else 0,
         gathered=_gathered(sharding),
-        copies=(1 if plan.offload_folder is not None else 1 + workload.states) * sum(map(_shard, trained)),
+        copies=(1 if plan.offload_folder is not None else 1 + workload.states)
+        * sum(map(shard_bytes, trained)),
         whole=sum(parameter.nbytes for parameter in parameters) + buffers,
         largest_block=max(
             (sum(p.nbytes for p in block.parameters()) for _, block in blocks_of(model)), default=0
@@ -148,13 +149,13 @@ def _sharding(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> S
     )
 
 
-def _shard(bucket: BucketPlan) -> int:
-    """Bytes of this rank's shard, in the type of master weights."""
+def shard_bytes(bucket: BucketPlan) -> int:
+    """Return the bytes of this rank's shard, in the type of master weights."""
     return bucket.layout.shard_length * bucket.master_dtype.itemsize
 
 
-def _whole(bucket: BucketPlan) -> int:
-    """Bytes of the whole gradient, in the type of master weights."""
+def whole_bytes(bucket: BucketPlan) -> int:
+    """Return the bytes of the whole gradient, in the type of master weights."""
     return bucket.layout.length * bucket.master_dtype.itemsize
 
 
@@ -167,7 +168,7 @@ def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
         kinds[bucket.master_dtype, bucket.device, bucket.filling, bucket.ranks.shards].append(bucket)
     total = 0
     for buckets in kinds.values():
-        sizes = [_whole(bucket) for bucket in buckets]
+        sizes = [whole_bytes(bucket) for bucket in buckets]
         if buckets[0].filling == "zero-copy":  # nothing is computed while the last one is reduced
             total += max((sum(sizes[at : at + DEPTH]) for at in range(len(sizes) - 1)), default=0)
             continue

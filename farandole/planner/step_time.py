@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from farandole.parallel.sharding import BucketPlan
 from farandole.plan import Plan
-from farandole.planner.memory import StateBytes, shares_memory
+from farandole.planner.memory import StateBytes, shares_memory, whole_bytes
 from farandole.planner.trace import Trace
 from farandole.planner.workload import Machine, Workload
 
@@ -51,8 +51,7 @@ def _reduced(buckets: Sequence[BucketPlan]) -> float:
     total = 0.0
     for bucket in buckets:
         shards, replicas = len(bucket.ranks.shards), len(bucket.ranks.replicas)
-        whole = bucket.layout.length * bucket.master_dtype.itemsize
-        total += (_ring(shards) + 2 * _ring(replicas) / shards) * whole
+        total += (_ring(shards) + 2 * _ring(replicas) / shards) * whole_bytes(bucket)
     return total
 
 
