@@ -201,6 +201,7 @@ class Gatherer:
         self._recent: list[int] = []  # groups that are whole or on their way, the latest last
         self._users = [0] * len(groups)  # the modules under way that need each group
         self._depth = 0  # of modules under way
+        self._handled: BaseException | None = None
         self._whole_contexts = 0
         self._contexts: list[saved_tensors_hooks | None] = []
         self._outer: list[_Hooks | None] = []  # those around the modules under way, as of a recomputation
@@ -349,8 +350,9 @@ class Gatherer:
             self._reduced.add(number)
             self.before_reduction(number)
             bucket = self._buckets[number]
-            if bucket.in_flight:
-                bucket.wait()
+            for earlier in (bucket, *bucket.in_the_way()):
+                if earlier.in_flight:
+                    earlier.wait()
             bucket.reduce_async()
             return
         if not all(weights.is_gathered for weights in self._groups[item]):
@@ -380,6 +382,8 @@ class Gatherer:
 
     def _before_forward(self, needs: list[int]) -> Callable[..., None]:
         def before_forward(*_: Any) -> None:
+            if not self._depth:
+                self._handled = sys.exc_info()[1]  # the model may be called while an exception is handled
             self._depth += 1
             for group in needs:
                 self._users[group] += 1
@@ -406,7 +410,7 @@ class Gatherer:
             self._depth -= 1
             if self._depth or torch._C._current_graph_task_id() != -1:
                 return
-            if sys.exc_info()[0] is not None:  # the pass has failed
+            if sys.exc_info()[1] is not self._handled:  # the pass has failed
                 self._order.abandon()
             else:
                 self.end_pass("forward")
