@@ -35,9 +35,8 @@ from farandole.parallel.weights import FlatWeights, Masters, is_same_memory
 CAPACITY = 3
 """Groups of weights that are whole at a time: those of the block that computes, of the one before and of the next one."""
 
-_KEPT = CAPACITY - 2
-"""Groups that stay whole between a forward pass and its backward pass: with the group that is needed first, and the one that is then
-gathered ahead, there are as many as may be whole, so that none of them is released before it is used."""
+_KEPT = CAPACITY - 1
+"""Groups that stay whole between a forward pass and its backward pass."""
 
 
 class GatheredWeights(FlatWeights):
@@ -207,7 +206,10 @@ class Gatherer:
         self._outer: list[_Hooks | None] = []  # those around the modules under way, as of a recomputation
         self._keep: Callable[[Tensor], Any] = _identity
         self._fetch: Callable[[Any], Tensor] = _identity
-        self._ahead: set[int] = set()  # groups that were gathered and not used yet
+        self._ahead: set[int] = set()  # groups that were gathered before they were needed
+        self._unused: set[int] = (
+            set()
+        )  # groups that were kept for this pass; neither are released before they are used
         self._buckets = list(buckets)
         self._reduced: set[int] = set()  # buckets that were reduced in this backward pass
         self._order = CallOrder(comm, self._launch, len(groups))
@@ -241,6 +243,7 @@ class Gatherer:
             self.release()
         else:  # the backward pass begins with the last groups; as many on every pass, so that its order stays the same
             self._release(self._recent[:-_KEPT])
+            self._unused = set(self._recent)
 
     def begin_backward(self) -> None:
         """Begin a backward pass, if it has not begun."""
@@ -260,6 +263,7 @@ class Gatherer:
                 weights.release()
         self._recent.clear()
         self._ahead.clear()
+        self._unused.clear()
 
     @property
     def is_whole(self) -> bool:
@@ -311,6 +315,7 @@ class Gatherer:
         for weights in self._groups[group]:
             weights.use()
         self._ahead.discard(group)
+        self._unused.discard(group)
         self._touch(group)
         self._order.advance(self._is_ready)
         self._release_old()
@@ -318,7 +323,7 @@ class Gatherer:
     def _is_ready(self, item: int) -> bool:
         """Whether to launch an item before it is requested: the next group, and complete gradients."""
         if item < len(self._groups):
-            return not self._ahead
+            return not self._ahead and len(self._unused) < CAPACITY - 1  # the current group is whole, too
         return self._buckets[item - len(self._groups)].ready
 
     def _left(self) -> list[int]:
@@ -368,13 +373,15 @@ class Gatherer:
         self._recent.append(group)
 
     def _release_old(self, *kept: int) -> None:
-        idle = [group for group in self._recent[:-1] if not self._users[group] and group not in kept]
+        waiting = self._ahead | self._unused
+        idle = [g for g in self._recent[:-1] if not self._users[g] and g not in kept and g not in waiting]
         self._release(idle[: max(0, len(self._recent) - CAPACITY)])
 
     def _release(self, groups: Sequence[int]) -> None:
         for group in list(groups):
             self._recent.remove(group)
             self._ahead.discard(group)
+            self._unused.discard(group)
             for weights in self._groups[group]:
                 weights.release()
 
