@@ -275,6 +275,7 @@ try:
     dist.send(torch.ones(1_000_000), (rank + 1) % 3)
 except RuntimeError as error:
     print(error, flush=True)
+time.sleep(2)  # mpirun ends the other ranks when one has ended
 """
 
 
