@@ -65,7 +65,7 @@ class Bucket:
         self.compressor = None
         self._layout, self._number, self._dtype = plan.layout, number, plan.master_dtype
         self._device = plan.device
-        self._shards, self._replicas = shards, replicas
+        self.shards, self._replicas = shards, replicas
         self._weight = plan.ranks.weight
         self._op: ReduceName = "avg" if self._weight is None else "sum"
         self._pool, self._place = pool, place
@@ -137,18 +137,18 @@ class Bucket:
         own = self._layout.shard(whole, self._number)
         # the result of a further backward pass is added to the earlier one
         self._target = own if self._has_result or self._pool is None else self.reduced
-        if self._shards is not None:
-            self._work = self._shards.reduce_scatter(self._target, whole, self._op, async_op=True)
+        if self.shards is not None:
+            self._work = self.shards.reduce_scatter(self._target, whole, self._op, async_op=True)
         elif self._target is not own:
             self._target.copy_(own)
         self.in_flight, self._replicas_next = True, self._replicas is not None
-        if self._shards is None:
+        if self.shards is None:
             self.advance()
 
     @property
     def has_two_stages(self) -> bool:
         """Whether a reduction over shards is followed by one over replicas."""
-        return self._shards is not None and self._replicas is not None
+        return self.shards is not None and self._replicas is not None
 
     def advance(self) -> None:
         """Go on with the reduction over replicas, if it comes next."""
@@ -227,9 +227,9 @@ class Bucket:
                 "a second backward pass would add to gradients that are already summed over ranks: call optimizer.zero_grad() before "
                 "it, or give all micro-batches of the step to engine.forward_backward"
             )
-        if self._shards is not None:
+        if self.shards is not None:
             own = (
-                self.reduced * self._shards.size
+                self.reduced * self.shards.size
             )  # its average with the zeros of the other ranks is what it was
             self._acquire().zero_()
             self.reduced.copy_(own)

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,15 @@ from farandole.parallel.initial_values import (
 from farandole.parallel.loss_scaling import LossScaler, Overflow, ScaledSteps
 from farandole.parallel.offloading import OffloadedUpdate, allocators_at, records_at
 from farandole.parallel.optimizer_shards import GradientNorms
-from farandole.parallel.optimizers import restore_settings, settings_of, use_shards, why_not_elementwise
+from farandole.parallel.optimizers import (
+    restore_settings,
+    settings_of,
+    use_shards,
+    why_not_by_parameter,
+    why_not_elementwise,
+)
 from farandole.parallel.overflow import GradientWatch, OutputWatch, OverflowReport
+from farandole.parallel.owned_parameters import OwnedParameters
 from farandole.parallel.precision import cast_floating
 from farandole.parallel.rounding import StochasticRounding
 from farandole.parallel.sharding import BUCKET_BYTES, data_mesh, plan_sharding, ranks_of, replicated_layouts
@@ -131,6 +139,7 @@ class Engine:
         self.rounding = rounding
         self.optimizers: list[torch.optim.Optimizer] = []
         self.offloaded: list[OffloadedUpdate] = []
+        self._owned: list[OwnedParameters] = []
         self.swapped: Swap | None = None
         self._pending_save: PendingSave | None = None
         self._dtype, self._offload = dtype, Place.parse(offload)
@@ -310,6 +319,12 @@ class Engine:
                 if tensor is not None:
                     yield parameter, tensor, start
 
+    def updated_tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
+        """Yield (parameter, tensor, start) of all tensors for which optimizers may have states: shards, and whole parameters."""
+        yield from self.shards()
+        for owned in self._owned:
+            yield from ((parameter, tensor, 0) for parameter, tensor in owned.tensors())
+
     def shard_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield (shard, values): the values of each shard, as many, in the order of `shards`."""
         for shards in self.shards_of_buckets:
@@ -330,14 +345,15 @@ class Engine:
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Have `optimizer`, made for the model's parameters, update this rank's shards of them; return it.
 
-        Where ranks divide or offload parameters the optimizer has to treat every element by itself, as SGD, Adam, AdamW and their
-        like do.  If it has a state, all ranks have the same.  Its `step` then begins with all ranks' gradients and
-        ends with all ranks' new weights; of a closure it gets the mean over ranks.
+        Where ranks divide parameters the optimizer has to treat every element by itself, as SGD, Adam and AdamW do, or every
+        parameter, as Muon and Adafactor do (`owned_parameters`); where parameters are offloaded, every element.  If it has a state,
+        all ranks have the same.  Its `step` then begins with all ranks' gradients and ends with all ranks' new weights; of a closure
+        it gets the mean over ranks.
 
         With offload this is where its master weights and states move: all ranks call it together.
 
         Raises:
-            ValueError: for an optimizer that cannot update shards, or has parameters of another model.
+            ValueError: for an optimizer that would give other results, or has parameters of another model.
             OffloadError: where there is no space for what is offloaded.
         """
         known = {id(parameter) for parameter in self.model.parameters()}
@@ -345,13 +361,19 @@ class Engine:
             raise ValueError(
                 "the optimizer has parameters that are not the model's: make it from model.parameters()"
             )
-        self._check_optimizer(optimizer)
-        use_shards(optimizer, self.shards())
+        owned = None
+        if not self._updates_elements(optimizer):
+            members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            owned = OwnedParameters(self.shards_of_buckets, members)
+            self._owned.append(owned)
+        use_shards(
+            optimizer, self.shards() if owned is None else ((p, tensor, 0) for p, tensor in owned.tensors())
+        )
         if self._offload.kind == "none":
             if self.rounding is not None:
                 self.rounding.drive(optimizer, self.shards_of_buckets)
-            optimizer.register_step_pre_hook(self._before_step)
-            optimizer.register_step_post_hook(lambda *_: self._after_update())
+            optimizer.register_step_pre_hook(partial(self._before_step, owned))
+            optimizer.register_step_post_hook(lambda *_: self._after_update(owned))
         else:
             records = records_at(
                 self._offload, self.comm, pinned=any(p.is_cuda for p in self.model.parameters())
@@ -365,40 +387,65 @@ class Engine:
         self.optimizers.append(optimizer)
         return optimizer
 
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError if `optimizer` cannot update the shards that this engine has."""
-        name = type(optimizer).__name__
-        if self._offload.kind != "none" and optimizer.state:
+    def _updates_elements(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `optimizer` can update shards; else it has to update whole parameters.
+
+        Raises:
+            ValueError: if it can do neither in this engine.
+        """
+        name, offload = type(optimizer).__name__, self._offload.kind
+        if offload != "none" and optimizer.state:
             raise ValueError(
-                f"{name} has a state, and with offload={self._offload.kind!r} states begin where they are kept: give the optimizer here "
+                f"{name} has a state, and with offload={offload!r} states begin where they are kept: give the optimizer here "
                 f"before its first step"
             )
-        divided = any(
-            shards.bucket.plan.layout.shard_length < shards.bucket.plan.layout.length
-            for shards in self.shards_of_buckets
-        )
-        if not divided and self._offload.kind == "none" and self.rounding is None:
-            return
-        if reason := why_not_elementwise(optimizer):
-            how = "offload" if self.rounding is None else "stochastic rounding"
+        members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        plans = [shards.bucket.plan for shards in self.shards_of_buckets]
+        divided = any(plan.layout.shards > 1 for plan in plans)
+        split = [
+            each
+            for plan in plans
+            for each, p in zip(plan.names, plan.parameters, strict=True)
+            if id(p) in members and self.layouts[each].shards
+        ]
+        if not divided and not split and offload == "none" and self.rounding is None:
+            return True
+        reason = why_not_elementwise(optimizer)
+        if not reason:
+            return True
+        if split:
+            where = f"{split[0]}, of which each rank computes with a part"
+        elif offload != "none":
+            where = "offload, which updates shards of parameters"
+        elif self.rounding is not None:
+            where = "stochastic rounding, which updates shards of parameters"
+        else:
+            reason = why_not_by_parameter(optimizer)
+            where = f"zero={self.zero}, where each parameter is updated by one rank"
+        if reason:
             raise ValueError(
-                f"{name} cannot be used with {f'zero={self.zero}' if divided else how}, where each rank updates shards of "
-                f"parameters: {reason}; use zero=0 without offload, or an optimizer that updates each element by itself, as AdamW does"
+                f"{name} cannot be used with {where}: {reason}; use zero=0 without offload, or an optimizer that updates each element "
+                f"by itself, as AdamW does"
             )
+        return False
 
     def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        owned: OwnedParameters | None,
+        optimizer: torch.optim.Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args begin with the optimizer
         if closure is None:
-            self._before_update()
+            self._before_update(owned)
             return None
 
         def averaged() -> Any:
             """The closure over all ranks: it computes with the updated weights of all ranks, and leaves averaged gradients."""
-            self._after_update()
+            self._after_update(owned)
             loss = closure()
-            self._before_update()
+            self._before_update(owned)
             if loss is None:
                 return None
             mean = torch.as_tensor(loss).detach().double().clone()
@@ -408,19 +455,23 @@ class Engine:
 
         return (optimizer, averaged), {}
 
-    def _before_update(self) -> None:
+    def _before_update(self, owned: OwnedParameters | None = None) -> None:
         self.synchronize()
         self._release_gathered()
         self._whole.check(self._name)
         for shards in self.shards_of_buckets:
             shards.before_update()
         self._steps.decide()
+        if owned is not None and not self.skipped:
+            owned.receive()
         for ranks in self._sharing:  # nobody may read weights any more
             ranks.barrier()
 
-    def _after_update(self) -> None:
+    def _after_update(self, owned: OwnedParameters | None = None) -> None:
         if self.skipped:
             return
+        if owned is not None:
+            owned.send_back()
         self.all_gather_parameters()
         if self._reducer.buffers_changed:
             self._reducer.buffers.average()

@@ -1,15 +1,15 @@
-"""Have optimizers of PyTorch update this rank's shards instead of whole parameters.
+"""Have optimizers of PyTorch update what this rank stores instead of whole parameters.
 
-An optimizer that treats every element by itself (SGD, Adam, AdamW, Adagrad, ...) may update shards.  One that looks at a whole matrix
-(Adafactor, Muon, LAMB, Shampoo) or at all parameters (LBFGS, Prodigy) may not.  Two steps on tensors of a few elements tell, not a list
-of names.
+An optimizer that treats every element by itself (SGD, Adam, AdamW, Adagrad, ...) may update shards.  One that treats every parameter by
+itself (Adafactor, Muon, LAMB, Shampoo) may update whole parameters on the ranks that own them (`owned_parameters`).  One that looks at
+all parameters together (LBFGS, Prodigy) may do neither.  A few steps on small tensors tell, not a list of names.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -33,7 +33,7 @@ def use_shards(optimizer: Optimizer, shards: Iterable[tuple[nn.Parameter, nn.Par
     """Have `optimizer` update shards, and keep its states for them.
 
     Args:
-        shards: (parameter, shard, first element of the flattened parameter).
+        shards: (parameter, shard, first element of the flattened parameter); a whole parameter is a shard, too.
     """
     before = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     known = {id(parameter) for parameter in before}
@@ -89,36 +89,47 @@ def restore_settings(optimizers: Iterable[Optimizer], saved: Iterable[Sequence[M
 
 def why_not_elementwise(optimizer: Optimizer) -> str:
     """Return why `optimizer` would give other results for shards of its parameters, or "" if it would not."""
+    return _try_parts(optimizer, _cut, "update each element by itself")
+
+
+def why_not_by_parameter(optimizer: Optimizer) -> str:
+    """Return why `optimizer` would give other results for each parameter alone, or "" if it would not."""
+    return _try_parts(
+        optimizer, lambda tensors, number: [tensors[number].clone()], "update each parameter by itself"
+    )
+
+
+def _try_parts(optimizer: Optimizer, part: Callable[[list[Tensor], int], list[Tensor]], what: str) -> str:
+    """Why `optimizer` does not do `what`: two matrices and two parts of them show whether it does."""
     for group in optimizer.param_groups:
-        reason = _try_group(optimizer, group)
-        if reason:
+        if group["params"] and (reason := _try_group(optimizer, group, part, what)):
             return reason
     return ""
 
 
-def _try_group(optimizer: Optimizer, group: dict[str, Any]) -> str:
-    if not group["params"]:
-        return ""
+def _try_group(
+    optimizer: Optimizer, group: dict[str, Any], part: Callable[[list[Tensor], int], list[Tensor]], what: str
+) -> str:
     example = group["params"][0]
     generator = torch.Generator().manual_seed(0)
     kind = example.dtype if example.dtype.is_floating_point else torch.float32
-    values = [torch.randn(shape, generator=generator).to(example.device, kind) for shape in _SHAPES]
-    gradients = [
-        [torch.randn(shape, generator=generator).to(example.device, kind) for shape in _SHAPES]
-        for _ in range(_STEPS)
-    ]
+
+    def matrices() -> list[Tensor]:
+        return [torch.randn(shape, generator=generator).to(example.device, kind) for shape in _SHAPES]
+
+    values, gradients = matrices(), [matrices() for _ in range(_STEPS)]
     whole = [nn.Parameter(value.clone()) for value in values]
-    shards = [[nn.Parameter(part) for part in _cut(values, number)] for number in range(2)]
+    parts = [[nn.Parameter(each) for each in part(values, number)] for number in range(2)]
     try:
         _run(optimizer, group, whole, gradients)
-        for number, shard in enumerate(shards):
-            _run(optimizer, group, shard, [_cut(each, number) for each in gradients])
+        for number, own in enumerate(parts):
+            _run(optimizer, group, own, [part(each, number) for each in gradients])
     except Exception as error:  # whatever an optimizer of somebody else's raises
-        return f"it does not update shards ({type(error).__name__}: {error})"
-    for number, shard in enumerate(shards):
-        for part, expected in zip(shard, _cut([p.detach() for p in whole], number), strict=True):
-            if not torch.allclose(part.detach().float(), expected.float(), rtol=1e-4, atol=1e-6):
-                return "it does not update each element by itself"
+        return f"it does not {what} ({type(error).__name__}: {error})"
+    for number, own in enumerate(parts):
+        for found, expected in zip(own, part([p.detach() for p in whole], number), strict=True):
+            if not torch.allclose(found.detach().float(), expected.float(), rtol=1e-4, atol=1e-6):
+                return f"it does not {what}"
     return ""
 
 
@@ -154,10 +165,16 @@ def _twin_of(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Pa
     twin.param_groups = [{**settings, "params": parameters}]
     twin.state = defaultdict(dict)
     with_state = next((p for p in group["params"] if optimizer.state.get(p)), None)
-    if with_state is not None:  # made at construction, as Adagrad does, or loaded
+    # Adagrad makes its state at construction; states that factor a matrix are made by the first step
+    if with_state is not None and _is_per_element(optimizer.state[with_state], with_state):
         for parameter in parameters:
             twin.state[parameter] = _state_like(optimizer.state[with_state], with_state, parameter)
     return twin
+
+
+def _is_per_element(state: dict[str, Any], owner: Tensor) -> bool:
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    return all(value.shape == owner.shape or value.numel() == 1 for value in tensors)
 
 
 def _state_like(state: dict[str, Any], owner: Tensor, other: Tensor) -> dict[str, Any]:

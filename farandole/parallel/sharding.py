@@ -337,7 +337,7 @@ class FlatLayout:
         strides: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.shapes = [tuple(shape) for shape in shapes]
-        self._strides = strides
+        self.shards, self._strides = shards, strides
         self.counts = [math.prod(shape) for shape in self.shapes]
         self.starts: list[int] = []
         end = 0

@@ -184,6 +184,28 @@ def test_a_checkpoint_of_any_layout_loads_into_any_other(ranks: Any, tmp_path: P
                 assert norms == pytest.approx(alone[1], rel=1e-4)
 
 
+def _adafactor(rank: int, size: int) -> str:
+    assert dist.group.WORLD is not None
+    comm = Communicator(dist.group.WORLD)
+    mesh, layouts = Mesh.box(size, tensor=size), _layouts()
+    (cell,) = mesh.of_rank(rank)
+    hidden = [row for ((start, end),) in layouts["bias"].boxes(mesh, cell) for row in range(start, end)]
+    model = Perceptron(hidden, comm)
+    engine = Engine(model, comm, mesh=mesh, layouts=layouts)
+    try:
+        engine.optimizer(torch.optim.Adafactor(model.parameters()))
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+def test_an_optimizer_of_matrices_needs_whole_ones(ranks: Any) -> None:
+    for message in ranks(2).run(_adafactor):
+        assert "of which each rank computes with a part" in message
+
+
 class Chain(nn.Module):
     """The layers of some stages, and the embedding that the first and the last one share."""
 

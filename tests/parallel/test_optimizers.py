@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import farandole
 from farandole import Plan
-from farandole.parallel.optimizers import why_not_elementwise
+from farandole.parallel.optimizers import why_not_by_parameter, why_not_elementwise
 
 SHARE, STEPS = 3, 4
 
@@ -65,13 +66,16 @@ ELEMENTWISE: dict[str, Make] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
     "Rprop": lambda p: torch.optim.Rprop(p),
 }
-OTHERS: dict[str, Make] = {
+MATRICES: dict[str, Make] = {
     "Adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
     "Muon": lambda p: torch.optim.Muon([x for x in p if x.dim() == 2], 0.01),
-    "LBFGS": lambda p: torch.optim.LBFGS(p, 0.5, max_iter=3, line_search_fn="strong_wolfe"),
     "Lamb": Lamb,
+}
+TOGETHER: dict[str, Make] = {
+    "LBFGS": lambda p: torch.optim.LBFGS(p, 0.5, max_iter=3, line_search_fn="strong_wolfe"),
     "GlobalNorm": GlobalNorm,
 }
+MADE = ELEMENTWISE | MATRICES | TOGETHER
 
 
 def _model(name: str = "") -> nn.Sequential:
@@ -111,7 +115,7 @@ def _parallel(
     rank: int, size: int, name: str, zero: int, precision: Any, resumed: bool
 ) -> dict[str, Tensor] | str:
     model = _model(name)
-    make = (ELEMENTWISE | OTHERS)[name]
+    make = MADE[name]
     optimizer = make(list(model.parameters()))
     batches = _batches(name)
     if resumed:  # the first half alone: all ranks compute with all samples
@@ -138,7 +142,7 @@ def _compare(result: dict[str, Tensor] | str, expected: dict[str, Tensor], **tol
 
 def _train_alone(rank: int, size: int, name: str) -> dict[str, Tensor]:
     model = _model(name)
-    optimizer = (ELEMENTWISE | OTHERS)[name](list(model.parameters()))
+    optimizer = MADE[name](list(model.parameters()))
     _steps(model, optimizer, model, _batches(name), slice(SHARE) if name == "Muon" else slice(None))
     return _whole_state(model)
 
@@ -161,8 +165,18 @@ def test_an_optimizer_of_elements_may_have_a_state(ranks: Any, name: str, zero: 
             _compare(result, expected, **tolerance)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_an_optimizer_of_matrices_is_exact_or_refused(ranks: Any, name: str) -> None:
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", MATRICES)
+def test_an_optimizer_of_matrices_updates_them_whole(ranks: Any, name: str, zero: int, backend: str) -> None:
+    expected = _alone(ranks, name)
+    for resumed in (False, name != "Muon"):  # whose first steps alone would see other samples
+        for result in ranks(2, backend).run(_parallel, name, zero, "fp32", resumed):
+            _compare(result, expected, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_an_optimizer_of_all_parameters_is_exact_or_refused(ranks: Any, name: str) -> None:
     for result in ranks(2).run(_parallel, name, 0, "fp32", False):
         _compare(result, _alone(ranks, name), rtol=1e-3, atol=2e-5)
     for zero in (1, 2, 3):
@@ -173,13 +187,99 @@ def test_an_optimizer_of_matrices_is_exact_or_refused(ranks: Any, name: str) -> 
         assert not isinstance(result, str)
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE | OTHERS)
+def _plan_refused(rank: int, size: int, options: dict[str, str]) -> str:
+    model = _model()
+    engine = farandole.parallelize(model, Plan(zero=2, **options))  # type: ignore[arg-type]
+    try:
+        engine.optimizer(torch.optim.Adafactor(model.parameters()))
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"offload": "host"}, "offload"),
+        ({"precision": "bf16", "rounding": "stochastic"}, "stochastic rounding"),
+    ],
+)
+def test_matrices_are_not_offloaded_nor_rounded(ranks: Any, options: dict[str, str], what: str) -> None:
+    for message in ranks(2).run(_plan_refused, options):
+        assert f"Adafactor cannot be used with {what}" in message
+
+
+class _Matrices(nn.Module):
+    """Matrices that lie within a shard and across shards of three ranks, one that is not trained, and one without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(7, 11), (40, 30), (5, 3), (64, 48), (9, 2)]
+        self.matrices = nn.ParameterList(nn.Parameter(torch.randn(shape) * 0.3) for shape in shapes)
+        self.matrices[2].requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(33, 17))
+
+    def forward(self, scale: Tensor) -> Tensor:
+        return torch.stack([(matrix * scale).tanh().square().sum() for matrix in self.matrices]).sum()
+
+
+def _mixed_optimizers(
+    rank: int, size: int, ways: list[tuple[int, str]], folder: Path
+) -> list[dict[str, Tensor]]:
+    """Adafactor for some matrices and AdamW for others; each way goes on from the checkpoint of the one before."""
+    states: list[dict[str, Tensor]] = []
+    for number, (zero, precision) in enumerate(ways):
+        torch.manual_seed(number)
+        model = _Matrices().double() if precision == "fp64" else _Matrices()
+        plan = Plan(zero=zero, precision="fp32" if precision == "fp64" else precision)  # type: ignore[arg-type]
+        engine = farandole.parallelize(model, plan)
+        factored = torch.optim.Adafactor([*model.matrices[:2], model.unused], 0.05, weight_decay=0.1)
+        adam = torch.optim.AdamW([model.matrices[3], model.matrices[4]], 0.01)
+        optimizers = [engine.optimizer(factored), engine.optimizer(adam)]
+        if number:
+            engine.load(folder / str(number - 1))
+        for step in range(3):
+            scale = torch.tensor(1.0 + step + 0.1 * number, dtype=next(model.parameters()).dtype)
+            engine.backward(engine(scale))
+            engine.clip(1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        engine.save(folder / str(number))
+        states.append(engine.state_dict())
+        torch.distributed.barrier()
+        engine.close()
+    return states
+
+
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_checkpoints_of_whole_parameters(ranks: Any, tmp_path: Path, size: int, backend: str) -> None:
+    (expected,) = ranks(1).run(_mixed_optimizers, [(0, "fp64")] * 5, tmp_path / "alone")
+    ways = [(1, "fp64"), (3, "fp64"), (0, "fp64"), (2, "fp64"), (2, "fp64")]
+    for found in ranks(size, backend).run(_mixed_optimizers, ways, tmp_path / "ranks"):
+        for state, wanted in zip(found, expected, strict=True):
+            _compare(state, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_matrices_in_lower_precision(ranks: Any, tmp_path: Path, precision: str) -> None:
+    (expected,) = ranks(1).run(_mixed_optimizers, [(0, precision)] * 2, tmp_path / "alone")
+    for found in ranks(2).run(_mixed_optimizers, [(2, precision), (1, precision)], tmp_path / "ranks"):
+        for state, wanted in zip(found, expected, strict=True):
+            _compare(state, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MADE)
 def test_two_steps_tell_which_optimizers_update_elements(name: str) -> None:
     parameters = list(_model().parameters())
-    optimizer = (ELEMENTWISE | OTHERS)[name](parameters)
+    optimizer = MADE[name](parameters)
     before = [parameter.detach().clone() for parameter in parameters]
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # has its own step of the optimizer
-    assert bool(why_not_elementwise(optimizer)) == (name in OTHERS)
+    assert bool(why_not_elementwise(optimizer)) == (name not in ELEMENTWISE)
+    assert bool(why_not_by_parameter(optimizer)) == (name in TOGETHER)
     assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
     assert schedule.last_epoch == 0
     assert not any("step" in state and float(state["step"]) for state in optimizer.state.values())

@@ -331,9 +331,9 @@ def _read_states(
 
 
 def _places(engine: Engine) -> dict[int, tuple[str, int, Place]]:
-    """Of each shard: the name of its parameter, where it begins in the parameter, and the parameter's place."""
+    """Of each tensor that is updated: the name of its parameter, where it begins in the parameter, and the parameter's place."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     return {
         id(shard): (names[id(parameter)], start, _place(engine, names[id(parameter)], parameter))
-        for parameter, shard, start in engine.shards()
+        for parameter, shard, start in engine.updated_tensors()
     }
