@@ -147,7 +147,7 @@ class Plan:
         model, "host" for the memory of the host (of use to models on an accelerator), or "disk:FOLDER".
     offloaded: what is kept there besides: "gradients", with `zero` >= 2, or "parameters" too, with `zero=3`; on a disk.
     rounding: how what the optimizer computes becomes bf16 weights.  With "stochastic" there are no masters, which saves
-        4 bytes per parameter (`parallel.rounding`).
+        4 bytes per parameter (`parallel.optimizers.rounding`).
     compression: of the gradients that hosts exchange, with `zero=0` (`comm.compression`).  Gradients are then no longer those
         of one process: error feedback adds what a step omits to later steps.
     lora: the small matrices that are trained in place of the model's weights, which are frozen (`parallel.lora`).

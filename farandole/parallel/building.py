@@ -15,7 +15,7 @@ from farandole.memory.mmap_allocator import MmapAllocator
 from farandole.mesh import Groups, Mesh
 from farandole.parallel.bucket import Bucket, BufferPool
 from farandole.parallel.gathered_weights import GatheredWeights, Gatherer
-from farandole.parallel.optimizer_shards import OptimizerShards
+from farandole.parallel.optimizers.shards import OptimizerShards
 from farandole.parallel.sharding import BucketPlan, Filling, ShardingPlan, ranks_of
 from farandole.parallel.weights import FlatWeights, Masters, WholeWeights
 

@@ -29,7 +29,7 @@ from torch.autograd import Variable
 from farandole.comm.communicator import Communicator
 from farandole.parallel.bucket import Bucket
 from farandole.parallel.gathered_weights import Gatherer
-from farandole.parallel.optimizer_shards import GradientNorms, OptimizerShards
+from farandole.parallel.optimizers.shards import GradientNorms, OptimizerShards
 
 _REENTRANT = (
     "a reentrant checkpoint runs backward passes of its own within one: give torch.utils.checkpoint use_reentrant=False, "

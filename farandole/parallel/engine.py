@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +56,12 @@ from farandole.parallel.initial_values import (
     stand_in,
 )
 from farandole.parallel.loss_scaling import LossScaler, Overflow, ScaledSteps
-from farandole.parallel.offloading import OffloadedUpdate, allocators_at, records_at
-from farandole.parallel.optimizer_shards import GradientNorms
-from farandole.parallel.optimizers import (
-    restore_settings,
-    settings_of,
-    use_shards,
-    why_not_by_parameter,
-    why_not_elementwise,
-)
+from farandole.parallel.optimizers.offloading import OffloadedUpdate, allocators_at
+from farandole.parallel.optimizers.rounding import StochasticRounding
+from farandole.parallel.optimizers.shards import GradientNorms
+from farandole.parallel.optimizers.updates import Updates
 from farandole.parallel.overflow import GradientWatch, OutputWatch, OverflowReport
-from farandole.parallel.owned_parameters import OwnedParameters
 from farandole.parallel.precision import cast_floating
-from farandole.parallel.rounding import StochasticRounding
 from farandole.parallel.sharding import BUCKET_BYTES, data_mesh, plan_sharding, ranks_of, replicated_layouts
 from farandole.parallel.weights import Masters
 from farandole.parallel.whole_parameters import WholeParameters
@@ -84,7 +76,7 @@ class Engine:
     without one on all ranks, its `.grad` stays None.  With one rank nothing is communicated.
 
     With `zero` >= 1 an optimizer updates shards of the parameters: `optimizer` gives it those.  The gradients are then
-    those of the shards, and the parameters' own `.grad` stands for them (`optimizer_shards`).  Ranks that share memory have one
+    those of the shards, and the parameters' own `.grad` stands for them (`optimizers.shards`).  Ranks that share memory have one
     copy of the weights between them.
 
     Args:
@@ -137,9 +129,6 @@ class Engine:
             )
         self.model, self.comm, self.zero, self.rank = model, comm, zero, comm.rank
         self.rounding = rounding
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.offloaded: list[OffloadedUpdate] = []
-        self._owned: list[OwnedParameters] = []
         self.swapped: Swap | None = None
         self._pending_save: PendingSave | None = None
         self._dtype, self._offload = dtype, Place.parse(offload)
@@ -199,6 +188,16 @@ class Engine:
             gatherer=built.gatherer,
         )
         self._mean = GlobalMean(self, mesh)
+        self._updates = Updates(
+            built.shards,
+            comm,
+            self.layouts,
+            zero=zero,
+            place=self._offload,
+            rounding=rounding,
+            before=self._before_update,
+            after=self._after_update,
+        )
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return the output of the model for these inputs, cast to its type where they are floating."""
@@ -313,17 +312,11 @@ class Engine:
     def shards(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
         """Yield (parameter, shard, start): what this rank updates, and where it begins in the flattened parameter."""
         for shards in self.shards_of_buckets:
-            for parameter, tensor, start in zip(
-                shards.parameters, shards.tensors, shards.starts, strict=True
-            ):
-                if tensor is not None:
-                    yield parameter, tensor, start
+            yield from shards.stored()
 
     def updated_tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
         """Yield (parameter, tensor, start) of all tensors for which optimizers may have states: shards, and whole parameters."""
-        yield from self.shards()
-        for owned in self._owned:
-            yield from ((parameter, tensor, 0) for parameter, tensor in owned.tensors())
+        return self._updates.tensors()
 
     def shard_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield (shard, values): the values of each shard, as many, in the order of `shards`."""
@@ -346,7 +339,7 @@ class Engine:
         """Have `optimizer`, made for the model's parameters, update this rank's shards of them; return it.
 
         Where ranks divide parameters the optimizer has to treat every element by itself, as SGD, Adam and AdamW do, or every
-        parameter, as Muon and Adafactor do (`owned_parameters`); where parameters are offloaded, every element.  If it has a state,
+        parameter, as Muon and Adafactor do (`optimizers.owned_parameters`); where parameters are offloaded, every element.  If it has a state,
         all ranks have the same.  Its `step` then begins with all ranks' gradients and ends with all ranks' new weights; of a closure
         it gets the mean over ranks.
 
@@ -361,117 +354,36 @@ class Engine:
             raise ValueError(
                 "the optimizer has parameters that are not the model's: make it from model.parameters()"
             )
-        owned = None
-        if not self._updates_elements(optimizer):
-            members = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            owned = OwnedParameters(self.shards_of_buckets, members)
-            self._owned.append(owned)
-        use_shards(
-            optimizer, self.shards() if owned is None else ((p, tensor, 0) for p, tensor in owned.tensors())
-        )
-        if self._offload.kind == "none":
-            if self.rounding is not None:
-                self.rounding.drive(optimizer, self.shards_of_buckets)
-            optimizer.register_step_pre_hook(partial(self._before_step, owned))
-            optimizer.register_step_post_hook(lambda *_: self._after_update(owned))
-        else:
-            records = records_at(
-                self._offload, self.comm, pinned=any(p.is_cuda for p in self.model.parameters())
-            )
-            update = OffloadedUpdate(
-                optimizer, self.shards_of_buckets, records, self._before_update, self._after_update
-            )
-            self.offloaded.append(update)
-            if update.state.weights:
-                self._whole.masters_are_elsewhere()
-        self.optimizers.append(optimizer)
+        self._updates.add(optimizer)
+        if any(update.state.weights for update in self.offloaded):
+            self._whole.masters_are_elsewhere()
         return optimizer
 
-    def _updates_elements(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `optimizer` can update shards; else it has to update whole parameters.
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that were given to `optimizer`."""
+        return self._updates.optimizers
 
-        Raises:
-            ValueError: if it can do neither in this engine.
-        """
-        name, offload = type(optimizer).__name__, self._offload.kind
-        if offload != "none" and optimizer.state:
-            raise ValueError(
-                f"{name} has a state, and with offload={offload!r} states begin where they are kept: give the optimizer here "
-                f"before its first step"
-            )
-        members = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        plans = [shards.bucket.plan for shards in self.shards_of_buckets]
-        divided = any(plan.layout.shards > 1 for plan in plans)
-        split = [
-            each
-            for plan in plans
-            for each, p in zip(plan.names, plan.parameters, strict=True)
-            if id(p) in members and self.layouts[each].shards
-        ]
-        if not divided and not split and offload == "none" and self.rounding is None:
-            return True
-        reason = why_not_elementwise(optimizer)
-        if not reason:
-            return True
-        if split:
-            where = f"{split[0]}, of which each rank computes with a part"
-        elif offload != "none":
-            where = "offload, which updates shards of parameters"
-        elif self.rounding is not None:
-            where = "stochastic rounding, which updates shards of parameters"
-        else:
-            reason = why_not_by_parameter(optimizer)
-            where = f"zero={self.zero}, where each parameter is updated by one rank"
-        if reason:
-            raise ValueError(
-                f"{name} cannot be used with {where}: {reason}; use zero=0 without offload, or an optimizer that updates each element "
-                f"by itself, as AdamW does"
-            )
-        return False
+    @property
+    def offloaded(self) -> list[OffloadedUpdate]:
+        """The optimizers whose states are offloaded, with their states."""
+        return self._updates.offloaded
 
-    def _before_step(
-        self,
-        owned: OwnedParameters | None,
-        optimizer: torch.optim.Optimizer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args begin with the optimizer
-        if closure is None:
-            self._before_update(owned)
-            return None
-
-        def averaged() -> Any:
-            """The closure over all ranks: it computes with the updated weights of all ranks, and leaves averaged gradients."""
-            self._after_update(owned)
-            loss = closure()
-            self._before_update(owned)
-            if loss is None:
-                return None
-            mean = torch.as_tensor(loss).detach().double().clone()
-            if self.comm.size > 1:
-                self.comm.all_reduce(mean, "avg")
-            return mean
-
-        return (optimizer, averaged), {}
-
-    def _before_update(self, owned: OwnedParameters | None = None) -> None:
+    def _before_update(self) -> bool:
+        """Complete the gradients of a step; return whether the step is made."""
         self.synchronize()
         self._release_gathered()
         self._whole.check(self._name)
         for shards in self.shards_of_buckets:
             shards.before_update()
         self._steps.decide()
-        if owned is not None and not self.skipped:
-            owned.receive()
         for ranks in self._sharing:  # nobody may read weights any more
             ranks.barrier()
+        return not self.skipped
 
-    def _after_update(self, owned: OwnedParameters | None = None) -> None:
+    def _after_update(self) -> None:
         if self.skipped:
             return
-        if owned is not None:
-            owned.send_back()
         self.all_gather_parameters()
         if self._reducer.buffers_changed:
             self._reducer.buffers.average()
@@ -610,7 +522,7 @@ class Engine:
             "scaler": self.scaler.state_dict(),
             "rounding_steps": self.rounding.steps if self.rounding is not None else 0,
             "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
-            "groups": settings_of(self.optimizers),
+            "groups": self._updates.settings(),
             "count": self._mean.expected,
         }
 
@@ -620,7 +532,7 @@ class Engine:
             self.scaler.load_state_dict(saved["scaler"])
         if self.rounding is not None:
             self.rounding.steps = saved["rounding_steps"]
-        restore_settings(self.optimizers, saved["groups"])
+        self._updates.restore_settings(saved["groups"])
         self._mean.expected = saved.get("count")  # of a checkpoint of an earlier version it is not known
 
     # ---- gradients ----
@@ -727,8 +639,7 @@ class Engine:
         if self._gatherer is not None:
             self._gatherer.close()
         self._whole.close()
-        for update in self.offloaded:
-            update.close()
+        self._updates.close()
         self.zero_grad()
 
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from farandole.comm.communicator import Communicator
 from farandole.memory.blocks import blocks_of
-from farandole.parallel.optimizer_shards import OptimizerShards
+from farandole.parallel.optimizers.shards import OptimizerShards
 
 KINDS = ("finite", "inf", "nan")
 """What a tensor can be, the worst last; they are exchanged as their places here."""

@@ -29,8 +29,8 @@ from farandole.parallel.engine import Engine
 from farandole.parallel.initial_values import Initialise
 from farandole.parallel.lora import add_lora
 from farandole.parallel.loss_scaling import LossScaler
+from farandole.parallel.optimizers.rounding import StochasticRounding
 from farandole.parallel.precision import TYPES, check_float8, use_float8
-from farandole.parallel.rounding import StochasticRounding
 from farandole.plan import LoRA, Plan, PlanError
 
 _log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from farandole.memory.tracker import memory_tag
 from farandole.parallel.sharding import BucketPlan
 
 Masters = Literal["memory", "offloaded", "none"]
-"""Where master weights are: in memory, on the way to an offload store, or only within an update (`rounding`)."""
+"""Where master weights are: in memory, on the way to an offload store, or only within an update (`optimizers.rounding`)."""
 
 
 class FlatWeights(ABC):

@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from farandole.parallel.lora import add_lora, merge
-from farandole.parallel.peft_adapter import AdapterError, load_adapter, save_adapter
+from farandole.parallel.lora.peft_adapter import AdapterError, load_adapter, save_adapter
 from farandole.plan import LoRA
 
 PREFIX = "base_model.model."

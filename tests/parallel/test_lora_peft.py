@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farandole.parallel.lora import add_lora
-from farandole.parallel.peft_adapter import load_adapter, save_adapter
+from farandole.parallel.lora.peft_adapter import load_adapter, save_adapter
 from farandole.plan import LoRA
 from tests.parallel.test_lora_files import ALL, LORA, X, model, trained
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from farandole.comm.communicator import Communicator
 from farandole.parallel.engine import Engine
 from farandole.parallel.lora import LoRALinear, add_lora, merge, remove, unmerge
-from farandole.parallel.peft_adapter import load_adapter, save_adapter
-from farandole.parallel.quantized import dense, stored_bytes
+from farandole.parallel.lora.peft_adapter import load_adapter, save_adapter
+from farandole.parallel.lora.quantized import dense, stored_bytes
 from farandole.plan import LoRA
 
 torchao = pytest.mark.skipif(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import farandole
 from farandole import Plan
-from farandole.parallel.optimizers import why_not_by_parameter, why_not_elementwise
+from farandole.parallel.optimizers.probe import why_not_by_parameter, why_not_elementwise
 
 SHARE, STEPS = 3, 4
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import farandole
 from farandole import Plan, PlanError
 from farandole.parallel.engine import Engine
-from farandole.parallel.rounding import StochasticRounding, round_stochastically
+from farandole.parallel.optimizers.rounding import StochasticRounding, round_stochastically
 from tests.parallel.test_data import _world
 from tests.parallel.test_zero import STAGES, Listed
 

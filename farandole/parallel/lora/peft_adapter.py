@@ -32,15 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from farandole.data.cache import flush
 from farandole.data.wording import disk_failure
-from farandole.parallel.lora import (
-    LoRALinear,
-    Summary,
-    add_lora,
-    find_trained,
-    lora_layers,
-    summarize,
-    trained_beside,
-)
+from farandole.parallel.lora.adapters import Summary, add_lora, lora_layers, summarize, trained_beside
+from farandole.parallel.lora.layer import LoRALinear
+from farandole.parallel.lora.targets import find_trained
 from farandole.plan import LoRA
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from farandole.parallel.optimizer_shards import OptimizerShards
+from farandole.parallel.optimizers.shards import OptimizerShards
 
 _CHUNK = 1 << 16
 """Elements that are rounded at a time on a CPU, where they stay in its cache."""

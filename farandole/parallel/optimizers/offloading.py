@@ -22,7 +22,7 @@ from farandole.memory.offloaded_optimizer import OffloadedOptimizer, ShardState
 from farandole.memory.record_stream import RecordStream, disk_records, host_records
 from farandole.memory.tracker import memory_tag
 from farandole.parallel.building import Allocators
-from farandole.parallel.optimizer_shards import OptimizerShards
+from farandole.parallel.optimizers.shards import OptimizerShards
 from farandole.plan import Offloaded, Place
 
 Records = Callable[[Sequence[int]], RecordStream]

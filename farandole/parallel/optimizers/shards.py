@@ -59,6 +59,12 @@ class OptimizerShards:
         if weights is None:
             self.tensors = list(self.parameters)
 
+    def stored(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
+        """Yield (parameter, tensor, start) of what this rank updates."""
+        for parameter, tensor, start in zip(self.parameters, self.tensors, self.starts, strict=True):
+            if tensor is not None:
+                yield parameter, tensor, start
+
     # ---- gradients ----
 
     @property

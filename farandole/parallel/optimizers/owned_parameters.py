@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
 from farandole.memory.tracker import memory_tag
-from farandole.parallel.optimizer_shards import OptimizerShards
+from farandole.parallel.optimizers.shards import OptimizerShards
 from farandole.parallel.sharding import FlatRange
 
 _COPIES = 2
@@ -65,9 +65,10 @@ class OwnedParameters:
                 assert comm is not None  # a parameter that is divided has several holders
                 self._exchanges.append(_Exchange(each, comm, parts))
 
-    def tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield (parameter, the tensor of its shape that the optimizer updates) of all parameters that this rank updates."""
-        yield from self._within
+    def tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
+        """Yield (parameter, tensor of its shape, 0) of all parameters that this rank updates: `OptimizerShards.stored` for whole ones."""
+        for parameter, tensor in self._within:
+            yield parameter, tensor, 0
         for exchange in self._exchanges:
             yield from exchange.owned()
 
@@ -101,10 +102,10 @@ class _Exchange:
         }
         self._received = False
 
-    def owned(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield (parameter, the tensor that the optimizer updates)."""
+    def owned(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
+        """Yield (parameter, the tensor that the optimizer updates, 0)."""
         for index, whole in self._whole.items():
-            yield self._shards.parameters[index], whole
+            yield self._shards.parameters[index], whole, 0
 
     def receive(self) -> None:
         """Give the owned parameters their gradients and values."""

@@ -1,90 +1,23 @@
-"""Have optimizers of PyTorch update what this rank stores instead of whole parameters.
+"""Whether an optimizer computes with elements, with whole parameters, or with all parameters together.
 
-An optimizer that treats every element by itself (SGD, Adam, AdamW, Adagrad, ...) may update shards.  One that treats every parameter by
-itself (Adafactor, Muon, LAMB, Shampoo) may update whole parameters on the ranks that own them (`owned_parameters`).  One that looks at
-all parameters together (LBFGS, Prodigy) may do neither.  A few steps on small tensors tell, not a list of names.
+A few steps on small tensors tell, not a list of names: the optimizer updates two matrices, and a copy of it two parts of them.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MethodType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-_PLAIN = (bool, int, float, str, tuple, type(None))
-"""The settings of an optimizer that a checkpoint holds; tensors, as of the learning rate, are set by those who made them."""
-
-_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
-"""Settings that say how an optimizer computes, not what."""
-
 _SHAPES = ((4, 6), (5, 3))
 _CUT = 10
 """One shard has so many elements of the first matrix, the other one the rest and the second matrix."""
 _STEPS = 3
-
-
-def use_shards(optimizer: Optimizer, shards: Iterable[tuple[nn.Parameter, nn.Parameter, int]]) -> None:
-    """Have `optimizer` update shards, and keep its states for them.
-
-    Args:
-        shards: (parameter, shard, first element of the flattened parameter); a whole parameter is a shard, too.
-    """
-    before = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    known = {id(parameter) for parameter in before}
-    shard_of = {id(parameter): (shard, start) for parameter, shard, start in shards}
-    for group in optimizer.param_groups:
-        group["params"] = [shard_of[id(p)][0] for p in group["params"] if id(p) in shard_of]
-    for name, value in vars(optimizer).items():  # LBFGS keeps a list of its own
-        if isinstance(value, list) and value and all(id(each) in known for each in value):
-            setattr(optimizer, name, [shard_of[id(p)][0] for p in value if id(p) in shard_of])
-    for parameter in list(optimizer.state):
-        shard, start = shard_of.get(id(parameter), (parameter, 0))
-        if shard is not parameter or id(parameter) not in shard_of:
-            state = optimizer.state.pop(parameter)
-            if id(parameter) in shard_of:
-                optimizer.state[shard] = _state_of_shard(state, parameter, shard, start)
-    _clear_parameters_too(optimizer, before)
-
-
-def _clear_parameters_too(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Have `zero_grad` of an optimizer, which knows shards, clear the `.grad` of the parameters, too."""
-    plain = type(optimizer).zero_grad
-
-    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters."""
-        plain(self, set_to_none)
-        if set_to_none:
-            for parameter in parameters:
-                parameter.grad = None
-
-    optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
-
-
-def settings_of(optimizers: Iterable[Optimizer]) -> list[list[dict[str, Any]]]:
-    """Return the settings of all groups of each optimizer, as a checkpoint holds them."""
-    return [
-        [
-            {k: v for k, v in group.items() if isinstance(v, _PLAIN) and k not in _IMPLEMENTATION}
-            for group in optimizer.param_groups
-        ]
-        for optimizer in optimizers
-    ]
-
-
-def restore_settings(optimizers: Iterable[Optimizer], saved: Iterable[Sequence[Mapping[str, Any]]]) -> None:
-    """Have optimizers go on with the settings that `settings_of` returned."""
-    for optimizer, groups in zip(optimizers, saved, strict=False):
-        for group, settings in zip(optimizer.param_groups, groups, strict=False):
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
-
-
-# ---- whether an optimizer may update shards ----
 
 
 def why_not_elementwise(optimizer: Optimizer) -> str:
@@ -185,16 +118,3 @@ def _state_like(state: dict[str, Any], owner: Tensor, other: Tensor) -> dict[str
         return copy.deepcopy(value)
 
     return {key: alike(value) for key, value in state.items()}
-
-
-def _state_of_shard(state: dict[str, Any], owner: Tensor, part: Tensor, start: int) -> dict[str, Any]:
-    """The state of an elementwise optimizer for `part`, which begins at element `start` of the flattened `owner`."""
-
-    def cut(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.shape != owner.shape or (not value.dim() and part.dim()):
-            return value
-        values = value.reshape(-1)[start : start + part.numel()].view(part.shape)
-        kind = part.dtype if value.is_floating_point() and value.dtype == owner.dtype else value.dtype
-        return values.to(part.device, kind, copy=True)
-
-    return {key: cut(value) for key, value in state.items()}

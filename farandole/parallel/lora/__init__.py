@@ -1,0 +1,27 @@
+"""LoRA: a large model is fine-tuned by training small matrices in place of its weights, which are frozen.
+
+A Linear layer with the frozen weight W (out, in) computes x (W + s B A)^T, where A is (rank, in), B is
+(out, rank) and s = alpha / rank (Hu et al., 2021, "LoRA: Low-Rank Adaptation of Large Language Models").
+
+    lora = LoRA(rank=8, alpha=16, targets=("*.qkv", "*.out"))
+    engine = farandole.parallelize(model, Plan(zero=2, lora=lora))      # or add_lora(model, lora) without an engine
+    ...                                         # train: only the adapters have gradients
+    save_adapter(model, "adapter")              # two files, in the format of PEFT (`peft_adapter`)
+    merge(model)                                # as fast as the model was
+    remove(model)                               # plain nn.Linear layers again, with what was merged
+
+    load_adapter(model, "adapter")              # elsewhere: the same base model, and the adapter on it
+"""
+
+from farandole.parallel.lora.adapters import (
+    Summary,
+    add_lora,
+    lora_layers,
+    merge,
+    remove,
+    summarize,
+    unmerge,
+)
+from farandole.parallel.lora.layer import LoRALinear
+
+__all__ = ["LoRALinear", "Summary", "add_lora", "lora_layers", "merge", "remove", "summarize", "unmerge"]

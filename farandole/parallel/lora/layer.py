@@ -1,0 +1,98 @@
+"""A linear layer with an adapter."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from farandole.parallel.lora.quantized import dense, frozen_linear, is_wrapper
+from farandole.plan import LoRA
+
+
+class LoRALinear(nn.Linear):
+    """(..., in) to (..., out) by x (W + s B A)^T + bias, where W is frozen and s is `lora.scaling`.
+
+    Parameters: `weight` (out, in) and `bias` (out) of the layer that it was, `lora_A` (rank, in), `lora_B` (out,
+    rank). A layer becomes one and stops being one in place (`adapt`, `restore`): what else refers to it, its
+    hooks, and the names and objects of its parameters stay.
+
+    Raises RuntimeError when it is to be trained while the update is merged: `lora_A` and `lora_B` would get no
+    gradient.
+    """
+
+    lora: LoRA
+    lora_A: nn.Parameter  # noqa: N815 - the name in the paper and in files
+    lora_B: nn.Parameter  # noqa: N815
+    merged: bool
+    """Whether `weight` is W + s B A."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in) to (..., out)."""
+        rows = input.reshape(-1, self.in_features)
+        if is_wrapper(self.weight.data):
+            result = frozen_linear(rows, self.weight, self.bias)
+        else:
+            result = F.linear(rows, self.weight, self.bias)
+        if not self.merged:
+            result = self._updated(result, F.dropout(rows, self.lora.dropout, self.training))
+        elif self.training and torch.is_grad_enabled():
+            raise RuntimeError("LoRA is merged and cannot be trained: call unmerge(model), or model.eval()")
+        return result.view(*input.shape[:-1], self.out_features)
+
+    def _updated(self, result: Tensor, rows: Tensor) -> Tensor:
+        """`result` with s `rows` A^T B^T added."""
+        if not torch.is_autocast_enabled(rows.device.type):  # there the products choose their type
+            rows = rows.to(self.lora_A.dtype)
+        low = F.linear(rows, self.lora_A)
+        if low.dtype == result.dtype:  # in place: a third of the time of a product and a sum
+            return result.addmm_(low, self.lora_B.to(low.dtype).T, alpha=self.lora.scaling)
+        return torch.add(result, F.linear(low, self.lora_B).to(result.dtype), alpha=self.lora.scaling)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` says of it."""
+        state = ", merged" if self.merged else ""
+        return f"{super().extra_repr()}, rank={self.lora.rank}, alpha={self.lora.alpha:g}{state}"
+
+    def update(self) -> Tensor:
+        """s B A, (out, in), in fp32 or the type of the weight if that is larger."""
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
+            return (self.lora_B.to(dtype) @ self.lora_A.to(dtype)).mul_(self.lora.scaling)
+
+    def add_to_weight(self, sign: int) -> None:
+        """Add `sign` times the update to the weight, in place; a quantized weight becomes an ordinary one."""
+        update = self.update()
+        with torch.no_grad():
+            if is_wrapper(self.weight.data):
+                self.weight = nn.Parameter(dense(self.weight), requires_grad=False)
+            # Rounded once, to the type of the weight.
+            self.weight.copy_(self.weight.to(update.dtype).add_(update, alpha=sign))
+
+
+def adapt(linear: nn.Linear, lora: LoRA, frozen_weight: Tensor | None = None) -> None:
+    """Make `linear` a `LoRALinear` that computes what it did; its weight becomes `frozen_weight` if one is given.
+
+    A starts as the weight of a new Linear would, uniform in +-1/sqrt(in), drawn from torch's global generator;
+    B at zero. Beside a weight of bf16 or fp16 both are fp32: small steps would be lost in them.
+    """
+    weight = linear.weight
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    a = torch.empty(lora.rank, linear.in_features, dtype=dtype, device=weight.device)
+    nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+    b = torch.zeros(linear.out_features, lora.rank, dtype=dtype, device=weight.device)
+    linear.__class__ = LoRALinear
+    assert isinstance(linear, LoRALinear)
+    if frozen_weight is not None:
+        linear.weight = nn.Parameter(frozen_weight, requires_grad=False)
+    linear.lora = lora
+    linear.merged = False
+    linear.lora_A, linear.lora_B = nn.Parameter(a), nn.Parameter(b)
+
+
+def restore(layer: LoRALinear) -> None:
+    """Make `layer` a plain `nn.Linear` with the weight that it has now."""
+    del layer.lora, layer.merged, layer.lora_A, layer.lora_B
+    layer.__class__ = nn.Linear  # type: ignore[assignment]

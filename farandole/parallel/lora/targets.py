@@ -1,0 +1,166 @@
+"""The modules that the patterns of a LoRA match, and which other modules hold their weights."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from farandole.parallel.lora.quantized import is_wrapper
+from farandole.plan import ALL_LINEAR, LoRA, Pattern, as_patterns
+
+
+def find_targets(model: nn.Module, lora: LoRA) -> dict[str, nn.Linear]:
+    """The layers that `lora` adapts, by path, in the order of the model.
+
+    Raises ValueError where a pattern matches nothing, or what cannot be adapted.
+    """
+    if isinstance(model, nn.Linear):
+        raise ValueError(
+            "the model is itself an nn.Linear, a layer without a name: adapt nn.Sequential(model)"
+        )
+    inside_trained = {inner for module in find_trained(model, lora).values() for inner in module.modules()}
+    modules = {path: module for path, module in _modules(model).items() if module not in inside_trained}
+    linear = [path for path, module in modules.items() if _why_not(module) is None]
+    found: dict[str, nn.Module] = {}
+    for pattern in as_patterns("targets", lora.targets):
+        matched = linear if pattern == ALL_LINEAR else _matching(pattern, modules)
+        if not matched:
+            has = f"its Linear layers: {_listed(linear)}" if linear else "it has no plain nn.Linear"
+            raise ValueError(
+                f"LoRA targets: {_shown(pattern)} matches no module{_near(pattern, linear)}; {has}"
+            )
+        found |= {path: modules[path] for path in matched}
+    wrong = {path: why for path, module in found.items() if (why := _why_not(module)) is not None}
+    if wrong:
+        said = "; ".join(f"{path} is {why}" for path, why in list(wrong.items())[:4])
+        others = [path for path in found if path not in wrong]
+        rest = f"; Linear layers that match: {_listed(others)}" if others else f"{_inside(found, linear)}"
+        raise ValueError(f"LoRA targets: only a plain nn.Linear can be adapted: {said}{rest}")
+    _check_fast_path(model, found)
+    wanted = set(found.values())
+    return {path: m for path, m in model.named_modules() if m in wanted and isinstance(m, nn.Linear)}
+
+
+def find_trained(model: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
+    """The modules that are trained whole, by path.  Raises ValueError where a pattern matches nothing."""
+    modules = _modules(model)
+    found: dict[str, nn.Module] = {}
+    for pattern in as_patterns("also_train", lora.also_train):
+        matched = _matching(pattern, modules)
+        if not matched:
+            near = _near(pattern, modules)
+            raise ValueError(
+                f"LoRA also_train: {_shown(pattern)} matches no module{near}; {_listed(list(modules))}"
+            )
+        found |= {path: modules[path] for path in matched}
+    return found
+
+
+def held_elsewhere(model: nn.Module, tensor: Tensor, owners: Iterable[nn.Module]) -> list[str]:
+    """The names under which modules other than `owners` hold `tensor`, or memory of it."""
+    own = set(owners)
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if module not in own
+        for name, other in (*module._parameters.items(), *module._buffers.items())
+        if other is not None and (other is tensor or _overlap(other, tensor))
+    ]
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two ordinary tensors have memory in common (engines make parameters views of one flat tensor)."""
+    if a.device != b.device:
+        return False
+    first, second = _extent(a), _extent(b)
+    return max(first[0], second[0]) < min(first[1], second[1])
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First byte and end of a tensor; nothing for one without memory of its own (meta, quantized)."""
+    if tensor.layout != torch.strided or tensor.numel() == 0 or tensor.is_meta or is_wrapper(tensor):
+        return 0, 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    """All modules below `model` under all their paths: a shared one has several."""
+    return {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
+
+
+def _matching(pattern: Pattern, paths: Iterable[str]) -> list[str]:
+    return [path for path in paths if _matches(pattern, path)]
+
+
+def _matches(pattern: Pattern, path: str) -> bool:
+    if isinstance(pattern, re.Pattern):
+        return pattern.fullmatch(path) is not None
+    if any(character in pattern for character in "*?["):
+        return fnmatchcase(path, pattern) or fnmatchcase(f".{path}", pattern)
+    return path == pattern or path.endswith(f".{pattern}")
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """What a module is that cannot be adapted, or None for one that can."""
+    if type(module) is not nn.Linear:
+        derived = isinstance(module, nn.Linear)  # as in nn.MultiheadAttention, which does not call it
+        return f"a {type(module).__name__}{', whose weight may be used without a call of it' * derived}"
+    weight = module._parameters.get("weight")
+    if weight is None:  # computed before each call, as `nn.utils.weight_norm` does
+        return "an nn.Linear whose weight is no parameter"
+    if is_wrapper(weight.data):
+        return f"an nn.Linear whose weight is a {type(weight.data).__name__} already"
+    if weight.numel() == 0:
+        return f"an nn.Linear of {weight.shape[1]} inputs and {weight.shape[0]} outputs"
+    if not weight.is_floating_point():
+        return f"an nn.Linear of {weight.dtype}"
+    return None
+
+
+def _check_fast_path(model: nn.Module, found: dict[str, nn.Module]) -> None:
+    """Refuse layers that torch's encoder reads past: their adapters would be missing in inference."""
+    targets = set(found.values())
+    for path, module in model.named_modules():
+        if (
+            isinstance(module, nn.TransformerEncoderLayer)
+            and module.self_attn.batch_first
+            and targets & {module.linear1, module.linear2}
+            and torch.backends.mha.get_fastpath_enabled()
+        ):
+            raise ValueError(
+                f"LoRA targets: {path or 'the model'} is an nn.TransformerEncoderLayer, which in inference uses the "
+                f"weights of linear1 and linear2 without calling them, so that adapters would have no effect: "
+                f"call torch.backends.mha.set_fastpath_enabled(False) first, here and where the adapter is used"
+            )
+
+
+def _inside(found: Iterable[str], linear: Sequence[str]) -> str:
+    """Advice for a pattern that means a module which holds Linear layers."""
+    within = [path for path in linear if any(path.startswith(f"{outer}.") for outer in found)]
+    return f"; Linear layers inside: {_listed(within)}" if within else f"; Linear layers: {_listed(linear)}"
+
+
+def _near(pattern: Pattern, paths: Iterable[str]) -> str:
+    """`; nearest: ...`, or nothing."""
+    text = (pattern.pattern if isinstance(pattern, re.Pattern) else pattern).lower()
+    names = {path: path.lower() for path in paths}
+    names |= {ending: ending.lower() for ending in (path.rpartition(".")[2] for path in names)}
+    close = difflib.get_close_matches(text.strip("^$").lstrip("*."), list(names.values()), n=3, cutoff=0.5)
+    close = close or difflib.get_close_matches(text.rpartition(".")[2], list(names.values()), n=3, cutoff=0.5)
+    near = [next(name for name, lower in names.items() if lower == match) for match in close]
+    return f"; nearest: {', '.join(near)}" if near else ""
+
+
+def _shown(pattern: Pattern) -> str:
+    return f"re.compile({pattern.pattern!r})" if isinstance(pattern, re.Pattern) else repr(pattern)
+
+
+def _listed(paths: Sequence[str]) -> str:
+    shown = ", ".join(paths[:6]) or "none"
+    return f"{shown}, ... ({len(paths)} in all)" if len(paths) > 6 else shown

@@ -1,0 +1,253 @@
+"""The optimizers of an engine, and what all ranks do before and after a step of one.
+
+    updates.add(optimizer)    # from now on `optimizer.step()` updates what this rank stores
+
+An optimizer that treats every element by itself (SGD, Adam, AdamW, Adagrad, ...) updates shards.  One that treats every parameter by
+itself (Adafactor, Muon, LAMB, Shampoo) updates whole parameters on the ranks that own them (`owned_parameters`).  One that looks at all
+parameters together (LBFGS, Prodigy) needs all of them on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from farandole.comm.communicator import Communicator
+from farandole.layout import Layout
+from farandole.parallel.optimizers.offloading import OffloadedUpdate, records_at
+from farandole.parallel.optimizers.owned_parameters import OwnedParameters
+from farandole.parallel.optimizers.probe import why_not_by_parameter, why_not_elementwise
+from farandole.parallel.optimizers.rounding import StochasticRounding
+from farandole.parallel.optimizers.shards import OptimizerShards
+from farandole.plan import Place
+
+_PLAIN = (bool, int, float, str, tuple, type(None))
+"""The settings of an optimizer that a checkpoint holds; tensors, as of the learning rate, are set by those who made them."""
+
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+"""Settings that say how an optimizer computes, not what."""
+
+
+class Updates:
+    """Has optimizers update what this rank stores of a model.
+
+    Args:
+        shards: of each bucket.
+        layouts: of all parameters.
+        zero: the stage of ZeRO.
+        place: where master weights and states are kept.
+        before, after: called at the begin and at the end of each step; `before` returns whether there are gradients to use.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[OptimizerShards],
+        comm: Communicator,
+        layouts: Mapping[str, Layout],
+        *,
+        zero: int,
+        place: Place,
+        rounding: StochasticRounding | None,
+        before: Callable[[], bool],
+        after: Callable[[], None],
+    ) -> None:
+        self.optimizers: list[Optimizer] = []
+        self.offloaded: list[OffloadedUpdate] = []
+        self._shards, self._comm, self._layouts = shards, comm, layouts
+        self._zero, self._place, self._rounding = zero, place, rounding
+        self._before, self._after = before, after
+        self._owned: list[OwnedParameters] = []
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Have `optimizer` update what this rank stores; a collective call.
+
+        Raises:
+            ValueError: if it would give other results.
+            OffloadError: if there is no space for its states.
+        """
+        owned = None
+        if not self._updates_elements(optimizer):
+            owned = OwnedParameters(self._shards, _members(optimizer))
+            self._owned.append(owned)
+        use_shards(optimizer, self._tensors_of_shards() if owned is None else owned.tensors())
+        if self._place.kind == "none":
+            if self._rounding is not None:
+                self._rounding.drive(optimizer, self._shards)
+            optimizer.register_step_pre_hook(partial(self._before_step, owned))
+            optimizer.register_step_post_hook(lambda *_: self._end_step(owned))
+        else:
+            cuda = any(p.is_cuda for each in self._shards for p in each.parameters)
+            records = records_at(self._place, self._comm, pinned=cuda)
+            self.offloaded.append(
+                OffloadedUpdate(optimizer, self._shards, records, self._begin_step, self._end_step)
+            )
+        self.optimizers.append(optimizer)
+
+    def tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
+        """Yield (parameter, tensor, start) of all tensors for which optimizers may have states: shards, and whole parameters."""
+        yield from self._tensors_of_shards()
+        for owned in self._owned:
+            yield from owned.tensors()
+
+    def settings(self) -> list[list[dict[str, Any]]]:
+        """Return the settings of all groups of each optimizer, as a checkpoint holds them."""
+        return [
+            [
+                {k: v for k, v in group.items() if isinstance(v, _PLAIN) and k not in _IMPLEMENTATION}
+                for group in optimizer.param_groups
+            ]
+            for optimizer in self.optimizers
+        ]
+
+    def restore_settings(self, saved: Iterable[Sequence[Mapping[str, Any]]]) -> None:
+        """Have the optimizers go on with what `settings` returned."""
+        for optimizer, groups in zip(self.optimizers, saved, strict=False):
+            for group, settings in zip(optimizer.param_groups, groups, strict=False):
+                group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+
+    def close(self) -> None:
+        """Free what is offloaded."""
+        for update in self.offloaded:
+            update.close()
+
+    def _tensors_of_shards(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
+        for shards in self._shards:
+            yield from shards.stored()
+
+    def _updates_elements(self, optimizer: Optimizer) -> bool:
+        """Whether `optimizer` can update shards; else it has to update whole parameters.
+
+        Raises:
+            ValueError: if it can do neither in this engine.
+        """
+        name, offload = type(optimizer).__name__, self._place.kind
+        if offload != "none" and optimizer.state:
+            raise ValueError(
+                f"{name} has a state, and with offload={offload!r} states begin where they are kept: give the optimizer here "
+                f"before its first step"
+            )
+        members = _members(optimizer)
+        plans = [shards.bucket.plan for shards in self._shards]
+        divided = any(plan.layout.shards > 1 for plan in plans)
+        split = [
+            each
+            for plan in plans
+            for each, p in zip(plan.names, plan.parameters, strict=True)
+            if id(p) in members and self._layouts[each].shards
+        ]
+        if not divided and not split and offload == "none" and self._rounding is None:
+            return True
+        reason = why_not_elementwise(optimizer)
+        if not reason:
+            return True
+        if split:
+            where = f"{split[0]}, of which each rank computes with a part"
+        elif offload != "none":
+            where = "offload, which updates shards of parameters"
+        elif self._rounding is not None:
+            where = "stochastic rounding, which updates shards of parameters"
+        else:
+            reason = why_not_by_parameter(optimizer)
+            where = f"zero={self._zero}, where each parameter is updated by one rank"
+        if reason:
+            raise ValueError(
+                f"{name} cannot be used with {where}: {reason}; use zero=0 without offload, or an optimizer that updates each element "
+                f"by itself, as AdamW does"
+            )
+        return False
+
+    def _before_step(
+        self,
+        owned: OwnedParameters | None,
+        optimizer: Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args begin with the optimizer
+        if closure is None:
+            self._begin_step(owned)
+            return None
+
+        def averaged() -> Any:
+            """The closure over all ranks: it computes with the updated weights of all ranks, and leaves averaged gradients."""
+            self._end_step(owned)
+            loss = closure()
+            self._begin_step(owned)
+            if loss is None:
+                return None
+            mean = torch.as_tensor(loss).detach().double().clone()
+            if self._comm.size > 1:
+                self._comm.all_reduce(mean, "avg")
+            return mean
+
+        return (optimizer, averaged), {}
+
+    def _begin_step(self, owned: OwnedParameters | None = None) -> None:
+        if self._before() and owned is not None:
+            owned.receive()
+
+    def _end_step(self, owned: OwnedParameters | None = None) -> None:
+        if owned is not None:
+            owned.send_back()
+        self._after()
+
+
+def _members(optimizer: Optimizer) -> set[int]:
+    """The identities of the parameters of `optimizer`."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def use_shards(optimizer: Optimizer, shards: Iterable[tuple[nn.Parameter, nn.Parameter, int]]) -> None:
+    """Have `optimizer` update shards, and keep its states for them.
+
+    Args:
+        shards: (parameter, shard, first element of the flattened parameter); a whole parameter is a shard, too.
+    """
+    before = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = {id(parameter) for parameter in before}
+    shard_of = {id(parameter): (shard, start) for parameter, shard, start in shards}
+    for group in optimizer.param_groups:
+        group["params"] = [shard_of[id(p)][0] for p in group["params"] if id(p) in shard_of]
+    for name, value in vars(optimizer).items():  # LBFGS keeps a list of its own
+        if isinstance(value, list) and value and all(id(each) in known for each in value):
+            setattr(optimizer, name, [shard_of[id(p)][0] for p in value if id(p) in shard_of])
+    for parameter in list(optimizer.state):
+        shard, start = shard_of.get(id(parameter), (parameter, 0))
+        if shard is not parameter or id(parameter) not in shard_of:
+            state = optimizer.state.pop(parameter)
+            if id(parameter) in shard_of:
+                optimizer.state[shard] = _state_of_shard(state, parameter, shard, start)
+    _clear_parameters_too(optimizer, before)
+
+
+def _clear_parameters_too(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Have `zero_grad` of an optimizer, which knows shards, clear the `.grad` of the parameters, too."""
+    plain = type(optimizer).zero_grad
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters."""
+        plain(self, set_to_none)
+        if set_to_none:
+            for parameter in parameters:
+                parameter.grad = None
+
+    optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+
+
+def _state_of_shard(state: dict[str, Any], owner: Tensor, part: Tensor, start: int) -> dict[str, Any]:
+    """The state of an elementwise optimizer for `part`, which begins at element `start` of the flattened `owner`."""
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape != owner.shape or (not value.dim() and part.dim()):
+            return value
+        values = value.reshape(-1)[start : start + part.numel()].view(part.shape)
+        kind = part.dtype if value.is_floating_point() and value.dtype == owner.dtype else value.dtype
+        return values.to(part.device, kind, copy=True)
+
+    return {key: cut(value) for key, value in state.items()}
