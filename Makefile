@@ -47,11 +47,11 @@ types:
 tests:
 	$(BIN)/pytest --numprocesses 3 --dist worksteal
 
-# All packages but torch, and setuptools, which some versions of torch limit, have the versions of `make test`.
+# All packages but torch, torchvision, and setuptools, which some versions of torch limit, have the versions of `make test`.
 test-torch:
 	@test -n "$(TORCH)" || { echo "give the version of torch: make test-torch TORCH=2.15.0" >&2; exit 2; }
 	$(PYTHON) -m venv $(OTHER)
-	grep -vE '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
+	grep -vE '^(torch|torchvision|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/pip install -qq --no-compile --disable-pip-version-check --constraint $(OTHER)/constraints.txt \
 		torch==$(TORCH) --editable '.[test]'
 	$(OTHER)/bin/pytest --numprocesses 3 --dist worksteal $(TESTS)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import torchvision_models  # noqa: F401 - before transformers is imported
+
 if TYPE_CHECKING:
     from tests.pool import Pool, Ranks
 

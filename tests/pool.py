@@ -31,6 +31,7 @@ from farandole.comm import register
 from farandole.launch.bootstrap import loopback_store
 from farandole.launch.child import die_with_parent
 from farandole.launch.hosts import LOOPBACK
+from tests import torchvision_models  # noqa: F401 - before transformers is imported
 from tests.forking import CONTEXT
 
 LARGEST = 8

@@ -19,6 +19,7 @@ from farandole.models.resnet import (
     from_torchvision_names,
     resnet_config,
 )
+from tests.torchvision_models import torchvision_models
 
 PUBLISHED = {
     "resnet18": 11_689_512,
@@ -149,11 +150,7 @@ def test_logits_and_gradients_are_torchvisions(name):
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_a_model_of_torchvision_beside_ours(name):
-    try:
-        from torchvision import models
-    except (ImportError, RuntimeError) as reason:  # RuntimeError: built for another torch
-        pytest.skip(f"no torchvision: {reason}")
-    theirs = getattr(models, name)().double()
+    theirs = getattr(torchvision_models(), name)().double()
     ours = build_resnet(resnet_config(name)).double()
     ours.load_state_dict(from_torchvision_names(theirs.state_dict()))
     torch.testing.assert_close(ours(IMAGES()), theirs(IMAGES()))

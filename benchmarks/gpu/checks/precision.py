@@ -21,8 +21,8 @@ from benchmarks.gpu.reference import (
 from benchmarks.gpu.registry import Context, Figures, Skip, check
 from farandole.parallel.engine import Engine
 from farandole.parallel.loss_scaling import LossScaler
-from farandole.parallel.precision import check_float8, use_float8
 from farandole.parallel.optimizers.rounding import round_stochastically
+from farandole.parallel.precision import check_float8, use_float8
 from farandole.plan import Plan, PlanError
 
 
