@@ -10,7 +10,7 @@ each other forever, or combine different tensors of equal size.  So ranks make t
     order.end(rest)          # launches what other ranks need, and what they have left
 
 - The first pass of a kind is *negotiated*: before each launch all ranks take the minimum of the items they want.  A rank that wants
-  another item takes part, and asks again; a rank that has ended its pass wants nothing.  When nobody wants anything, the pass ends.
+  another item takes part, and asks again; a rank that has ended its pass wants nothing.  When no rank wants anything, the pass ends.
 - Later passes follow the order of the negotiated one, without asking.  A rank that requests an item launches all items before it, also
   a reduction of which it has no or only some gradients.  Reductions are sums: gradients that come later are reduced at the end of the
   pass, and added.

@@ -38,7 +38,7 @@ _REENTRANT = (
 
 
 class StepEvents(Protocol):
-    """Is told of the backward passes of a step."""
+    """Receives the events of a step."""
 
     def begin_step(self) -> None:
         """Gradients of the step before are gone."""
@@ -308,8 +308,8 @@ class GradientReducer:
         ]  # numbers differ between stages of a pipeline
         orders = self._comm.all_gather_object([names[number] for number in completed])
         for queue in self._queues.values():
-            told = {name: place for place, name in enumerate(orders[queue.ranks[0]])}
-            queue.order.sort(key=lambda number: told.get(names[number], len(told)))
+            agreed = {name: place for place, name in enumerate(orders[queue.ranks[0]])}
+            queue.order.sort(key=lambda number: agreed.get(names[number], len(agreed)))
         self._set_places()
 
     def _set_places(self) -> None:

@@ -90,8 +90,8 @@ class Engine:
         offload: "host" or "disk:FOLDER", where master weights and states of the optimizer are kept; they pass through memory in its
             step.  `offloaded`: on a disk also "gradients", with `zero` >= 2, or "parameters" too, with `zero=3`.
         initialise: makes a model on the meta device, block by block, where ranks keep its parts (`initial_values`).
-        watch: whether every rank looks at its own gradients before they are averaged, so that `locate_nonfinite` can tell whose were
-            not finite; it costs one pass over a bucket that has just been filled.
+        watch: whether every rank checks its own gradients before they are averaged, so that `locate_nonfinite` names the rank whose
+            gradients were not finite; the cost is one pass over a bucket that has just been filled.
         rounding: of the update of bf16 weights, instead of master weights; shards read as NaN between updates.
         scaler, diagnose, report: see `loss_scaling`.
         mesh, layouts: of parameters that are not the same on all ranks; by default ranks differ in their samples only.
@@ -240,7 +240,7 @@ class Engine:
 
         Raises:
             ValueError: on all ranks, if nothing counts.
-            RuntimeError: if there are gradients of an earlier call, which nobody has cleared.
+            RuntimeError: if there are gradients of an earlier call that were not cleared.
         """
         if self._reducer.reduced and not self._reducer.all_cleared:
             raise RuntimeError(
@@ -377,7 +377,7 @@ class Engine:
         for shards in self.shards_of_buckets:
             shards.before_update()
         self._steps.decide()
-        for ranks in self._sharing:  # nobody may read weights any more
+        for ranks in self._sharing:  # no rank may read weights any more
             ranks.barrier()
         return not self.skipped
 

@@ -6,8 +6,8 @@ A model that no process could hold whole is made on the meta device:
         model = build(config)                                   # shapes only
     engine = farandole.parallelize(model, plan, initialise=fill_block)
 
-A parameter first gets a stand-in that has its shape and takes no memory.  When ranks have made room for what each of them
-keeps, rank 0 makes the values of one block after the other, and all ranks take their parts of them.
+A parameter first gets a placeholder that has its shape and takes no memory.  When each rank has allocated its shards, rank 0 computes the
+values block by block, and all ranks copy their parts.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def fill_model(
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """(name, module, whether with the modules in it): blocks, then what lies beside them."""
+    """Yield (name, module, whether its submodules are included): blocks, then modules outside of blocks."""
     blocks = blocks_of(model)
     inside = {module for _, block in blocks for module in block.modules()}
     for name, block in blocks:

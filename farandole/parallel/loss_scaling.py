@@ -1,7 +1,7 @@
 """fp16 training: the loss is scaled so that small gradients do not vanish, and steps that overflow are skipped and explained.
 
-fp16 has nothing between 0 and 6e-8 and nothing above 65504.  Gradients of a loss multiplied by a scale lie in the
-midst of that; they are divided by it before they are used (Micikevicius et al., 2018, "Mixed Precision Training").
+fp16 overflows above 65504 and underflows below about 6e-8.  The loss is multiplied by a scale that moves gradients into this range, and
+gradients are divided by the scale before they are used (Micikevicius et al., 2018, "Mixed Precision Training").
 
 Rank 0 reports an overflow in a line on standard error:
 
@@ -27,18 +27,18 @@ FIRST = 2.0**16
 MINIMUM = 2.0**-14
 """Below it a loss of ordinary size vanishes in fp16 itself."""
 
-_SAID_EVERY = 100
-"""Overflows in a row at the minimum, of which one is said."""
+_REPORT_EVERY = 100
+"""Of so many consecutive overflows at the minimum one is reported."""
 
 
 class LossScaler:
     """Dynamic loss scaling: the arithmetic of `torch.amp.GradScaler`, with a floor.
 
-    The scale halves when gradients overflow, and that step is skipped; it doubles after `growth_interval` steps in a
-    row that did not.  At `minimum` it stays: steps that overflow are skipped there too, and counted by `stuck`.
-    Which steps overflowed has to be told to all ranks alike; then their scales are the same.
+    The scale is halved in a step that overflows, which is skipped, and doubled after `growth_interval` consecutive steps without an
+    overflow.  It is never below `minimum`; `stuck` counts consecutive overflows there.  `update` gets the same argument on all ranks,
+    so their scales are equal.
 
-    With `enabled=False`, for types that need no scale, it stays 1.
+    With `enabled=False`, for types that need no scale, the scale is 1.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class LossScaler:
         self.good_steps = 0
         self.steps = 0
         self.skipped = 0
-        self.stuck = 0  # overflows in a row that found the scale at its minimum
+        self.stuck = 0  # consecutive overflows at the minimum
 
     def multiply(self, loss: Tensor) -> Tensor:
-        """The loss to call `backward()` on; in fp32 where it was fp16, which has no room for a scaled loss."""
+        """Return the scaled loss; an fp16 loss becomes fp32, as fp16 would overflow."""
         return loss * torch.tensor(self.scale) if self.enabled else loss
 
     def update(self, finite: bool) -> None:
-        """Count a step, and adapt to whether its gradients were finite."""
+        """Count a step, and adapt the scale to whether its gradients were finite."""
         self.steps += 1
         if not self.enabled:
             return
@@ -83,13 +83,13 @@ class LossScaler:
         self.scale, self.good_steps = max(self.scale / 2, min(self.scale, self.minimum)), 0
 
     @property
-    def worth_saying(self) -> bool:
-        """Whether the last overflow should be said: all of them, but few of those at the minimum."""
-        return self.stuck <= 1 or self.stuck % _SAID_EVERY == 0
+    def is_reported(self) -> bool:
+        """Whether the last overflow should be reported: each one, but few of those at the minimum."""
+        return self.stuck <= 1 or self.stuck % _REPORT_EVERY == 0
 
     @property
     def advice(self) -> str:
-        """What to do about a scale at its minimum; empty where it is not."""
+        """What to do about a scale at its minimum; "" above it."""
         if not self.stuck:
             return ""
         row = "1 step has" if self.stuck == 1 else f"{self.stuck} steps in a row have"
@@ -99,7 +99,7 @@ class LossScaler:
         )
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint has to hold."""
+        """Return the state for a checkpoint."""
         return {
             "scale": self.scale,
             "good_steps": self.good_steps,
@@ -116,7 +116,7 @@ class LossScaler:
 
 @dataclass(frozen=True)
 class Overflow:
-    """A step that was skipped: its number, counted from 1, what was wrong, and the scale before and after."""
+    """A skipped step: its number, counted from 1, its report, and the scale before and after it."""
 
     step: int
     found: OverflowReport
@@ -132,16 +132,16 @@ class Overflow:
 
 
 def _number(scale: float) -> str:
-    """A scale as people write it: 65536, not 6.5536e+04."""
+    """Format a scale for people: 65536, not 6.5536e+04."""
     return str(int(scale)) if scale == int(scale) and scale < 1e16 else f"{scale:g}"
 
 
 class ScaledSteps:
     """Scales the loss of `engine` by `scaler`, unscales its gradients, and decides which steps are skipped.
 
-    A scaler that is not enabled leaves everything as it is.  The blocks' outputs are looked at in the step after an
-    overflow, to tell whether the forward pass had one too, or in every step with `diagnose`.  With `report` rank 0
-    prints a line for every overflow; at the minimum of the scale, for one in 100 of them.
+    A scaler that is not enabled changes nothing.  In the step after an overflow the outputs of blocks are checked, to find out whether the
+    forward pass overflows, too; with `diagnose` in every step.  With `report` rank 0 prints a line for every overflow; at the minimum
+    of the scale, for one in 100.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class ScaledSteps:
         self.begin_step()
         self._in_backward = False
 
-    # ---- what happens in a step, as the reducer tells it ----
+    # ---- events of a step, called by the reducer ----
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
@@ -178,9 +178,9 @@ class ScaledSteps:
         self._decided = False
 
     def before_reduction(self, number: int) -> None:
-        """Look at the gradients of this rank, if they are watched."""
+        """Check the gradients of this rank, if they are watched."""
         if self.watch is not None:
-            self.watch.look(number)
+            self.watch.check(number)
 
     def end_step(self) -> None:
         """Unscale the averages."""
@@ -189,7 +189,7 @@ class ScaledSteps:
             self._unscaled = True
 
     def backward(self, loss: Tensor) -> None:
-        """`loss.backward()`, scaled."""
+        """Run `loss.backward()` with the scaled loss."""
         if not self.scaler.enabled:
             loss.backward()
             return
@@ -206,7 +206,7 @@ class ScaledSteps:
 
     @property
     def finite(self) -> bool:
-        """Whether nothing is known of an overflow."""
+        """Whether no overflow is known."""
         return not self.scaler.enabled or self.norm is None or math.isfinite(self.norm)
 
     def decide(self) -> None:
@@ -229,14 +229,14 @@ class ScaledSteps:
         else:
             self._outputs.disarm()
         if self._report and self._engine.rank == 0:
-            self._say()
+            self._print_report()
 
     def close(self) -> None:
-        """Look at no outputs any more."""
+        """Stop checking outputs."""
         self._outputs.disarm()
 
-    def _say(self) -> None:
-        if self.overflow is not None and self.scaler.worth_saying:
+    def _print_report(self) -> None:
+        if self.overflow is not None and self.scaler.is_reported:
             print(self.overflow, file=sys.stderr)
             if self.scaler.advice:
                 print(f"farandole: {self.scaler.advice}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
 """Where infinities and NaNs come from: which rank, which parameter, which block.
 
-After gradients have been averaged, all ranks have the infinity of one.  So each rank looks at a bucket of its own
-just before that is reduced, while it is in the cache: one norm of the whole tells that all is well, and only if it
-does not, the parameters are looked at.  Ranks compare what they saw only when a step went wrong.
+After gradients have been averaged, an infinity of one rank is on all ranks.  So each rank checks its own gradients in a bucket just before
+the bucket is reduced, while they are in the cache: it computes one norm of the bucket, and checks single parameters only if the norm is
+not finite.  Ranks exchange their findings only after a step with an overflow.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from farandole.memory.blocks import blocks_of
 from farandole.parallel.optimizers.shards import OptimizerShards
 
 KINDS = ("finite", "inf", "nan")
-"""What a tensor can be, the worst last; they are exchanged as their places here."""
+"""Kinds of tensors, the worst last; ranks exchange their indices."""
 
 
 def kind_of(tensor: Tensor) -> int:
-    """The worst that is in `tensor`, as a place in `KINDS`."""
+    """Return the index in `KINDS` of the worst element of `tensor`."""
     if bool(tensor.isfinite().all()):
         return 0
     return 2 if bool(tensor.isnan().any()) else 1
@@ -33,12 +33,15 @@ def kind_of(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """What is known of gradients that were not finite, the same on all ranks.
+    """Gradients that were not finite; the same report on all ranks.
 
-    `parameter` is the first in the order of the model, and `rank` the first that had it so; None where every rank's
-    were finite and only their average was not, and then also for `parameter` if only the norm was not.
-    `more_parameters` were not finite either, on whatever rank, and `other_ranks` had any.  `output` tells of the
-    blocks' outputs, if they were watched.
+    Args:
+        kind: "inf" or "nan".
+        rank: the first rank on which the gradient of `parameter` was not finite; None if only the average was not.
+        parameter: the first such parameter in the order of the model; None if only the norm was not finite.
+        more_parameters: the number of further parameters whose gradients were not finite, on any rank.
+        other_ranks: further ranks with gradients that were not finite.
+        output: a sentence about the outputs of the blocks, if they were watched.
     """
 
     kind: str
@@ -67,7 +70,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class GradientWatch:
-    """Notes of which parameters this rank's own gradients were not finite in a step."""
+    """Records which of this rank's own gradients were not finite in a step."""
 
     def __init__(self, model: nn.Module, shards: Sequence[OptimizerShards]) -> None:
         named = list(model.named_parameters())
@@ -83,8 +86,8 @@ class GradientWatch:
         self._kinds.clear()
         self._norms.clear()
 
-    def look(self, number: int) -> None:
-        """Look at bucket `number`, whose gradients are complete and are about to be averaged."""
+    def check(self, number: int) -> None:
+        """Check bucket `number`, whose gradients are complete and not yet averaged."""
         whole, received = self._shards[number].bucket.own_gradients()
         views = {index: view for index, view in received.items() if view.numel()}
         if not views:
@@ -97,7 +100,7 @@ class GradientWatch:
                 self._note(self._places[number][index], kind_of(view))
 
     def locate(self, comm: Communicator, outputs: OutputWatch | None = None) -> OverflowReport:
-        """What all ranks together know of this step's gradients; all ranks call it."""
+        """Return the report of this step on all ranks; a collective call."""
         block, output = (-2, 0) if outputs is None else outputs.found()
         mine = torch.tensor([*self._kinds_here(), *self._kinds_averaged(), block, output], dtype=torch.int32)
         seen = torch.empty(comm.size * len(mine), dtype=torch.int32)
@@ -108,10 +111,10 @@ class GradientWatch:
         found = _blame(table[:, :count] if by_rank else table[:, count:-2], self.names, by_rank)
         if outputs is None:
             return found
-        return replace(found, output=outputs.tell(table[:, -2:].tolist(), found.rank))
+        return replace(found, output=outputs.describe(table[:, -2:].tolist(), found.rank))
 
     def _kinds_here(self) -> list[int]:
-        """What every parameter's gradient was on this rank, in the order of the model."""
+        """The kind of every gradient of this rank, in the order of the model."""
         for places, norms in self._norms:
             for place, norm in zip(places, norms.cpu(), strict=True):
                 self._note(place, kind_of(norm))
@@ -119,7 +122,7 @@ class GradientWatch:
         return [self._kinds.get(place, 0) for place in range(len(self.names))]
 
     def _kinds_averaged(self) -> list[int]:
-        """What every parameter's averaged gradient is, in this rank's part of it."""
+        """The kind of every averaged gradient, in this rank's part of it."""
         kinds = [0] * len(self.names)
         for places, shards in zip(self._places, self._shards, strict=True):
             for place, tensor in zip(places, shards.tensors, strict=True):
@@ -133,7 +136,7 @@ class GradientWatch:
 
 
 class OutputWatch:
-    """Notes the first block of `model` whose output is not finite, while it is armed."""
+    """Records the first block of `model` whose output is not finite, while it is armed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._blocks = blocks_of(model)
@@ -142,11 +145,11 @@ class OutputWatch:
 
     @property
     def armed(self) -> bool:
-        """Whether the blocks are looked at."""
+        """Whether outputs are checked."""
         return bool(self._handles)
 
     def arm(self) -> None:
-        """Look at every block's output from now on, which costs a pass over each."""
+        """Check the output of every block from now on, which costs a pass over each."""
         self._first = None
         if not self._handles:
             self._handles = [
@@ -155,21 +158,21 @@ class OutputWatch:
             ]
 
     def disarm(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def found(self) -> tuple[int, int]:
-        """The first block and what its output was; the block is -1 if all were finite, -2 if nobody looked."""
+        """Return the first block and the kind of its output; the block is -1 if all were finite, -2 if none was checked."""
         return self._first or (-1 if self.armed else -2, 0)
 
-    def tell(self, found: Sequence[Sequence[int]], rank: int | None) -> str:
-        """What all ranks `found`, in words: of `rank` if its outputs were bad, else of the first rank whose were."""
+    def describe(self, found: Sequence[Sequence[int]], rank: int | None) -> str:
+        """Describe what all ranks `found`: the output on `rank` if it was not finite, else on the first rank with such an output."""
         bad = {r: (block, kind) for r, (block, kind) in enumerate(found) if block >= 0}
         if not bad:
-            looked = any(block == -1 for block, _ in found)
-            return "the outputs of all blocks were finite" if looked else ""
+            checked = any(block == -1 for block, _ in found)
+            return "the outputs of all blocks were finite" if checked else ""
         where = rank if rank in bad else min(bad)
         block, kind = bad[where]
         place = "" if where == rank else f" on rank {where}"
@@ -188,7 +191,7 @@ class OutputWatch:
 
 
 def _floating(value: Any) -> Iterator[Tensor]:
-    """The floating tensors in what a block returns: in tuples, lists and dictionaries, at any depth."""
+    """Yield the floating tensors in nested tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -201,10 +204,10 @@ def _floating(value: Any) -> Iterator[Tensor]:
 
 
 def _blame(table: Tensor, names: Sequence[str], by_rank: bool) -> OverflowReport:
-    """The first parameter and its rank, of a table (rank, parameter) of kinds: of own gradients, or of averages."""
+    """Report the first parameter and its rank in a table (rank, parameter) of kinds: of own gradients, or of averages."""
     bad = table.amax(0).nonzero().flatten().tolist()
     if not bad:
-        return OverflowReport("inf")  # nothing but the sum of squares
+        return OverflowReport("inf")  # only the sum of squares overflowed
     column = table[:, bad[0]]
     rank = int(column.nonzero()[0])
     kind = KINDS[int(column[rank])]

@@ -1,4 +1,4 @@
-"""Where a model meets a plan.
+"""Make an engine of a model and a plan.
 
 runtime = farandole.init()
 engine = farandole.parallelize(model, Plan(zero=2, precision="bf16"))
@@ -48,29 +48,27 @@ def parallelize(
     watch: bool = False,
     report: bool = True,
 ) -> Engine:
-    """Have all ranks of `comm` (by default all there are) train `model` together, as `plan` says.
+    """Return an engine that trains `model` on all ranks of `comm` under `plan`; a collective call.
 
-    Called by all ranks; they get the parameters of rank 0.  The model's own parameters become those that the plan
-    computes with: the model is used through what is returned, which is called as the model is.
+    All ranks begin with the parameters of rank 0.  The parameters of `model` become the engine's: call the engine in place of the model.
+    Recomputed and adapted layers are logged at level INFO.
 
-    `example`, an input of a rank's micro-batch, and `loss`, what is made of the output, are for `recompute="attention"`
-    and "auto", which measure with them (`memory.recompute.apply_recompute`).
+    Args:
+        plan: by default `Plan()`.  Adapters of `lora` and the directions of stochastic rounding depend on torch's seed on rank 0.
+        comm: by default all ranks of the job.
+        example: an input of a rank's micro-batch, with which `recompute="attention"` and "auto" measure activations.
+        loss: a function of the output, for the same measurement.
+        initialise: `initialise(name, block)` fills one block of a model on the meta device (`initial_values`); a process then needs
+            memory for its own shards and one block.
+        diagnose: with `precision="fp16"` every step checks the outputs of blocks, so that the report of the first overflow names the
+            block in which the forward pass overflowed.
+        watch: every rank checks its own gradients before they are averaged, so that `Engine.locate_nonfinite` names the rank and the
+            parameter.
+        report: rank 0 prints a line for each overflow of fp16.
 
-    A `model` on the meta device needs `initialise(name, block)`, which fills one block at a time (`parallel.initial_values`): no
-    process has more of it in memory than its own part and a block.
-
-    With `rounding="stochastic"`, what is rounded up depends on torch's seed on rank 0.  With `precision="fp16"` the loss
-    is scaled (`scaled`); then `diagnose` has every step's outputs looked at, so that the first overflow
-    already names the block where the forward pass went wrong.  With `report` rank 0 prints a line for each overflow.
-
-    With `watch` every rank looks at its own gradients before they are averaged, in any precision, so that
-    `Engine.locate_nonfinite` names the rank and the parameter whose gradient is not finite.
-
-    With `lora` the model's weights are frozen, and adapters are drawn from torch's generator: all ranks get those of rank 0.
-
-    What is recomputed or adapted is logged at level INFO.
-
-    Raises `PlanError` where the plan does not fit the ranks or the model, and RuntimeError where there are none.
+    Raises:
+        PlanError: if the plan does not suit the ranks or the model.
+        RuntimeError: without a process group.
     """
     plan = plan or Plan()
     if comm is None:
@@ -134,13 +132,13 @@ def _swap(model: nn.Module, plan: Plan) -> Swap:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where the model computes; where a deferred one is going to be made."""
+    """The device on which the model computes; for a deferred model the default device."""
     devices = [tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     return devices[0] if devices else torch.get_default_device()
 
 
 def _recompute(model: nn.Module, plan: Plan, example: Any, loss: Callable[[Any], Tensor] | None) -> None:
-    """Recompute what the plan says; measured as the model that it is going to be."""
+    """Apply the plan's recomputation, measured in the precision of the plan."""
     kind = None if plan.precision == "fp32" else TYPES[plan.precision]
     try:
         done = apply_recompute(

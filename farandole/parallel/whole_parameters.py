@@ -37,7 +37,7 @@ class WholeParameters:
         comm: Communicator,
         is_whole: Callable[[], bool],
     ) -> None:
-        """`is_whole()` tells whether gathered weights are whole at the moment."""
+        """`is_whole()` returns whether gathered weights are whole now."""
         self._model, self._weights, self._comm = model, list(weights), comm
         self._is_whole = is_whole
         self._gathers = any(isinstance(weight, GatheredWeights) for weight in weights)
@@ -66,7 +66,7 @@ class WholeParameters:
             handle.remove()
         self._model.__dict__.pop("__deepcopy__", None)
 
-    # ---- changes that nobody announced ----
+    # ---- changes outside of the engine's calls ----
 
     def remember(self) -> None:
         """The parameters are as they should be."""
@@ -119,7 +119,7 @@ class WholeParameters:
         with self.masters():
             yield
             with torch.no_grad():
-                self._comm.barrier()  # nobody reads what they share
+                self._comm.barrier()  # no rank reads the shared buffer
                 values = [[p.data for p in weight.parameters] for weight in self._weights]
                 for weight, changed in zip(self._weights, values, strict=True):
                     for index, value in enumerate(changed):

@@ -93,7 +93,7 @@ class Observer:
             | ({"loss_scale": self._trainer.scaler.scale} if self._trainer.scaler.enabled else {}),
             {"overflow": str(result.overflow)} if result.skipped else None,
         )
-        if result.skipped and self._trainer.scaler.worth_saying:
+        if result.skipped and self._trainer.scaler.is_reported:
             self._line.note(str(result.overflow))
             if self._trainer.scaler.advice:
                 self._line.note(self._trainer.scaler.advice)

@@ -45,12 +45,12 @@ def test_the_scale_is_that_of_torch() -> None:
 
 def test_the_scale_stays_at_its_minimum() -> None:
     scaler = LossScaler(scale=4.0, minimum=1.0)
-    said = []
+    reported = []
     for _ in range(302):
         scaler.update(finite=False)
-        said.append(scaler.worth_saying)
+        reported.append(scaler.is_reported)
     assert scaler.scale == 1.0
-    assert sum(said) == 3 + 3  # 4 -> 2, 2 -> 1, the first at the minimum, and every hundredth
+    assert sum(reported) == 3 + 3  # 4 -> 2, 2 -> 1, the first at the minimum, and every hundredth
     assert "minimum 1, where 300 steps in a row have overflowed" in scaler.advice
     assert "use bf16" in scaler.advice
     scaler.update(finite=True)
@@ -265,7 +265,7 @@ def test_outputs_of_an_evaluation_do_not_count() -> None:
         model.eval()(torch.full((1, 8), NAN))
     assert watch.found() == (-1, 0)
     model.train()(torch.full((1, 8), NAN))
-    assert watch.tell([watch.found()], 0) == "first bad output: blocks.0 (nan)"
+    assert watch.describe([watch.found()], 0) == "first bad output: blocks.0 (nan)"
 
 
 def _train_scaled(rank: int, size: int, zero: int, accumulate: int) -> dict[str, Tensor]:
@@ -388,21 +388,21 @@ def _said(rank: int, size: int) -> list[str]:
     _spoil(model.first.bias, [True], NAN)
     engine = Engine(model, _world(), scaler=LossScaler(1.0, minimum=1.0))
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as reported:
         for _ in range(3):
             _pass(engine, rank, 1)
             optimizer.step()
             optimizer.zero_grad()
     assert engine.scaler.skipped == 3
     engine.close()
-    return said.getvalue().splitlines()
+    return reported.getvalue().splitlines()
 
 
 def test_an_overflow_is_said_once_at_the_minimum(ranks: Any) -> None:
-    said, other = ranks(2).run(_said)
+    reported, other = ranks(2).run(_said)
     assert other == []
     assert (
-        said[0] == "OVERFLOW step 1: rank 0, first.bias grad nan (also on rank 1); scale 1 -> 1, step skipped"
+        reported[0] == "OVERFLOW step 1: rank 0, first.bias grad nan (also on rank 1); scale 1 -> 1, step skipped"
     )
-    assert "lower the learning rate" in said[1]
-    assert len(said) == 2
+    assert "lower the learning rate" in reported[1]
+    assert len(reported) == 2

@@ -32,7 +32,7 @@ class Summary:
 
 
 def add_lora(model: nn.Module, lora: LoRA) -> Summary:
-    """Freeze `model` but for adapters beside the layers that `lora` names (and what else it trains).
+    """Freeze `model`, and add trained adapters to the layers that `lora` names (and train what else it names).
 
     Layers are changed in place, before anything that collects parameters is made: an optimizer, `Engine`.
     The model computes what it did, since B starts at zero, and with a quantized `lora.base` nearly that. Draws A

@@ -52,7 +52,7 @@ class LoRALinear(nn.Linear):
         return torch.add(result, F.linear(low, self.lora_B).to(result.dtype), alpha=self.lora.scaling)
 
     def extra_repr(self) -> str:
-        """What `print(model)` says of it."""
+        """The settings that `print(model)` shows."""
         state = ", merged" if self.merged else ""
         return f"{super().extra_repr()}, rank={self.lora.rank}, alpha={self.lora.alpha:g}{state}"
 

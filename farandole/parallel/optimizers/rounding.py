@@ -1,12 +1,11 @@
 """Stochastic rounding: bf16 weights that learn without fp32 masters.
 
-bf16 has 8 bits of precision, so that an update below 1/256 of a weight is lost when it is rounded to the nearest
-number, again at each step.  Rounded up with the probability of its distance to the number below, a weight is right in
-expectation, and small updates add up (Gupta et al., 2015, "Deep Learning with Limited Numerical Precision"; for
-training in bf16: Zamirai et al., 2020, "Revisiting BFloat16 Training").
+bf16 has 8 bits of precision, so rounding to nearest loses every update below 1/256 of a weight.  Stochastic rounding rounds up with a
+probability equal to the distance from the number below.  Its result is exact in expectation, so small updates add up (Gupta et al., 2015,
+"Deep Learning with Limited Numerical Precision"; for training in bf16: Zamirai et al., 2020, "Revisiting BFloat16 Training").
 
-So no masters are kept, which are 4 bytes per parameter: they are made of the weights for the update, one bucket at a
-time, and rounded back.  The optimizer computes in fp32, and its states are fp32.
+Master weights, of 4 bytes per parameter, are not kept: an update makes them from the weights of one bucket at a time, and rounds them
+back.  The optimizer computes in fp32, and its states are fp32.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ _CHUNK = 1 << 16
 
 
 def round_stochastically(target: Tensor, source: Tensor, generator: torch.Generator) -> None:
-    """Round `source` (fp32, flat, contiguous) to `target` (bf16, as long); `source` holds nothing useful after.
+    """Round `source` (fp32, flat, contiguous) to `target` (bf16, same length); overwrite `source`.
 
-    A value between two numbers of bf16 becomes the upper one with the probability of its distance from the lower,
-    and a number of bf16 stays what it is.  Infinities and NaNs are kept.
+    A value between two bf16 numbers becomes the upper one with a probability equal to its distance from the lower.  bf16 numbers,
+    infinities and NaNs are unchanged.
     """
     wrong: Tensor | None = None
-    if not math.isfinite(torch.linalg.vector_norm(source)):  # else there is nothing to look for
+    if not math.isfinite(torch.linalg.vector_norm(source)):  # else all are finite
         wrong = ~source.isfinite()
         kept = source[wrong].to(target.dtype)  # the sum below could make numbers of NaNs
         source = source.masked_fill(wrong, 0.0)
@@ -44,7 +43,7 @@ def round_stochastically(target: Tensor, source: Tensor, generator: torch.Genera
     for rounded, exact in zip(target.split(length), source.split(length), strict=True):
         count = exact.numel()
         noise = torch.empty(-(-count // 4), dtype=torch.int64, device=exact.device)
-        noise.random_(-(1 << 63), None, generator=generator)  # every bit of it is random: 16 for each element
+        noise.random_(-(1 << 63), None, generator=generator)  # 16 random bits for each element
         bits = exact.view(torch.int32)
         # in all 0 to 65535 is added; torch is slow where types are mixed
         bits.add_(noise.view(torch.int16)[:count].int()).add_(1 << 15)
@@ -56,9 +55,8 @@ def round_stochastically(target: Tensor, source: Tensor, generator: torch.Genera
 class StochasticRounding:
     """Has an optimizer update the bf16 weights of buckets.
 
-    What is rounded up depends on `seed`, on how many `steps` were made and on the place of a weight, and on nothing
-    else: it is the same on ranks that update the same weights, and in a run that goes on from a checkpoint of the
-    weights, the optimizer's state and `steps`.
+    The direction of rounding depends only on `seed`, the number of `steps` and the place of a weight.  So it is the same on ranks that
+    update the same weights, and in a run that resumes from a checkpoint of the weights, the optimizer's state and `steps`.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -77,21 +75,21 @@ class StochasticRounding:
         def step(self_: Optimizer) -> None:
             self._step(self_, plain, shards)
 
-        # a bound method, as torch's schedulers want it
+        # schedulers of torch expect a bound method
         optimizer.step = MethodType(Optimizer.profile_hook_step(step), optimizer)  # type: ignore[method-assign]
 
     def _step(
         self, optimizer: Optimizer, plain: Callable[[Optimizer], Any], shards: Sequence[OptimizerShards]
     ) -> None:
         whole = optimizer.param_groups
-        group_of = {id(piece): number for number, group in enumerate(whole) for piece in group["params"]}
+        group_of = {id(tensor): number for number, group in enumerate(whole) for tensor in group["params"]}
         changed: dict[int, dict[str, Any]] = {}
         try:
             for number, bucket in enumerate(shards):
                 members: dict[int, list[Tensor]] = {}
-                for piece in bucket.tensors:
-                    if piece is not None and piece.grad is not None and id(piece) in group_of:
-                        members.setdefault(group_of[id(piece)], []).append(piece)
+                for tensor in bucket.tensors:
+                    if tensor is not None and tensor.grad is not None and id(tensor) in group_of:
+                        members.setdefault(group_of[id(tensor)], []).append(tensor)
                 if not members:
                     continue
                 groups = {at: {**whole[at], "params": params} for at, params in sorted(members.items())}
@@ -107,17 +105,17 @@ class StochasticRounding:
 
     @contextmanager
     def _masters(self, bucket: OptimizerShards, number: int) -> Iterator[None]:
-        """The bucket's pieces are fp32 within, and rounded at its end."""
+        """Within it the tensors of the bucket are fp32; at its end they are rounded."""
         assert bucket.weights is not None  # there is a type that the weights were cast to
         own = bucket.weights.shard
         master = own.float()
-        outside = bucket.place_in(master)
+        before = bucket.place_in(master)
         try:
             yield
             round_stochastically(own, master, self._generator(number, bucket.number, own.device))
         finally:
-            for piece, data in outside:
-                piece.data = data
+            for tensor, data in before:
+                tensor.data = data
 
     def _generator(self, number: int, shard: int, device: torch.device) -> torch.Generator:
         words = struct.pack("<4Q", self.seed % 2**64, self.steps, number, shard)
