@@ -209,6 +209,12 @@ class GradientReducer:
         queue = self._queues[bucket.plan.ranks.column]
 
         def accumulated(parameter: Tensor) -> None:
+            hooks = parameter._post_accumulate_grad_hooks
+            if len(hooks) > 1 and next(reversed(hooks.values())) is not accumulated:
+                raise RuntimeError(
+                    f"{self._name(parameter)} has a hook that would change a gradient under reduction: call "
+                    f"register_post_accumulate_grad_hook before parallelize, or use register_hook"
+                )
             if not self._in_pass:
                 self._begin_pass()
             elif self._gatherer is None and self._places[number] < queue.next:
@@ -319,6 +325,14 @@ class GradientReducer:
 
     def _name(self, parameter: Tensor) -> str:
         return next(name for name, known in self._model.named_parameters() if known is parameter)
+
+
+def has_engine(parameter: Tensor) -> bool:
+    """Whether a `GradientReducer` reduces the gradients of `parameter`."""
+    hooks = (
+        parameter._post_accumulate_grad_hooks or {}
+    ).values()  # private: torch has no other way to list them
+    return any(getattr(hook, "__qualname__", "").startswith(GradientReducer.__qualname__) for hook in hooks)
 
 
 class BufferAverage:

@@ -56,6 +56,7 @@ from farandole.parallel.initial_values import (
     stand_in,
 )
 from farandole.parallel.loss_scaling import LossScaler, Overflow, ScaledSteps
+from farandole.parallel.model_checks import check_gradients, check_model
 from farandole.parallel.optimizers.offloading import OffloadedUpdate, allocators_at
 from farandole.parallel.optimizers.rounding import StochasticRounding
 from farandole.parallel.optimizers.shards import GradientNorms
@@ -123,6 +124,8 @@ class Engine:
         layouts: Mapping[str, Layout] | None = None,
     ) -> None:
         _check_options(zero, compression, rounding, offload, dtype)
+        flat = zero > 0 or dtype is not None or offload != "none"
+        check_model(model, moved=flat)
         if is_deferred(model) != (initialise is not None):
             raise ValueError(
                 "initialise= fills the blocks of a model that is on the meta device: both are needed, or neither"
@@ -151,7 +154,7 @@ class Engine:
             comm.rank,
             zero=zero,
             dtype=dtype,
-            flat=zero > 0 or dtype is not None or offload != "none",
+            flat=flat,
             gathered=zero == 3 and any(_gathers(model, groups.of_ranks(ranks)) for ranks in dividing),
             bucket_bytes=bucket_bytes,
         )
@@ -166,6 +169,7 @@ class Engine:
         self._weights, self._gatherer = built.weights, built.gatherer
         if initialise is not None:
             fill_model(model, built.weights, comm, initialise, types)
+        self._trained = {id(p) for bucket in built.buckets for p in bucket.parameters}
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         shared = {id(weights.comm): weights.comm for weights in built.weights if weights.shared}
         self._sharing = [each for each in shared.values() if each is not None]
@@ -349,6 +353,8 @@ class Engine:
             ValueError: for an optimizer that would give other results, or has parameters of another model.
             OffloadError: where there is no space for what is offloaded.
         """
+        if any(given is optimizer for given in self.optimizers):
+            raise ValueError("the optimizer was given to the engine already")
         known = {id(parameter) for parameter in self.model.parameters()}
         if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
@@ -373,7 +379,8 @@ class Engine:
         """Complete the gradients of a step; return whether the step is made."""
         self.synchronize()
         self._release_gathered()
-        self._whole.check(self._name)
+        self._whole.check()
+        check_gradients(self.model, self._trained)
         for shards in self.shards_of_buckets:
             shards.before_update()
         self._steps.decide()
@@ -399,9 +406,6 @@ class Engine:
             weights.wait()
         for ranks in self._sharing:
             ranks.barrier()
-
-    def _name(self, parameter: Tensor) -> str:
-        return next(name for name, known in self.model.named_parameters() if known is parameter)
 
     # ---- whole parameters ----
 

@@ -90,6 +90,7 @@ class GatheredWeights(FlatWeights):
         assert self._whole is not None
         if self._work is not None:
             self._work.wait()
+            self.check_in_place()
             self._work = None
             self._set(self._layout.views(self._whole))
         return self._whole
@@ -132,7 +133,7 @@ class GatheredWeights(FlatWeights):
 
     def is_in_place(self, index: int) -> bool:
         """Whether parameter `index` is a placeholder, or gathered."""
-        return self._whole is not None or is_same_memory(self.parameters[index], self._placeholders[index])
+        return self.is_whole or is_same_memory(self.parameters[index], self._placeholders[index])
 
     def set_values(self, index: int, values: Tensor) -> None:
         """Set the weights and master weights of parameter `index`; all ranks call it, with the same values."""

@@ -31,6 +31,9 @@ Masters = Literal["memory", "offloaded", "none"]
 """Where master weights are: in memory, on the way to an offload store, or only within an update (`optimizers.rounding`)."""
 
 
+EDIT = "make changes within `with engine.edit_parameters():`, or load them with model.load_state_dict()"
+
+
 class FlatWeights(ABC):
     """The weights of the parameters of `plan`, of which the flat buffer is cut into shards; this rank has shard `number`.
 
@@ -79,6 +82,15 @@ class FlatWeights(ABC):
     @abstractmethod
     def is_in_place(self, index: int) -> bool:
         """Whether parameter `index` is where the engine has put it."""
+
+    def check_in_place(self) -> None:
+        """Raise RuntimeError if a parameter is not where the engine has put it."""
+        for index, name in enumerate(self.plan.names):
+            if not self.is_in_place(index):
+                raise RuntimeError(
+                    f"{name} is no longer in the memory in which the engine updates it: model.to(), .half() and the like come before "
+                    f"parallelize, and values are not assigned to .data; {EDIT}"
+                )
 
     @abstractmethod
     def set_values(self, index: int, values: Tensor) -> None:

@@ -22,9 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from farandole.comm.communicator import Communicator
 from farandole.parallel.gathered_weights import GatheredWeights
-from farandole.parallel.weights import FlatWeights
-
-_EDIT = "make changes within `with engine.edit_parameters():`, or load them with model.load_state_dict()"
+from farandole.parallel.weights import EDIT, FlatWeights
 
 
 class WholeParameters:
@@ -72,18 +70,14 @@ class WholeParameters:
         """The parameters are as they should be."""
         self._versions = [[p._version for p in weight.parameters] for weight in self._weights]
 
-    def check(self, name_of: Callable[[Tensor], str]) -> None:
+    def check(self) -> None:
         """Raise RuntimeError if parameters were changed by others than the optimizer."""
         for weight, versions in zip(self._weights, self._versions, strict=True):
-            for index, (parameter, version) in enumerate(zip(weight.parameters, versions, strict=True)):
-                if not weight.is_in_place(index):
-                    raise RuntimeError(
-                        f"{name_of(parameter)} does not lie any more where the engine updates it: model.to(), .half() and the "
-                        f"like come before parallelize, and values are not assigned to .data; {_EDIT}"
-                    )
+            weight.check_in_place()
+            for name, parameter, version in zip(weight.plan.names, weight.parameters, versions, strict=True):
                 if parameter._version != version:
                     raise RuntimeError(
-                        f"{name_of(parameter)} was changed in place, and the optimizer updates another tensor; {_EDIT}"
+                        f"{name} was changed in place, and the optimizer updates another tensor; {EDIT}"
                     )
 
     # ---- changes that are announced ----

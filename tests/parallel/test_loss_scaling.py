@@ -402,7 +402,8 @@ def test_an_overflow_is_said_once_at_the_minimum(ranks: Any) -> None:
     reported, other = ranks(2).run(_said)
     assert other == []
     assert (
-        reported[0] == "OVERFLOW step 1: rank 0, first.bias grad nan (also on rank 1); scale 1 -> 1, step skipped"
+        reported[0]
+        == "OVERFLOW step 1: rank 0, first.bias grad nan (also on rank 1); scale 1 -> 1, step skipped"
     )
     assert "lower the learning rate" in reported[1]
     assert len(reported) == 2

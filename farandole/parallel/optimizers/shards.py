@@ -88,6 +88,9 @@ class OptimizerShards:
         for index, (parameter, tensor, gradient, anybody) in enumerate(
             zip(self.parameters, self.tensors, self.gradients, used, strict=True)
         ):
+            found = parameter.grad
+            if not (anybody or found is None or isinstance(found, ShardedGradient) or found is gradient):
+                raise self._assigned(index)
             parameter.grad = None
             if self.weights is not None:
                 own = gradient if tensor is not None else None
@@ -145,7 +148,7 @@ class OptimizerShards:
         if isinstance(gradient, ShardedGradient):
             gradient, self.parameters[index].grad = gradient.received, None
         assert gradient is not None  # the hook runs because there is one
-        return gradient
+        return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
     def before_update(self) -> None:
         """Clear the gradients of shards of which the parameters have none any more.
@@ -153,22 +156,27 @@ class OptimizerShards:
         Raises:
             RuntimeError: for a parameter that was assigned another gradient.
         """
-        for index, (parameter, tensor) in enumerate(zip(self.parameters, self.tensors, strict=True)):
-            mark = self._marks[index]
-            if tensor is None or mark is None or parameter.grad is mark:
-                continue
-            if parameter.grad is not None:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} was assigned a gradient, and the optimizer updates another "
-                    f"tensor than it: change gradients through engine.gradients() or engine.scale_gradients(factor)"
-                )
-            tensor.grad = None
+        for index, (parameter, tensor, mark) in enumerate(
+            zip(self.parameters, self.tensors, self._marks, strict=True)
+        ):
+            if parameter.grad is None:
+                if mark is not None and tensor is not None:
+                    tensor.grad = None
+            elif parameter.grad is not mark and self.weights is not None:
+                raise self._assigned(index)
 
     def move_gradients(self) -> None:
         """Copy gradients to the device of the tensors, if that is another one."""
         for tensor, gradient in zip(self.tensors, self.gradients, strict=True):
             if tensor is not None and gradient is not None and tensor.grad is not None:
                 tensor.grad = gradient.to(tensor.device)
+
+    def _assigned(self, index: int) -> RuntimeError:
+        return RuntimeError(
+            f"{self.bucket.plan.names[index]} was assigned a gradient, which ranks have not averaged: call loss.backward() or "
+            f"engine.backward(loss) in place of torch.autograd.grad(); engine.gradients() and engine.scale_gradients(factor) change "
+            f"averaged gradients"
+        )
 
     def _is_cleared(self, index: int, gradient: Tensor | None) -> bool:
         """Whether the gradient of a parameter was cleared, or never set."""
@@ -344,7 +352,8 @@ class ShardedGradient(Tensor):
         raise RuntimeError(
             f"{function.__name__.split('.')[0]} of the gradient of {found._name}: this rank does not have the whole gradient in "
             f"the type of the parameter. engine.gradients() returns what it has; engine.clip(max_norm), engine.gradient_norm() and "
-            f"engine.scale_gradients(factor) work on all of it, and so do torch.nn.utils.clip_grad_norm_ and clip_grad_value_"
+            f"engine.scale_gradients(factor) work on all of it, and so do torch.nn.utils.clip_grad_norm_ and clip_grad_value_; an "
+            f"optimizer is given to engine.optimizer(...)"
         )
 
     def _change(self, function: Any, rest: Sequence[Any], kwargs: dict[str, Any]) -> ShardedGradient:

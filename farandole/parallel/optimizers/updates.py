@@ -87,6 +87,7 @@ class Updates:
             self.offloaded.append(
                 OffloadedUpdate(optimizer, self._shards, records, self._begin_step, self._end_step)
             )
+        self._follow_new_groups(optimizer, fixed=owned is not None or self._place.kind != "none")
         self.optimizers.append(optimizer)
 
     def tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
@@ -115,6 +116,27 @@ class Updates:
         """Free what is offloaded."""
         for update in self.offloaded:
             update.close()
+
+    def _follow_new_groups(self, optimizer: Optimizer, *, fixed: bool) -> None:
+        """Have `add_param_group` take parameters of the model, unless groups are `fixed`."""
+        plain = type(optimizer).add_param_group
+        trained = {id(parameter) for shards in self._shards for parameter in shards.parameters}
+
+        def add_param_group(changed: Optimizer, param_group: dict[str, Any]) -> None:
+            """Have the optimizer update further parameters of the model."""
+            if fixed:
+                raise RuntimeError(
+                    "add_param_group: the states of this optimizer are offloaded, or on ranks that own whole parameters, so its groups "
+                    "are fixed; give it all groups before engine.optimizer(...)"
+                )
+            given = param_group["params"]
+            given = [given] if isinstance(given, Tensor) else list(given)
+            if any(id(parameter) not in trained for parameter in given):
+                raise ValueError("add_param_group: parameters that are not trained by the engine")
+            shard_of = {id(parameter): shard for parameter, shard, _ in self._tensors_of_shards()}
+            plain(changed, {**param_group, "params": [shard_of[id(p)] for p in given if id(p) in shard_of]})
+
+        optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
 
     def _tensors_of_shards(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
         for shards in self._shards:

@@ -1,0 +1,65 @@
+"""What a model must be when an engine is made of it, and when it is updated."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from farandole.parallel.data import has_engine
+
+
+def check_model(model: nn.Module, *, moved: bool) -> None:
+    """Raise ValueError for a model that an engine would train in another way than one process does.
+
+    Args:
+        moved: whether the engine moves parameters into flat buffers.
+    """
+    named = dict(model.named_parameters())
+    for name, parameter in named.items():
+        if is_lazy(parameter):
+            raise ValueError(f"{name} is not initialized: run the model once before parallelize")
+        if has_engine(parameter):
+            raise ValueError(
+                f"{name} belongs to an engine already: close() that engine before another one is made of the model"
+            )
+    if moved and (pair := _overlapping(named)):
+        raise ValueError(
+            f"{pair[0]} and {pair[1]} are different parameters in the same memory, and the engine would give each its own: use the same "
+            f"nn.Parameter in both places, or make one of them a copy"
+        )
+
+
+def check_gradients(model: nn.Module, trained: Collection[int]) -> None:
+    """Raise RuntimeError if a parameter that the engine does not train has a gradient.
+
+    Args:
+        trained: the identities of the parameters that the engine trains.
+    """
+    for parameter in model.parameters():
+        if parameter.grad is not None and id(parameter) not in trained:
+            name = next(name for name, known in model.named_parameters() if known is parameter)
+            raise RuntimeError(
+                f"{name} has a gradient that ranks do not average: when the engine was made it was frozen, or not in the model; close() "
+                f"the engine, and make another one after requires_grad_() or the change of the model"
+            )
+
+
+def _overlapping(named: dict[str, nn.Parameter]) -> tuple[str, str] | None:
+    """The names of two parameters with common memory, if there are any."""
+    extents = sorted(
+        (str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, name)
+        for name, p in named.items()
+        if type(p.data) is Tensor and not p.is_meta and p.numel() and _is_dense(p)
+    )
+    for (device, _, end, name), (other_device, start, _, other) in zip(extents, extents[1:], strict=False):
+        if device == other_device and start < end:
+            return name, other
+    return None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill consecutive memory, in any order."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return last + 1 == tensor.numel()
