@@ -159,15 +159,16 @@ class Metadata:
     consumed: int
     ranks: int
     precision: Precision
-    loss_scale: float
-    good_steps: int
     elapsed_s: float
     config: dict[str, Any]
     topology: dict[str, Any] = field(default_factory=dict)
     """The plan under which it was written, as `data` and `zero`: for people, as any other plan can go on from it."""
-    rounding_steps: int = 0
     files: list[str] = field(default_factory=lambda: [TOKENIZER])
     """What the task keeps with it."""
+    loss_scale: float | None = None
+    """Of checkpoints of earlier versions, like the next two; `state/engine.json` has them now."""
+    good_steps: int = 0
+    rounding_steps: int = 0
 
 
 def read_metadata(folder: Path) -> Metadata:

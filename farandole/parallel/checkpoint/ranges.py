@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from farandole.layout import Box, boxes_of_range, volume
 
@@ -154,8 +154,18 @@ class Range:
 class SavePlanner(DefaultSavePlanner):
     """Plans a save of ranges and of ordinary tensors, by name."""
 
+    nbytes = 0
+    """The bytes that this rank writes, when the ranks have divided them."""
+
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take the part of the plan that is this rank's."""
+        for data in (item.tensor_data for item in new_plan.items):
+            if data is not None:
+                self.nbytes += data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        return super().finish_plan(new_plan)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What is to be written under `index`."""
