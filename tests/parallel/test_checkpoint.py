@@ -67,7 +67,7 @@ def _make(way: Way, seed: int) -> tuple[Engine, torch.optim.Optimizer]:
 
 
 def _is_hybrid(way: Way) -> bool:
-    return way[1][0].isdigit()
+    return way[1][:1].isdigit()
 
 
 def _backend(way: Way) -> str:

@@ -176,11 +176,10 @@ def load_weights(engine: Engine, path: Path) -> None:
 
 
 def _read(engine: Engine, path: Path) -> list[tuple[Stored, Tensor]]:
-    """The values of what this rank stores, in the types of the files."""
+    """Return the values that this rank stores."""
     from safetensors import safe_open
 
-    places = _files(path)
-    aliases = _aliases(engine)
+    places, aliases = _files(path), _aliases(engine)
     found: list[tuple[Stored, Tensor]] = []
     known = {alias for names in aliases.values() for alias in names} | {
         n for n, _ in engine.model.named_buffers()
@@ -188,10 +187,9 @@ def _read(engine: Engine, path: Path) -> list[tuple[Stored, Tensor]]:
     missing = [name for name, names in aliases.items() if not any(each in places for each in names)]
     unknown = [name for name in places if name not in known]
     if missing or unknown:
-        parts = [f"it has no {', '.join(missing[:4])}"] * bool(missing) + [
-            f"it has {', '.join(unknown[:4])}"
-        ] * bool(unknown)
-        raise CheckpointError(f"{' and '.join(parts)}: it is of another model")
+        lacks = [f"it has no {', '.join(missing[:4])}"] * bool(missing)
+        has = [f"it has {', '.join(unknown[:4])}"] * bool(unknown)
+        raise CheckpointError(f"{' and '.join(lacks + has)}: it is of another model")
     opened: dict[Path, Any] = {}
     for stored in stored_tensors(engine):
         name = next((each for each in aliases.get(stored.name, [stored.name]) if each in places), None)
@@ -218,7 +216,7 @@ def _read(engine: Engine, path: Path) -> list[tuple[Stored, Tensor]]:
 
 
 def _aliases(engine: Engine) -> dict[str, list[str]]:
-    """Of each parameter, by its first name, all names that it has: files may have a tied one under another."""
+    """Return all names of each parameter by its first name: files may have a tied one under another."""
     names: dict[int, list[str]] = {}
     for name, parameter in engine.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -226,7 +224,7 @@ def _aliases(engine: Engine) -> dict[str, list[str]]:
 
 
 def _files(path: Path) -> dict[str, Path]:
-    """The file that has each tensor."""
+    """Return the file of each tensor."""
     from safetensors import safe_open
 
     if path.is_dir() and (path / INDEX).exists():
