@@ -456,7 +456,12 @@ class Engine:
     # ---- checkpoints ----
 
     def save(
-        self, folder: str | Path, extra: Mapping[str, Any] | None = None, *, asynchronous: bool = False
+        self,
+        folder: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        asynchronous: bool = False,
+        on_saved: Callable[[], None] | None = None,
     ) -> PendingSave:
         """Write the state of the model and its optimizers to a new folder; all ranks call it.
 
@@ -467,11 +472,14 @@ class Engine:
         object, the next `save` or `load`, and `close` return when it is on the disk.  Offloaded states are not copied: they are
         written before `save` returns.
 
+        `on_saved` is called on rank 0 when the folder is whole, by the thread that wrote it; if it fails, the save has failed.
+
         Raises:
             CheckpointError: on all ranks, if the folder exists or cannot be written; with `asynchronous` by what waits for it.
         """
         self._wait_for_save()
-        pending = checkpoint.save(self, Path(folder).expanduser(), extra or {}, background=asynchronous)
+        path = Path(folder).expanduser()
+        pending = checkpoint.save(self, path, extra or {}, on_saved, background=asynchronous)
         self._pending_save = pending if asynchronous else None
         return pending
 
@@ -523,7 +531,7 @@ class Engine:
     def metadata(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides tensors."""
         return {
-            "scaler": self.scaler.state_dict(),
+            "scaler": {"enabled": self.scaler.enabled, **self.scaler.state_dict()},
             "rounding_steps": self.rounding.steps if self.rounding is not None else 0,
             "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
             "groups": self._updates.settings(),
@@ -532,8 +540,11 @@ class Engine:
 
     def restore_metadata(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `metadata` returned."""
-        if self.scaler.enabled and saved["scaler"]["scale"] != 1:
-            self.scaler.load_state_dict(saved["scaler"])
+        scaler = saved["scaler"]
+        if self.scaler.enabled and scaler.get(
+            "enabled", scaler["scale"] != 1
+        ):  # earlier versions did not say
+            self.scaler.load_state_dict(scaler)
         if self.rounding is not None:
             self.rounding.steps = saved["rounding_steps"]
         self._updates.restore_settings(saved["groups"])

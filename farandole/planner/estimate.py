@@ -97,8 +97,7 @@ def estimate_workload(
         "transient": traced.transient,
         "reused": -_reused(workload, plan, state, traced.peak - swapped),
         "allocator": _allocator(workload, plan, state, traced) if machine.host else 0,
-        # rank 0 copies whole weights, too
-        "checkpoint": state.copies + (state.whole if plan.zero else 0) if copies else 0,
+        "checkpoint": state.copies if copies else 0,
     }
     times = step_time(workload, plan, ranks, state, traced, machine)
     return Estimate(plan, parts, process + _start(workload, plan, state), times)

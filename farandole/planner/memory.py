@@ -115,7 +115,7 @@ def bytes_per_parameter(plan: Plan, ranks: int, machine: Machine, *, checkpoints
     model = nn.Linear(1024, 1024, bias=False)
     state = state_bytes(Workload(model=model, example=None), plan, ranks, machine)
     if checkpoints:
-        kept = ranks * state.copies + (state.whole if plan.zero else 0)  # rank 0 copies whole weights
+        kept = ranks * state.copies
     else:
         optimizer = state.optimizer if plan.offload_folder is None else 0
         kept = ranks * (state.weights + state.gradients + optimizer)

@@ -1,8 +1,8 @@
-"""What a training run is asked to do: a TOML file over a preset, `key=value` over both, all checked.
+"""The configuration of a run: a TOML file over a preset, `key=value` over both, all checked.
 
     config = load_config("tiny", ["steps=20", "optimizer.learning_rate=1e-3"])
 
-Every value has its place in `presets/default.toml`, with what it means; a file only names what it changes.
+`presets/default.toml` has every key with its meaning; a file names only the keys that it changes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ModelSection(_Section):
         return self
 
     def gpt(self) -> GPTConfig:
-        """The shape as the model wants it."""
+        """Return the configuration of a GPT."""
         from farandole.models.gpt import GPTConfig  # here: it loads torch, and a configuration needs none
 
         return GPTConfig(**self.model_dump())
@@ -155,7 +155,7 @@ class SampleSection(_Section):
 
 
 class TrainConfig(_Section):
-    """Everything that `farandole train` is told."""
+    """The configuration of `farandole train`."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     out: str
@@ -207,17 +207,15 @@ class TrainConfig(_Section):
         return share // size, size
 
     def flat(self) -> dict[str, Any]:
-        """Every value under its full key, as in `model.width`."""
+        """Return every value under its full key, as in `model.width`."""
         values: dict[str, Any] = {}
         for key, value in self.model_dump().items():
-            inner = (
-                {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else None
-            )
-            values |= inner if inner is not None else {key: value}
+            inner = value.items() if isinstance(value, dict) else None
+            values |= {key: value} if inner is None else {f"{key}.{name}": item for name, item in inner}
         return values
 
     def to_toml(self) -> str:
-        """This configuration as a file that `load_config` reads."""
+        """Return this configuration as a file that `load_config` reads."""
         values = self.model_dump()
         sections = {key: value for key, value in values.items() if isinstance(value, dict)}
         lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if key not in sections]
@@ -237,20 +235,20 @@ def presets() -> dict[str, str]:
 
 
 def load_config(source: str | None = None, overrides: list[str] | None = None) -> TrainConfig:
-    """The configuration of preset or TOML file `source`, changed by `key=value` overrides.
+    """Return the configuration of preset or TOML file `source`, changed by `key=value` overrides.
 
     A file starts from the preset that its `preset = "..."` names, else from `default`.
     Raises `ConfigError`.
     """
-    values = _with_preset(_read(source or "default"))
-    for override in overrides or []:
-        _apply(values, override)
-    return parse_config(values)
+    return _overridden(_with_preset(_read(source or "default")), overrides or [])
 
 
 def with_overrides(config: TrainConfig, overrides: list[str]) -> TrainConfig:
-    """`config` changed by `key=value`s.  Raises `ConfigError`."""
-    values = config.model_dump()
+    """Return `config` changed by `key=value`s.  Raises `ConfigError`."""
+    return _overridden(config.model_dump(), overrides)
+
+
+def _overridden(values: dict[str, Any], overrides: list[str]) -> TrainConfig:
     for override in overrides:
         _apply(values, override)
     return parse_config(values)
@@ -276,15 +274,12 @@ def plan_mistake(error: PlanError) -> ConfigError:
 
 
 def _translated(values: dict[str, Any]) -> dict[str, Any]:
-    """Values with today's keys, of a configuration that may have the keys of an earlier version."""
-    old = {"precision", "parallel"} & values.keys()
-    if not old:
-        return values
-    kept = {key: value for key, value in values.items() if key not in old}
-    moved = {**values.get("parallel", {})}
+    """Return a configuration with the keys of this version in place of those of an earlier one."""
+    values = dict(values)
+    moved = values.pop("parallel", {})
     if "precision" in values:
-        moved["precision"] = values["precision"]
-    return kept | {"plan": {**moved, **values.get("plan", {})}}
+        moved = {**moved, "precision": values.pop("precision")}
+    return values | {"plan": {**moved, **values.get("plan", {})}}
 
 
 def known_keys() -> list[str]:

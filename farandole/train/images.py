@@ -27,7 +27,7 @@ from farandole.train.tasks import Mean, Task
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of the colours of ImageNet, which published weights expect."""
+"""Mean and deviation of ImageNet's colours, which published weights expect."""
 
 
 class _Source(Protocol):
@@ -60,7 +60,7 @@ class _Folder:
         self.labels = np.array([number for _, number in found])
 
     def image(self, number: int, size: int) -> NDArray[np.uint8]:
-        """Return image `number`: its shorter side becomes `size` pixels, of the longer one the middle stays."""
+        """Return image `number`, scaled so that its shorter side has `size` pixels, and cropped at the center."""
         try:
             with Image.open(self._files[number]) as image:
                 return _square(image.convert("RGB"), size)
@@ -120,7 +120,7 @@ class _Part:
 
 
 class ImagesTask(Task):
-    """A ResNet on images of classes.  The metric "accuracy" is the share of images whose class it finds."""
+    """A ResNet on images of classes.  The metric "accuracy" is the share of correctly classified images."""
 
     unit = "images"
     train: _Part
@@ -140,10 +140,8 @@ class ImagesTask(Task):
         held_out = max(1, round(config.data.validation_share * len(shuffled)))
         self.validation = _Part(source, shuffled[:held_out], size)
         self.train = _Part(source, shuffled[held_out:], size)
-        self._flip, self._seed = (
-            config.images.flip,
-            np.random.SeedSequence(config.seed).generate_state(1, np.uint64).astype(np.uint64),
-        )
+        self._flip = config.images.flip
+        self._seed = np.random.SeedSequence(config.seed).generate_state(1, np.uint64).astype(np.uint64)
         try:
             self._network = resnet_config(config.images.network, len(source.classes))
         except ValueError as error:

@@ -20,14 +20,14 @@ from farandole.train.tasks import Mean, Task
 from farandole.train.text import open_text
 
 Batch = tuple[Tensor, Tensor, Tensor]
-"""Tokens (samples, positions), the places of those to restore in the flattened tokens, and what they are."""
+"""Tokens (samples, positions), the places of masked ones in the flattened tokens, and the tokens that were masked."""
 
 
 class MaskedBERT(nn.Sequential):
     """A BERT whose head runs only where a token was masked: its logits are the largest tensor of a small model."""
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:  # type: ignore[override]
-        """(samples, positions) of int64, and n places in them, to (n, vocabulary)."""
+        """Map tokens (samples, positions) of int64, and n places in them, to logits (n, vocabulary)."""
         *body, head = self
         x: Any = tokens
         for block in body:
@@ -53,7 +53,7 @@ class MaskedTextTask(Task):
         return MaskedBERT(*build_bert(BERTConfig(**config.model.model_dump())))
 
     def batch(self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
-        """Return masked tokens, where they are masked, and what was there."""
+        """Return tokens, the places of masked ones, and the tokens that were masked."""
         inputs, targets = self._masking.mask(samples.read(numbers)[:, :-1], numbers, epochs)
         places = np.flatnonzero(targets >= 0)
         return (

@@ -1,7 +1,7 @@
-"""What a run needs of memory: a `Workload` for the planner, and whether it fits, said before a rank starts.
+"""The memory of a run: a `Workload` for the planner, and a check before a rank starts that it fits.
 
-What is counted first is what a run has from its first step to its last, in fp32 whatever the precision: it is known
-to the byte.  On a CPU host the activations of a step are estimated then (`planner`), if it could be close.
+The check first counts the bytes that a run has from its first step to its last, in fp32 whatever the precision.  On a CPU host it then
+estimates the activations of a step (`planner`), unless an upper bound fits.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from farandole.train.config import ConfigError, TrainConfig
 _STAGES = (0, 1, 2, 3)
 
 _PIECES = 32
-"""In how many pieces the loss of a micro-batch is traced: fewer than it has, which takes less time."""
+"""The number of parts in which the loss of a micro-batch is traced: fewer than it has, which takes less time."""
 
 _FOR_ACTIVATIONS = 0.2
-"""The share of memory that a suggested size leaves to them."""
+"""The share of memory that a suggested size leaves to activations."""
 
 _SURE = 0.9
-"""A step is refused if this much of what was predicted for it does not fit: predictions are within 10 %."""
+"""A step is refused if this share of its predicted memory does not fit: predictions are within 10 %."""
 
 
 def workload_of(config: TrainConfig, ranks: int) -> Workload:
-    """One rank's part of a step of `config` on `ranks` ranks.  Raises `ConfigError` where it cannot be estimated."""
+    """Return a rank's part of a step of `config`.  Raises `ConfigError` for tasks that cannot be estimated."""
     if config.task != "text":
         raise ConfigError(f"task={config.task!r}: only steps of task='text' are estimated")
     count, samples = config.micro_batches(ranks)
@@ -49,7 +49,7 @@ def workload_of(config: TrainConfig, ranks: int) -> Workload:
 
 
 def check_memory(config: TrainConfig, ranks: int) -> None:
-    """Raise `ConfigError` where the `ranks` of this host cannot hold their GPTs; other models are not checked."""
+    """Raise `ConfigError` if the `ranks` of this host have too little memory for a GPT; other models are not checked."""
     if config.task != "text":
         return
     offload = config.plan.offload
@@ -71,19 +71,19 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
 
 
 def _trained(zero: int, offload: str, ranks: int) -> float:
-    """Bytes of weights, gradients and states on all devices, for each parameter."""
+    """Return the bytes of weights, gradients and states on all devices, for each parameter."""
     accelerated = torch.cuda.is_available()
     machine = Machine(memory=1, shared=not accelerated, host=not accelerated)
     return bytes_per_parameter(Plan(zero=zero, offload=offload), ranks, machine)
 
 
 def _copied(zero: int, offload: str, ranks: int) -> float:
-    """Bytes of copies for checkpoints in the memory of the host, for each parameter."""
+    """Return the bytes of copies for checkpoints in the memory of the host, for each parameter."""
     return bytes_per_parameter(Plan(zero=zero, offload=offload), ranks, Machine(memory=1), checkpoints=True)
 
 
 def check_step(config: TrainConfig, ranks: int, have: int) -> None:
-    """Raise `ConfigError` where steps of `ranks` ranks on a CPU host need more than the `have` bytes there are."""
+    """Raise `ConfigError` if steps of `ranks` ranks on a CPU host need more than `have` bytes."""
     if config.batch % ranks or ranks * _at_most(config, ranks) <= have:  # the former is refused elsewhere
         return
     found = _estimated(config, ranks)
@@ -91,8 +91,8 @@ def check_step(config: TrainConfig, ranks: int, have: int) -> None:
         return
     count, samples = config.micro_batches(ranks)
     share = count * samples
-    smaller = [size for size in range(samples - 1, 0, -1) if share % size == 0]
-    near = next((size for size in smaller if _fits(config, size, ranks, have)), None)
+    smaller = [n for n in range(samples - 1, 0, -1) if share % n == 0]
+    near = next((n for n in smaller if ranks * _estimated(config, ranks, n).peak <= have), None)
     advice = "fewer ranks or a smaller model.context need less"
     if near is not None:
         advice = f"nearest that fits: micro_batch={near}"
@@ -103,22 +103,17 @@ def check_step(config: TrainConfig, ranks: int, have: int) -> None:
     )
 
 
-def _fits(config: TrainConfig, micro_batch: int, ranks: int, have: int) -> bool:
-    smaller = config.model_copy(update={"micro_batch": micro_batch})
-    return ranks * _estimated(smaller, ranks).peak <= have
-
-
-def _estimated(config: TrainConfig, ranks: int) -> Estimate:
-    """What a rank needs, with fp32 weights where the precision is not known yet."""
+def _estimated(config: TrainConfig, ranks: int, micro_batch: int | None = None) -> Estimate:
+    """Estimate the memory of a rank, with fp32 weights where the precision is not known yet."""
+    if micro_batch is not None:
+        config = config.model_copy(update={"micro_batch": micro_batch})
     plan = config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision)
-    machine = Machine(
-        memory=available_memory(), disk=Bandwidth(1e9, 1e9, "any")
-    )  # its speed is not looked at
+    machine = Machine(memory=available_memory(), disk=Bandwidth(1e9, 1e9, "any"))  # its speed is not used
     return estimate_workload(workload_of(config, ranks), plan, ranks, machine)
 
 
 def _at_most(config: TrainConfig, ranks: int) -> float:
-    """Bytes that a rank does not exceed, without a closer look."""
+    """Return an upper bound of the bytes of a rank."""
     _, samples = config.micro_batches(ranks)
     model = config.model
     tokens = samples * model.context
@@ -136,9 +131,9 @@ def _check(
     need = each[zero] * model.parameters
     if need <= have:
         return
-    room = (1 - _FOR_ACTIVATIONS) * have
-    fitting = [stage for stage in (1, 2, 3) if stage > zero and each[stage] * model.parameters <= room]
-    divided = _divided(config, ranks, fitting, room)
+    usable = (1 - _FOR_ACTIVATIONS) * have
+    fitting = [stage for stage in (1, 2, 3) if stage > zero and each[stage] * model.parameters <= usable]
+    divided = _divided(config, ranks, fitting, usable)
     raise ConfigError(
         f"model.width={model.width} with model.layers={model.layers} makes {short(model.parameters)} parameters, "
         f"which need {size(need)} on {counted(ranks, 'rank')} ({parts}: {each[zero]:.3g} bytes per parameter), "
@@ -146,20 +141,20 @@ def _check(
     )
 
 
-def _divided(config: TrainConfig, ranks: int, fitting: list[int], room: float) -> str:
-    """What fits of plans that divide more, or keep AdamW's averages on a disk."""
+def _divided(config: TrainConfig, ranks: int, fitting: list[int], usable: float) -> str:
+    """Name a plan that fits: one that divides more, or keeps AdamW's moments on a disk."""
     if config.plan.compression != "none":
         return ""
     if fitting:
         return f"plan.zero={fitting[0]} fits; "
     least = _trained(3, "disk:FOLDER", ranks) + _copied(3, "disk:FOLDER", ranks)
-    if config.plan.offload == "none" and least * config.model.gpt().parameters <= room:
+    if config.plan.offload == "none" and least * config.model.gpt().parameters <= usable:
         return "plan.zero=3 plan.offload=disk:FOLDER fits; "
     return ""
 
 
 def _advice(model: GPTConfig, each: float, have: int) -> str:
-    """The widest model of these layers and heads for which `have` bytes suffice, at `each` per parameter."""
+    """Name the widest model of these layers and heads that fits in `have` bytes, at `each` per parameter."""
     allowed = (1 - _FOR_ACTIVATIONS) * have / each
     unit = 2 * model.heads
     narrow, wide = 0, model.width // unit  # the first fits, the second does not

@@ -1,13 +1,13 @@
-"""What a run measures, as JSON lines and for TensorBoard.
+"""The metrics of a run, as JSON lines and for TensorBoard.
 
-Each line of `metrics.jsonl` is an object with `step` and what was measured at it:
+Each line of `metrics.jsonl` is an object with `step` and the metrics of that step:
 
     {"step": 20, "loss": 5.1, "learning_rate": 0.002, "gradient_norm": 0.9, "tokens_per_s": 19000.0,
      "waiting_share": 0.01, "elapsed_s": 9.1}
     {"step": 100, "validation_loss": 4.2}
 
 Other tasks count other units, such as `images_per_s`, and have further metrics, such as `validation_accuracy`.
-In fp16 there is `loss_scale` too, and where a step was skipped `overflow`, a text that says why.
+With fp16 there is also `loss_scale`, and for a skipped step `overflow`, a text that says why.
 """
 
 from __future__ import annotations
@@ -32,13 +32,10 @@ Record = dict[str, float]
 
 
 class MetricsWriter:
-    """Appends to the metrics of `run`; one rank has one.
+    """Appends to the metrics of `run`, on rank 0.  A run that continues from `resumed_step` drops the metrics of later steps.
 
-    `resumed_step` drops what a run that is continued had measured after its checkpoint.  Files are open only
-    while they are written, so there is nothing to close.
-
-    Both calls raise `DiskError` where `metrics.jsonl` cannot be written.  TensorBoard's files hold the same
-    once more: without them training goes on, after a remark.
+    Files are open only while they are written, so there is no `close`.  The calls raise `DiskError` if `metrics.jsonl` cannot be
+    written; if TensorBoard's files cannot be written, training goes on with a warning.
     """
 
     def __init__(self, run: Path, *, tensorboard: bool, resumed_step: int | None = None) -> None:
@@ -61,7 +58,7 @@ class MetricsWriter:
                 self._do_without_tensorboard(error)
 
     def write(self, step: int, record: Record, remarks: Mapping[str, str] | None = None) -> None:
-        """Write what was measured at `step`, and `remarks` in words, which TensorBoard does not get."""
+        """Write the metrics of `step`, and `remarks` in words, which TensorBoard does not get."""
         try:
             with self._path.open("a") as lines:
                 lines.write(json.dumps({"step": step, **record, **(remarks or {})}) + "\n")
@@ -85,7 +82,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`, in order; a last line that a killed run left half is dropped."""
+    """Return the records of a `metrics.jsonl`, in order, without the partial last line of a killed run."""
     if not path.exists():
         return []
     records = []
@@ -101,12 +98,10 @@ _VERSION = "brain.Event:2"  # of the format; the first record of every file
 
 
 class TensorBoardWriter:
-    """Writes scalars to a file of events in `folder`, which it makes.  Both calls raise `OSError` where it cannot be written.
+    """Writes scalars to a file of events in a new `folder`.  The calls raise `OSError` if it cannot be written.
 
-    The file is closed after each step: torch's `SummaryWriter` hands records to a thread, whose failures (a full disk) turn
-    up later, as tracebacks, and end the training.
-
-    `resumed_step` has TensorBoard hide what earlier files say of later steps.
+    torch's `SummaryWriter` hands records to a thread, whose failures (a full disk) end the training later, with a traceback.
+    With `resumed_step` TensorBoard hides the later steps of earlier files.
     """
 
     def __init__(self, folder: Path, resumed_step: int | None = None) -> None:
@@ -121,7 +116,7 @@ class TensorBoardWriter:
             self._append(Event(step=again, file_version=_VERSION), restart)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write what was measured at `step`."""
+        """Write the metrics of `step`."""
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._append(Event(step=step, summary=Summary(value=scalars)))
 

@@ -1,7 +1,4 @@
-"""What the person sees and keeps of a run: progress, metrics, and the report at the end.
-
-Only rank 0's observer does anything.
-"""
+"""The output of a run: progress, metrics, and the report at the end.  Only rank 0's observer writes."""
 
 from __future__ import annotations
 
@@ -73,7 +70,7 @@ class Observer:
             self._line.__exit__(kind, error, trace)
 
     def stepped(self, result: StepResult, seconds: float) -> None:
-        """A step took `seconds` and gave `result`."""
+        """Show and record a step that took `seconds`."""
         if self._metrics is None:
             return
         self._recent.append((seconds, result.waited_s))
@@ -104,7 +101,7 @@ class Observer:
             )
 
     def evaluated(self, found: Mapping[str, float]) -> None:
-        """The present step has this validation loss, and these other metrics."""
+        """Show and record the validation loss and the other metrics of the present step."""
         if self._metrics is not None:
             step = self._trainer.step_number
             self._metrics.write(step, {f"validation_{name}": value for name, value in found.items()})
@@ -113,13 +110,13 @@ class Observer:
             )
 
     def saved(self, folder: Path) -> None:
-        """The present state is in checkpoint `folder`."""
+        """Show that the present state is in checkpoint `folder`."""
         self._saved_s = self.elapsed_s
         if self._active:
             self._line.note(f"saved {folder}")
 
     def finished(self, report: str) -> None:
-        """The last step is done: draw the loss curve, write the task's report, and say where they are."""
+        """After the last step: draw the loss curve, write the task's report, and show where they are."""
         if not self._active:
             return
         from farandole.train.report import draw_loss_curve  # matplotlib takes a second
@@ -134,7 +131,7 @@ class Observer:
             if report:
                 sample.write_text(report)
             self._line.note(f"{done}; loss curve {curve}" + (f", sample {sample}" if report else ""))
-        except OSError as error:  # the checkpoint is written, and they can be made again
+        except OSError as error:  # the checkpoint is on the disk
             self._line.note(f"{done}; no loss curve and no sample are kept: {disk_failure(error, self._run)}")
 
     def _introduce(self) -> None:
@@ -154,7 +151,7 @@ class Observer:
 
 
 def _memory_summary(trainer: Trainer, ranks: int) -> Iterator[str]:
-    """What is recomputed and kept elsewhere, for `ranks` ranks of this host.  Measures the disk for about a second."""
+    """Yield what is recomputed and offloaded, for `ranks` ranks of this host.  Measures the disk for about a second."""
     plan = trainer.config.plan
     yield from trainer.notices
     if plan.swap != "none":

@@ -15,7 +15,7 @@ from farandole.train.config import OptimizerSection
 
 
 def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.Optimizer:
-    """A fused AdamW over the trained parameters of `model`, in two groups."""
+    """Return a fused AdamW over the trained parameters of `model`, in two groups."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -27,7 +27,7 @@ def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.O
 
 
 def learning_rate(step: int, steps: int, config: OptimizerSection) -> float:
-    """The rate of `step` (0 to steps - 1): linear warm-up, then half a cosine to its final share."""
+    """Return the rate of `step` (0 to steps - 1): linear warm-up, then half a cosine to the final share."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)

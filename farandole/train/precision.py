@@ -1,7 +1,7 @@
-"""What `plan.precision = "auto"` stands for.
+"""The choice of `plan.precision = "auto"`.
 
-The features of the hardware decide, not a measurement: on a loaded machine the same command would choose another type, and learn
-other weights.
+It depends on features of the hardware, not on a measurement: on a loaded machine the same command would choose another precision,
+and give other losses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Choice:
 
 
 def choose_precision(asked: Literal["auto", Precision], comm: Communicator, device: torch.device) -> Choice:
-    """What was asked, or for `auto` bf16 if the devices of all ranks multiply it; all ranks get the same answer."""
+    """Return `asked`, or for "auto" bf16 if the devices of all ranks multiply it; the same on all ranks."""
     if asked != "auto":
         return Choice(asked, "as asked")
     found = comm.all_gather_object(bf16_unit(device))
@@ -42,7 +42,7 @@ def choose_precision(asked: Literal["auto", Precision], comm: Communicator, devi
 
 
 def bf16_unit(device: torch.device) -> str:
-    """The name of what multiplies bf16 on a device, or ""."""
+    """Return the name of the unit that multiplies bf16 on a device, or ""."""
     if device.type == "cuda":
         capable = torch.cuda.get_device_capability(device) >= _CUDA_CAPABILITY
         return torch.cuda.get_device_name(device) if capable else ""

@@ -1,4 +1,4 @@
-"""The progress line: one line that renews itself on a terminal, plain lines elsewhere."""
+"""The progress line: one line that is updated on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is: `speed` in `unit`s per second of all ranks together, `waiting` the share of time in communication."""
+    """The progress of a run: `speed` in `unit`s per second over all ranks, `waiting` the share of time in communication."""
 
     step: int
     steps: int
@@ -29,7 +29,7 @@ class Progress:
         return "  ".join(self._parts())
 
     def fit(self, width: int) -> str:
-        """As much as there is room for, the most important first."""
+        """Return the text without its last parts, so that it has at most `width` characters."""
         parts = self._parts()
         while len(parts) > 1 and len("  ".join(parts)) > width:
             parts.pop()
@@ -59,7 +59,7 @@ class ProgressLine:
             self._live = Live(console=Console(file=self._stream), refresh_per_second=5, transient=True)
 
     def show(self, progress: Progress) -> None:
-        """Renew the line, or print one."""
+        """Update the line, or print one."""
         if self._live is None:
             print(progress, file=self._stream, flush=True)
             return
@@ -93,7 +93,7 @@ class ProgressLine:
 
 
 def minutes(seconds: float) -> str:
-    """Seconds as 1:05 or 2:03:04."""
+    """Return seconds as 1:05 or 2:03:04."""
     whole = max(0, round(seconds))
     hours, rest = divmod(whole, 3600)
     short = f"{rest // 60}:{rest % 60:02d}"

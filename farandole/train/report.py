@@ -53,7 +53,7 @@ def draw_loss_curve(run: Path, title: str, label: str = "loss") -> Path:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_FAINT)
     axes.tick_params(colors=_INK, length=0)
-    axes.set_xlim(0, training[-1][0])  # the layout leaves room beside it for the labels of the lines
+    axes.set_xlim(0, training[-1][0])  # the layout reserves space next to it for the labels of the lines
 
     path = run / "loss.png"
     figure.savefig(path)
@@ -62,11 +62,7 @@ def draw_loss_curve(run: Path, title: str, label: str = "loss") -> Path:
 
 
 def _smooth(points: list[Point]) -> list[Point]:
-    """Means over a fifteenth of the run around each point, of as many steps before it as after it.
-
-    Such a mean does not lag behind.  It is taken over less at the start, where losses fall fast; at the end,
-    where they do not, over what there is.
-    """
+    """Return centered means over a fifteenth of the run, over fewer points at both ends."""
     reach = len(points) // 30
     sums = [0.0, *accumulate(value for _, value in points)]
     smooth = []

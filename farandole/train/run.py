@@ -1,6 +1,6 @@
-"""A whole run as one rank sees it: prepare, train, evaluate, save, report.
+"""A whole run on one rank: prepare, train, evaluate, save, report.
 
-Rank 0 is the one that prints and writes; every rank takes the same decisions at the same steps.
+Rank 0 prints and writes; every rank takes the same decisions at the same steps.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from farandole.train.trainer import Trainer
 
 
 def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime) -> signal.Signals | None:
-    """Train as `config` says, keeping everything in folder `run`; go on from checkpoint `resume`, if any.
+    """Train `config` in folder `run`, from checkpoint `resume` if given.  All ranks call it.
 
-    Called by all ranks.  Returns the signal that ended the run before its last step, or None.
-    Raises `FloatingPointError` when the training diverges and `CheckpointError` when it cannot be saved.
+    Returns the signal that ended the run before its last step, or None.
+    Raises `FloatingPointError` if the training diverges, and `CheckpointError` if it cannot be saved.
     """
     keep_freed_memory()
     task = make_task(config)
@@ -38,10 +38,10 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
         if resume is not None:
             before = checkpoint.load(trainer, resume, runtime.comm)
             earlier_s, resumed_step = before.elapsed_s, before.step
-        # After loading: a checkpoint that turns out to be damaged must not cost the later ones their place.
+        # After loading: later checkpoints are not set aside for a damaged one.
         writer = CheckpointWriter(run, task.files(), config.checkpoint.keep, runtime.comm, resumed_step)
         with Observer(config, run, trainer, choice, runtime, earlier_s) as observer:
-            runtime.comm.barrier()  # rank 0 has introduced the run: nobody is seen waiting for that
+            runtime.comm.barrier()  # waiting for the introduction that rank 0 prints is not counted
             resume_collection()
             try:
                 _loop(trainer, writer, observer, stop)
@@ -55,7 +55,7 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
 
 
 def _loop(trainer: Trainer, writer: CheckpointWriter, observer: Observer, stop: StopSignals) -> None:
-    """Steps until the last one, or until any rank was asked to stop; what is learned is saved."""
+    """Train until the last step, or until any rank was asked to stop, and save."""
     config = trainer.config
     while trainer.step_number < config.steps:
         started = time.perf_counter()
@@ -79,7 +79,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _precision(config: TrainConfig, resume: Path | None, runtime: Runtime) -> Choice:
-    """A run that is continued keeps its precision, on whatever hardware."""
+    """Return the precision: a run that is continued keeps its own, on any hardware."""
     if resume is not None:
         return Choice(read_metadata(resume).precision, "as before")
     return choose_precision(config.plan.precision, runtime.comm, runtime.device)
@@ -88,15 +88,11 @@ def _precision(config: TrainConfig, resume: Path | None, runtime: Runtime) -> Ch
 class StopSignals:
     """Handles Ctrl-C and SIGTERM: the run finishes the step, saves, then ends.  A second Ctrl-C ends it at once.
 
-    While in force, notes the first signal instead of ending the process.
-
         with StopSignals() as stop:
             while not stop.requested: ...
 
-    A second SIGINT ends the process, but not within half a second of the first, nor does a second SIGTERM:
-    launchers pass on to their ranks what the terminal has sent them already.
-
-    A signal that was ignored before stays ignored, such as SIGINT in a background job of a shell.
+    A second SIGINT within `ONE_PRESS_S`, or a second SIGTERM, has no effect: launchers repeat the signals of the terminal to their
+    ranks.  A signal that was ignored before stays ignored, such as SIGINT in a background job of a shell.
     """
 
     ONE_PRESS_S = 0.5

@@ -3,13 +3,13 @@
     runs/stdlib-20260102-030405/
         config.toml  metrics.jsonl  tensorboard/  loss.png  sample.txt
         checkpoints/step-000100/
-            train.json           step, samples consumed, ranks, precision, loss scale, configuration: plain JSON
-            state/               torch distributed checkpoint: weights, optimizer, random generators of all ranks
-            model.safetensors    the weights alone
+            train.json           step, samples consumed, ranks, precision, configuration: plain JSON
+            state/               of `engine.save`: weights, optimizer, loss scale, random generators of all ranks
+            model.safetensors    parameters and buffers, in the types with which the model computes
             tokenizer.json       of tasks with text
 
-A checkpoint gets its name when all its files have been flushed, so a folder with that name is whole, unless somebody
-copied or deleted a part.  One job at a time trains in a folder: two would delete each other's checkpoints.
+A checkpoint gets its name when all its files are on the disk, so a folder with that name is whole, unless a part was deleted
+later.  One job at a time trains in a folder: two would delete each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -77,10 +77,7 @@ def new_folder(parent: Path, name: str) -> Path:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """The checkpoint that `path` means to a reader: itself, or the newest of a run, or of a folder of runs.
-
-    Raises `CheckpointError`, naming what is there instead.
-    """
+    """Return the checkpoint `path`, or the newest one of a run or of a folder of runs.  Raises `CheckpointError`."""
     named = _named(path)
     if named is not None:
         return named
@@ -91,10 +88,11 @@ def newest_checkpoint(path: Path) -> Path:
 
 
 def checkpoint_to_resume(path: Path) -> Path:
-    """The checkpoint to go on from: `path` itself, or the newest of a run, or of the last run in a folder.
+    """Return the checkpoint `path`, or the newest one of a run, or of the run in a folder that was written to last.
 
-    The last run is the one that was written to last.  Where it has no checkpoint, an older run is named and
-    not taken: going on changes it.  Raises `CheckpointError`.
+    If that run has no checkpoint, the error names an older run, but does not use it: to resume a run changes it.
+
+    Raises `CheckpointError`.
     """
     named = _named(path)
     if named is not None:
@@ -110,7 +108,7 @@ def checkpoint_to_resume(path: Path) -> Path:
 
 
 def _named(path: Path) -> Path | None:
-    """The checkpoint that `path` is, or the newest of the run that it is; None where it is a folder of runs."""
+    """Return the checkpoint `path`, or the newest one of run `path`; None for a folder of runs."""
     path = path.expanduser()
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "is not there"
@@ -123,7 +121,7 @@ def _named(path: Path) -> Path | None:
         return None
     if found := checkpoints(path):
         return found[-1]
-    raise CheckpointError(f"run {path} ended before its first checkpoint: start it anew")
+    raise CheckpointError(f"run {path} ended before its first checkpoint: start it again")
 
 
 def _runs(path: Path) -> list[Path]:
@@ -135,7 +133,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _last_written(run: Path) -> float:
-    """When a run last wrote something, in seconds since the epoch: it does so at every step."""
+    """Return when a run last wrote a file, in seconds since the epoch; it writes at every step."""
     return max(entry.stat().st_mtime for entry in (run, *run.iterdir()))
 
 
@@ -153,25 +151,26 @@ def _inside(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a checkpoint says about its run besides tensors."""
+    """The contents of `train.json`."""
 
     step: int
     consumed: int
     ranks: int
     precision: Precision
-    loss_scale: float
-    good_steps: int
     elapsed_s: float
     config: dict[str, Any]
     topology: dict[str, Any] = field(default_factory=dict)
-    """The plan under which it was written, as `data` and `zero`: for people, as any other plan can go on from it."""
-    rounding_steps: int = 0
+    """The plan under which it was written, for people: any other plan can load it."""
     files: list[str] = field(default_factory=lambda: [TOKENIZER])
-    """What the task keeps with it."""
+    """The files of the task."""
+    loss_scale: float | None = None
+    """Of checkpoints of earlier versions, like the next two; `state/engine.json` has them now."""
+    good_steps: int = 0
+    rounding_steps: int = 0
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The metadata of checkpoint `folder`.  Raises `CheckpointError` where it is not a whole checkpoint."""
+    """Return the metadata of checkpoint `folder`.  Raises `CheckpointError` if it cannot be read."""
     try:
         return Metadata(**json.loads((folder / METADATA).read_text()))
     except OSError as error:
@@ -181,13 +180,13 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
+    """Return the checkpoints of a run, oldest first."""
     found = (run / "checkpoints").glob("step-*")
     return sorted((path for path in found if path.name.removeprefix("step-").isdecimal()), key=step_of)
 
 
 def check_whole(folder: Path) -> None:
-    """Raise `CheckpointError` where a part of checkpoint `folder` is missing or cut off, naming the one before it."""
+    """Raise `CheckpointError` if a file of checkpoint `folder` is missing or truncated."""
     files = read_metadata(folder).files if (folder / METADATA).is_file() else []
     missing = [name for name in (METADATA, STATE_INDEX, WEIGHTS, *files) if not (folder / name).is_file()]
     if missing:
@@ -198,14 +197,14 @@ def check_whole(folder: Path) -> None:
 
 
 def damaged(folder: Path, why: str) -> CheckpointError:
-    """The error of a checkpoint that cannot be read; it names the one before it."""
+    """Return the error of a checkpoint that cannot be read; it names the checkpoint before it."""
     before = [path for path in checkpoints(folder.parent.parent) if step_of(path) < step_of(folder)]
     advice = f"; the checkpoint before it: --resume {before[-1]}" if before else ""
     return CheckpointError(f"checkpoint {folder} is damaged: {why}{advice}")
 
 
 def _length_of_safetensors(path: Path) -> int:
-    """How long a file of tensors is by its header; 0 if that is not whole."""
+    """Return the length of a file by its header; 0 if that is truncated."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
@@ -217,12 +216,12 @@ def _length_of_safetensors(path: Path) -> int:
 
 
 def folder_name(step: int) -> str:
-    """What the checkpoint after `step` steps is called."""
+    """Return the name of the checkpoint after `step` steps."""
     return f"step-{step:06d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """After how many steps a checkpoint was made, by its name."""
+    """Return the step of a checkpoint, from its name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
@@ -230,7 +229,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 class RunLock:
-    """Held by rank 0 while its job trains; the system releases it when the process ends, however it ends.
+    """A lock on a run, held by rank 0 while its job trains; the system releases it when the process ends.
 
     Raises:
         CheckpointError: on all ranks, if another job holds it.
@@ -254,7 +253,7 @@ class RunLock:
             self._file.close()
 
     def _acquire(self) -> str:
-        """Why it cannot be had, or ""."""
+        """Return why the lock cannot be acquired, or ""."""
         try:
             file = (self._run / LOCK).open("a+")
         except OSError as error:
@@ -265,7 +264,7 @@ class RunLock:
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()
-            return f"{self._run} is in use: {holder} trains in it; wait for its end, or stop it, and continue with --resume then"
+            return f"{self._run} is in use: {holder} trains in it; wait until it ends, or stop it, then continue with --resume"
         file.truncate(0)
         file.write(f"process {os.getpid()} on {gethostname()}")
         file.flush()
@@ -274,4 +273,4 @@ class RunLock:
 
 
 class DiskError(RuntimeError):
-    """A file that a run cannot do without cannot be written; the message says which and why."""
+    """A file that a run needs cannot be written; the message says which and why."""

@@ -1,7 +1,7 @@
-"""From the words of a command to a run that can start: what can be refused is refused here.
+"""From the words of a command to a run that can start: everything that needs no rank is checked here.
 
-It happens once for all ranks, in the process that launches them or on rank 0, and touches nothing that
-exists.  Nothing here imports torch: a typing mistake is answered at once.
+The launching process, or rank 0, checks once for all ranks, and changes no existing file.  Nothing here imports torch, so that a
+typing mistake is reported at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from farandole.train.run_folder import (
 from farandole.train.tasks import task_path
 
 REFUSALS = (ConfigError, DataError, CheckpointError, DiskError, OffloadError, FloatingPointError)
-"""What is the user's to mend, and said without a stack trace."""
+"""Errors that the user can fix, reported without a stack trace."""
 
 DEFAULT_RANKS = 2
 
@@ -59,12 +59,12 @@ CHANGEABLE = (
     "plan.swap",
     "plan.offload",
 )
-"""What may differ when a run is continued; the rest decides what it computes."""
+"""The keys that may change when a run is continued; the others change its results."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a person wrote: at most one preset or file, at most one folder, and `key=value`s."""
+    """The words of a command: at most one preset or file, at most one folder, and `key=value`s."""
 
     source: str | None
     folder: Path | None
@@ -74,7 +74,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Start:
-    """A run that can start: what to do, on how many ranks, and, to continue one, from which checkpoint."""
+    """A run that can start, on `ranks` ranks; to continue one, from `checkpoint`."""
 
     config: TrainConfig
     ranks: int
@@ -83,25 +83,21 @@ class Start:
 
 @dataclass(frozen=True)
 class Order:
-    """What every rank is told: to do `config` in folder `run`, from `checkpoint` if there is one."""
+    """The order to every rank: train `config` in folder `run`, from `checkpoint` if there is one."""
 
     config: TrainConfig
     run: Path
     checkpoint: Path | None = None
 
     def dump(self) -> str:
-        """As JSON."""
-        checkpoint = None if self.checkpoint is None else str(self.checkpoint)
-        return json.dumps(
-            {"config": self.config.model_dump(), "run": str(self.run), "checkpoint": checkpoint}
-        )
+        """Return the order as JSON."""
+        return json.dumps([self.config.model_dump(), str(self.run), str(self.checkpoint or "")])
 
     @staticmethod
     def load(text: str) -> Order:
-        """From JSON."""
-        values = json.loads(text)
-        checkpoint = None if values["checkpoint"] is None else Path(values["checkpoint"])
-        return Order(parse_config(values["config"]), Path(values["run"]), checkpoint)
+        """Return the order that `dump` wrote."""
+        config, run, checkpoint = json.loads(text)
+        return Order(parse_config(config), Path(run), Path(checkpoint) if checkpoint else None)
 
 
 def read_request(words: Sequence[str], resume: bool) -> Request:
@@ -128,20 +124,24 @@ def read_request(words: Sequence[str], resume: bool) -> Request:
 
 
 def _is_folder(word: str, resume: bool) -> bool:
-    """Whether a word means a folder; where a run is to be continued, also one that is not there."""
+    """Whether a word names a folder; with `resume` also one that does not exist."""
     path = Path(word).expanduser()
     return path.is_dir() or (resume and not path.is_file() and word not in presets())
 
 
 def check(request: Request, ranks: int | None = None) -> Start:
-    """Check everything against everything, and write nothing.
+    """Check a request, and write nothing.
 
     Without a number of `ranks` a new run gets 2, and one that is continued as many as it had.
 
     Raises `ConfigError`, `DataError` where there is no text, or `CheckpointError` where the continued job would
     not be the same job.
     """
-    start = _again(request, ranks) if request.resume else _anew(request, ranks or DEFAULT_RANKS)
+    if request.resume:
+        start = _resumed(request, ranks)
+    else:
+        start = Start(load_config(request.source, request.overrides), ranks or DEFAULT_RANKS)
+        _check_ranks(start.config, start.ranks)
     task_path(start.config.task)
     if start.config.task in ("text", "masked-text"):
         find_source(start.config.data.path, start.config.data.field)
@@ -155,19 +155,12 @@ def order(start: Start) -> Order:
     return Order(start.config, new_run(start.config))
 
 
-def _anew(request: Request, ranks: int) -> Start:
-    config = load_config(request.source, request.overrides)
-    _check_ranks(config, ranks)
-    return Start(config, ranks)
-
-
-def _again(request: Request, ranks: int | None) -> Start:
+def _resumed(request: Request, ranks: int | None) -> Start:
     checkpoint = checkpoint_to_resume(request.folder or _folder_of_runs(request))
     run = checkpoint.parent.parent
     if checkpoint.parent.name != "checkpoints" or not (run / "config.toml").is_file():
         raise CheckpointError(
-            f"checkpoint {checkpoint} does not lie in a run (RUN/checkpoints/{checkpoint.name}), and a run goes on in "
-            f"its own folder; name it where training put it"
+            f"checkpoint {checkpoint} does not lie in a run: expected RUN/checkpoints/{checkpoint.name}, where training wrote it"
         )
     check_whole(checkpoint)
     saved = read_metadata(checkpoint)
@@ -207,7 +200,7 @@ def _check_ranks(config: TrainConfig, ranks: int) -> None:
 
 
 def _folder_of_runs(request: Request) -> Path:
-    """Where the runs are: the other keys may only make sense together with the checkpoint's."""
+    """Return the folder of runs; the other keys may be valid only together with those of the checkpoint."""
     words = [override for override in request.overrides if override.partition("=")[0].strip() == "out"]
     out = load_config(request.source, words).out
     if not Path(out).expanduser().exists():
@@ -219,7 +212,7 @@ def _folder_of_runs(request: Request) -> Path:
 
 
 def _changes(before: TrainConfig, now: TrainConfig) -> list[str]:
-    """`key was A, is B` for what decides what the run computes."""
+    """Return `key was A, is B` for the keys that change the results of the run."""
     old, new = before.flat(), now.flat()
     return [
         f"{key} was {old.get(key)!r}, is {new.get(key)!r}"

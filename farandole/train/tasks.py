@@ -1,4 +1,4 @@
-"""What is trained: a task has a model, samples and a loss, and the trainer does the rest.
+"""Tasks: the model, the samples and the loss that the trainer trains.
 
 Built-in tasks have names; `task = "MODULE:FUNCTION"` names a function of the configuration that returns a `Task`:
 
@@ -12,7 +12,7 @@ Built-in tasks have names; `task = "MODULE:FUNCTION"` names a function of the co
         def loss(self, output, batch):
             return (output - batch[1]).square().sum(), len(output)
 
-Every rank makes the task by itself and gets the same one.
+Every rank makes the task, and all get the same one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Samples(Protocol):
 
 
 class Task:
-    """The base of all tasks.  A task of one's own has `train`, `validation`, `build` and `loss`."""
+    """The base of all tasks.  Subclasses define `train`, `validation`, `build` and `loss`."""
 
     train: Samples
     validation: Samples
@@ -62,7 +62,7 @@ class Task:
     unit = "samples"
     """What the progress line counts."""
     units_per_sample = 1
-    """How many of these a sample has.  The count that `loss` returns is expected to be about this times the samples."""
+    """The units in a sample.  The count that `loss` returns should be about this times the samples."""
 
     def __init__(self, config: TrainConfig) -> None:
         """Make the task of this configuration."""
@@ -137,15 +137,17 @@ def task_path(name: str) -> tuple[str, str]:
 
 
 def _find_task(name: str) -> Callable[..., Any]:
-    """What makes the task of this name."""
+    """Return the function or class that makes the task of this name."""
     module_name, attribute = task_path(name)
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:  # a console script does not look in its folder
+    if (
+        "" not in sys.path and str(Path.cwd()) not in sys.path
+    ):  # a console script does not search the current folder
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # a mistake inside of the module
+            raise  # an error inside the module
         raise ConfigError(
             f"task={name!r}: there is no module {error.name} in {Path.cwd()} or on PYTHONPATH"
         ) from None

@@ -44,7 +44,7 @@ def open_text(
 
 
 class TextTask(Task):
-    """A GPT on windows of tokens, or on `text` that is there already."""
+    """A GPT on windows of tokens, or on `text` if given."""
 
     unit = "tokens"
 
@@ -66,7 +66,7 @@ class TextTask(Task):
     def batch(
         self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens, and for each the one that follows."""
+        """Return tokens, and the next token of each."""
         windows = torch.from_numpy(samples.read(numbers))
         return windows[:, :-1], windows[:, 1:]
 
@@ -75,7 +75,7 @@ class TextTask(Task):
         return token_loss(output, batch[1])
 
     def report(self, model: nn.Module) -> str:
-        """Return text that the model writes after the configured prompt, the prompt included."""
+        """Return the configured prompt and the text that the model generates after it."""
         assert isinstance(model, nn.Sequential)
         asked, tokenizer = self._config.sample, self.text.tokenizer
         prompt = tokenizer.encode(asked.prompt).ids or [0]
@@ -99,7 +99,7 @@ class TextTask(Task):
 def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]:
     """Return the model, tokenizer and configuration in folder `checkpoint`, on one process.
 
-    Reads `model.safetensors`, no pickles.  Raises `CheckpointError` where a file is missing or damaged.
+    Reads `model.safetensors`, no pickles.  Raises `CheckpointError` if a file is missing or damaged.
     """
     config = saved_config(read_metadata(checkpoint).config)
     if config.task != "text":

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import numpy as np
@@ -30,11 +32,11 @@ from farandole.train.tasks import Mean, Samples, Task, checked_mean
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did, the same on all ranks.
+    """The result of a step, the same on all ranks.
 
     `loss` is the mean over the whole batch; `gradient_norm` is from before clipping; `waited_s` is the mean over ranks of
-    the seconds spent waiting for others; `stop` says whether any rank was asked to stop; `overflow` tells where fp16
-    gradients overflowed, if they did and the step was skipped.
+    the seconds spent waiting for others; `stop` tells whether any rank was asked to stop; `overflow` tells where fp16
+    gradients overflowed if the step was skipped.
     """
 
     loss: float
@@ -46,7 +48,7 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether fp16 gradients overflowed, so that nothing was learned."""
+        """Whether fp16 gradients overflowed, so that the weights did not change."""
         return self.overflow is not None
 
 
@@ -73,7 +75,7 @@ class Trainer:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         try:
             plan = config.plan.plan(precision)
-            with _notices() as self.notices:
+            with _collected_notices() as notices:
                 self.engine = parallelize(
                     self.model,
                     plan,
@@ -87,6 +89,7 @@ class Trainer:
             raise plan_mistake(error) from error
         except OffloadError as error:
             raise ConfigError(f"plan.offload={plan.offload} plan.swap={plan.swap}: {error}") from error
+        self.notices = [notice.getMessage() for notice in notices]
         self.optimizer = self.engine.optimizer(build_optimizer(self.model, config.optimizer))
         self.sampler = Sampler(len(task.train), config.seed)
 
@@ -117,9 +120,14 @@ class Trainer:
         mine = float(sum(float(count) for count in counts))
         count, waited, stops = self._sums(mine, self.engine.waited_s, float(stop))
         self.engine.waited_s = 0.0
+        if not count > 0:
+            raise ConfigError(
+                f"task={self.config.task!r}: the counts that loss(output, batch) returned on all ranks add up to {count:g} in "
+                f"step {self.step_number + 1}"
+            )
         # The gradient is the sum over the expected count, which is the same in every step, so a step does not depend
         # on the steps before it and a resumed run repeats it exactly.  Clipping also corrects it to the actual count.
-        correction = self._correction(result.count, count)
+        correction = result.count / count
         mean, norm = result.loss * correction, norm * correction
         if not math.isfinite(norm) and not self.scaler.enabled:
             raise FloatingPointError(
@@ -158,20 +166,13 @@ class Trainer:
         return found
 
     def _batches(self, samples: Samples, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> list[Any]:
-        """The micro-batches of these samples, on the device."""
-        return [
-            tree_map_only(
-                torch.Tensor,
-                lambda tensor: tensor.to(self.device),
-                self.task.batch(
-                    samples, numbers[start : start + self._size], epochs[start : start + self._size]
-                ),
-            )
-            for start in range(0, len(numbers), self._size)
-        ]
+        """Return the micro-batches of these samples, on the device."""
+        parts = [slice(start, start + self._size) for start in range(0, len(numbers), self._size)]
+        batches = [self.task.batch(samples, numbers[part], epochs[part]) for part in parts]
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batches)
 
     def _example(self) -> dict[str, Any]:
-        """A micro-batch with which to measure activations, as `parallelize` takes it."""
+        """Return a micro-batch with which `parallelize` measures activations, as its arguments."""
         first = np.arange(self._size) % len(self.task.train)
         (batch,) = self._batches(self.task.train, first, np.zeros_like(first))
 
@@ -180,44 +181,23 @@ class Trainer:
 
         return {"example": self.task.inputs(batch), "loss": loss}
 
-    def _correction(self, expected: float, count: float) -> float:
-        """By what to multiply means over the expected count to get those over the actual one."""
-        if not count > 0:
-            raise ConfigError(
-                f"task={self.config.task!r}: the counts that loss(output, batch) returned on all ranks add up to {count:g} in "
-                f"step {self.step_number + 1}"
-            )
-        return expected / count
-
     def _sums(self, *values: float) -> list[float]:
-        """The sums of values over all ranks."""
-        both = torch.tensor(values, dtype=torch.float64)
-        self._comm.all_reduce(both)
-        result: list[float] = both.tolist()
+        """Return the sums of values over all ranks."""
+        sums = torch.tensor(values, dtype=torch.float64)
+        self._comm.all_reduce(sums)
+        result: list[float] = sums.tolist()
         return result
 
 
-class _Collected(logging.Handler):
-    """Keeps messages."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep one."""
-        self.messages.append(record.getMessage())
-
-
 @contextmanager
-def _notices() -> Iterator[list[str]]:
-    """Collect what `parallelize` logs."""
-    logger, handler = logging.getLogger("farandole.parallel"), _Collected()
+def _collected_notices() -> Iterator[list[logging.LogRecord]]:
+    """Collect the messages that `parallelize` logs."""
+    logger, handler = logging.getLogger("farandole.parallel"), BufferingHandler(sys.maxsize)
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        yield handler.messages
+        yield handler.buffer
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)

@@ -1,15 +1,13 @@
 """One rank of a training job.
 
-Under our own launcher it is a module to run, `python -m farandole.train.worker ORDER`, where ORDER is what
-the launching process has checked.  Under another launcher every rank reads the command itself: `join`.
+Under farandole's launcher it is a module to run, `python -m farandole.train.worker ORDER`; the launching process has checked ORDER.
+Under another launcher every rank reads the command itself: `join`.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-
-import torch.distributed as dist
 
 import farandole
 from farandole._startup import pause_collection, resume_collection
@@ -40,27 +38,26 @@ def join(request: Request) -> Path:
 
 
 def _agree(request: Request, runtime: Runtime) -> Order:
-    """Rank 0 checks the request and makes the folder; all ranks get its order, or end."""
-    answer: list[str | None] = [None, None]
+    """Return the order that rank 0 made from the request; if it is refused, end all ranks."""
+    text, refused = "", ""
     if runtime.rank == 0:
         try:
             start = check(request, runtime.size)
             check_memory(start.config, runtime.local_size)
             make_task(start.config)
-            answer[0] = order(start).dump()
+            text = order(start).dump()
         except REFUSALS as refusal:
-            answer[1] = str(refusal)
-    dist.broadcast_object_list(answer, src=0, group=runtime.comm.group)
-    text, refused = answer
-    if text is None and runtime.rank == 0:
+            refused = str(refusal)
+    text = runtime.comm.broadcast_object(text)
+    if text:
+        return Order.load(text)
+    if runtime.rank == 0:
         raise ConfigError(refused)
-    if text is None:  # rank 0 says it for all
-        sys.exit(2)
-    return Order.load(text)
+    sys.exit(2)  # rank 0 prints the reason
 
 
 def _run(given: Order, runtime: Runtime) -> None:
-    """Train; exits with a message where the user has something to mend, as a signal would after one."""
+    """Train; exit with a message for errors that the user can fix, and with the status of a signal after one."""
     pause_collection()  # until the first step
     try:
         ended_by = train(given.config, given.run, given.checkpoint, runtime)

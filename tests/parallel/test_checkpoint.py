@@ -16,15 +16,17 @@ from torch import Tensor, nn
 
 import farandole
 from farandole import Plan
+from farandole.comm.communicator import Communicator
 from farandole.parallel.checkpoint import folder as checkpoint
 from farandole.parallel.checkpoint import state as engine_state
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.checkpoint.ranges import Place, Range
 from farandole.parallel.engine import Engine
+from tests.comm.hosts import hierarchical_group, on_hosts
 
 STEPS = 3
 Way = tuple[int, str, int, str, str]
-"""Number of ranks, backend, stage of ZeRO, precision, offload."""
+"""Number of ranks, backend or the host of each rank for hybrid sharding, stage of ZeRO, precision, offload."""
 
 
 class Net(nn.Module):
@@ -47,12 +49,29 @@ class Net(nn.Module):
 
 
 def _make(way: Way, seed: int) -> tuple[Engine, torch.optim.Optimizer]:
-    _, _, zero, precision, offload = way
+    _, backend, zero, precision, offload = way
     torch.manual_seed(seed)
     model = Net()
-    engine = farandole.parallelize(model, Plan(zero=zero, precision=precision, offload=offload))  # type: ignore[arg-type]
+    hosts = [int(host) for host in backend.split()] if _is_hybrid(way) else []
+    plan = Plan(zero=zero, hybrid=bool(hosts), precision=precision, offload=offload)  # type: ignore[arg-type]
+    if hosts:
+        rank = dist.get_rank()
+        comm = Communicator(hierarchical_group(hosts, rank))
+        with on_hosts(hosts, rank):
+            engine = farandole.parallelize(model, plan, comm)
+        assert engine.mesh.sub_axes
+    else:
+        engine = farandole.parallelize(model, plan)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return engine, engine.optimizer(torch.optim.AdamW(trained, 0.01 * seed, fused=offload == "none"))
+
+
+def _is_hybrid(way: Way) -> bool:
+    return way[1][:1].isdigit()
+
+
+def _backend(way: Way) -> str:
+    return "farandole" if _is_hybrid(way) else way[1]
 
 
 def _train(engine: Engine, optimizer: torch.optim.Optimizer, first: int, steps: int) -> list[float]:
@@ -139,15 +158,18 @@ WAYS: list[Way] = [
     (2, "gloo", 3, "bf16", "none"),
     (2, "farandole", 2, "fp16", "none"),
     (2, "farandole", 2, "fp32", "host"),
+    (4, "0 0 1 1", 1, "fp32", "none"),
+    (4, "0 1 1 0", 3, "fp32", "none"),
+    (4, "0 0 1 1", 2, "bf16", "none"),
 ]
 
 
 @pytest.mark.parametrize("before", WAYS, ids=str)
 def test_from_any_plan_to_any_other(ranks: Any, tmp_path: Path, before: Way) -> None:
-    saved = ranks(before[0], before[1]).run(_save, before, tmp_path)
+    saved = ranks(before[0], _backend(before)).run(_save, before, tmp_path)
     expected, losses = saved[0]
     for after in WAYS:
-        for contents, found in ranks(after[0], after[1]).run(_load, after, tmp_path):
+        for contents, found in ranks(after[0], _backend(after)).run(_load, after, tmp_path):
             assert contents.keys() == expected.keys()
             for name, value in expected.items():
                 assert torch.equal(contents[name], value.to(contents[name].dtype)), f"{after}: {name}"

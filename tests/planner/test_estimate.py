@@ -81,7 +81,7 @@ def test_what_is_divided_is_needed_once() -> None:
     plans = [Plan(zero=zero) for zero in range(4)]  # type: ignore[arg-type]
     assert [bytes_per_parameter(plan, 4, together) for plan in plans] == [64, 28, 16, 16]
     assert [bytes_per_parameter(plan, 4, apart) for plan in plans] == [64, 40, 28, 16]
-    assert [bytes_per_parameter(plan, 4, together, checkpoints=True) for plan in plans] == [48, 16, 16, 16]
+    assert [bytes_per_parameter(plan, 4, together, checkpoints=True) for plan in plans] == [48, 12, 12, 12]
 
 
 def test_activations_are_those_of_korthikanti() -> None:

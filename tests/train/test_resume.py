@@ -188,7 +188,7 @@ def test_one_job_at_a_time_trains_in_a_run(folder: Path, reference: Path) -> Non
 
 
 def test_a_run_of_an_earlier_version_goes_on(folder: Path, reference: Path) -> None:
-    """Configurations had `precision` and a section `parallel`, and checkpoints did not say what else they contain."""
+    """Configurations had `precision` and a section `parallel`; checkpoints had no list of files and no `engine.json`."""
     run = folder / "earlier"
     shutil.copytree(reference, run)
     for later in sorted((run / "checkpoints").glob("step-*"))[1:]:
@@ -203,6 +203,8 @@ def test_a_run_of_an_earlier_version_goes_on(folder: Path, reference: Path) -> N
         del config[key]
     for key in ("files", "rounding_steps"):
         del saved[key]
+    saved |= {"loss_scale": 1.0, "good_steps": 0}
+    (checkpoint / "state" / "engine.json").unlink()
     (checkpoint / "train.json").write_text(json.dumps(saved))
     text = re.sub(r"\n\[plan\]\n.*?(?=\n\[)", "", (run / "config.toml").read_text(), flags=re.DOTALL)
     text = re.sub(r"\n\[(images|options)\]\n.*?(?=\n\[|\Z)", "", text, flags=re.DOTALL)

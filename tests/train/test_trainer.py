@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import resource
 import shutil
@@ -15,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from farandole.comm.communicator import Communicator
 from farandole.launch.runtime import init
@@ -161,7 +163,14 @@ def _save_and_load(rank: int, size: int, words: list[str], run: Path, precision:
         if step == 4:
             mark = writer.newest
     expected_tail = [p.clone() for p in trainer.model.parameters()]
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    weights = {names[id(p)]: value.clone() for p, value in trainer.engine.whole_parameters()}
     writer.wait()
+    written = load_file(writer.newest / "model.safetensors")
+    assert written.keys() == weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(written[name], value), name
+        assert written[name].dtype == value.dtype
     kept = [path.name for path in checkpoints(run)]
 
     other = _make([*words, "model.dropout=0.2"], precision)
@@ -194,6 +203,35 @@ def test_a_loaded_trainer_goes_on_bit_for_bit(
     assert sorted(p.name for p in (tmp_path / "run/checkpoints/step-000006").iterdir()) == [
         *("model.safetensors", "state", "tokenizer.json", "train.json")
     ]
+
+
+def _earlier_version(rank: int, size: int, words: list[str], run: Path) -> None:
+    trainer = _make(words, "fp16")
+    trainer.step()
+    trainer.scaler.scale, trainer.scaler.good_steps = 1.0, 5
+    writer = _writer(run, trainer)
+    writer.save(trainer, 0.0)
+    writer.wait()
+    loaded = _make(words, "fp16")
+    load(loaded, writer.newest, _world())
+    assert loaded.scaler.state_dict() == trainer.scaler.state_dict()
+    if rank == 0:
+        (writer.newest / "state" / "engine.json").unlink()
+        metadata = json.loads((writer.newest / "train.json").read_text())
+        metadata |= {"loss_scale": 64.0, "good_steps": 3}
+        (writer.newest / "train.json").write_text(json.dumps(metadata))
+    dist.barrier()
+    earlier = _make(words, "fp16")
+    load(earlier, writer.newest, _world())
+    assert (earlier.scaler.scale, earlier.scaler.good_steps, earlier.scaler.steps) == (64.0, 3, 1)
+    for ours, theirs in zip(earlier.model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_loss_scale_of_this_and_an_earlier_version_is_loaded(
+    ranks: Any, words: list[str], tmp_path: Path
+) -> None:
+    ranks(2).run(_earlier_version, words, tmp_path / "run")
 
 
 def _random_of_an_accelerator(rank: int, size: int, words: list[str], run: Path) -> None:

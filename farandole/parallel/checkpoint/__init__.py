@@ -1,1 +1,1 @@
-"""The state of an engine on a disk."""
+"""Checkpoints of an engine: its state on a disk."""

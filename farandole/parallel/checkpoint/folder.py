@@ -1,13 +1,13 @@
 """Checkpoints of an engine in a folder: saved at once or in the background, loaded under any plan by any number of ranks.
 
-    engine.save(folder, extra={"step": n})            # `engine_state` says what is in it
-    pending = engine.save(folder, asynchronous=True)  # copies the state to host memory, and writes it while training goes on
+    engine.save(folder, extra={"step": n})            # `state` lists the contents
+    pending = engine.save(folder, asynchronous=True)  # copies the state to host memory; a thread writes the copy
     pending.wait()
     engine.load(folder)
     engine.export(folder)                             # model.safetensors: parameters and buffers alone, for other tools
     engine.load_weights(folder)
 
-A folder gets its name when all is in it and on the disk; before that it is called `FOLDER.tmp`.
+A folder is called `FOLDER.tmp` until all of its files are on the disk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import json
 import shutil
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from farandole.comm.communicator import Communicator
 from farandole.comm.fallback import local_group
-from farandole.parallel.checkpoint.errors import CheckpointError
+from farandole.parallel.checkpoint.errors import CheckpointError, UnreadableError
 from farandole.parallel.checkpoint.ranges import LoadPlanner, Range, SavePlanner
 from farandole.parallel.checkpoint.state import State, empty_state, load_offloaded, restore, state_of
 
@@ -43,21 +44,11 @@ _VERSION = 1
 class PendingSave:
     """A checkpoint that is being written to `folder`."""
 
-    def __init__(
-        self, folder: Path, comm: Communicator, state: State, text: str, *, background: bool
-    ) -> None:
+    def __init__(self, folder: Path, comm: Communicator, failure: OSError | str) -> None:
         self.folder = folder
-        self._comm, self._state, self._text = comm, state, text
-        self._refusal = ""
+        self._comm, self._failure = comm, failure
+        self._nbytes = 0  # that this rank writes
         self._thread: threading.Thread | None = None
-        if background:
-            group = _background_group(comm)
-            self._thread = threading.Thread(
-                target=self._write, args=(group,), name="farandole-checkpoint", daemon=True
-            )
-            self._thread.start()
-        else:
-            self._write(comm.group)
 
     @property
     def done(self) -> bool:
@@ -68,25 +59,58 @@ class PendingSave:
         """Return when the checkpoint is on the disk; all ranks call it.
 
         Raises:
-            CheckpointError: on all ranks, if one of them could not write its part.
+            CheckpointError: on all ranks, once, if one of them could not write its part.
         """
-        if self._thread is not None:
-            self._thread.join()
-        agree(self._comm, self._refusal, self.folder)
+        self.join()
+        failure, self._failure = self._failure, ""
+        try:
+            raise_on_all(self._comm, failure, self.folder)
+        except CheckpointError as error:
+            error.nbytes = sum(self._comm.all_gather_object(self._nbytes))
+            raise
 
-    def _write(self, group: dist.ProcessGroup) -> None:
+    def join(self, timeout_s: float | None = None) -> None:
+        """Return when this rank has ended its part, or after `timeout_s`; not a collective call."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def start(
+        self, state: State, text: str, on_saved: Callable[[], None] | None, *, background: bool
+    ) -> None:
+        """Write `state`, and `text` as metadata."""
+        if not background:
+            self._write(state, text, on_saved, self._comm.group)
+            return
+        group = _background_group(self._comm)
+        self._thread = threading.Thread(
+            target=self._write, args=(state, text, on_saved, group), name="farandole-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def _write(
+        self, state: State, text: str, on_saved: Callable[[], None] | None, group: dist.ProcessGroup
+    ) -> None:
         partial = partial_folder(self.folder)
         try:
-            writer = FileSystemWriter(partial, sync_files=True)
-            dcp.save(dict(self._state), storage_writer=writer, planner=SavePlanner(), process_group=group)
-            if self._comm.rank == 0:  # all ranks' parts are on the disk: the save is a collective call
-                (partial / METADATA).write_text(self._text)
+            self._write_state(state, partial, group)
+            state.clear()  # copies of the whole state: memory for training
+            if self._comm.rank == 0:  # all ranks have written their parts: dcp.save is a collective call
+                (partial / METADATA).write_text(text)
                 partial.rename(self.folder)
+                if on_saved is not None:
+                    on_saved()
         except (Exception, CheckpointException) as error:  # the latter is no Exception
-            self._refusal = str(cause_of(error))
+            self._failure = reason_of(error)
             if self._comm.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-        self._state = {}  # copies of the whole state: memory for training
+
+    def _write_state(self, state: State, folder: Path, group: dist.ProcessGroup) -> None:
+        planner = SavePlanner()
+        try:
+            writer = FileSystemWriter(folder, sync_files=True)
+            dcp.save(dict(state), storage_writer=writer, planner=planner, process_group=group)
+        finally:
+            self._nbytes = planner.nbytes
 
 
 _background_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
@@ -95,111 +119,138 @@ _background_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGro
 
 
 def _background_group(comm: Communicator) -> dist.ProcessGroup:
-    """A group of the same ranks: calls of the thread must not mix with those of training."""
+    """Return a group of the same ranks: collectives of the thread must not mix with those of training."""
     if comm.group not in _background_groups:
         ranks = [dist.get_global_rank(comm.group, rank) for rank in range(comm.size)]
         _background_groups[comm.group] = local_group(comm.group, ranks)
     return _background_groups[comm.group]
 
 
-def save(engine: Engine, folder: Path, extra: Mapping[str, Any], *, background: bool) -> PendingSave:
+def save(
+    engine: Engine,
+    folder: Path,
+    extra: Mapping[str, Any],
+    on_saved: Callable[[], None] | None,
+    *,
+    background: bool,
+) -> PendingSave:
     """See `Engine.save`."""
-    comm, text, refusal = engine.comm, "", ""
+    comm, text, state = engine.comm, "", State()
+    failure: OSError | str = ""
     try:
-        text = json.dumps({"version": _VERSION, **engine.metadata(), "extra": dict(extra)}, indent=1)
-    except TypeError as error:
-        refusal = f"extra cannot be written as JSON: {error}"
-    if comm.rank == 0 and not refusal:
-        refusal = prepare(folder)
-    agree(comm, refusal, folder)
-    state = state_of(engine, comm.rank)
-    if background:
-        state = {name: copy_of(value) for name, value in state.items()}
-    pending = PendingSave(folder, comm, state, text, background=background)
-    if not background or engine.offloaded:  # the next step changes what is kept elsewhere
+        text = _json({"version": _VERSION, **engine.metadata(), "extra": dict(extra)})
+        if comm.rank == 0:
+            prepare(folder)
+        state = state_of(engine, comm.rank)
+    except (OSError, CheckpointError) as error:
+        failure = reason_of(error)
+    pending = PendingSave(folder, comm, failure)
+    if not any(comm.all_gather_object(bool(failure))):
+        if background:
+            state = {name: _copy(value) for name, value in state.items()}
+        pending.start(state, text, on_saved, background=background)
+    if not background or engine.offloaded:  # the thread reads offloaded states, which the next step changes
         pending.wait()
     return pending
 
 
-def copy_of(value: Tensor | Range) -> Tensor | Range:
-    """A copy in host memory; offloaded states are read when they are written."""
+def _json(values: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(values, indent=1)
+    except TypeError as error:
+        raise CheckpointError(f"extra cannot be written as JSON: {error}") from error
+
+
+def _copy(value: Tensor | Range) -> Tensor | Range:
+    """Return a copy in host memory; offloaded states are read when they are written."""
     if isinstance(value, Range):
         return value if value.held is None else replace(value, held=value.held.to("cpu", copy=True))
     return value.detach().to("cpu", copy=True)
 
 
-def load(engine: Engine, folder: Path) -> dict[str, Any]:
-    """See `Engine.load`."""
-    comm, metadata, loaded, refusal = engine.comm, {}, State(), ""
-    try:
-        metadata = json.loads((folder / METADATA).read_text())
-        reader = FileSystemReader(folder)
-        loaded = empty_state(engine, comm.rank, reader.read_metadata().state_dict_metadata)
-        refusal = _other_optimizers(engine, metadata)
-    except FileNotFoundError:
-        refusal = "it is not there, or not a whole checkpoint of an engine"
-    except (Exception, CheckpointException) as error:
-        refusal = str(cause_of(error))
-    agree(comm, refusal, folder)
-    try:  # into new tensors: the engine stays as it is if this fails
+def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """See `Engine.load`.  `metadata` replaces the file that folders of an earlier version do not have."""
+    comm = engine.comm
+    with fail_on_all(comm, folder, UnreadableError):
+        try:
+            found = metadata or json.loads((folder / METADATA).read_text())
+            reader = FileSystemReader(folder)
+            saved = reader.read_metadata().state_dict_metadata
+        except FileNotFoundError:
+            raise CheckpointError("it is not there, or not a whole checkpoint of an engine") from None
+    with fail_on_all(comm, folder):
+        loaded = empty_state(engine, comm.rank, saved)
+        _check_optimizers(engine, found)
+    with fail_on_all(
+        comm, folder, UnreadableError
+    ):  # into new tensors: the engine stays as it is if this fails
         dcp.load(dict(loaded), storage_reader=reader, planner=LoadPlanner(), process_group=comm.group)
-    except (Exception, CheckpointException) as error:
-        refusal = str(cause_of(error))
-    agree(comm, refusal, folder)
     restore(engine, comm.rank, loaded)
     load_offloaded(engine, folder, loaded)
-    engine.restore_metadata(metadata)
-    extra: dict[str, Any] = metadata["extra"]
+    engine.restore_metadata(found)
+    extra: dict[str, Any] = found["extra"]
     return extra
 
 
-def _other_optimizers(engine: Engine, facts: Mapping[str, Any]) -> str:
-    """Why the optimizers of the engine cannot go on from the saved ones, or ""; an engine without any can."""
+def _check_optimizers(engine: Engine, found: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` unless the engine has the saved optimizers; an engine without any can load all."""
     own = engine.metadata()
-    counts = [[len(groups) for groups in each["groups"]] for each in (own, facts)]
-    if not engine.optimizers or (own["optimizers"] == facts["optimizers"] and counts[0] == counts[1]):
-        return ""
-    saved = ", ".join(facts["optimizers"]) or "no optimizer"
-    return f"it has the state of {saved} with {counts[1]} groups, the engine {', '.join(own['optimizers'])} with {counts[0]}"
+    counts = [[len(groups) for groups in each["groups"]] for each in (own, found)]
+    if engine.optimizers and (own["optimizers"] != found["optimizers"] or counts[0] != counts[1]):
+        saved = ", ".join(found["optimizers"]) or "no optimizer"
+        raise CheckpointError(
+            f"it has the state of {saved} with {counts[1]} groups, the engine {', '.join(own['optimizers'])} with {counts[0]}"
+        )
 
 
-def prepare(folder: Path) -> str:
-    """Prepare to write `folder`; why that cannot be, or ""."""
-    partial = partial_folder(folder)
+def prepare(folder: Path) -> None:
+    """Prepare to write `folder`.  Raises `CheckpointError` or `OSError`."""
     if folder.exists():
-        return "it exists; choose another name, or remove it first"
+        raise CheckpointError("it exists; choose another name, or remove it first")
     if folder.parent.exists() and not folder.parent.is_dir():
-        return f"{folder.parent} is not a folder"
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if partial.exists():  # of a job that was killed
-            shutil.rmtree(partial)
-    except OSError as error:
-        return f"{error.strerror}: {error.filename}"
-    return ""
+        raise CheckpointError(f"{folder.parent} is not a folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if partial_folder(folder).exists():  # of a job that was killed
+        shutil.rmtree(partial_folder(folder))
 
 
 def partial_folder(folder: Path) -> Path:
-    """The name of a folder while it is being written."""
+    """Return the name of a folder while it is being written."""
     return folder.with_name(f"{folder.name}.tmp")
 
 
-def agree(comm: Communicator, refusal: str, folder: Path) -> None:
-    """Raise `CheckpointError` on all ranks if any has a reason to."""
-    told = comm.all_gather_object(refusal)
-    found = next(((rank, why) for rank, why in enumerate(told) if why), None)
-    if found is not None:
-        raise CheckpointError(f"checkpoint {folder}: {found[1]} (rank {found[0]})")
+@contextmanager
+def fail_on_all(
+    comm: Communicator, folder: Path, kind: type[CheckpointError] = CheckpointError
+) -> Iterator[None]:
+    """Raise a `CheckpointError` about `folder` on all ranks if any fails in the block; all ranks enter it."""
+    failure: OSError | str = ""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        failure = reason_of(error)
+    raise_on_all(comm, failure, folder, kind)
 
 
-def cause_of(error: BaseException) -> OSError | str:
-    """The failure behind those that it led to, of several ranks or of closing files; or its first line."""
+def raise_on_all(
+    comm: Communicator, failure: OSError | str, folder: Path, kind: type[CheckpointError] = CheckpointError
+) -> None:
+    """Raise a `CheckpointError` about `folder` on all ranks if any has a `failure`."""
+    for rank, reason in enumerate(comm.all_gather_object(failure)):
+        if reason:
+            error = kind(f"checkpoint {folder}: {reason} (rank {rank})")
+            error.reason = reason
+            raise error
+
+
+def reason_of(error: BaseException) -> OSError | str:
+    """Return the failure of the disk that led to `error`, of several ranks or of closing files; or its first line."""
     if isinstance(error, CheckpointException):
-        causes = [cause_of(failure) for failure, _ in error.failures.values()]
-        return next((cause for cause in causes if isinstance(cause, OSError)), causes[0])
-    behind = error.__cause__ or error.__context__
+        reasons = [reason_of(failure) for failure, _ in error.failures.values()]
+        return next((reason for reason in reasons if isinstance(reason, OSError)), reasons[0])
+    if isinstance(error, OSError):
+        return error
     if isinstance(error, CheckpointError):
         return str(error)
-    if isinstance(error, OSError) or behind is None:
-        return error if isinstance(error, OSError) else f"{type(error).__name__}: {error}".splitlines()[0]
-    return cause_of(behind)
+    behind = error.__cause__ or error.__context__
+    return f"{type(error).__name__}: {error}".splitlines()[0] if behind is None else reason_of(behind)

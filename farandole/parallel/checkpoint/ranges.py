@@ -1,7 +1,7 @@
 """Parts of global tensors, as PyTorch's distributed checkpoints save and load them: boxes, by name and offset.
 
-A rank's tensor is one box of a global tensor, or several (`Place`); what the rank stores of it is a range of its flattened elements
-(`Range`), of which torch sees the boxes that it consists of.
+A rank's tensor is one box of a global tensor, or several (`Place`).  The rank stores a range of its flattened elements (`Range`), which
+torch handles as boxes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from farandole.layout import Box, boxes_of_range, volume
 
@@ -37,13 +37,13 @@ class Place:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Place:
-        """Of a tensor that a rank has all of."""
+        """Return the place of a tensor that is whole on this rank."""
         box = _box_of(shape)
         return Place(tuple(shape), tuple(shape), ((box, box),))
 
     @staticmethod
     def of_boxes(shape: Sequence[int], local: Sequence[int], boxes: Sequence[Box]) -> Place:
-        """Of a tensor that consists of several boxes, one after the other along the dimension in which they differ."""
+        """Return the place of a tensor of several boxes, concatenated along the dimension in which they differ."""
         regions: list[tuple[Box, Box]] = []
         begun = 0
         for box in boxes:
@@ -70,9 +70,8 @@ def _box_of(shape: Sequence[int]) -> Box:
 class Range:
     """Consecutive elements of a rank's flattened tensor, the first of which is number `start`.
 
-    torch knows it by its two methods (`torch.distributed._checkpointable`) and the planners below, as the boxes of the global tensor
-    of which it consists.  `load` brings the elements, flat, where they are not `held` in memory; they are valid until others are
-    brought.
+    torch handles it as boxes of the global tensor, through its two methods (`torch.distributed._checkpointable`) and the planners
+    below.  `load` reads the elements, flat, if they are not `held` in memory; they are valid until the next call.
     """
 
     place: Place
@@ -84,7 +83,7 @@ class Range:
 
     @staticmethod
     def of(values: Tensor, start: int, place: Place) -> Range:
-        """The range of `values`, which are in memory."""
+        """Return the range of `values`, which are in memory."""
         flat = values.detach().reshape(-1)
         return Range(place, start, flat.numel(), flat.dtype, held=flat)
 
@@ -102,7 +101,7 @@ class Range:
         return self.length * self.dtype.itemsize
 
     def part(self, offsets: Sequence[int]) -> Tensor:
-        """The elements of the box of the global tensor that begins at `offsets`."""
+        """Return the elements of the box of the global tensor that begins at `offsets`."""
         for box, elements in self.boxes():
             if tuple(start for start, _ in box) == tuple(offsets):
                 return elements
@@ -115,7 +114,7 @@ class Range:
             yield box, elements.view([end - start for start, end in local])[slices]
 
     def _boxes(self) -> Iterator[tuple[Box, int, Box, tuple[slice, ...]]]:
-        """(box of the global tensor, first element of a box of this range that contains it, that box, where in it)."""
+        """Yield (box of the global tensor, first element of the local box that contains it, the local box, its slices)."""
         first = 0
         for local in boxes_of_range(_box_of(self.place.local), self.start, self.start + self.length):
             for region, stored in self.place.regions:
@@ -154,11 +153,21 @@ class Range:
 class SavePlanner(DefaultSavePlanner):
     """Plans a save of ranges and of ordinary tensors, by name."""
 
+    nbytes = 0
+    """The bytes that this rank writes, when the ranks have divided them."""
+
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take the part of the plan that is this rank's."""
+        for data in (item.tensor_data for item in new_plan.items):
+            if data is not None:
+                self.nbytes += data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        return super().finish_plan(new_plan)
+
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """What is to be written under `index`."""
+        """Return the tensor to write under `index`."""
         found = self.state_dict[index.fqn]
         return found.part(index.offset or ()) if isinstance(found, Range) else super().lookup_object(index)
 
@@ -172,11 +181,11 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the state as it is: torch's own way forgets values of types that it does not know."""
+        """Keep the state as it is: torch's planner drops values of types that it does not know."""
         self.state_dict = self.original_state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Where to put what was saved under `index`."""
+        """Return the tensor to read `index` into."""
         found = self.state_dict[index.fqn]
         return found.part(index.offset or ()) if isinstance(found, Range) else super().lookup_tensor(index)

@@ -3,26 +3,26 @@
     model.safetensors                                        or, if they are larger than a file should be,
     model-00001-of-00003.safetensors ... and model.safetensors.index.json, as Hugging Face has them
 
-No rank ever has the whole model in memory: ranks write the boxes that they store to a checkpoint, and each of them then makes some of
-the files from it.  In the other direction each rank reads the elements that it stores, and no others.
+No rank holds the whole model in memory: ranks write the boxes that they store to a checkpoint, and each of them then makes some of
+the files from it, a few tensors at a time.  In the other direction each rank reads only the elements that it stores.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from farandole.parallel.checkpoint.errors import CheckpointError
-from farandole.parallel.checkpoint.folder import agree, cause_of, partial_folder, prepare
+from farandole.parallel.checkpoint.folder import fail_on_all, partial_folder, prepare
 from farandole.parallel.checkpoint.ranges import LoadPlanner, Range, SavePlanner
 from farandole.parallel.checkpoint.state import Stored, state_of, stored_tensors
 
@@ -33,24 +33,58 @@ FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PREFIX = "model."
 _STATE = "state"
 
+_BATCH_BYTES = 32 << 20
+"""About as many bytes are in memory while a file is written, or one tensor."""
+
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""The types as the safetensors format names them."""
+
+_Entries = dict[str, TensorStorageMetadata]
+
 
 def export(engine: Engine, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
     """See `Engine.export`."""
     comm, partial = engine.comm, partial_folder(folder)
-    agree(comm, prepare(folder) if comm.rank == 0 else "", folder)
-    refusal = ""
+    with fail_on_all(comm, folder):
+        if comm.rank == 0:
+            prepare(folder)
     try:
-        state = {k: v for k, v in state_of(engine, comm.rank).items() if k.startswith(_PREFIX)}
-        writer = FileSystemWriter(partial / _STATE)
-        dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=comm.group)
-        names = [
-            _PREFIX + name for name, _ in (*engine.model.named_parameters(), *engine.model.named_buffers())
-        ]
-        _write_files(partial, names, comm.rank, comm.size, dtype, file_bytes)
-    except BaseException as error:  # noqa: BLE001 - torch's own is no Exception; told on all ranks
-        refusal = str(cause_of(error))
-    try:
-        agree(comm, refusal, folder)
+        with fail_on_all(comm, folder):
+            state = {k: v for k, v in state_of(engine, comm.rank).items() if k.startswith(_PREFIX)}
+            writer = FileSystemWriter(partial / _STATE)
+            dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=comm.group)
+            saved = _saved(partial / _STATE, engine.model)
+            files = list(_divide(saved, file_bytes))
+            names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+            names = names if len(files) > 1 else [FILE]
+            types = {
+                name: dtype if dtype and entry.properties.dtype.is_floating_point else entry.properties.dtype
+                for name, entry in saved.items()
+            }
+            for number in range(comm.rank, len(files), comm.size):
+                _write_file(partial / names[number], partial / _STATE, files[number], types)
+            if comm.rank == 0 and len(files) > 1:
+                places = {
+                    n.removeprefix(_PREFIX): name
+                    for name, file in zip(names, files, strict=True)
+                    for n in file
+                }
+                total = sum(entry.size.numel() * types[name].itemsize for name, entry in saved.items())
+                index = {"metadata": {"total_size": total}, "weight_map": places}
+                (partial / INDEX).write_text(json.dumps(index, indent=1))
     except CheckpointError:
         if comm.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -61,75 +95,79 @@ def export(engine: Engine, folder: Path, dtype: torch.dtype | None, file_bytes: 
     comm.barrier()
 
 
-def _write_files(
-    partial: Path, order: Sequence[str], rank: int, size: int, dtype: torch.dtype | None, file_bytes: int
-) -> None:
-    from safetensors.torch import save_file
+def write_weights(path: Path, state: Path, model: nn.Module) -> None:
+    """Write one file of the parameters and buffers in checkpoint `state` of `model`, in the types with which `model` computes.
 
-    reader = FileSystemReader(partial / _STATE)
-    found = {
+    Not a collective call.
+    """
+    saved = _saved(state, model)
+    types = {name: entry.properties.dtype for name, entry in saved.items()}
+    types |= {f"{_PREFIX}{name}": tensor.dtype for name, tensor in _tensors(model)}
+    _write_file(path, state, saved, types)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _saved(state: Path, model: nn.Module) -> _Entries:
+    """Return the saved parameters and buffers, in the order of the model."""
+    order = {f"{_PREFIX}{name}": number for number, (name, _) in enumerate(_tensors(model))}
+    entries = {
         name: entry
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
+        for name, entry in FileSystemReader(state).read_metadata().state_dict_metadata.items()
+        if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
     }
-    place = {name: number for number, name in enumerate(order)}
-    files = _divide(
-        {name: found[name] for name in sorted(found, key=lambda n: place.get(n, len(place)))}, file_bytes
-    )
-    names = (
-        [FILE]
-        if len(files) == 1
-        else [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
-    )
-    for number in range(rank, len(files), size):
-        tensors = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in files[number].items()}
-        dcp.load(dict(tensors), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
-        plain = {
-            name.removeprefix(_PREFIX): tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
-            for name, tensor in tensors.items()
-        }
-        path = partial / names[number]
-        save_file(plain, path, metadata={"format": "pt"})
-        path.chmod(0o644)  # safetensors makes it readable by its owner only
-    if rank == 0 and len(files) > 1:
-        total = sum(_nbytes(entry) for entry in found.values())
-        places = {n.removeprefix(_PREFIX): names[number] for number, file in enumerate(files) for n in file}
-        (partial / INDEX).write_text(
-            json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1)
-        )
+    return dict(sorted(entries.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def _divide(
-    found: Mapping[str, TensorStorageMetadata], file_bytes: int
-) -> list[dict[str, TensorStorageMetadata]]:
-    """The tensors of each file, in order; a file has at least one."""
-    files: list[dict[str, TensorStorageMetadata]] = [{}]
+def _divide(entries: _Entries, limit: int) -> Iterator[_Entries]:
+    """Yield tensors of together at most `limit` bytes, or one tensor."""
+    part: _Entries = {}
     used = 0
-    for name, entry in found.items():
-        if files[-1] and used + _nbytes(entry) > file_bytes:
-            files.append({})
-            used = 0
-        files[-1][name] = entry
-        used += _nbytes(entry)
-    return files
+    for name, entry in entries.items():
+        nbytes = entry.size.numel() * entry.properties.dtype.itemsize
+        if part and used + nbytes > limit:
+            yield part
+            part, used = {}, 0
+        part[name] = entry
+        used += nbytes
+    yield part
 
 
-def _nbytes(entry: TensorStorageMetadata) -> int:
-    return entry.size.numel() * entry.properties.dtype.itemsize
+def _write_file(path: Path, state: Path, entries: _Entries, types: Mapping[str, torch.dtype]) -> None:
+    """Write tensors of checkpoint `state`; safetensors' own function needs all of them in memory."""
+    entries = dict(sorted(entries.items(), key=lambda item: -types[item[0]].itemsize))  # aligned in the file
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, entry in entries.items():
+        start, end = end, end + entry.size.numel() * types[name].itemsize
+        header[name.removeprefix(_PREFIX)] = {
+            "dtype": _CODES[types[name]],
+            "shape": list(entry.size),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for part in _divide(entries, _BATCH_BYTES):
+            tensors = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in part.items()}
+            reader = FileSystemReader(state)
+            dcp.load(dict(tensors), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+            for name, tensor in tensors.items():
+                file.write(tensor.to(types[name]).reshape(-1).view(torch.uint8).numpy().data)
 
 
 def load_weights(engine: Engine, path: Path) -> None:
     """See `Engine.load_weights`."""
-    refusal, found = "", list[tuple[Stored, Tensor]]()
-    try:
+    with fail_on_all(engine.comm, path):
         if any(update.state.weights for update in engine.offloaded):
             raise CheckpointError(
                 "the master weights are offloaded: load weights before engine.optimizer(...) is called"
             )
         found = _read(engine, path)
-    except Exception as error:
-        refusal = str(cause_of(error))
-    agree(engine.comm, refusal, path)
     with torch.no_grad():
         for stored, values in found:
             stored.values.copy_(values.view(stored.values.shape))
@@ -138,11 +176,10 @@ def load_weights(engine: Engine, path: Path) -> None:
 
 
 def _read(engine: Engine, path: Path) -> list[tuple[Stored, Tensor]]:
-    """The values of what this rank stores, in the types of the files."""
+    """Return the values that this rank stores."""
     from safetensors import safe_open
 
-    places = _files(path)
-    aliases = _aliases(engine)
+    places, aliases = _files(path), _aliases(engine)
     found: list[tuple[Stored, Tensor]] = []
     known = {alias for names in aliases.values() for alias in names} | {
         n for n, _ in engine.model.named_buffers()
@@ -150,10 +187,9 @@ def _read(engine: Engine, path: Path) -> list[tuple[Stored, Tensor]]:
     missing = [name for name, names in aliases.items() if not any(each in places for each in names)]
     unknown = [name for name in places if name not in known]
     if missing or unknown:
-        parts = [f"it has no {', '.join(missing[:4])}"] * bool(missing) + [
-            f"it has {', '.join(unknown[:4])}"
-        ] * bool(unknown)
-        raise CheckpointError(f"{' and '.join(parts)}: it is of another model")
+        lacks = [f"it has no {', '.join(missing[:4])}"] * bool(missing)
+        has = [f"it has {', '.join(unknown[:4])}"] * bool(unknown)
+        raise CheckpointError(f"{' and '.join(lacks + has)}: it is of another model")
     opened: dict[Path, Any] = {}
     for stored in stored_tensors(engine):
         name = next((each for each in aliases.get(stored.name, [stored.name]) if each in places), None)
@@ -180,7 +216,7 @@ def _read(engine: Engine, path: Path) -> list[tuple[Stored, Tensor]]:
 
 
 def _aliases(engine: Engine) -> dict[str, list[str]]:
-    """Of each parameter, by its first name, all names that it has: files may have a tied one under another."""
+    """Return all names of each parameter by its first name: files may have a tied one under another."""
     names: dict[int, list[str]] = {}
     for name, parameter in engine.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -188,7 +224,7 @@ def _aliases(engine: Engine) -> dict[str, list[str]]:
 
 
 def _files(path: Path) -> dict[str, Path]:
-    """The file that has each tensor."""
+    """Return the file of each tensor."""
     from safetensors import safe_open
 
     if path.is_dir() and (path / INDEX).exists():

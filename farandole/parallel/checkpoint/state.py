@@ -5,17 +5,18 @@
     random.rankN            the generator of a rank, random.cuda.rankN that of its accelerator
     compression.rankN.KEY   what compression remembers on a rank
 
-Every rank saves the boxes that it stores, under the names of the model of one process.  Who loads names the boxes it wants, and gets
-them from whatever boxes there are, so a checkpoint of any number of ranks, stage of ZeRO and precision is one of every other.
-What several ranks store alike has the same name and place on each, and is written once.
+Every rank saves the boxes that it stores, under the names of the model of one process, and loads the boxes that it needs from
+whatever boxes there are.  So a checkpoint of any number of ranks, stage of ZeRO and precision loads into any other.  Tensors that
+several ranks store have the same name and place on each, and are written once.
 
-Optimizer states that are offloaded pass through memory one bucket at a time, when they are saved and when they are loaded.
+Offloaded optimizer states pass through memory one bucket at a time when they are saved and loaded.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,16 +41,16 @@ State = dict[str, "Tensor | Range"]
 
 
 def state_of(engine: Engine, rank: int) -> State:
-    """The state of `engine` as it is; its tensors are the engine's own."""
+    """Return the state of `engine`; its tensors are the engine's own."""
     state: State = {f"model.{s.name}": Range.of(s.values, s.start, s.place) for s in stored_tensors(engine)}
-    for prefix, name, place, shard, start, states in _states(engine):
+    for stem, place, shard, start, states in _states(engine):
         for key, value in states.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
-                    f"an optimizer keeps {key!r} of {name} as {type(value).__name__}: only tensors can be saved"
+                    f"an optimizer keeps {key!r} of {stem.partition('.')[2]} as {type(value).__name__}: only tensors can be saved"
                 )
-            like = value.dim() and value.numel() == shard.numel()
-            state[f"{prefix}.{name}/{key}"] = Range.of(value, start, place) if like else value
+            by_element = value.dim() and value.numel() == shard.numel()
+            state[f"{stem}/{key}"] = Range.of(value, start, place) if by_element else value
     state |= _offloaded_state(engine, state)
     state[f"random.rank{rank}"] = torch.get_rng_state()
     if engine.device.type == "cuda":
@@ -60,67 +61,58 @@ def state_of(engine: Engine, rank: int) -> State:
 
 
 def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -> State:
-    """New tensors for what was `saved` and this rank needs.
-
-    What a checkpoint has no part of for this rank, as the generator of one that it did not have, is left out.
+    """Return new tensors for the entries of `saved` that this rank needs.
 
     Raises:
-        CheckpointError: where a trained parameter is missing, or has another shape.
+        CheckpointError: if a trained parameter is missing, or has another shape.
     """
     state: State = {}
     for stored in stored_tensors(engine):
         entry = f"model.{stored.name}"
         if entry in saved:
-            state[entry] = _empty_range(
-                saved[entry], stored.place, stored.start, stored.values.numel(), entry
-            )
+            values = _empty_range(saved[entry], stored.place, stored.start, stored.values.numel())
+            if values is None:
+                size = tuple(_described(saved[entry]).size)
+                raise CheckpointError(
+                    f"{entry} has shape {size} in it, and {stored.place.shape} in this model"
+                )
+            state[entry] = values
         elif stored.trained:  # earlier versions saved neither buffers nor frozen parameters
             raise CheckpointError(f"it has no parameter {stored.name}: it is a checkpoint of another model")
-    for prefix, name, place, shard, start, _ in _states(engine):
-        for key in _keys_of(saved, prefix).get(name, ()):
-            entry = f"{prefix}.{name}/{key}"
+    keys = _keys_of(saved)
+    for stem, place, shard, start, _ in _states(engine):
+        for entry in (f"{stem}/{key}" for key in keys[stem]):
             state[entry] = _empty_optimizer_state(saved[entry], shard, start, place)
-    own = (f"random.rank{rank}", f"random.cuda.rank{rank}")
+    own = [f"random.rank{rank}", *([f"random.cuda.rank{rank}"] if engine.device.type == "cuda" else [])]
     for entry, description in saved.items():
         if entry in own or entry.startswith(f"compression.rank{rank}."):
             state[entry] = _empty_as(description)
-    if engine.device.type != "cuda":
-        state.pop(own[1], None)
     return state
 
 
 def restore(engine: Engine, rank: int, loaded: State) -> None:
-    """Have `engine` go on from what was loaded into the tensors of `empty_state`; all ranks call it."""
+    """Set `engine` to the values that were loaded into the tensors of `empty_state`; all ranks call it."""
     with torch.no_grad():
         for stored in stored_tensors(engine):
             new = loaded.get(f"model.{stored.name}")
             if isinstance(new, Range):
                 stored.values.copy_(new.values.view(stored.values.shape))
-    for prefix, name, _, shard, _, states in _states(engine):
-        own = f"{prefix}.{name}/"
+    keys = _keys_of(loaded)
+    for stem, _, shard, _, states in _states(engine):
         states.clear()  # of steps that the checkpoint does not have
-        for entry, found in loaded.items():
-            if entry.startswith(own):
-                states[entry.removeprefix(own)] = _as_state(found, shard)
+        states.update({key: _as_state(loaded[f"{stem}/{key}"], shard) for key in keys[stem]})
     engine.all_gather_parameters(frozen=True)
-    remembered = f"compression.rank{rank}."
-    engine.load_compression(
-        {
-            entry.removeprefix(remembered): value
-            for entry, value in loaded.items()
-            if entry.startswith(remembered) and isinstance(value, Tensor)
-        }
-    )
-    generator = loaded.get(f"random.rank{rank}")
-    if isinstance(generator, Tensor):
+    whole = {entry: value for entry, value in loaded.items() if isinstance(value, Tensor)}
+    own = f"compression.rank{rank}."
+    engine.load_compression({e.removeprefix(own): v for e, v in whole.items() if e.startswith(own)})
+    if (generator := whole.get(f"random.rank{rank}")) is not None:
         torch.set_rng_state(generator)
-    generator = loaded.get(f"random.cuda.rank{rank}")
-    if isinstance(generator, Tensor):
+    if (generator := whole.get(f"random.cuda.rank{rank}")) is not None:
         torch.cuda.set_rng_state(generator, engine.device)
 
 
 def _as_state(found: Tensor | Range, shard: nn.Parameter) -> Tensor:
-    """A state as optimizers keep it: laid out as the shard, on its device."""
+    """Return a state as optimizers keep it: laid out as the shard, on its device."""
     if isinstance(found, Tensor):
         return found
     like = torch.empty_like(shard, dtype=found.dtype, requires_grad=False)
@@ -129,7 +121,7 @@ def _as_state(found: Tensor | Range, shard: nn.Parameter) -> Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """What this rank stores of a parameter or buffer: `values`, from element `start` of its tensor on."""
+    """The part of a parameter or buffer that this rank stores: `values`, from element `start` of its tensor on."""
 
     name: str
     place: Place
@@ -139,7 +131,7 @@ class Stored:
 
 
 def stored_tensors(engine: Engine) -> Iterator[Stored]:
-    """Parameters and buffers, by the names of the model's state."""
+    """Yield parameters and buffers, by the names of the model's state."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     values_of = dict(engine.shard_values())
     trained = {id(parameter) for bucket in engine.buckets for parameter in bucket.parameters}
@@ -152,7 +144,7 @@ def stored_tensors(engine: Engine) -> Iterator[Stored]:
     for parameter, values, start in engine.frozen_shards():
         yield stored(names[id(parameter)], parameter, start, values)
     for name, parameter in engine.model.named_parameters():
-        plain = type(parameter.data) is Tensor  # quantized ones are saved by those who made them
+        plain = type(parameter.data) is Tensor  # quantized ones are not part of the state
         if plain and id(parameter) not in trained and not engine.divides(parameter):
             yield stored(name, parameter, 0, parameter.detach())
     for name, buffer in _persistent_buffers(engine.model):
@@ -160,7 +152,7 @@ def stored_tensors(engine: Engine) -> Iterator[Stored]:
 
 
 def _place(engine: Engine, name: str, tensor: Tensor) -> Place:
-    """The place of a tensor of this rank, by its layout."""
+    """Return the place of a tensor of this rank, by its layout."""
     layout = engine.layouts.get(name)
     if layout is None or not layout.shards:
         return Place.whole(tensor.shape)
@@ -175,32 +167,27 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-_StateOf = tuple[str, str, Place, nn.Parameter, int, dict[str, Any]]
-
-
-def _states(engine: Engine) -> Iterator[_StateOf]:
-    """(prefix of names, name, place, shard, start, states) of what optimizers keep in memory."""
+def _states(engine: Engine) -> Iterator[tuple[str, Place, nn.Parameter, int, dict[str, Any]]]:
+    """Yield (name of the entries before "/", place, shard, start, states) of the states that optimizers keep in memory."""
     if engine.offloaded:
         return
     places = _places(engine)
     for number, optimizer in enumerate(engine.optimizers):
         for shard in (each for group in optimizer.param_groups for each in group["params"]):
             name, start, place = places[id(shard)]
-            yield _prefix(number), name, place, shard, start, optimizer.state[shard]
+            yield f"{_prefix(number)}.{name}", place, shard, start, optimizer.state[shard]
 
 
 def _prefix(number: int) -> str:
-    """Of the states of optimizer `number`."""
     return f"optimizer{number}" if number else "optimizer"
 
 
-def _keys_of(saved: Mapping[str, STORAGE_TYPES], prefix: str) -> dict[str, list[str]]:
-    """For each parameter the states of its optimizer that were saved."""
-    keys: dict[str, list[str]] = {}
-    for entry in saved:
-        if entry.startswith(f"{prefix}."):
-            name, _, key = entry.removeprefix(f"{prefix}.").rpartition("/")
-            keys.setdefault(name, []).append(key)
+def _keys_of(entries: Iterable[str]) -> defaultdict[str, list[str]]:
+    """Return the keys of optimizer states, by the part of the names before "/"."""
+    keys: defaultdict[str, list[str]] = defaultdict(list)
+    for entry in entries:
+        stem, _, key = entry.rpartition("/")
+        keys[stem].append(key)
     return keys
 
 
@@ -214,46 +201,35 @@ def _described(description: STORAGE_TYPES) -> TensorStorageMetadata:
 
 
 def _empty_as(description: STORAGE_TYPES) -> Tensor:
-    """A tensor for a whole tensor as it was saved."""
+    """Return memory for a whole tensor."""
     found = _described(description)
     return torch.empty(found.size, dtype=found.properties.dtype)
 
 
-def _place_in(description: STORAGE_TYPES, place: Place) -> Place | None:
-    """The place in the tensor that was saved: as it is now, or flat, as earlier versions saved tensors; None for another tensor."""
-    size = tuple(_described(description).size)
-    if size == place.shape:
-        return place
-    return Place.whole(size) if place.is_whole and size == (math.prod(place.shape),) else None
-
-
-def _empty_range(description: STORAGE_TYPES, place: Place, start: int, length: int, entry: str) -> Range:
-    """Tensors for consecutive elements, in the type that was saved."""
+def _empty_range(description: STORAGE_TYPES, place: Place, start: int, length: int) -> Range | None:
+    """Return memory for elements of a tensor, which earlier versions saved flat; None for a tensor of another shape."""
     found = _described(description)
-    there = _place_in(description, place)
-    if there is None:
-        raise CheckpointError(f"{entry} has shape {tuple(found.size)} in it, and {place.shape} in this model")
-    return Range.of(torch.empty(length, dtype=found.properties.dtype), start, there)
+    size = tuple(found.size)
+    if size != place.shape:
+        if not place.is_whole or size != (math.prod(place.shape),):
+            return None
+        place = Place.whole(size)
+    return Range.of(torch.empty(length, dtype=found.properties.dtype), start, place)
 
 
 def _empty_optimizer_state(
     description: STORAGE_TYPES, shard: nn.Parameter, start: int, place: Place
 ) -> Tensor | Range:
-    found = _described(description)
-    there = _place_in(description, place)
-    if there is None or not found.size:
-        return _empty_as(description)
-    return Range.of(torch.empty(shard.numel(), dtype=found.properties.dtype), start, there)
+    """Return memory for a state by element, or for a whole one such as a number."""
+    by_element = _described(description).size and _empty_range(description, place, start, shard.numel())
+    return by_element or _empty_as(description)
 
 
 # ---- states that are offloaded ----
 
 
 def _offloaded_state(engine: Engine, stored: Mapping[str, Tensor | Range]) -> State:
-    """What offloaded optimizers keep, by name; ranges are brought when they are written, in this order.
-
-    Their master weights replace the values of lower precision that are `stored` for the model.
-    """
+    """Return offloaded states, read when they are written, in this order; master weights replace `stored` values."""
     places = _places(engine)
     state: State = {}
     for number, update in enumerate(engine.offloaded):
@@ -285,53 +261,38 @@ def _load_master(reader: UnitReader, unit: int, at: int) -> Tensor:
 
 
 def load_offloaded(engine: Engine, folder: Path, loaded: Mapping[str, Tensor | Range]) -> None:
-    """Have offloaded optimizers go on from checkpoint files in `folder`, after `restore`.
-
-    Args:
-        loaded: what was restored; its values of parameters are those of the master weights.
-    """
-    places = _places(engine)
+    """Set offloaded optimizers to the states in checkpoint `folder`, after `restore` of `loaded`; each rank reads by itself."""
+    if not engine.offloaded:
+        return
+    reader, places = FileSystemReader(folder), _places(engine)
+    saved = reader.read_metadata().state_dict_metadata
+    keys = _keys_of(saved)
     for number, update in enumerate(engine.offloaded):
         for unit, members in enumerate(update.state.units):
-            found = _read_states(engine, folder, _prefix(number), members)
+            stems = [f"{_prefix(number)}.{places[id(shard)][0]}" for shard in members]
+            state: State = {}
+            for stem, shard in zip(stems, members, strict=True):
+                _, start, place = places[id(shard)]
+                for entry in (f"{stem}/{key}" for key in keys[stem]):
+                    state[entry] = _empty_optimizer_state(saved[entry], shard, start, place)
+            if state:
+                dcp.load(dict(state), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
             records = []
-            for shard, states, kept in zip(members, found, update.state.kept(unit), strict=True):
-                # states that are kept by element have the shape of the shard, also if its parameter is a number
-                shaped = {
-                    key: value.view(shard.shape) if isinstance(kept.get(key), torch.dtype) else value
-                    for key, value in states.items()
-                }
+            for stem, shard, kept in zip(stems, members, update.state.kept(unit), strict=True):
+                states: dict[str, Any] = {}
+                for key in keys[stem]:
+                    found = state[f"{stem}/{key}"]
+                    value = found.values if isinstance(found, Range) else found
+                    # a state by element has the shape of the shard, also if its parameter is a number
+                    states[key] = value.view(shard.shape) if isinstance(kept.get(key), torch.dtype) else value
                 values = loaded[f"model.{places[id(shard)][0]}"]
                 assert isinstance(values, Range)
-                records.append(ShardState(values.values.to(shard.dtype).view(shard.shape), shaped))
+                records.append(ShardState(values.values.to(shard.dtype).view(shard.shape), states))
             update.state.load(unit, records)
 
 
-def _read_states(
-    engine: Engine, folder: Path, prefix: str, members: Sequence[nn.Parameter]
-) -> list[dict[str, Tensor]]:
-    """The states of some shards, from the files of a checkpoint; each rank reads by itself."""
-    reader, places = FileSystemReader(folder), _places(engine)
-    saved = reader.read_metadata().state_dict_metadata
-    keys = _keys_of(saved, prefix)
-    state: State = {}
-    for shard in members:
-        name, start, place = places[id(shard)]
-        for key in keys.get(name, ()):
-            entry = f"{prefix}.{name}/{key}"
-            state[entry] = _empty_optimizer_state(saved[entry], shard, start, place)
-    if state:
-        dcp.load(dict(state), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
-    found: list[dict[str, Tensor]] = []
-    for shard in members:
-        name = places[id(shard)][0]
-        states = {key: state[f"{prefix}.{name}/{key}"] for key in keys.get(name, ())}
-        found.append({k: v.values if isinstance(v, Range) else v for k, v in states.items()})
-    return found
-
-
 def _places(engine: Engine) -> dict[int, tuple[str, int, Place]]:
-    """Of each tensor that is updated: the name of its parameter, where it begins in the parameter, and the parameter's place."""
+    """Return for each tensor that is updated the name of its parameter, its start in the parameter, and the parameter's place."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     return {
         id(shard): (names[id(parameter)], start, _place(engine, names[id(parameter)], parameter))
