@@ -36,19 +36,25 @@ def _model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
-def _update(engine: Any, optimizer: Any, x: Tensor) -> None:
-    engine(x).float().square().mean().backward()
+def _update(
+    engine: Any, optimizer: Any, x: Tensor, backward: Callable[[Tensor], None] = Tensor.backward
+) -> None:
+    backward(engine(x).float().square().mean())
     optimizer.step()
     optimizer.zero_grad()
 
 
 def _train(
-    engine: Any, model: nn.Module, inputs: Inputs, each: Callable[[int], None] = lambda step: None
+    engine: Any,
+    model: nn.Module,
+    inputs: Inputs,
+    each: Callable[[int], None] = lambda step: None,
+    backward: Callable[[Tensor], None] = Tensor.backward,
 ) -> None:
     optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     for step in range(STEPS):
         each(step)
-        _update(engine, optimizer, inputs(step))
+        _update(engine, optimizer, inputs(step), backward)
 
 
 # ---- the result of one process ----
@@ -76,25 +82,23 @@ def _gradient_penalty(parallel: Parallel, inputs: Inputs) -> nn.Module:
 
 def _retained_graph(parallel: Parallel, inputs: Inputs) -> nn.Module:
     model = _model()
-    engine = parallel(model)
-    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
-    for step in range(STEPS):
-        loss = engine(inputs(step)).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    _train(parallel(model), model, inputs, backward=_backward_twice)
     return model
+
+
+def _backward_twice(loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
 
 
 def _some_inputs(parallel: Parallel, inputs: Inputs) -> nn.Module:
     model = _model()
-    engine = parallel(model)
-    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
-    for step in range(STEPS):
-        engine(inputs(step)).square().mean().backward(inputs=list(model[4].parameters()))
-        optimizer.step()
-        optimizer.zero_grad()
+    _train(
+        parallel(model),
+        model,
+        inputs,
+        backward=lambda loss: loss.backward(inputs=list(model[4].parameters())),
+    )
     return model
 
 
@@ -143,12 +147,14 @@ def _hooks_before(parallel: Parallel, inputs: Inputs) -> nn.Module:
 
 def _functional_call(parallel: Parallel, inputs: Inputs) -> nn.Module:
     model = _model()
-    optimizer = parallel(model).optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    engine = parallel(model)
+    optimizer = engine.optimizer(torch.optim.SGD(model.parameters(), 0.1))
     for step in range(STEPS):
-        outputs = torch.func.functional_call(model, dict(model.named_parameters()), (inputs(step),))
-        outputs.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        _update(
+            lambda x: torch.func.functional_call(model, dict(model.named_parameters()), (x,)),
+            optimizer,
+            inputs(step),
+        )
     return model
 
 

@@ -9,16 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from farandole.comm.communicator import Communicator
 from farandole.train.checkpoint import CheckpointWriter, load
-from farandole.train.config import load_config
-from farandole.train.tasks import make_task
 from farandole.train.trainer import Trainer
+from tests.train.small import make_trainer, overrides, world
 
-CPU = torch.device("cpu")
 Way = tuple[int, str]
 """A stage of ZeRO, and where the optimizer's states are kept."""
 STEPS = 3
@@ -27,20 +23,12 @@ STEPS = 3
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     """Overrides that name a small text."""
-    lines = (f"{n} bottles of beer on the wall, {n} bottles of beer\n" for n in range(2000))
-    (tmp_path / "text.txt").write_text("".join(lines))
-    return [f"data.path={tmp_path / 'text.txt'}", f"data.cache={tmp_path / 'cache'}"]
-
-
-def _world() -> Communicator:
-    assert dist.group.WORLD is not None
-    return Communicator(dist.group.WORLD)
+    return overrides(tmp_path)
 
 
 def _make(words: list[str], way: Way) -> Trainer:
     zero, offload = way
-    config = load_config("tiny", [*words, f"plan.zero={zero}", f"plan.offload={offload}"])
-    return Trainer(config, make_task(config), "fp32", _world(), CPU)
+    return make_trainer([*words, f"plan.zero={zero}", f"plan.offload={offload}"])
 
 
 def _contents(trainer: Trainer) -> dict[str, Tensor]:
@@ -60,7 +48,7 @@ def _contents(trainer: Trainer) -> dict[str, Tensor]:
         whole[f"{name}/step"] = state["step"].clone()
     for name, value in whole.items():
         if "/" in name and trainer.engine.zero:
-            _world().all_reduce(value, "max" if name.endswith("/step") else "sum")
+            world().all_reduce(value, "max" if name.endswith("/step") else "sum")
     return whole
 
 
@@ -77,7 +65,7 @@ def _save(
     trainer = _make(words, way)
     for _ in range(STEPS):
         trainer.step()
-    writer = CheckpointWriter(run, trainer.task.files(), 2, _world())
+    writer = CheckpointWriter(run, trainer.task.files(), 2, world())
     writer.save(trainer, 0.0)
     writer.wait()
     contents = _contents(trainer)
@@ -89,7 +77,7 @@ def _load(
 ) -> tuple[dict[str, Tensor], list[float]]:
     trainer = _make([*words, "seed=5"], way)
     trainer.sampler = _make(words, way).sampler
-    load(trainer, run / "checkpoints" / f"step-{STEPS:06d}", _world())
+    load(trainer, run / "checkpoints" / f"step-{STEPS:06d}", world())
     contents = _contents(trainer)
     return contents, [trainer.step().loss for _ in range(2)]
 

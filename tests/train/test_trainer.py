@@ -18,45 +18,29 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from farandole.comm.communicator import Communicator
 from farandole.launch.runtime import init
 from farandole.plan import Precision
 from farandole.train.checkpoint import CheckpointWriter, load
-from farandole.train.config import load_config
 from farandole.train.metrics import read_metrics
 from farandole.train.observer import Observer
 from farandole.train.precision import Choice
 from farandole.train.run_folder import CheckpointError, checkpoints
-from farandole.train.tasks import make_task
 from farandole.train.trainer import Trainer
-
-CPU = torch.device("cpu")
+from tests.train.small import make_trainer, overrides, world
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     """Overrides that name a small text."""
-    lines = (f"{n} bottles of beer on the wall, {n} bottles of beer\n" for n in range(2000))
-    (tmp_path / "text.txt").write_text("".join(lines))
-    return [f"data.path={tmp_path / 'text.txt'}", f"data.cache={tmp_path / 'cache'}"]
-
-
-def _world() -> Communicator:
-    assert dist.group.WORLD is not None
-    return Communicator(dist.group.WORLD)
-
-
-def _make(words: list[str], precision: Precision = "fp32") -> Trainer:
-    config = load_config("tiny", words)
-    return Trainer(config, make_task(config), precision, _world(), CPU)
+    return overrides(tmp_path)
 
 
 def _writer(run: Path, trainer: Trainer, keep: int = 2) -> CheckpointWriter:
-    return CheckpointWriter(run, trainer.task.files(), keep, _world())
+    return CheckpointWriter(run, trainer.task.files(), keep, world())
 
 
 def _losses(rank: int, size: int, words: list[str], precision: str, steps: int) -> list[float]:
-    trainer = _make(words, precision)
+    trainer = make_trainer(words, precision)
     return [trainer.step().loss for _ in range(steps)] + [trainer.evaluate()["loss"]]
 
 
@@ -76,7 +60,7 @@ def test_lower_precisions_learn_the_same(ranks: Any, words: list[str], precision
 
 
 def _overflow(rank: int, size: int, words: list[str]) -> None:
-    trainer = _make(words, "fp16")
+    trainer = make_trainer(words, "fp16")
     before = [p.clone() for p in trainer.model.parameters()]
     trainer.scaler.scale = 2.0**40 if rank == 0 else 1.0  # one rank overflows: all must skip
     factor = trainer.scaler.scale
@@ -96,7 +80,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, words: list[s
 
 def _seen(rank: int, size: int, words: list[str], run: Path) -> str:
     """What a person sees of a step that overflows, and of the one after it."""
-    trainer = _make([*words, "log.every=1000"], "fp16")
+    trainer = make_trainer([*words, "log.every=1000"], "fp16")
     runtime = init()  # the pool's own group
     run.mkdir(exist_ok=True)
     trainer.step_number = trainer.scaler.steps = 6
@@ -129,7 +113,7 @@ def test_a_diagnosis_comes_with_the_first_overflow(ranks: Any, words: list[str],
 
 
 def _diverge(rank: int, size: int, words: list[str]) -> str:
-    trainer = _make(words)
+    trainer = make_trainer(words)
     if rank == 1:
         next(trainer.model.parameters()).data.fill_(float("nan"))
     with pytest.raises(FloatingPointError) as error:
@@ -145,7 +129,7 @@ def test_divergence_is_said_by_all_ranks(ranks: Any, words: list[str]) -> None:
 
 
 def _stop(rank: int, size: int, words: list[str]) -> list[bool]:
-    trainer = _make(words)
+    trainer = make_trainer(words)
     return [trainer.step(stop=rank == 1 and step == 2).stop for step in range(4)]
 
 
@@ -154,7 +138,7 @@ def test_all_ranks_stop_at_the_step_at_which_one_was_asked(ranks: Any, words: li
 
 
 def _save_and_load(rank: int, size: int, words: list[str], run: Path, precision: Precision) -> list[str]:
-    trainer = _make([*words, "model.dropout=0.2"], precision)
+    trainer = make_trainer([*words, "model.dropout=0.2"], precision)
     writer = _writer(run, trainer)
     for step in range(1, 7):
         trainer.step()
@@ -173,8 +157,8 @@ def _save_and_load(rank: int, size: int, words: list[str], run: Path, precision:
         assert written[name].dtype == value.dtype
     kept = [path.name for path in checkpoints(run)]
 
-    other = _make([*words, "model.dropout=0.2"], precision)
-    facts = load(other, mark, _world())
+    other = make_trainer([*words, "model.dropout=0.2"], precision)
+    facts = load(other, mark, world())
     assert (facts.step, facts.consumed, facts.ranks) == (4, 4 * trainer.config.batch, size)
     for _ in range(2):
         other.step()
@@ -206,14 +190,14 @@ def test_a_loaded_trainer_goes_on_bit_for_bit(
 
 
 def _earlier_version(rank: int, size: int, words: list[str], run: Path) -> None:
-    trainer = _make(words, "fp16")
+    trainer = make_trainer(words, "fp16")
     trainer.step()
     trainer.scaler.scale, trainer.scaler.good_steps = 1.0, 5
     writer = _writer(run, trainer)
     writer.save(trainer, 0.0)
     writer.wait()
-    loaded = _make(words, "fp16")
-    load(loaded, writer.newest, _world())
+    loaded = make_trainer(words, "fp16")
+    load(loaded, writer.newest, world())
     assert loaded.scaler.state_dict() == trainer.scaler.state_dict()
     if rank == 0:
         (writer.newest / "state" / "engine.json").unlink()
@@ -221,8 +205,8 @@ def _earlier_version(rank: int, size: int, words: list[str], run: Path) -> None:
         metadata |= {"loss_scale": 64.0, "good_steps": 3}
         (writer.newest / "train.json").write_text(json.dumps(metadata))
     dist.barrier()
-    earlier = _make(words, "fp16")
-    load(earlier, writer.newest, _world())
+    earlier = make_trainer(words, "fp16")
+    load(earlier, writer.newest, world())
     assert (earlier.scaler.scale, earlier.scaler.good_steps, earlier.scaler.steps) == (64.0, 3, 1)
     for ours, theirs in zip(earlier.model.parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -235,7 +219,7 @@ def test_the_loss_scale_of_this_and_an_earlier_version_is_loaded(
 
 
 def _random_of_an_accelerator(rank: int, size: int, words: list[str], run: Path) -> None:
-    trainer = _make(words)
+    trainer = make_trainer(words)
     trainer.step()
     writer = _writer(run, trainer)
     trainer.engine.device = torch.device("cuda", 0)  # its generator is not: see the mocks
@@ -245,24 +229,24 @@ def _random_of_an_accelerator(rank: int, size: int, words: list[str], run: Path)
         writer.wait()
     dist.barrier()
 
-    other = _make(words)
-    load(other, writer.newest, _world())  # on a machine without accelerators
+    other = make_trainer(words)
+    load(other, writer.newest, world())  # on a machine without accelerators
     other.engine.device = trainer.engine.device
     with (
         mock.patch("torch.cuda.get_rng_state", return_value=torch.zeros(2, dtype=torch.uint8)),
         mock.patch("torch.cuda.set_rng_state") as restored,
     ):
-        load(other, writer.newest, _world())
+        load(other, writer.newest, world())
         (state, device), _ = restored.call_args
         assert (state.tolist(), device) == (mine.tolist(), trainer.engine.device)
 
-        trainer.engine.device = CPU
+        trainer.engine.device = torch.device("cpu")
         trainer.step()
         writer.save(trainer, 0.0)
         writer.wait()
         dist.barrier()
         restored.reset_mock()
-        load(other, writer.newest, _world())  # what a CPU saved
+        load(other, writer.newest, world())  # what a CPU saved
         restored.assert_not_called()
     assert other.step_number == 2
 
@@ -273,7 +257,7 @@ def test_the_generator_of_an_accelerator_is_saved_too(ranks: Any, words: list[st
 
 def _deleted(rank: int, size: int, words: list[str], run: Path) -> list[str]:
     """The names of the folders that a writer deletes, at that moment."""
-    trainer = _make(words)
+    trainer = make_trainer(words)
     writer = _writer(run, trainer, keep=1)
     with mock.patch("farandole.train.checkpoint.shutil.rmtree") as rmtree:
         for _ in range(2):
@@ -289,7 +273,7 @@ def test_what_is_being_deleted_is_no_checkpoint(ranks: Any, words: list[str], tm
 
 
 def _fail_to_save(rank: int, size: int, words: list[str], run: Path, full: int) -> str:
-    trainer = _make(words)
+    trainer = make_trainer(words)
     writer = _writer(run, trainer)
     dist.barrier()
     if rank == full:
@@ -313,7 +297,7 @@ def test_a_checkpoint_that_cannot_be_written_fails_on_all_ranks(
 
 
 def _abandon(rank: int, size: int, words: list[str], run: Path) -> None:
-    trainer = _make(words)
+    trainer = make_trainer(words)
     writer = _writer(run, trainer)
     trainer.step()
     writer.save(trainer, 0.0)
@@ -332,7 +316,7 @@ def test_where_training_fails_a_checkpoint_is_whole_or_gone(
 
 
 def _load_damaged(rank: int, size: int, words: list[str], run: Path) -> str:
-    trainer = _make(words)
+    trainer = make_trainer(words)
     writer = _writer(run, trainer)
     trainer.step()
     writer.save(trainer, 0.0)
@@ -342,7 +326,7 @@ def _load_damaged(rank: int, size: int, words: list[str], run: Path) -> str:
         shutil.rmtree(writer.newest / "state")
     dist.barrier()
     with pytest.raises(CheckpointError) as error:
-        load(_make(words), writer.newest, _world())
+        load(make_trainer(words), writer.newest, world())
     return str(error.value)
 
 
@@ -353,7 +337,7 @@ def test_a_damaged_checkpoint_is_named_by_all_ranks(ranks: Any, words: list[str]
 
 def _growth(rank: int, size: int, words: list[str], run: Path) -> int:
     """By how many bytes this rank grows in 150 steps with checkpoints."""
-    trainer = _make(words)
+    trainer = make_trainer(words)
     writer = _writer(run, trainer, keep=1)
     resident = []
     for step in range(200):
