@@ -1,4 +1,4 @@
-"""An optimizer whose masters and states are kept elsewhere, as the engine's ranks update their pieces with it.
+"""What a plan keeps in an offload store: states of the optimizer, gradients and weights; and the update of a rank's shards with them.
 
 Every bucket is a unit: its masters and states come, are updated with this rank's share of the averaged gradients, and
 go, while those of the next bucket are on their way.  What the model computes with gets the new values meanwhile.
@@ -7,9 +7,10 @@ go, while those of the next bucket are on their way.  What the model computes wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,15 +18,21 @@ from torch import nn
 from farandole.comm.communicator import Communicator
 from farandole.comm.host import host_identity
 from farandole.memory.disk import OffloadError, require_space
-from farandole.memory.mmap_allocator import MmapAllocator
+from farandole.memory.offload_store import DiskStore, HostStore, OffloadStore
 from farandole.memory.offloaded_optimizer import OffloadedOptimizer, ShardState
+from farandole.memory.offloaded_tensor import OffloadedTensors
 from farandole.memory.record_stream import RecordStream, disk_records, host_records
 from farandole.memory.tracker import memory_tag
-from farandole.parallel.building import Allocators
+from farandole.parallel.building import Stores
 from farandole.parallel.optimizer_shards import OptimizerShards
+from farandole.parallel.sharding import ShardingPlan
 from farandole.plan import Offloaded, Place
 
 Records = Callable[[Sequence[int]], RecordStream]
+T = TypeVar("T")
+
+_AHEAD = 2
+"""Units of which gradients and weights are read ahead in an update."""
 
 
 def records_at(place: Place, comm: Communicator, *, pinned: bool) -> Records:
@@ -38,35 +45,61 @@ def records_at(place: Place, comm: Communicator, *, pinned: bool) -> Records:
 
     def on_disk(record_bytes: Sequence[int]) -> RecordStream:
         _require_space(place.folder, sum(record_bytes), comm)
-        return disk_records(place.folder, record_bytes, "master weights and states of the optimizer")
+        name = "master weights and states of the optimizer"
+        return _together(comm, lambda: disk_records(place.folder, record_bytes, name))
 
     return on_disk
 
 
-def allocators_at(place: Place, offloaded: Offloaded, comm: Communicator, *, accelerator: bool) -> Allocators:
-    """Return where gradients and weights are made, by `Plan.offload` and `Plan.offloaded`, on the ranks of `comm`."""
+def stores_at(
+    place: Place, offloaded: Offloaded, plan: ShardingPlan, comm: Communicator, *, accelerator: bool
+) -> Stores:
+    """Return where gradients and weights are kept, by `Plan.offload` and `Plan.offloaded`.  All ranks of `comm` call it.
+
+    Raises:
+        OffloadError: on all of them where there is no space for those of one.
+    """
     if offloaded == "optimizer":
-        return Allocators()
-    if place.kind != "disk":
+        return Stores()
+    if place.kind == "disk" and accelerator:
         raise OffloadError(
-            f"offloaded={offloaded!r} with offload={place.kind!r}: it works with offload='disk:FOLDER'"
+            f"offloaded={offloaded!r} with offload='disk:{place.folder}' for a model on an accelerator: a disk is read into the "
+            f"memory of the host; offload='host' works, and so does offloaded='optimizer'"
         )
-    if accelerator:
-        raise OffloadError(
-            f"offloaded={offloaded!r} for a model on an accelerator: its gradients and weights stay there; "
-            f"offloaded='optimizer' works"
-        )
-    allocator = MmapAllocator(place.folder, comm)
-    return Allocators(gradients=allocator, weights=allocator if offloaded == "parameters" else None)
+    sizes = {"gradients": [b.layout.shard_length * b.master_dtype.itemsize for b in plan.trained]}
+    if offloaded == "parameters":
+        every = (*plan.trained, *plan.frozen)
+        sizes["weights"] = [b.layout.shard_length * b.dtype.itemsize for b in every]
+    if place.kind == "disk":
+        _require_space(place.folder, sum(map(sum, sizes.values())), comm)
+
+    def make() -> dict[str, OffloadStore]:
+        if place.kind != "disk":
+            return {name: HostStore(name, pinned=accelerator) for name in sizes}
+        stores: dict[str, OffloadStore] = {name: DiskStore(place.folder, name) for name in sizes}
+        for (
+            name,
+            store,
+        ) in stores.items():  # reserves the space, which records of these sizes use when they are made
+            store.allocate(sizes[name])
+        return stores
+
+    return Stores(**{name: OffloadedTensors(store) for name, store in _together(comm, make).items()})
 
 
 def _require_space(folder: str, needed: int, comm: Communicator) -> None:
     """Refuse on all ranks what does not fit on one; nobody has made a file before."""
     here = host_identity()
     wanted = comm.all_gather_object((here, needed))
+    _together(comm, lambda: require_space(folder, sum(size for host, size in wanted if host == here)))
+
+
+def _together(comm: Communicator, make: Callable[[], T]) -> T:
+    """Return the result of `make`; raise on all ranks if it fails on one."""
+    made: list[T] = []
     refusal = None
     try:
-        require_space(folder, sum(size for host, size in wanted if host == here))
+        made.append(make())
     except OffloadError as error:
         refusal = error
     refusals = comm.all_gather_object(None if refusal is None else str(refusal))
@@ -75,6 +108,7 @@ def _require_space(folder: str, needed: int, comm: Communicator) -> None:
     for rank, other in enumerate(refusals):
         if other is not None:
             raise OffloadError(f"rank {rank}: {other}")
+    return made[0]
 
 
 class OffloadedUpdate:
@@ -103,6 +137,10 @@ class OffloadedUpdate:
         weights = [each.weights for each in self._shards if each.weights is not None]
         apart = any(weight.has_master_copy for weight in weights)
         self._elsewhere = any(each.parameters[0].is_cuda for each in self._shards)
+        self._brings = self._elsewhere or any(each.bucket.is_offloaded for each in self._shards)
+        self._in_place = (
+            ExitStack()
+        )  # of gradients and values that are elsewhere, during the update of a unit
         replaced = optimizer.step
         with memory_tag("masters and states"):
             self.state = OffloadedOptimizer(optimizer, units, records, weights=apart or self._elsewhere)
@@ -119,26 +157,40 @@ class OffloadedUpdate:
         """All of it: gradients averaged, pieces updated, weights published."""
         self._before()
         with memory_tag("masters and states"):
-            self.state.step(
-                before=self._bring_gradients if self._elsewhere else None,
-                after=self._take_weights if self.state.weights else None,
-            )
+            if any(piece.grad is not None for unit in self.state.units for piece in unit):
+                for shards in self._shards[:_AHEAD]:
+                    shards.prefetch()
+                with self._in_place:  # left by `_end_unit`, but if a unit fails
+                    self.state.step(self._begin_unit if self._brings else None, self._end_unit)
         self._after()
+
+    def load(self, unit: int, states: Sequence[ShardState]) -> None:
+        """Set a unit to what `saved` yielded for its pieces.  Raise ValueError if that does not fit."""
+        with self._shards[unit].values_in_place(write=True):
+            self.state.load(unit, states)
 
     def saved(self) -> Iterator[tuple[nn.Parameter, ShardState]]:
         """Each piece with its weights and states, to be copied before the next one is asked for."""
         for unit, states in self.state.saved():
-            yield from zip(self.state.units[unit], states, strict=True)
+            with self._shards[unit].values_in_place(write=False):
+                for piece, kept in zip(self.state.units[unit], states, strict=True):
+                    yield piece, kept if self.state.weights else ShardState(piece.data, kept.state)
 
     def close(self) -> None:
         """Give the space back; masters and states are gone with it."""
         self.state.close()
 
-    def _bring_gradients(self, unit: int) -> None:
-        self._shards[unit].move_gradients()
+    def _begin_unit(self, unit: int) -> None:
+        shards = self._shards[unit]
+        self._in_place.enter_context(shards.gradients_in_place())
+        self._in_place.enter_context(shards.values_in_place(write=True))
+        for following in self._shards[unit + 1 : unit + 1 + _AHEAD]:
+            following.prefetch()
 
-    def _take_weights(self, unit: int) -> None:
-        self._shards[unit].update_weights(self.state.units[unit])
+    def _end_unit(self, unit: int) -> None:
+        if self.state.weights:
+            self._shards[unit].update_weights(self.state.units[unit])
+        self._in_place.close()
 
 
 def _step_of(update: OffloadedUpdate) -> Callable[..., Any]:

@@ -122,8 +122,9 @@ class WholeParameters:
                 self._comm.barrier()  # nobody reads what they share
                 values = [[p.data for p in weight.parameters] for weight in self._weights]
                 for weight, changed in zip(self._weights, values, strict=True):
-                    for index, value in enumerate(changed):
-                        weight.set_values(index, value)
+                    with weight.in_memory(write=True):
+                        for index, value in enumerate(changed):
+                            weight.set_values(index, value)
                 self._comm.barrier()
         self.remember()
 

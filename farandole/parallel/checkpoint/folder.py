@@ -116,7 +116,8 @@ def save(engine: Engine, folder: Path, extra: Mapping[str, Any], *, background: 
     if background:
         state = {name: copy_of(value) for name, value in state.items()}
     pending = PendingSave(folder, comm, state, text, background=background)
-    if not background or engine.offloaded:  # the next step changes what is kept elsewhere
+    # the next step changes what is kept elsewhere
+    if not background or any(isinstance(each, Range) and each.held is None for each in state.values()):
         pending.wait()
     return pending
 
