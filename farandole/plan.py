@@ -145,7 +145,8 @@ class Plan:
         the host (models on an accelerator), "disk:FOLDER" for a disk (models on a CPU) (`memory.swap`).
     offload: where the masters and states of the optimizer are kept, which only its step needs: "none" for beside the
         model, "host" for the memory of the host (of use to models on an accelerator), or "disk:FOLDER".
-    offloaded: what is kept there besides: "gradients", with `zero` >= 2, or "parameters" too, with `zero=3`; on a disk.
+    offloaded: what is kept there besides: "gradients", with `zero` >= 2, or "parameters" too, with `zero=3`; for models on an
+        accelerator in the memory of the host only.
     rounding: how what the optimizer computes becomes bf16 weights.  With "stochastic" there are no masters, which saves
         4 bytes per parameter (`parallel.optimizers.rounding`).
     compression: of the gradients that hosts exchange, with `zero=0` (`comm.compression`).  Gradients are then no longer those
@@ -214,10 +215,10 @@ class Plan:
         _one_of("offloaded", self.offloaded, get_args(Offloaded))
         if self.offloaded == "optimizer":
             return
-        if self.offload_folder is None:
+        if self.offload == "none":
             raise PlanError(
-                f"offloaded={self.offloaded!r} with offload={self.offload!r}: gradients and parameters go to a disk; "
-                f"nearest plan: offload='disk:FOLDER'"
+                f"offloaded={self.offloaded!r} with offload='none': gradients and parameters go where the states of the optimizer "
+                f"go; nearest plan: offload='disk:FOLDER'"
             )
         least = 2 if self.offloaded == "gradients" else 3
         if self.zero < least:

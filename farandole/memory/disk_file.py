@@ -56,21 +56,19 @@ def aligned_buffer(nbytes: int) -> Tensor:
 class DiskFile:
     """An unnamed file in `folder`, which disappears however the process ends.
 
-    `name` says in errors what the file holds.  `direct` tells whether it is read and written past the page cache.  With
-    `linked` the file has a `path` until `unlink`, so that other processes can open it.
+    `name` says in errors what the file holds.  `direct` tells whether it is read and written past the page cache.
 
     Raises `OffloadError` if no file can be made there.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], name: str, linked: bool = False) -> None:
+    def __init__(self, folder: str | os.PathLike[str], name: str) -> None:
         self.nbytes = 0
         self.direct = False
-        self.path = ""
         self.name = name
         self.folder = require_folder(folder)
         self.file_system = file_system(self.folder)
         self._descriptor = -1
-        self._descriptor = self._open(linked)
+        self._descriptor = self._open()
 
     @property
     def access(self) -> str:
@@ -111,26 +109,12 @@ class DiskFile:
             os.fdatasync(self._descriptor)
             self._drop_cache(offset, len(part))
 
-    def map(self) -> mmap.mmap:
-        """Map the file into memory; the mapping outlives `close`."""
-        try:
-            return mmap.mmap(self._descriptor, self.nbytes)
-        except OSError as error:
-            raise OffloadError(f"cannot map {self.name}: {self.why(error)}") from error
-
-    def unlink(self) -> None:
-        """Remove the name of the file; may be called again."""
-        path, self.path = self.path, ""
-        if path:
-            os.unlink(path)
-
     def why(self, error: OSError) -> str:
         """Say what failed, and where, for people."""
         return f"{error.strerror or error} in {self.folder} ({self.file_system})"
 
     def close(self) -> None:
         """Free the space; may be called again.  Nothing may be read or written any more."""
-        self.unlink()
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -139,17 +123,16 @@ class DiskFile:
         if hasattr(self, "_descriptor"):
             self.close()
 
-    def _open(self, linked: bool) -> int:
+    def _open(self) -> int:
         try:
-            if hasattr(os, "O_TMPFILE") and not linked:
+            if hasattr(os, "O_TMPFILE"):
                 try:
                     return os.open(self.folder, os.O_TMPFILE | os.O_EXCL | os.O_RDWR, 0o600)
                 except OSError as error:
                     if error.errno not in _UNSUPPORTED:
                         raise
-            descriptor, self.path = tempfile.mkstemp(prefix="farandole-", dir=self.folder)
-            if not linked:
-                self.unlink()
+            descriptor, path = tempfile.mkstemp(prefix="farandole-", dir=self.folder)
+            os.unlink(path)
         except OSError as error:
             raise OffloadError(
                 f"cannot make a file for {self.name}: {self.why(error)}; "

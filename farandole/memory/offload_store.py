@@ -187,16 +187,15 @@ class HostStore(OffloadStore):
         with torch.cuda.stream(stream):
             to[:count].copy_(source[:count], non_blocking=True)
             event = stream.record_event()
-        if to is outside:
-            outside.record_stream(stream)
-        return _StreamTransfer(event, outside)
+        outside.record_stream(stream)  # its memory may be freed before the copy has run
+        return _StreamTransfer(event, device)
 
 
 class _StreamTransfer(Transfer):
-    """A copy on a CUDA stream, which keeps the memory on the device alive."""
+    """A copy on a CUDA stream."""
 
-    def __init__(self, event: torch.cuda.Event, outside: Tensor) -> None:
-        self._event, self._outside = event, outside
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
 
     @property
     def done(self) -> bool:
@@ -206,7 +205,7 @@ class _StreamTransfer(Transfer):
         self._event.synchronize()
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._outside.device).wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class _Extent(Record):

@@ -122,12 +122,6 @@ class OffloadedOptimizer:
             self.optimizer.param_groups[index].update(group)
         self._broken = set()
 
-    def prefetch(self) -> None:
-        """Start to read the first units of the next step."""
-        for index in range(len(self.units)):
-            if not self.stream.prefetch(index):
-                return
-
     def kept(self, unit: int) -> list[dict[str, Any]]:
         """Return the states of each shard of `unit`: the type of state with one number per element, else the value."""
         return [
@@ -184,7 +178,8 @@ class OffloadedOptimizer:
     def _fill(self, index: int, record: Tensor, shards: Sequence[ShardState]) -> None:
         for shard, places, given in zip(self.units[index], self._places[index], shards, strict=True):
             values = shard.data if places.weights is None else places.weights.of(record)
-            values.copy_(given.weights)
+            if values.data_ptr() != given.weights.data_ptr():
+                values.copy_(given.weights)
             self._keep(shard, places, record, given.state)
 
     def _keep(self, shard: nn.Parameter, places: _ShardLayout, record: Tensor, state: dict[str, Any]) -> None:

@@ -13,11 +13,15 @@
           comes from a pool, or is the gradient that autograd made
 
 With hybrid sharding the shards are then reduced over the ranks that have the same shard (all-reduce).
+
+A shard that is offloaded is written when it is reduced, and read by a further backward pass and by the update.  In between its norms
+are known, and changes (a factor of clipping) are remembered until it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -26,9 +30,12 @@ from torch import Tensor
 from farandole.comm.communicator import Communicator, ReduceName
 from farandole.comm.compression import Compression
 from farandole.comm.compression.call import check
-from farandole.memory.mmap_allocator import MmapAllocator
+from farandole.memory.offloaded_tensor import OffloadedTensors
 from farandole.memory.tracker import memory_tag
 from farandole.parallel.sharding import BucketPlan
+
+Change = Callable[[Tensor], object]
+"""Changes the result of a bucket in place, each element by itself."""
 
 
 class Bucket:
@@ -41,7 +48,7 @@ class Bucket:
         pool: where whole buffers come from (`zero` 2 and 3); None for a buffer that stays.
         place: the number of the bucket in the pool.
         compression: of the all-reduce, where it crosses hosts.
-        allocator: where the result is kept, if not in memory.
+        offload: where the shard is kept (`zero` 2 and 3), if not in memory.
     """
 
     def __init__(
@@ -54,7 +61,7 @@ class Bucket:
         pool: BufferPool | None = None,
         place: int = 0,
         compression: Compression | None = None,
-        allocator: MmapAllocator | None = None,
+        offload: OffloadedTensors | None = None,
     ) -> None:
         self.plan = plan
         self.parameters = list(plan.parameters)
@@ -69,11 +76,15 @@ class Bucket:
         self._weight = plan.ranks.weight
         self._op: ReduceName = "avg" if self._weight is None else "sum"
         self._pool, self._place = pool, place
-        self._mapped = (
+        self._stored = (
             None
-            if allocator is None or pool is None
-            else allocator.own(plan.layout.shard_length, self._dtype)
+            if offload is None or pool is None
+            else offload.make(plan.layout.shard_length, self._dtype, self._device)
         )
+        self._in_record = False  # the result, but for changes
+        self._changes: list[Change] = []
+        self._norms: dict[int, Tensor] = {}
+        self._factor: float | None = 1.0  # by which the norms changed; None if it is not known
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self._shown: list[Tensor] = []
@@ -137,6 +148,8 @@ class Bucket:
         own = self._layout.shard(whole, self._number)
         # the result of a further backward pass is added to the earlier one
         self._target = own if self._has_result or self._pool is None else self.reduced
+        if self._target is own:
+            self.prefetch()
         if self.shards is not None:
             self._work = self.shards.reduce_scatter(self._target, whole, self._op, async_op=True)
         elif self._target is not own:
@@ -174,32 +187,98 @@ class Bucket:
         self._has_result = True
         self.received = [False] * len(self.parameters)
         self._release(self._pool)
+        self._offload()
 
     @property
     def reduced(self) -> Tensor:
-        """This rank's part of the result, flat; undefined before the first reduction of a step.
+        """This rank's part of the result, flat, in memory; undefined before the first reduction of a step.
 
         Memory of its own is allocated when it is first needed, and released by `clear`: master weights that are being offloaded use it
         at the start, and activations in each step, most of which are released when there are gradients.
         """
         if self._reduced is None:
-            if self._pool is None:
-                self._reduced = self._layout.shard(self._acquire(), self._number)
-            elif self._mapped is not None:
-                self._reduced = self._mapped
-            else:
-                with memory_tag("gradients", self.parameters):
+            with memory_tag("gradients", self.parameters):
+                if self._pool is None:
+                    self._reduced = self._layout.shard(self._acquire(), self._number)
+                elif self._in_record:
+                    self._reduced = self._read(self._device)
+                    self._in_record = False
+                elif self._stored is not None:
+                    self._reduced = self._stored.empty()
+                else:
                     self._reduced = torch.empty(
                         self._layout.shard_length, dtype=self._dtype, device=self._device
                     )
         return self._reduced
 
-    # ---- steps and passes ----
+    @property
+    def holds_result(self) -> bool:
+        """Whether there is a result, in memory or offloaded."""
+        return self._reduced is not None or self._in_record
+
+    # ---- a result that is offloaded ----
 
     @property
-    def has_memory(self) -> bool:
-        """Whether `reduced` has memory."""
-        return self._reduced is not None
+    def is_offloaded(self) -> bool:
+        """Whether the result is written when it has been reduced."""
+        return self._stored is not None
+
+    def prefetch(self) -> None:
+        """Start to read the result, if it is not in memory."""
+        if self._in_record and self._stored is not None:
+            with memory_tag("gradients", self.parameters):
+                self._stored.prefetch()
+
+    @contextmanager
+    def in_memory(self, device: torch.device | None = None) -> Iterator[Tensor]:
+        """Within it the result is in memory: of its device, or of `device` where it is offloaded and can be read there."""
+        if self._in_record:
+            yield self._read(device or self._device)
+        else:
+            yield self.reduced
+
+    def change(self, change: Change, factor: float | None = None) -> None:
+        """Change the result, now or when it is read.  `factor`: by which its norms change, if they do so alike."""
+        if not self._in_record:
+            change(self.reduced)
+            return
+        self._changes.append(change)
+        self._factor = None if factor is None or self._factor is None else self._factor * factor
+
+    def scale(self, factor: float) -> None:
+        """Multiply the result by `factor`."""
+        self.change(lambda reduced: reduced.mul_(factor), abs(factor))
+
+    @property
+    def norms(self) -> dict[int, Tensor] | None:
+        """The Euclidean norms of the parts of parameters in the result, by index; None if they have to be computed."""
+        if not self._in_record or self._factor is None:
+            return None
+        return {index: norm * self._factor for index, norm in self._norms.items()}
+
+    def _offload(self) -> None:
+        """Write the result, if it is offloaded."""
+        if self._stored is None:
+            return
+        self._norms = {
+            part.index: norm_of(self.reduced[part.offset : part.offset + part.length])
+            for part in self._layout.ranges(self._number)
+        }
+        self._stored.write(self.reduced)
+        self._reduced, self._in_record = None, True
+        self._changes, self._factor = [], 1.0
+
+    def _read(self, device: torch.device) -> Tensor:
+        assert self._stored is not None
+        with memory_tag("gradients", self.parameters):
+            values = self._stored.read(device)
+        if self._changes and self._stored.shares_memory(device):
+            values = values.clone()
+        for change in self._changes:
+            change(values)
+        return values
+
+    # ---- steps and passes ----
 
     def begin_pass(self) -> None:
         """Expect a gradient of every parameter."""
@@ -213,8 +292,9 @@ class Bucket:
         if self._pool is not None:
             if self._buffer is not None:
                 self._release(self._pool)
-            if self._mapped is None:
-                self._reduced = None
+            self._reduced, self._in_record = None, False
+            if self._stored is not None:
+                self._stored.drop()
         self.received = [False] * len(self.parameters)
         self.begin_pass()
 
@@ -235,10 +315,10 @@ class Bucket:
             self.reduced.copy_(own)
         self.received = [True] * len(self.parameters)
 
-    def gradient_views(self) -> list[Tensor]:
-        """The gradients in the buffer that stays, as `.grad` of the parameters."""
+    def gradient_view(self, index: int) -> Tensor:
+        """The gradient of a parameter in the buffer that stays, as its `.grad`."""
         self._reduced = self._acquire()
-        return [self._gradient_view(index) for index in range(len(self._views))]
+        return self._gradient_view(index)
 
     def own_gradients(self) -> tuple[Tensor, dict[int, Tensor]]:
         """The buffer before the reduction, and in it the gradients of this rank, by parameter; the rest is undefined."""
@@ -361,6 +441,11 @@ class BufferPool:
             self._zero_copies.remove(bucket)
         elif self._users[number % DEPTH] is bucket:
             self._users[number % DEPTH] = None
+
+
+def norm_of(tensor: Tensor, order: float = 2) -> Tensor:
+    """Return a norm of `tensor`, in fp32 at least."""
+    return torch.linalg.vector_norm(tensor, order, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
 def empty(comm: Communicator | None, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from farandole.comm.communicator import Communicator
 from farandole.comm.compression import Compression
 from farandole.layout import Layout
-from farandole.memory.mmap_allocator import MmapAllocator
+from farandole.memory.offloaded_tensor import OffloadedTensors
 from farandole.mesh import Groups, Mesh
 from farandole.parallel.bucket import Bucket, BufferPool
 from farandole.parallel.gathered_weights import GatheredWeights, Gatherer
@@ -21,11 +21,17 @@ from farandole.parallel.weights import FlatWeights, Masters, WholeWeights
 
 
 @dataclass(frozen=True)
-class Allocators:
-    """Where gradients and weights are made, if not in memory."""
+class Stores:
+    """Where gradients and weights are kept, if not in memory."""
 
-    gradients: MmapAllocator | None = None
-    weights: MmapAllocator | None = None
+    gradients: OffloadedTensors | None = None
+    weights: OffloadedTensors | None = None
+
+    def close(self) -> None:
+        """Free the space."""
+        for tensors in (self.gradients, self.weights):
+            if tensors is not None:
+                tensors.close()
 
 
 @dataclass
@@ -46,26 +52,31 @@ def build(
     zero: int,
     masters: Masters = "memory",
     compression: Compression | None = None,
-    allocators: Allocators | None = None,
+    stores: Stores | None = None,
 ) -> Built:
     """Move the parameters of `model` to where the plan has them; all ranks call it.
 
     Args:
         groups: with the ranks that sum and divide each bucket.
         masters: where master weights are.
-        allocators: where gradients and weights are made, if not in memory.
+        stores: where gradients and weights are kept, if not in memory; weights are then `plan.gathered`.
     """
-    rank, allocators, built = groups.comm.rank, allocators or Allocators(), Built()
+    rank, stores, built = groups.comm.rank, stores or Stores(), Built()
+    copied = any(bucket.dtype != bucket.master_dtype for bucket in plan.trained)
 
     def weights_of(bucket: BucketPlan, *, trained: bool) -> FlatWeights:
         number, shards = _number(bucket, rank, zero), groups.of_ranks(bucket.ranks.shards)
-        if plan.gathered and shards is not None:
+        if plan.gathered and (shards is not None or stores.weights is not None):
             return GatheredWeights(
-                bucket, number, shards, trained=trained, masters=masters, allocator=allocators.weights
+                bucket,
+                number,
+                shards,
+                trained=trained,
+                masters=masters,
+                offload=stores.weights,
+                master_copy=copied and stores.weights is not None,
             )
-        return WholeWeights(
-            bucket, number, shards, trained=trained, masters=masters, allocator=allocators.weights
-        )
+        return WholeWeights(bucket, number, shards, trained=trained, masters=masters)
 
     if plan.flat:
         built.weights += [weights_of(bucket, trained=False) for bucket in plan.frozen]
@@ -81,7 +92,7 @@ def build(
             pool=pool,
             place=place,
             compression=compression,
-            allocator=allocators.gradients,
+            offload=stores.gradients,
         )
         weights = trained[number] if plan.flat else None
         built.buckets.append(bucket)
@@ -135,9 +146,10 @@ def _gatherer(model: nn.Module, plan: ShardingPlan, groups: Groups, built: Built
             continue
         gathered[each.plan.group].append(each)
         ranks = each.plan.ranks.shards
+        comm = groups.of_ranks(ranks)
+        if comm is None:
+            continue
         if ranks not in copies:
-            comm = groups.of_ranks(ranks)
-            assert comm is not None  # gathered weights are divided
             copies[ranks] = comm.create_group(range(comm.size))
         each.gather_over(copies[ranks])
     mesh = groups.mesh

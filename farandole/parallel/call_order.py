@@ -29,6 +29,7 @@ a rank wants finitely many in a pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Literal
 
 import torch
@@ -82,6 +83,11 @@ class CallOrder:
         """Launch the next items, as far as they are ready."""
         while (item := self._next()) is not None and ready(item):
             self._launch_next()
+
+    def next_gathers(self, count: int) -> list[int]:
+        """Return the gathers that come next, as far as they are agreed."""
+        left = islice(self._sequence, self._position, None)
+        return list(islice((item for item in left if item < self._gathers), count))
 
     @property
     def negotiates(self) -> bool:

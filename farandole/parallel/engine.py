@@ -30,6 +30,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +59,14 @@ from farandole.parallel.initial_values import (
 )
 from farandole.parallel.loss_scaling import LossScaler, Overflow, ScaledSteps
 from farandole.parallel.model_checks import check_gradients, check_model
-from farandole.parallel.optimizers.offloading import OffloadedUpdate, allocators_at
+from farandole.parallel.optimizers.offloading import OffloadedUpdate, stores_at
 from farandole.parallel.optimizers.rounding import StochasticRounding
 from farandole.parallel.optimizers.shards import GradientNorms
 from farandole.parallel.optimizers.updates import Updates
 from farandole.parallel.overflow import GradientWatch, OutputWatch, OverflowReport
 from farandole.parallel.precision import cast_floating
 from farandole.parallel.sharding import BUCKET_BYTES, data_mesh, plan_sharding, ranks_of, replicated_layouts
-from farandole.parallel.weights import Masters
+from farandole.parallel.weights import FlatWeights, Masters
 from farandole.parallel.whole_parameters import WholeParameters
 from farandole.plan import Offloaded, Place
 
@@ -89,7 +91,8 @@ class Engine:
         dtype: in which the model computes (bf16, fp16), while the optimizer updates master weights of the type that parameters had,
             with gradients of that type.
         offload: "host" or "disk:FOLDER", where master weights and states of the optimizer are kept; they pass through memory in its
-            step.  `offloaded`: on a disk also "gradients", with `zero` >= 2, or "parameters" too, with `zero=3`.
+            step.  `offloaded`: also "gradients", with `zero` >= 2, or "parameters" too, with `zero=3`; on a disk for models on the CPU
+            only.
         initialise: makes a model on the meta device, block by block, where ranks keep its parts (`initial_values`).
         watch: whether every rank checks its own gradients before they are averaged, so that `locate_nonfinite` names the rank whose
             gradients were not finite; the cost is one pass over a bucket that has just been filled.
@@ -155,15 +158,18 @@ class Engine:
             zero=zero,
             dtype=dtype,
             flat=flat,
-            gathered=zero == 3 and any(_gathers(model, groups.of_ranks(ranks)) for ranks in dividing),
+            gathered=zero == 3
+            and (
+                offloaded == "parameters"
+                or any(_gathers(model, groups.of_ranks(ranks)) for ranks in dividing)
+            ),
             bucket_bytes=bucket_bytes,
         )
         masters: Masters = "none" if rounding is not None else "memory" if offload == "none" else "offloaded"
         accelerator = any(p.is_cuda for p in model.parameters())
-        over = groups.of_ranks(min(dividing, default=())) if dividing else None
-        allocators = allocators_at(self._offload, offloaded, over or comm, accelerator=accelerator)
+        self._stores = stores_at(self._offload, offloaded, plan, comm, accelerator=accelerator)
         built = build(
-            model, plan, groups, zero=zero, masters=masters, compression=compression, allocators=allocators
+            model, plan, groups, zero=zero, masters=masters, compression=compression, stores=self._stores
         )
         self.buckets, self.shards_of_buckets = built.buckets, built.shards
         self._weights, self._gatherer = built.weights, built.gatherer
@@ -176,7 +182,7 @@ class Engine:
         self._divides = any(bucket.plan.ranks.holders != comm.size for bucket in built.buckets)
         self._whole = WholeParameters(model, built.weights, comm, self._is_whole)
         self._norms = GradientNorms(
-            self.layouts, self._gradient_parts, self.device, comm if self._divides else None
+            self.layouts, self._gradient_norms, self.device, comm if self._divides else None
         )
         scaler = scaler or LossScaler(enabled=False)
         gradient_watch = GradientWatch(model, built.shards) if watch or scaler.enabled else None
@@ -322,18 +328,19 @@ class Engine:
         """Yield (parameter, tensor, start) of all tensors for which optimizers may have states: shards, and whole parameters."""
         return self._updates.tensors()
 
-    def shard_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield (shard, values): the values of each shard, as many, in the order of `shards`."""
+    def stored_parts(self) -> Iterator[StoredPart]:
+        """Yield what this rank stores of trained parameters, and of frozen ones in flat buffers."""
         for shards in self.shards_of_buckets:
-            for index, tensor in enumerate(shards.tensors):
+            for index, (parameter, tensor) in enumerate(zip(shards.parameters, shards.tensors, strict=True)):
                 if tensor is not None:
-                    yield tensor, shards.values(index)
-
-    def frozen_shards(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
-        """Yield (parameter, values, start): what this rank stores of frozen parameters in flat buffers, flat."""
+                    values = partial(shards.values, index)
+                    weights = None if shards.has_masters else shards.weights
+                    yield StoredPart(parameter, shards.starts[index], values, weights, trained=True)
         for weights in self._weights:
             if not weights.trained:
-                yield from weights.ranges()
+                for parameter, part, start in weights.ranges():
+                    values = partial(_part_of, weights, part)
+                    yield StoredPart(parameter, start, values, weights, trained=False)
 
     def divides(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter lies in a flat buffer, of which this rank may store no part."""
@@ -553,8 +560,12 @@ class Engine:
     # ---- gradients ----
 
     def gradients(self) -> list[Tensor]:
-        """Return what this rank has of the averaged gradients."""
-        return [part for _, part, _ in self._gradient_parts()]
+        """Return what this rank has of the averaged gradients; they are then in memory until the next step, where they may be changed."""
+        self._norms.clear()
+        for bucket in self.buckets:
+            if bucket.holds_result:
+                _ = bucket.reduced
+        return [gradient for shards in self.shards_of_buckets for _, gradient in shards.set()]
 
     def gradient_norm(self) -> float:
         """Return the global norm: over all parameters, of the averaged gradients.  The same on all ranks.
@@ -583,8 +594,8 @@ class Engine:
         """Multiply every gradient by `factor`, whatever it is."""
         self._norms.clear()
         for bucket in self.buckets:
-            if bucket.has_memory:
-                bucket.reduced.mul_(factor)
+            if bucket.holds_result:
+                bucket.scale(factor)
 
     def clip(self, max_norm: float) -> float:
         """Shrink the gradients so that their global norm is at most `max_norm`; return what it was."""
@@ -603,12 +614,12 @@ class Engine:
         for shards in self.shards_of_buckets:
             shards.clear_gradients()
 
-    def _gradient_parts(self) -> Iterator[tuple[str, Tensor, int]]:
-        """(name of the parameter, this rank's part of its gradient, the number of ranks that have the same part)."""
+    def _gradient_norms(self, order: float) -> Iterator[tuple[str, Tensor, int]]:
+        """(name of the parameter, norm of this rank's part of its gradient, the number of ranks that have the same part)."""
         for shards in self.shards_of_buckets:
             plan = shards.bucket.plan
-            for index, gradient in shards.set():
-                yield plan.names[index], gradient, plan.ranks.holders
+            for index, norm in shards.norms(order):
+                yield plan.names[index], norm, plan.ranks.holders
 
     # ---- compression ----
 
@@ -656,6 +667,25 @@ class Engine:
         self._whole.close()
         self._updates.close()
         self.zero_grad()
+        self._stores.close()
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A rank's part of a parameter: consecutive elements from `start` of the flattened parameter on.
+
+    `values()` returns them, as a view in which they may be changed; of `weights` that are offloaded while these are in memory.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    values: Callable[[], Tensor]
+    weights: FlatWeights | None
+    trained: bool
+
+
+def _part_of(weights: FlatWeights, part: slice) -> Tensor:
+    return weights.shard[part]
 
 
 def _gathers(model: nn.Module, shards: Communicator | None) -> bool:

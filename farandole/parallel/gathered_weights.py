@@ -1,12 +1,15 @@
 """Weights of which each rank has a shard, and which are whole only while a block computes (`zero=3`).
 
-Ranks that share memory need not gather (`weights`).  Elsewhere the weights of a block are gathered before its forward pass, and again
+Ranks that share memory need not gather (`weights`), unless shards are offloaded.  Elsewhere the weights of a block are gathered before its forward pass, and again
 for its backward pass, while the block before it computes.  They are released soon after.  All ranks gather in one order
 (`call_order`), whatever blocks they compute.
 
 Autograd keeps weights for the backward pass, which would keep the gathered memory.  So autograd is given a reference to the place of a
 tensor in the weights (`torch.autograd.graph.saved_tensors_hooks`).  When the backward pass asks for the tensor, the weights are gathered
 if they were released, and the tensor is a view of them.
+
+A shard that is offloaded is read before its group is gathered; as the order of gathers is known, it is read while earlier groups
+compute.
 """
 
 from __future__ import annotations
@@ -25,15 +28,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from farandole.comm.communicator import Communicator
 from farandole.comm.dynamo import excluded_from_dynamo
-from farandole.memory.mmap_allocator import MmapAllocator
+from farandole.memory.offloaded_tensor import OffloadedTensors
 from farandole.memory.tracker import memory_tag
 from farandole.parallel.bucket import Bucket
 from farandole.parallel.call_order import CallOrder, Kind
 from farandole.parallel.sharding import BucketPlan
-from farandole.parallel.weights import FlatWeights, Masters, is_same_memory
+from farandole.parallel.weights import FlatWeights, Masters, is_same_memory, nowhere
 
 CAPACITY = 3
 """Groups of weights that are whole at a time: those of the block that computes, of the one before and of the next one."""
+
+READ_AHEAD = 2
+"""Groups whose offloaded shards are being read, besides those that are whole."""
 
 _KEPT = CAPACITY - 1
 """Groups that stay whole between a forward pass and its backward pass."""
@@ -43,56 +49,77 @@ class GatheredWeights(FlatWeights):
     """The rank's shard of weights.
 
     While they are not gathered, the parameters have their shapes, read as NaN, and take no memory.
+
+    Args:
+        offload: where the shard is kept, if not in memory.
+        master_copy: whether an offloaded shard, which is in the type of master weights, is not updated itself.
     """
 
     def __init__(
         self,
         plan: BucketPlan,
         number: int,
-        shards: Communicator,
+        shards: Communicator | None,
         *,
         trained: bool,
         masters: Masters = "memory",
-        allocator: MmapAllocator | None = None,
+        offload: OffloadedTensors | None = None,
+        master_copy: bool = False,
     ) -> None:
-        super().__init__(plan, number, shards, trained=trained, masters=masters, allocator=allocator)
+        super().__init__(plan, number, shards, trained=trained, masters=masters)
+        self.has_master_copy = self.has_master_copy or (trained and master_copy)
+        self.is_offloaded = offload is not None
         self._gather_comm = shards
         with torch.no_grad():
             with memory_tag("masters and states" if self.has_master_copy else "weights", self.parameters):
                 copy = self._master_shard()
             with memory_tag("weights", self.parameters):
                 self.shard = copy if plan.dtype == copy.dtype else copy.to(plan.dtype)
-            if allocator is not None:
-                self.shard = allocator.own(self._layout.shard_length, plan.dtype).copy_(copy)
+                self._nowhere = nowhere(copy.numel(), plan.dtype, plan.device)
+                self._stored = (
+                    None if offload is None else offload.make(copy.numel(), plan.dtype, plan.device)
+                )
+            if self._stored is not None:
+                self._stored.write(self.shard)
+                self.shard = self._nowhere
             self.master = self._first_master(masters, copy) if trained else None
             nothing = torch.full((), torch.nan, dtype=plan.dtype, device=plan.device)
         self._placeholders = [nothing.expand(parameter.shape) for parameter in self.parameters]
         self._whole: Tensor | None = None
+        self._own: Tensor | None = None  # an offloaded shard that is being gathered
         self._work: dist.Work | None = None
+        self.is_whole = False
+        """Whether the parameters have their values."""
         self._set(self._placeholders)
 
-    def gather_over(self, comm: Communicator) -> None:
+    def gather_over(self, comm: Communicator | None) -> None:
         """Gather over `comm`, which has the same ranks: calls on it are ordered among themselves only."""
         self._gather_comm = comm
 
     def gather_async(self) -> None:
         """Start to gather the weights."""
+        if self._gather_comm is None and self._whole is not None:
+            return
         with memory_tag("weights", self.parameters):
-            whole = self.shard.new_empty(self._layout.length)
-        work = self._gather_comm.all_gather(whole, self.shard, async_op=True)
+            own = self.shard if self._stored is None else self._stored.read()
+            if self._gather_comm is None:
+                self._whole = own
+                return
+            whole = own.new_empty(self._layout.length)
+        work = self._gather_comm.all_gather(whole, own, async_op=True)
         if self._whole is None:
-            self._whole, self._work = whole, work
+            self._whole, self._own, self._work = whole, own, work
         elif work is not None:  # only other ranks need it
             work.wait()
 
     def use(self) -> Tensor:
         """Return the whole buffer, of which the parameters are views from now on."""
         assert self._whole is not None
-        if self._work is not None:
-            self._work.wait()
+        if not self.is_whole:
+            self._wait_for_work()
             self.check_in_place()
-            self._work = None
             self._set(self._layout.views(self._whole))
+            self.is_whole = True
         return self._whole
 
     @property
@@ -100,19 +127,43 @@ class GatheredWeights(FlatWeights):
         """Whether the weights are whole, or on their way."""
         return self._whole is not None
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the parameters have their values."""
-        return self._whole is not None and self._work is None
-
     def release(self) -> None:
         """Keep this rank's shard only."""
+        self._wait_for_work()
+        if self._stored is not None:
+            self._stored.drop()
+        if self._whole is not None:
+            self.use_weights()
+
+    def _wait_for_work(self) -> None:
         if self._work is not None:
             self._work.wait()
-            self._work = None
-        if self._whole is not None:
-            self._whole = None
-            self._set(self._placeholders)
+        self._work = self._own = None
+
+    # ---- a shard that is offloaded ----
+
+    def prefetch(self) -> None:
+        """Start to read the shard, unless the weights are whole."""
+        if self._stored is not None and self._whole is None:
+            with memory_tag("weights", self.parameters):
+                self._stored.prefetch()
+
+    @contextmanager
+    def in_memory(
+        self, *, write: bool = False, blank: bool = False, device: torch.device | None = None
+    ) -> Iterator[None]:
+        """See `FlatWeights.in_memory`."""
+        if self._stored is None or self.shard is not self._nowhere:
+            yield
+            return
+        with memory_tag("weights", self.parameters):
+            self.shard = self._stored.empty(device) if blank else self._stored.read(device)
+        try:
+            yield
+            if write:
+                self._stored.write(self.shard)
+        finally:
+            self.shard = self._nowhere
 
     def has(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in the gathered memory."""
@@ -121,15 +172,15 @@ class GatheredWeights(FlatWeights):
 
     def use_weights(self) -> None:
         """Have the parameters be placeholders."""
-        self._whole = None
+        self._whole, self.is_whole = None, False
         self._set(self._placeholders)
 
     def use_masters(self) -> None:
         """Have the parameters be copies of the master weights, whole.  All ranks call it."""
         self.release()
-        self._set(
-            self._gathered(self.master if self.has_master_copy and self.master is not None else self.shard)
-        )
+        with self.in_memory():
+            master = self.master if self.has_master_copy else None
+            self._set(self._gathered(self.shard if master is None else master))
 
     def is_in_place(self, index: int) -> bool:
         """Whether parameter `index` is a placeholder, or gathered."""
@@ -137,7 +188,8 @@ class GatheredWeights(FlatWeights):
 
     def set_values(self, index: int, values: Tensor) -> None:
         """Set the weights and master weights of parameter `index`; all ranks call it, with the same values."""
-        self._set_range(self.shard, index, values)
+        with self.in_memory(write=True):
+            self._set_range(self.shard, index, values)
         if self.has_master_copy and self.master is not None:
             self._set_range(self.master, index, values)
 
@@ -145,7 +197,8 @@ class GatheredWeights(FlatWeights):
         """Take over the updated master weights; weights that were gathered before are released."""
         self.release()
         if self.master is not None and self.has_master_copy:
-            self.shard.copy_(self.master)
+            with self.in_memory(write=True, blank=True, device=self.master.device):
+                self.shard.copy_(self.master)
 
     def wait(self) -> None:
         """Do nothing: blocks gather the weights when they need them."""
@@ -274,9 +327,12 @@ class Gatherer:
     def one_by_one(self) -> Iterator[list[nn.Parameter]]:
         """Yield the parameters of all weights, some at a time, which are whole meanwhile.  All ranks go through them together."""
         self.release()
-        for weights in (weights for group in self._groups for weights in group):
+        every = [weights for group in self._groups for weights in group]
+        for weights, following in zip(every, [*every[1:], None], strict=True):
             weights.gather_async()
             weights.use()
+            if following is not None:
+                following.prefetch()
             yield weights.parameters
             weights.release()
 
@@ -340,6 +396,7 @@ class Gatherer:
             return
         self._order.begin(kind)
         self._ahead.clear()
+        self._read_ahead()
         if kind == "backward":
             self._reduced.clear()
             # private, but what DDP and FSDP use: autograd has no other hook at the end of a pass
@@ -364,9 +421,18 @@ class Gatherer:
         if not all(weights.is_gathered for weights in self._groups[item]):
             self._ahead.add(item)
         for weights in self._groups[item]:
+            weights.prefetch()
+        self._read_ahead()
+        for weights in self._groups[item]:
             weights.gather_async()
         self._touch(item)
         self._release_old(item)
+
+    def _read_ahead(self) -> None:
+        """Start to read the shards that are going to be gathered."""
+        for group in self._order.next_gathers(READ_AHEAD):
+            for weights in self._groups[group]:
+                weights.prefetch()
 
     def _touch(self, group: int) -> None:
         if group in self._recent:

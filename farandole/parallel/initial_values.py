@@ -89,12 +89,18 @@ def fill_model(
             for tensor in (*values, *buffers):
                 comm.broadcast(tensor, root=0)
         filled.update(id(tensor) for tensor in (*fresh, *buffers))
+        found = [
+            (places.get(id(parameter)), parameter, value)
+            for parameter, value in zip(fresh, values, strict=True)
+        ]
         with torch.no_grad():
-            for parameter, value in zip(fresh, values, strict=True):
-                if id(parameter) in places:
-                    weight, index = places[id(parameter)]
-                    weight.set_values(index, value)
-                else:
+            for weight in dict.fromkeys(place[0] for place, _, _ in found if place is not None):
+                with weight.in_memory(write=True):
+                    for place, _, value in found:
+                        if place is not None and place[0] is weight:
+                            weight.set_values(place[1], value)
+            for place, parameter, value in found:
+                if place is None:
                     parameter.data = value
     comm.barrier()  # what ranks have in common is there for all
 

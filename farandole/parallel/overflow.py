@@ -125,9 +125,8 @@ class GradientWatch:
         """The kind of every averaged gradient, in this rank's part of it."""
         kinds = [0] * len(self.names)
         for places, shards in zip(self._places, self._shards, strict=True):
-            for place, tensor in zip(places, shards.tensors, strict=True):
-                if tensor is not None and tensor.grad is not None:
-                    kinds[place] = kind_of(tensor.grad)
+            for index, gradient in shards.set():
+                kinds[places[index]] = kind_of(gradient)
         return kinds
 
     def _note(self, place: int, kind: int) -> None:

@@ -5,7 +5,7 @@ are a part of what it computes with.
 
     WholeWeights       every rank has all weights in one flat buffer, of which the parameters are views; ranks that share memory
                        have one buffer for all
-    GatheredWeights    a rank has its shard; blocks gather their weights when they compute (`gathered_weights`)
+    GatheredWeights    a rank has its shard, in memory or offloaded; blocks gather their weights when they compute (`gathered_weights`)
 
 Ranks that share a buffer read all of it, and each of them updates its own shard in place: nothing is gathered.  Two barriers keep
 readers and writers apart (`Engine`): nobody updates before all have ended their backward passes, and nobody reads before all have
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -23,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
-from farandole.memory.mmap_allocator import MmapAllocator
 from farandole.memory.tracker import memory_tag
 from farandole.parallel.sharding import BucketPlan
 
@@ -40,13 +40,14 @@ class FlatWeights(ABC):
     Args:
         shards: the ranks that divide the buffer; None for this rank alone.
         trained: whether there are master weights.
-        allocator: where the weights are made, if not in memory.
     """
 
     shard: Tensor
-    """The rank's shard of what the model computes with."""
+    """The rank's shard of what the model computes with; one that is offloaded reads as NaN but within `in_memory`."""
     master: Tensor | None
     """The rank's shard of master weights; None for frozen parameters, and where it is kept elsewhere."""
+    is_offloaded = False
+    """Whether the shard is in memory only when it is needed."""
     shared = False
     """Whether all ranks of the host have one copy."""
 
@@ -58,13 +59,10 @@ class FlatWeights(ABC):
         *,
         trained: bool,
         masters: Masters = "memory",
-        allocator: MmapAllocator | None = None,
     ) -> None:
         self.plan, self.number, self.trained = plan, number, trained
         self.parameters = list(plan.parameters)
-        self.comm, self._layout, self._allocator = shards, plan.layout, allocator
-        self.keeps_master = masters != "none"
-        """Whether master weights exist between updates."""
+        self.comm, self._layout = shards, plan.layout
         elsewhere = masters == "offloaded" and is_accelerator(plan.device)
         self.has_master_copy = (
             trained and masters != "none" and (plan.dtype != plan.master_dtype or elsewhere)
@@ -104,11 +102,24 @@ class FlatWeights(ABC):
     def wait(self) -> None:
         """Wait for `all_gather_async`."""
 
-    def ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
-        """Yield (parameter, values, start) of the parts of parameters in this rank's shard, flat."""
+    @contextmanager
+    def in_memory(
+        self, *, write: bool = False, blank: bool = False, device: torch.device | None = None
+    ) -> Iterator[None]:
+        """Within it `shard` has its values, of which changes are kept with `write` only.
+
+        An offloaded one has undefined values with `blank`, as all are going to be written, and lies on `device` if it can be read there.
+        """
+        yield
+
+    @abstractmethod
+    def prefetch(self) -> None:
+        """Start to bring an offloaded shard to memory."""
+
+    def ranges(self) -> Iterator[tuple[nn.Parameter, slice, int]]:
+        """Yield (parameter, place in this rank's shard, start) of the parts of parameters in the shard."""
         for part in self._layout.ranges(self.number):
-            values = self.shard[part.offset : part.offset + part.length]
-            yield self.parameters[part.index], values, part.start
+            yield self.parameters[part.index], slice(part.offset, part.offset + part.length), part.start
 
     def _set(self, tensors: list[Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
@@ -133,8 +144,8 @@ class FlatWeights(ABC):
 
     def _first_master(self, masters: Masters, copy: Tensor) -> Tensor:
         """The master weights, of which `copy` has the values."""
-        if masters == "none":  # reads as NaN, and takes no memory
-            return torch.full((1,), torch.nan, device=copy.device).expand(copy.shape)
+        if masters == "none":
+            return nowhere(copy.numel(), copy.dtype, copy.device)
         if masters == "offloaded" and is_accelerator(copy.device):
             return copy.to("cpu", copy=True)
         return copy if self.has_master_copy else self.shard
@@ -158,9 +169,8 @@ class WholeWeights(FlatWeights):
         *,
         trained: bool,
         masters: Masters = "memory",
-        allocator: MmapAllocator | None = None,
     ) -> None:
-        super().__init__(plan, number, shards, trained=trained, masters=masters, allocator=allocator)
+        super().__init__(plan, number, shards, trained=trained, masters=masters)
         self.shared = shards is not None and shards.shares_memory(plan.device)
         self._work: dist.Work | None = None
         with memory_tag("weights", self.parameters, ranks=shards.size if shards and self.shared else 1):
@@ -183,8 +193,6 @@ class WholeWeights(FlatWeights):
 
     def _allocate(self) -> Tensor:
         length, dtype = self._layout.length, self.plan.dtype
-        if self._allocator is not None:
-            return (self._allocator.shared if self.shared else self._allocator.own)(length, dtype)
         if self.comm is not None and self.shared:
             buffer = self.comm.common(length, dtype=dtype, device=self.plan.device)
             assert buffer is not None
@@ -213,6 +221,9 @@ class WholeWeights(FlatWeights):
         if self.has_master_copy and self.master is not None:
             self._set_range(self.master, index, values)
 
+    def prefetch(self) -> None:
+        """Do nothing: the weights are in memory."""
+
     def all_gather_async(self) -> None:
         """Start to give all ranks the updated shards."""
         if self.master is not None and self.has_master_copy:
@@ -225,6 +236,11 @@ class WholeWeights(FlatWeights):
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+
+def nowhere(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a flat tensor that reads as NaN and takes no memory."""
+    return torch.full((1,), torch.nan, dtype=dtype, device=device).expand(numel)
 
 
 def is_accelerator(device: torch.device) -> bool:

@@ -116,8 +116,9 @@ class WholeParameters:
                 self._comm.barrier()  # no rank reads the shared buffer
                 values = [[p.data for p in weight.parameters] for weight in self._weights]
                 for weight, changed in zip(self._weights, values, strict=True):
-                    for index, value in enumerate(changed):
-                        weight.set_values(index, value)
+                    with weight.in_memory(write=True):
+                        for index, value in enumerate(changed):
+                            weight.set_values(index, value)
                 self._comm.barrier()
         self.remember()
 

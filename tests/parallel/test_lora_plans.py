@@ -65,6 +65,10 @@ def test_the_same_adapters(ranks: Any, backend: str, tmp_path: Path) -> None:
         for zero in (0, 1, 2, 3)
         for recompute, offload in (("none", "none"), ("block", f"disk:{tmp_path}"))
     ]
+    plans += [
+        Plan(zero=3, offload=offload, offloaded="parameters", lora=ADAPTERS)
+        for offload in ("host", f"disk:{tmp_path}")
+    ]
     (expected, adapters), *others = ranks(2, backend).run(_train, plans)[0]
     assert expected[-1] < expected[0]
     for plan, (losses, found) in zip(plans[1:], others, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,6 +241,10 @@ IDIOMS = {
 }
 
 
+CHANGES_OF_MASTERS = ("engine.edit_parameters", "load_state_dict", "load_state_dict of a block")
+"""Refused where master weights of another type are offloaded."""
+
+
 def _batches(size: int) -> Tensor:
     return torch.randn(STEPS, 3, SHARE * size, 3, 4, 4, generator=torch.Generator().manual_seed(size))
 
@@ -259,13 +264,14 @@ def _train(idiom: Idiom, loop: Loop, batches: Tensor, rank: int, low: bool) -> l
     return (idiom.at_the_end or _values)(loop)
 
 
-def _parallel(rank: int, size: int, name: str, zero: int, precision: Any) -> list[Tensor] | str:
+def _parallel(rank: int, size: int, name: str, plan: Plan) -> list[Tensor] | str:
     model = _make(rank)  # rank 0's wins
-    engine = farandole.parallelize(model, Plan(zero=zero, precision=precision))
+    engine = farandole.parallelize(model, plan)
     loop = Loop(model, engine.optimizer(_optimizer(model)), engine)
     try:
         result = [
-            value.clone() for value in _train(IDIOMS[name], loop, _batches(size), rank, precision != "fp32")
+            value.clone()
+            for value in _train(IDIOMS[name], loop, _batches(size), rank, plan.precision != "fp32")
         ]
         torch.distributed.barrier()
         return result
@@ -282,12 +288,39 @@ def _parallel(rank: int, size: int, name: str, zero: int, precision: Any) -> lis
 def test_an_idiom_gives_the_result_of_one_process_or_an_error(
     ranks: Any, name: str, zero: int, precision: str, weights: str
 ) -> None:
-    idiom, size, low = IDIOMS[name], 2, precision == "bf16"
-    refused = idiom.refused(zero, low, zero == 3 and weights == "gathered")
+    refused = IDIOMS[name].refused(zero, precision == "bf16", zero == 3 and weights == "gathered")
+    _compare(
+        ranks(2, WEIGHTS[weights]).run(_parallel, name, Plan(zero=zero, precision=precision)),
+        name,
+        precision,
+        refused,
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("zero", "offloaded"), [(2, "gradients"), (3, "parameters")])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", IDIOMS)
+def test_an_idiom_with_gradients_and_weights_that_are_offloaded(
+    ranks: Any, name: str, precision: Any, zero: int, offloaded: Any, tmp_path: Path
+) -> None:
+    plan = Plan(
+        zero=zero,
+        precision=precision,
+        offload=f"disk:{tmp_path}" if precision == "fp32" else "host",
+        offloaded=offloaded,
+    )
+    low = precision == "bf16"
+    refused = IDIOMS[name].refused(zero, low, zero == 3) or (low and name in CHANGES_OF_MASTERS)
+    _compare(ranks(2).run(_parallel, name, plan), name, precision, refused)
+
+
+def _compare(results: list[list[Tensor] | str], name: str, precision: str, refused: bool) -> None:
+    """Compare what ranks found with one process."""
+    idiom, size, low = IDIOMS[name], len(results), precision == "bf16"
     model = _make()
     alone = Loop(model, _optimizer(model), None)
     expected = _train(idiom, alone, _batches(size), 0, low)
-    for result in ranks(size, WEIGHTS[weights]).run(_parallel, name, zero, precision):
+    for result in results:
         if refused:
             # torch itself refuses to write to parameters that are not here
             assert isinstance(result, str) and ("engine." in result or "written-to tensor" in result), result

@@ -149,7 +149,8 @@ def save(
         if background:
             state = {name: _copy(value) for name, value in state.items()}
         pending.start(state, text, on_saved, background=background)
-    if not background or engine.offloaded:  # the thread reads offloaded states, which the next step changes
+    # the next step changes what is kept elsewhere
+    if not background or any(isinstance(each, Range) and each.held is None for each in state.values()):
         pending.wait()
     return pending
 

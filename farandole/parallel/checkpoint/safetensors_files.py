@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.checkpoint.folder import fail_on_all, partial_folder, prepare
 from farandole.parallel.checkpoint.ranges import LoadPlanner, Range, SavePlanner
-from farandole.parallel.checkpoint.state import Stored, state_of, stored_tensors
+from farandole.parallel.checkpoint.state import Stored, set_values, state_of, stored_tensors
 
 if TYPE_CHECKING:
     from farandole.parallel.engine import Engine
@@ -169,8 +169,7 @@ def load_weights(engine: Engine, path: Path) -> None:
             )
         found = _read(engine, path)
     with torch.no_grad():
-        for stored, values in found:
-            stored.values.copy_(values.view(stored.values.shape))
+        set_values(found)
     engine.all_gather_parameters(frozen=True)
     engine.remember_parameters()
 
@@ -205,7 +204,7 @@ def _read(engine: Engine, path: Path) -> list[tuple[Stored, Tensor]]:
                 f"{name} has shape {shape} in {file.name}, and {stored.place.shape} in this model"
             )
         target = Range.of(
-            torch.empty(stored.values.numel(), dtype=stored.values.dtype), stored.start, stored.place
+            torch.empty(stored.values().numel(), dtype=stored.values().dtype), stored.start, stored.place
         )
         for box, values in target.boxes():
             values.copy_(

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMe
 from farandole.memory.offloaded_optimizer import ShardState, UnitReader
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.checkpoint.ranges import LoadPlanner, Place, Range
+from farandole.parallel.weights import FlatWeights
 
 if TYPE_CHECKING:
     from farandole.parallel.engine import Engine
@@ -42,7 +45,8 @@ State = dict[str, "Tensor | Range"]
 
 def state_of(engine: Engine, rank: int) -> State:
     """Return the state of `engine`; its tensors are the engine's own."""
-    state: State = {f"model.{s.name}": Range.of(s.values, s.start, s.place) for s in stored_tensors(engine)}
+    reader = _WeightReader()
+    state: State = {f"model.{s.name}": reader.range_of(s) for s in stored_tensors(engine)}
     for stem, place, shard, start, states in _states(engine):
         for key, value in states.items():
             if not isinstance(value, Tensor):
@@ -70,7 +74,7 @@ def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -
     for stored in stored_tensors(engine):
         entry = f"model.{stored.name}"
         if entry in saved:
-            values = _empty_range(saved[entry], stored.place, stored.start, stored.values.numel())
+            values = _empty_range(saved[entry], stored.place, stored.start, stored.values().numel())
             if values is None:
                 size = tuple(_described(saved[entry]).size)
                 raise CheckpointError(
@@ -93,10 +97,8 @@ def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -
 def restore(engine: Engine, rank: int, loaded: State) -> None:
     """Set `engine` to the values that were loaded into the tensors of `empty_state`; all ranks call it."""
     with torch.no_grad():
-        for stored in stored_tensors(engine):
-            new = loaded.get(f"model.{stored.name}")
-            if isinstance(new, Range):
-                stored.values.copy_(new.values.view(stored.values.shape))
+        pairs = ((stored, loaded.get(f"model.{stored.name}")) for stored in stored_tensors(engine))
+        set_values((stored, new.values) for stored, new in pairs if isinstance(new, Range))
     keys = _keys_of(loaded)
     for stem, _, shard, _, states in _states(engine):
         states.clear()  # of steps that the checkpoint does not have
@@ -121,34 +123,70 @@ def _as_state(found: Tensor | Range, shard: nn.Parameter) -> Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """The part of a parameter or buffer that this rank stores: `values`, from element `start` of its tensor on."""
+    """The part of a parameter or buffer that this rank stores: `values()`, from element `start` of its tensor on.
+
+    Values can be changed in place; those of offloaded `weights` only while the weights are in memory.
+    """
 
     name: str
     place: Place
     start: int
-    values: Tensor
+    values: Callable[[], Tensor]
     trained: bool = False
+    weights: FlatWeights | None = None
 
 
 def stored_tensors(engine: Engine) -> Iterator[Stored]:
     """Yield parameters and buffers, by the names of the model's state."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-    values_of = dict(engine.shard_values())
     trained = {id(parameter) for bucket in engine.buckets for parameter in bucket.parameters}
-
-    def stored(name: str, tensor: Tensor, start: int, values: Tensor, *, trained: bool = False) -> Stored:
-        return Stored(name, _place(engine, name, tensor), start, values, trained=trained)
-
-    for parameter, shard, start in engine.shards():
-        yield stored(names[id(parameter)], parameter, start, values_of[shard], trained=True)
-    for parameter, values, start in engine.frozen_shards():
-        yield stored(names[id(parameter)], parameter, start, values)
+    for part in engine.stored_parts():
+        name = names[id(part.parameter)]
+        place = _place(engine, name, part.parameter)
+        yield Stored(name, place, part.start, part.values, part.trained, part.weights)
     for name, parameter in engine.model.named_parameters():
         plain = type(parameter.data) is Tensor  # quantized ones are not part of the state
         if plain and id(parameter) not in trained and not engine.divides(parameter):
-            yield stored(name, parameter, 0, parameter.detach())
+            yield Stored(name, _place(engine, name, parameter), 0, parameter.detach)
     for name, buffer in _persistent_buffers(engine.model):
-        yield stored(name, buffer, 0, buffer)
+        yield Stored(name, _place(engine, name, buffer), 0, partial(_itself, buffer))
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def set_values(found: Iterable[tuple[Stored, Tensor]]) -> None:
+    """Set what a rank stores to values, those of offloaded weights a bucket at a time."""
+    for weights, members in groupby(found, key=lambda pair: pair[0].weights):
+        with nullcontext() if weights is None else weights.in_memory(write=True):
+            for stored, values in members:
+                own = stored.values()
+                own.copy_(values.view(own.shape))
+
+
+class _WeightReader:
+    """Reads offloaded weights, those of one bucket at a time."""
+
+    def __init__(self) -> None:
+        self._members: dict[FlatWeights, list[Stored]] = {}
+        self._values: dict[str, Tensor] = {}
+
+    def range_of(self, stored: Stored) -> Range:
+        """Return what is stored of a parameter; it is read when it is needed, if it is offloaded."""
+        values, weights = stored.values(), stored.weights
+        if weights is None or not weights.is_offloaded:
+            return Range.of(values, stored.start, stored.place)
+        self._members.setdefault(weights, []).append(stored)
+        load = partial(self._load, weights, stored.name)
+        return Range(stored.place, stored.start, values.numel(), values.dtype, load=load)
+
+    def _load(self, weights: FlatWeights, name: str) -> Tensor:
+        if name not in self._values:
+            self._values.clear()
+            with weights.in_memory():
+                self._values = {each.name: each.values().reshape(-1) for each in self._members[weights]}
+        return self._values[name]
 
 
 def _place(engine: Engine, name: str, tensor: Tensor) -> Place:
@@ -288,7 +326,7 @@ def load_offloaded(engine: Engine, folder: Path, loaded: Mapping[str, Tensor | R
                 values = loaded[f"model.{places[id(shard)][0]}"]
                 assert isinstance(values, Range)
                 records.append(ShardState(values.values.to(shard.dtype).view(shard.shape), states))
-            update.state.load(unit, records)
+            update.load(unit, records)
 
 
 def _places(engine: Engine) -> dict[int, tuple[str, int, Place]]:

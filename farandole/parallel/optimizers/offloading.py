@@ -1,15 +1,16 @@
-"""An optimizer whose masters and states are kept elsewhere, as the engine's ranks update their pieces with it.
+"""What a plan keeps in offload stores: states of the optimizer, gradients and weights; and the update of shards with them.
 
-Every bucket is a unit: its masters and states come, are updated with this rank's share of the averaged gradients, and
-go, while those of the next bucket are on their way.  What the model computes with gets the new values meanwhile.
+Every bucket is a unit of the update: its records are read, updated with this rank's shard of the averaged gradients, and written, while
+the records of the next bucket are read.  The weights with which the model computes get the new values meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,56 +18,88 @@ from torch import nn
 from farandole.comm.communicator import Communicator
 from farandole.comm.host import host_identity
 from farandole.memory.disk import OffloadError, require_space
-from farandole.memory.mmap_allocator import MmapAllocator
+from farandole.memory.offload_store import DiskStore, HostStore, OffloadStore
 from farandole.memory.offloaded_optimizer import OffloadedOptimizer, ShardState
+from farandole.memory.offloaded_tensor import OffloadedTensors
 from farandole.memory.record_stream import RecordStream, disk_records, host_records
 from farandole.memory.tracker import memory_tag
-from farandole.parallel.building import Allocators
+from farandole.parallel.building import Stores
 from farandole.parallel.optimizers.shards import OptimizerShards
+from farandole.parallel.sharding import ShardingPlan
 from farandole.plan import Offloaded, Place
 
 Records = Callable[[Sequence[int]], RecordStream]
+T = TypeVar("T")
+
+_AHEAD = 2
+"""Units of which gradients and weights are read ahead in an update."""
 
 
 def records_at(place: Place, comm: Communicator, *, pinned: bool) -> Records:
-    """Return what makes records of given sizes at `Plan.offload`, for all ranks of `comm`, which call it together.
+    """Return a function that makes records of given sizes at `Plan.offload`; all ranks of `comm` call it together.
 
-    The call raises `OffloadError` on all of them where there is no space for one.
+    It raises `OffloadError` on all ranks if one has no space.
     """
     if place.kind != "disk":
         return partial(host_records, pinned=pinned)
 
     def on_disk(record_bytes: Sequence[int]) -> RecordStream:
         _require_space(place.folder, sum(record_bytes), comm)
-        return disk_records(place.folder, record_bytes, "master weights and states of the optimizer")
+        name = "master weights and states of the optimizer"
+        return _together(comm, lambda: disk_records(place.folder, record_bytes, name))
 
     return on_disk
 
 
-def allocators_at(place: Place, offloaded: Offloaded, comm: Communicator, *, accelerator: bool) -> Allocators:
-    """Return where gradients and weights are made, by `Plan.offload` and `Plan.offloaded`, on the ranks of `comm`."""
+def stores_at(
+    place: Place, offloaded: Offloaded, plan: ShardingPlan, comm: Communicator, *, accelerator: bool
+) -> Stores:
+    """Return where gradients and weights are kept, by `Plan.offload` and `Plan.offloaded`.  All ranks of `comm` call it.
+
+    Raises:
+        OffloadError: on all of them where there is no space for those of one.
+    """
     if offloaded == "optimizer":
-        return Allocators()
-    if place.kind != "disk":
+        return Stores()
+    if place.kind == "disk" and accelerator:
         raise OffloadError(
-            f"offloaded={offloaded!r} with offload={place.kind!r}: it works with offload='disk:FOLDER'"
+            f"offloaded={offloaded!r} with offload='disk:{place.folder}' for a model on an accelerator: a disk is read into the "
+            f"memory of the host; offload='host' works, and so does offloaded='optimizer'"
         )
-    if accelerator:
-        raise OffloadError(
-            f"offloaded={offloaded!r} for a model on an accelerator: its gradients and weights stay there; "
-            f"offloaded='optimizer' works"
-        )
-    allocator = MmapAllocator(place.folder, comm)
-    return Allocators(gradients=allocator, weights=allocator if offloaded == "parameters" else None)
+    sizes = {"gradients": [b.layout.shard_length * b.master_dtype.itemsize for b in plan.trained]}
+    if offloaded == "parameters":
+        every = (*plan.trained, *plan.frozen)
+        sizes["weights"] = [b.layout.shard_length * b.dtype.itemsize for b in every]
+    if place.kind == "disk":
+        _require_space(place.folder, sum(map(sum, sizes.values())), comm)
+
+    def make() -> dict[str, OffloadStore]:
+        if place.kind != "disk":
+            return {name: HostStore(name, pinned=accelerator) for name in sizes}
+        stores: dict[str, OffloadStore] = {name: DiskStore(place.folder, name) for name in sizes}
+        for (
+            name,
+            store,
+        ) in stores.items():  # reserves the space, which records of these sizes use when they are made
+            store.allocate(sizes[name])
+        return stores
+
+    return Stores(**{name: OffloadedTensors(store) for name, store in _together(comm, make).items()})
 
 
 def _require_space(folder: str, needed: int, comm: Communicator) -> None:
-    """Refuse on all ranks what does not fit on one; nobody has made a file before."""
+    """Refuse on all ranks what does not fit on one, before any rank makes a file."""
     here = host_identity()
     wanted = comm.all_gather_object((here, needed))
+    _together(comm, lambda: require_space(folder, sum(size for host, size in wanted if host == here)))
+
+
+def _together(comm: Communicator, make: Callable[[], T]) -> T:
+    """Return the result of `make`; raise on all ranks if it fails on one."""
+    made: list[T] = []
     refusal = None
     try:
-        require_space(folder, sum(size for host, size in wanted if host == here))
+        made.append(make())
     except OffloadError as error:
         refusal = error
     refusals = comm.all_gather_object(None if refusal is None else str(refusal))
@@ -75,13 +108,13 @@ def _require_space(folder: str, needed: int, comm: Communicator) -> None:
     for rank, other in enumerate(refusals):
         if other is not None:
             raise OffloadError(f"rank {rank}: {other}")
+    return made[0]
 
 
 class OffloadedUpdate:
-    """Has `optimizer`, which knows this rank's pieces, keep their masters and states in a home.
+    """Has `optimizer`, which updates this rank's shards, keep their master weights and states in records.
 
-    Its `step` becomes that of the whole engine: `before` has all ranks' gradients averaged, `after` gives all ranks
-    the new weights.
+    Its `step` becomes a step of the engine: `before` completes the averaged gradients, `after` gives all ranks the updated weights.
     """
 
     def __init__(
@@ -89,20 +122,24 @@ class OffloadedUpdate:
         optimizer: torch.optim.Optimizer,
         shards: Sequence[OptimizerShards],
         records: Records,
-        before: Callable[[], None],
+        before: Callable[[], object],
         after: Callable[[], None],
     ) -> None:
-        own = {id(piece) for group in optimizer.param_groups for piece in group["params"]}
+        own = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
         self._shards: list[OptimizerShards] = []
         units: list[list[nn.Parameter]] = []
         for each in shards:
-            mine = [piece for piece in each.tensors if piece is not None and id(piece) in own]
+            mine = [shard for shard in each.tensors if shard is not None and id(shard) in own]
             if mine:
                 self._shards.append(each)
                 units.append(mine)
         weights = [each.weights for each in self._shards if each.weights is not None]
         apart = any(weight.has_master_copy for weight in weights)
         self._elsewhere = any(each.parameters[0].is_cuda for each in self._shards)
+        self._brings = self._elsewhere or any(each.bucket.is_offloaded for each in self._shards)
+        self._in_place = (
+            ExitStack()
+        )  # of gradients and values that are elsewhere, during the update of a unit
         replaced = optimizer.step
         with memory_tag("masters and states"):
             self.state = OffloadedOptimizer(optimizer, units, records, weights=apart or self._elsewhere)
@@ -116,34 +153,48 @@ class OffloadedUpdate:
         optimizer.step = step  # type: ignore[method-assign]
 
     def step(self) -> None:
-        """All of it: gradients averaged, pieces updated, weights published."""
+        """Average gradients, update all shards, and give all ranks the updated weights."""
         self._before()
         with memory_tag("masters and states"):
-            self.state.step(
-                before=self._bring_gradients if self._elsewhere else None,
-                after=self._take_weights if self.state.weights else None,
-            )
+            if any(shard.grad is not None for unit in self.state.units for shard in unit):
+                for shards in self._shards[:_AHEAD]:
+                    shards.prefetch()
+                with self._in_place:  # left by `_end_unit`, but if a unit fails
+                    self.state.step(self._begin_unit if self._brings else None, self._end_unit)
         self._after()
 
+    def load(self, unit: int, states: Sequence[ShardState]) -> None:
+        """Set a unit to the states that `saved` yielded for its shards.  Raise ValueError if they do not fit."""
+        with self._shards[unit].values_in_place(write=True):
+            self.state.load(unit, states)
+
     def saved(self) -> Iterator[tuple[nn.Parameter, ShardState]]:
-        """Each piece with its weights and states, to be copied before the next one is asked for."""
+        """Yield each shard with its weights and states, valid until the next one."""
         for unit, states in self.state.saved():
-            yield from zip(self.state.units[unit], states, strict=True)
+            with self._shards[unit].values_in_place(write=False):
+                for shard, kept in zip(self.state.units[unit], states, strict=True):
+                    yield shard, kept if self.state.weights else ShardState(shard.data, kept.state)
 
     def close(self) -> None:
-        """Give the space back; masters and states are gone with it."""
+        """Free the records with the master weights and states in them."""
         self.state.close()
 
-    def _bring_gradients(self, unit: int) -> None:
-        self._shards[unit].move_gradients()
+    def _begin_unit(self, unit: int) -> None:
+        shards = self._shards[unit]
+        self._in_place.enter_context(shards.gradients_in_place())
+        self._in_place.enter_context(shards.values_in_place(write=True))
+        for following in self._shards[unit + 1 : unit + 1 + _AHEAD]:
+            following.prefetch()
 
-    def _take_weights(self, unit: int) -> None:
-        self._shards[unit].update_weights(self.state.units[unit])
+    def _end_unit(self, unit: int) -> None:
+        if self.state.weights:
+            self._shards[unit].update_weights(self.state.units[unit])
+        self._in_place.close()
 
 
 def _step_of(update: OffloadedUpdate) -> Callable[..., Any]:
     def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's pieces of the parameters, whose states are kept elsewhere."""
+        """Update this rank's shards, whose states are offloaded."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

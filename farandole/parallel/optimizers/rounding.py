@@ -109,13 +109,9 @@ class StochasticRounding:
         assert bucket.weights is not None  # there is a type that the weights were cast to
         own = bucket.weights.shard
         master = own.float()
-        before = bucket.place_in(master)
-        try:
+        with bucket.placed_in(master):
             yield
             round_stochastically(own, master, self._generator(number, bucket.number, own.device))
-        finally:
-            for tensor, data in before:
-                tensor.data = data
 
     def _generator(self, number: int, shard: int, device: torch.device) -> torch.Generator:
         words = struct.pack("<4Q", self.seed % 2**64, self.steps, number, shard)

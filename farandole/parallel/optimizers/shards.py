@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
-from farandole.parallel.bucket import Bucket
+from farandole.parallel.bucket import Bucket, Change, norm_of
 from farandole.parallel.weights import FlatWeights
 
 
@@ -45,7 +47,7 @@ class OptimizerShards:
         self.starts = [0] * len(self.parameters)
         """Where the tensor begins in the flattened parameter."""
         self._slices: dict[int, slice] = {}  # of the rank's shard of the bucket
-        self._gradients: list[Tensor | None] | None = None
+        self._gradients: list[Tensor | None] = [None] * len(self.parameters)
         self._marks: list[ShardedGradient | None] = [None] * len(self.parameters)
         for part in bucket.plan.layout.ranges(number):
             parameter = self.parameters[part.index]
@@ -67,49 +69,47 @@ class OptimizerShards:
 
     # ---- gradients ----
 
-    @property
-    def gradients(self) -> list[Tensor | None]:
-        """For each tensor its gradient in the memory of the bucket, whether it was set or not."""
-        if self.weights is None:
-            return [*self.bucket.gradient_views()]
-        if self._gradients is None:
-            reduced, tensors = self.bucket.reduced, self.tensors
-            self._gradients = [
-                None
-                if (tensor := tensors[index]) is None
-                else reduced[self._slices[index]].view(tensor.shape)
-                for index in range(len(tensors))
-            ]
-        return self._gradients
-
     def set_gradients(self, used: Sequence[bool], norms: GradientNorms) -> None:
         """Set the `.grad` of tensors whose parameters any rank used, and of no others."""
         names = self.bucket.plan.names
-        for index, (parameter, tensor, gradient, anybody) in enumerate(
-            zip(self.parameters, self.tensors, self.gradients, used, strict=True)
+        for index, (parameter, tensor, anybody) in enumerate(
+            zip(self.parameters, self.tensors, used, strict=True)
         ):
-            found = parameter.grad
-            if not (anybody or found is None or isinstance(found, ShardedGradient) or found is gradient):
+            if not anybody and self._is_assigned(index):
                 raise self._assigned(index)
             parameter.grad = None
+            change = None if tensor is None else partial(self._change, index)
             if self.weights is not None:
-                own = gradient if tensor is not None else None
-                mark = ShardedGradient(parameter, own, norms, names[index]) if anybody else None
+                mark = ShardedGradient(parameter, change, norms, names[index]) if anybody else None
                 self._marks[index] = parameter.grad = mark
-            if tensor is not None and gradient is not None:
-                here = gradient.device == tensor.device
-                shown = (
-                    gradient if here else tensor.new_zeros(1).expand(tensor.shape)
-                )  # a mark, without memory
-                tensor.grad = shown if anybody else None
+            if tensor is None:
+                continue
+            if not anybody:
+                tensor.grad = None
+            elif self._is_elsewhere(tensor):
+                tensor.grad = ShardedGradient(tensor, change, norms, names[index])
+            else:
+                tensor.grad = self._gradient(index)
 
     def set(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index, gradient) of the tensors whose gradient is set."""
-        if not self.bucket.has_memory:
+        """Yield (index, gradient) of the tensors whose gradient is set; changes of offloaded ones are lost."""
+        if not self.bucket.holds_result:
             return
-        for index, (tensor, gradient) in enumerate(zip(self.tensors, self.gradients, strict=True)):
-            if tensor is not None and gradient is not None and tensor.grad is not None:
-                yield index, gradient
+        with self.bucket.in_memory() as reduced:
+            for index in self._indices_set():
+                own = self.bucket.is_offloaded
+                yield index, reduced[self._slices[index]] if own else self._gradient(index)
+
+    def norms(self, order: float) -> Iterator[tuple[int, Tensor]]:
+        """Yield (index, norm of the gradient) of the tensors whose gradient is set."""
+        known = self.bucket.norms if order == 2 else None
+        if known is None:
+            yield from ((index, norm_of(gradient, order)) for index, gradient in self.set())
+        else:
+            yield from ((index, known[index]) for index in self._indices_set())
+
+    def _indices_set(self) -> list[int]:
+        return [i for i, each in enumerate(self.tensors) if each is not None and each.grad is not None]
 
     def clear_gradients(self) -> None:
         """Set every `.grad` to None."""
@@ -124,23 +124,22 @@ class OptimizerShards:
             if mark is not None and parameter.grad is mark:
                 parameter.grad = None
         self._marks = [None] * len(self.parameters)
-        if not self.bucket.has_memory:
-            self._gradients = None
+        if not self.bucket.holds_result:
+            self._gradients = [None] * len(self.parameters)
 
     @property
     def all_cleared(self) -> bool:
         """Whether somebody has cleared all gradients that were set, to begin a new step."""
-        gradients = self.gradients
-        return all(self._is_cleared(index, gradients[index]) for index in range(len(self.parameters)))
+        return all(self._is_cleared(index) for index in range(len(self.parameters)))
 
     def resume(self, used: Tensor) -> None:
         """Have a further pass add to the gradients that are set.  `used`, which says of which parameters there were any, is updated."""
         self.bucket.resume()
-        for index, gradient in enumerate(self.gradients):
-            if self._is_cleared(index, gradient):
+        for index, tensor in enumerate(self.tensors):
+            if self._is_cleared(index):
                 used[index] = 0
-                if gradient is not None:
-                    gradient.zero_()
+                if tensor is not None:
+                    self._change(index, Tensor.zero_)
 
     def take_accumulated(self, index: int) -> Tensor:
         """Return the gradient that autograd has accumulated for a parameter."""
@@ -165,11 +164,51 @@ class OptimizerShards:
             elif parameter.grad is not mark and self.weights is not None:
                 raise self._assigned(index)
 
-    def move_gradients(self) -> None:
-        """Copy gradients to the device of the tensors, if that is another one."""
-        for tensor, gradient in zip(self.tensors, self.gradients, strict=True):
-            if tensor is not None and gradient is not None and tensor.grad is not None:
-                tensor.grad = gradient.to(tensor.device)
+    @contextmanager
+    def gradients_in_place(self) -> Iterator[None]:
+        """Within it the tensors have their gradients, which are offloaded or on another device."""
+        marks: list[tuple[nn.Parameter, Tensor]] = []
+        try:
+            with self.bucket.in_memory(next(t.device for t in self.tensors if t is not None)) as reduced:
+                for index in self._indices_set():
+                    tensor = self.tensors[index]
+                    assert tensor is not None and tensor.grad is not None
+                    if self._is_elsewhere(tensor):
+                        marks.append((tensor, tensor.grad))
+                        tensor.grad = reduced[self._slices[index]].view(tensor.shape).to(tensor.device)
+                yield
+        finally:
+            for tensor, mark in marks:
+                tensor.grad = mark
+
+    def _gradient(self, index: int) -> Tensor:
+        """The gradient of a tensor in the memory of the bucket, which is not offloaded, whether it was set or not."""
+        if self.weights is None:
+            return self.bucket.gradient_view(index)
+        found = self._gradients[index]
+        if found is None:
+            tensor = self.tensors[index]
+            assert tensor is not None
+            found = self._gradients[index] = self.bucket.reduced[self._slices[index]].view(tensor.shape)
+        return found
+
+    def _change(self, index: int, change: Change) -> None:
+        """Change the gradient of a tensor in place."""
+        if self.weights is None:
+            change(self._gradient(index))
+        else:
+            part = self._slices[index]
+            self.bucket.change(lambda reduced: change(reduced[part]))
+
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        """Whether the gradient of a tensor is brought to it by an update only."""
+        return self.bucket.is_offloaded or tensor.device != self.bucket.plan.device
+
+    def _is_assigned(self, index: int) -> bool:
+        """Whether a parameter has a gradient that the engine did not set."""
+        found = self.parameters[index].grad
+        known = found is None or isinstance(found, ShardedGradient)
+        return not known and (self.weights is not None or found is not self._gradient(index))
 
     def _assigned(self, index: int) -> RuntimeError:
         return RuntimeError(
@@ -178,47 +217,72 @@ class OptimizerShards:
             f"averaged gradients"
         )
 
-    def _is_cleared(self, index: int, gradient: Tensor | None) -> bool:
+    def _is_cleared(self, index: int) -> bool:
         """Whether the gradient of a parameter was cleared, or never set."""
         tensor, mark = self.tensors[index], self._marks[index]
         if mark is not None and self.parameters[index].grad is not mark:
             return True
-        if tensor is None or gradient is None:
+        if tensor is None:
             return mark is None
-        same_device = tensor.grad is not None and tensor.grad.device == gradient.device
-        return tensor.grad is None or (tensor.grad is not gradient and same_device)
+        if self._is_elsewhere(tensor):
+            return tensor.grad is None
+        return tensor.grad is None or tensor.grad is not self._gradient(index)
 
     # ---- values ----
 
-    def values(self, index: int) -> Tensor:
-        """Return the values of tensor `index`, in its shape, or flat.
+    @property
+    def has_masters(self) -> bool:
+        """Whether the tensors are master weights in memory, of which the model computes with copies."""
+        return self.weights is not None and self.weights.has_master_copy and self.weights.master is not None
 
-        Tensors that are offloaded, or exist in an update only, read as NaN; the model then computes with a copy in the shard.
-        """
+    def values(self, index: int) -> Tensor:
+        """Return the values of tensor `index`, in its shape, or flat; of offloaded weights only while these are in memory."""
         tensor, weights = self.tensors[index], self.weights
         assert tensor is not None
-        if weights is None or (weights.master is not None and weights.keeps_master):
-            return tensor.detach()
-        return weights.shard[self._slices[index]]
+        return tensor.detach() if weights is None or self.has_masters else weights.shard[self._slices[index]]
 
     def update_weights(self, tensors: Iterable[nn.Parameter]) -> None:
         """Have the model compute with the values of offloaded `tensors`."""
         assert self.weights is not None
         wanted = {id(tensor) for tensor in tensors}
-        for index, part in self._slices.items():
-            tensor = self.tensors[index]
-            if tensor is not None and id(tensor) in wanted:
+        updated = {index: part for index, part in self._slices.items() if id(self.tensors[index]) in wanted}
+        with self.weights.in_memory(
+            write=True, blank=len(updated) == len(self._slices), device=torch.device("cpu")
+        ):
+            for index, part in updated.items():
+                tensor = self.tensors[index]
+                assert tensor is not None
                 self.weights.shard[part].copy_(tensor.detach().view(-1))
 
-    def place_in(self, shard: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """Have the tensors lie in `shard` from now on; return them with the data that they had."""
+    @contextmanager
+    def values_in_place(self, *, write: bool) -> Iterator[None]:
+        """Within it the tensors have their values, if these lie in offloaded weights; `write` them at its end."""
+        if self.weights is None or self.weights.has_master_copy or not self.weights.is_offloaded:
+            yield
+        else:
+            with self.weights.in_memory(write=write), self.placed_in(self.weights.shard):
+                yield
+
+    @contextmanager
+    def placed_in(self, shard: Tensor) -> Iterator[None]:
+        """Within it the tensors lie in `shard`."""
         before = []
         for index, part in self._slices.items():
             tensor = self.tensors[index]
             assert tensor is not None
             before.append((tensor, tensor.data))
             tensor.data = shard[part].view(tensor.shape)
-        return before
+        try:
+            yield
+        finally:
+            for tensor, data in before:
+                tensor.data = data
+
+    def prefetch(self) -> None:
+        """Start to read what an update of offloaded tensors needs."""
+        self.bucket.prefetch()
+        if self.weights is not None and not self.weights.has_master_copy:
+            self.weights.prefetch()
 
 
 # ---- gradients as functions of PyTorch see them ----
@@ -243,14 +307,15 @@ class GradientNorms:
 
     Args:
         names: of all parameters of the model, in an order that is the same on all ranks.
-        parts: yields (name of a parameter, part of its gradient on this rank, number of ranks that have the same part).
+        parts: yields, for norms of an order, (name of a parameter, norm of the part of its gradient on this rank, number of ranks that
+            have the same part).
         comm: the ranks whose parts are added up; None if this rank has whole gradients.
     """
 
     def __init__(
         self,
         names: Iterable[str],
-        parts: Callable[[], Iterator[tuple[str, Tensor, int]]],
+        parts: Callable[[float], Iterator[tuple[str, Tensor, int]]],
         device: torch.device,
         comm: Communicator | None,
     ) -> None:
@@ -277,11 +342,8 @@ class GradientNorms:
     def total(self) -> float:
         """The Euclidean norm of all gradients; infinite or NaN if any element is.  A collective call."""
         squares: dict[int, list[Tensor]] = {}
-        for _, part, holders in self._parts():
-            kind = torch.promote_types(part.dtype, torch.float32)
-            squares.setdefault(holders, []).append(
-                torch.linalg.vector_norm(part, dtype=kind).to(self._device, torch.float64)
-            )
+        for _, norm, holders in self._parts(2):
+            squares.setdefault(holders, []).append(norm.to(self._device, torch.float64))
         if self._comm is None:
             norms = [norm for each in squares.values() for norm in each]
             return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
@@ -294,9 +356,8 @@ class GradientNorms:
     def _compute(self, order: float) -> list[Tensor]:
         powers = torch.zeros(len(self.names), dtype=torch.float64, device=self._device)
         largest = math.isinf(order)
-        for name, part, holders in self._parts():
-            kind = torch.promote_types(part.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(part, order, dtype=kind).double()
+        for name, part, holders in self._parts(order):
+            norm = part.double()
             powers[self._numbers[name]] = (
                 norm if largest else norm**order / (1 if self._comm is None else holders)
             )
@@ -306,9 +367,9 @@ class GradientNorms:
 
 
 class ShardedGradient(Tensor):
-    """Stands for the averaged gradient of `parameter`, of which this rank has the part `share`, if any."""
+    """Stands for the averaged gradient of `parameter`; `change` changes the part that this rank has, if any."""
 
-    _share: Tensor | None
+    _change_part: Callable[[Change], None] | None
     _norms: GradientNorms
     _name: str
     received: Tensor | None
@@ -316,13 +377,13 @@ class ShardedGradient(Tensor):
 
     @staticmethod
     def __new__(
-        cls, parameter: Tensor, share: Tensor | None, norms: GradientNorms, name: str
+        cls, parameter: Tensor, change: Callable[[Change], None] | None, norms: GradientNorms, name: str
     ) -> ShardedGradient:
         """Make one, of the parameter's shape, type and device."""
         made: ShardedGradient = Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
-        made._share, made._norms, made._name = share, norms, name
+        made._change_part, made._norms, made._name = change, norms, name
         made.received = None
         return made
 
@@ -363,8 +424,9 @@ class ShardedGradient(Tensor):
                 f"gradient; engine.gradients() returns what it has"
             )
         self._norms.clear()
-        if self._share is not None:
-            function(self._share, *rest, **kwargs)
+        if self._change_part is not None:
+            numbers = [each.clone() if isinstance(each, Tensor) else each for each in rest]
+            self._change_part(lambda part: function(part, *numbers, **kwargs))
         return self
 
     def _norm(self, order: float = 2.0) -> Tensor:
