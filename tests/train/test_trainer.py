@@ -160,7 +160,7 @@ def _save_and_load(rank: int, size: int, words: list[str], run: Path, precision:
             writer.save(trainer, 1.0)
         if step == 4:
             mark = writer.newest
-    expected_tail = [p.clone() for p in trainer.model.parameters()]
+    expected_tail = [value.clone() for _, value in trainer.engine.whole_parameters()]
     writer.wait()
     kept = [path.name for path in checkpoints(run)]
 
@@ -169,7 +169,7 @@ def _save_and_load(rank: int, size: int, words: list[str], run: Path, precision:
     assert (facts.step, facts.consumed, facts.ranks) == (4, 4 * trainer.config.batch, size)
     for _ in range(2):
         other.step()
-    for ours, theirs in zip(other.model.parameters(), expected_tail, strict=True):
+    for (_, ours), theirs in zip(other.engine.whole_parameters(), expected_tail, strict=True):
         assert torch.equal(ours, theirs)
     assert other.scaler.scale == trainer.scaler.scale
     return kept
