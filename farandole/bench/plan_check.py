@@ -161,7 +161,7 @@ def _parts(trainer: Trainer, runtime: Runtime) -> dict[str, int]:
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     return {
         "parameters": weights // runtime.size if common else weights,
-        "gradients": _storages(each.bucket.reduced for each in shards),
+        "gradients": _storages(each.bucket.reduced for each in shards if not each.bucket.is_offloaded),
         "optimizer": _storages(value for value in states if isinstance(value, Tensor))
         + _storages(
             tensor for parameter, tensor, _ in trainer.engine.shards() if tensor.dtype != parameter.dtype

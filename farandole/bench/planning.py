@@ -46,7 +46,7 @@ _RESORTS: Sequence[dict[str, Sequence[Any]]] = (
 )
 _ACCELERATORS_RESORTS: Sequence[dict[str, Sequence[Any]]] = (
     {"offload": ["none", "host", "disk:."]},
-    {"swap": ["none", "host"], "rounding": get_args(Rounding)},
+    {"offloaded": get_args(Offloaded), "swap": ["none", "host"], "rounding": get_args(Rounding)},
 )
 """What is considered, too, as long as nothing fits."""
 

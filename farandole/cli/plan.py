@@ -46,7 +46,7 @@ def plan(
     offloaded: Annotated[
         list[str] | None,
         typer.Option(
-            help="What goes to the disk: optimizer, gradients or parameters too.  Repeatable.",
+            help="What goes there: optimizer, gradients or parameters too.  Repeatable.",
             show_default="optimizer; if nothing fits, all",
         ),
     ] = None,

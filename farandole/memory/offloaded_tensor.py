@@ -19,7 +19,7 @@ from torch import Tensor
 
 from farandole.memory.offload_store import OffloadStore, Transfer
 
-_WRITES = 2
+WRITES = 2
 """Tensors that are being written at a time, and occupy memory meanwhile."""
 
 _HOST = torch.device("cpu")
@@ -42,7 +42,7 @@ class OffloadedTensors:
     def wait_for_old(self, newest: Transfer) -> None:
         """Count a write that has started, and wait until few are under way."""
         self._writing.append(newest)
-        while len(self._writing) > _WRITES:
+        while len(self._writing) > WRITES:
             self._writing.popleft().synchronize()
 
     def close(self) -> None:

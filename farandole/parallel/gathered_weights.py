@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from farandole.comm.communicator import Communicator
 from farandole.comm.dynamo import excluded_from_dynamo
+from farandole.memory.disk_file import aligned_buffer
 from farandole.memory.offloaded_tensor import OffloadedTensors
 from farandole.memory.tracker import memory_tag
 from farandole.parallel.bucket import Bucket
@@ -105,12 +106,20 @@ class GatheredWeights(FlatWeights):
             if self._gather_comm is None:
                 self._whole = own
                 return
-            whole = own.new_empty(self._layout.length)
+            whole = self._empty_whole()
         work = self._gather_comm.all_gather(whole, own, async_op=True)
         if self._whole is None:
             self._whole, self._own, self._work = whole, own, work
         elif work is not None:  # only other ranks need it
             work.wait()
+
+    def _empty_whole(self) -> Tensor:
+        if self._stored is None or self.plan.device.type != "cpu":
+            return torch.empty(self._layout.length, dtype=self.plan.dtype, device=self.plan.device)
+        nbytes = (
+            self._layout.length * self.plan.dtype.itemsize
+        )  # huge pages, which return to the kernel at once
+        return aligned_buffer(nbytes)[:nbytes].view(self.plan.dtype)
 
     def use(self) -> Tensor:
         """Return the whole buffer, of which the parameters are views from now on."""

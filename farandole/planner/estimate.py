@@ -117,9 +117,9 @@ def _check(plan: Plan, machine: Machine) -> None:
         raise PlanError(
             "lora: adapters are not added here; add them to the model with `parallel.lora.add_lora`, and plan without lora"
         )
-    if plan.offloaded != "optimizer" and not machine.host:
+    if plan.offloaded != "optimizer" and plan.offload_folder is not None and not machine.host:
         raise PlanError(
-            f"offloaded={plan.offloaded!r} for models on an accelerator, whose gradients and weights stay there: "
+            f"offloaded={plan.offloaded!r} with offload={plan.offload!r} for models on an accelerator: offload='host' or "
             f"offloaded='optimizer' works there"
         )
     if plan.precision not in machine.flops:

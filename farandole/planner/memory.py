@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
 from farandole.memory.blocks import blocks_of
+from farandole.memory.offloaded_tensor import WRITES
 from farandole.parallel.bucket import DEPTH, buffer_lengths
-from farandole.parallel.gathered_weights import CAPACITY
+from farandole.parallel.gathered_weights import CAPACITY, READ_AHEAD
 from farandole.parallel.sharding import (
     BucketPlan,
     ShardingPlan,
@@ -37,8 +39,8 @@ class StateBytes:
         updated: of one number for each parameter that this rank updates.
         optimizer: states and masters that stay in the memory of the device; offloaded to a disk, the buffers they pass through.
         records: states and masters that are offloaded.
-        pools: whole gradients on their way to a reduction, with `zero` 2 and 3.
-        gathered: weights that are whole for a while, with `zero=3`.
+        pools: whole gradients on their way to a reduction, with `zero` 2 and 3, and shards of them on their way to an offload store.
+        gathered: weights that are whole for a while, with `zero=3`, and shards that are read ahead from an offload store.
         copies: of weights and states for a checkpoint; states that are offloaded to a disk are not copied.
         whole: the model as it is built.
         largest_block: of it.
@@ -72,14 +74,16 @@ def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) ->
     trained, frozen = sharding.trained, sharding.frozen
     moved = {id(parameter) for bucket in (*trained, *frozen) for parameter in bucket.parameters}
     weights = sum(p.nbytes for p in parameters if id(p) not in moved)
-    for bucket in (*trained, *frozen) if plan.offloaded != "parameters" else ():
+    away = "optimizer" if plan.offload_folder is None and machine.host else plan.offloaded
+    for bucket in (*trained, *frozen) if away != "parameters" else ():
         sharing = len(bucket.ranks.shards) if plan.zero and shares_memory(bucket, ranks, machine) else 1
         length = bucket.layout.shard_length if sharding.gathered else bucket.layout.length // sharing
         weights += length * bucket.dtype.itemsize
     elsewhere = plan.offload != "none" and not machine.host
     masters = [0] * len(trained)
     if plan.rounding == "nearest":
-        masters = [shard_bytes(b) if elsewhere or b.dtype != b.master_dtype else 0 for b in trained]
+        copied = has_master_copies(sharding, plan)
+        masters = [shard_bytes(b) if elsewhere or copied or b.dtype != b.master_dtype else 0 for b in trained]
     records = [workload.states * shard_bytes(b) + own for b, own in zip(trained, masters, strict=True)]
     if plan.offload_folder is not None:
         optimizer = min(RECORD_BUFFERS, max(2, len(records))) * max(records, default=0)
@@ -90,15 +94,15 @@ def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) ->
     return StateBytes(
         sharding,
         weights=weights + buffers,
-        gradients=gradients if plan.offloaded == "optimizer" else 0,
+        gradients=gradients if away == "optimizer" else 0,
         masters=sum(masters),
         updated=sum(map(shard_bytes, trained)),
         optimizer=optimizer,
         records=sum(records) if plan.offload != "none" else 0,
-        pools=_pools(model, sharding) if plan.zero >= 2 else 0,
-        gathered=_gathered(sharding),
-        copies=(1 if plan.offload_folder is not None else 1 + workload.states)
-        * sum(map(shard_bytes, trained)),
+        pools=(_pools(model, sharding) if plan.zero >= 2 else 0)
+        + (sum(_largest(map(shard_bytes, trained), DEPTH + WRITES)) if away != "optimizer" else 0),
+        gathered=_gathered(sharding, ahead=READ_AHEAD + 1 if away == "parameters" else 0),
+        copies=_copies(workload, plan) * sum(map(shard_bytes, trained)),
         whole=sum(parameter.nbytes for parameter in parameters) + buffers,
         largest_block=max(
             (sum(p.nbytes for p in block.parameters()) for _, block in blocks_of(model)), default=0
@@ -120,6 +124,22 @@ def bytes_per_parameter(plan: Plan, ranks: int, machine: Machine, *, checkpoints
         optimizer = state.optimizer if plan.offload_folder is None else 0
         kept = ranks * (state.weights + state.gradients + optimizer)
     return kept / model.weight.numel()
+
+
+def has_master_copies(sharding: ShardingPlan, plan: Plan) -> bool:
+    """Return whether offloaded weights are updated through copies: if any of them are of another type than the master weights."""
+    return plan.offloaded == "parameters" and any(b.dtype != b.master_dtype for b in sharding.trained)
+
+
+def _copies(workload: Workload, plan: Plan) -> int:
+    """The numbers for each parameter that are copied for a checkpoint."""
+    if plan.offload_folder is None:
+        return 1 + workload.states
+    return 0 if plan.offloaded == "parameters" else 1
+
+
+def _largest(sizes: Iterable[int], count: int) -> list[int]:
+    return sorted(sizes)[-count:] if count else []
 
 
 def shares_memory(bucket: BucketPlan, ranks: int, machine: Machine) -> bool:
@@ -145,7 +165,8 @@ def _sharding(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> S
         zero=plan.zero,
         dtype=dtype,
         flat=plan.zero > 0 or dtype is not None or plan.offload != "none",
-        gathered=plan.zero == 3 and apart and any(len(shards) > 1 for shards in dividing),
+        gathered=plan.zero == 3
+        and (plan.offloaded == "parameters" or (apart and any(len(shards) > 1 for shards in dividing))),
     )
 
 
@@ -181,9 +202,11 @@ def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
     return total
 
 
-def _gathered(sharding: ShardingPlan) -> int:
-    """The largest groups of weights that are whole at a time (`parallel.gathered_weights`)."""
-    groups: dict[int, int] = defaultdict(int)
+def _gathered(sharding: ShardingPlan, ahead: int) -> int:
+    """The largest groups of weights that are whole at a time (`parallel.gathered_weights`), and shards of `ahead` more."""
+    whole: dict[int, int] = defaultdict(int)
+    shards: dict[int, int] = defaultdict(int)
     for bucket in (*sharding.trained, *sharding.frozen) if sharding.gathered else ():
-        groups[bucket.group] += bucket.layout.length * bucket.dtype.itemsize
-    return sum(sorted(groups.values())[-CAPACITY:])
+        whole[bucket.group] += bucket.layout.length * bucket.dtype.itemsize
+        shards[bucket.group] += bucket.layout.shard_length * bucket.dtype.itemsize
+    return sum(_largest(whole.values(), CAPACITY)) + sum(_largest(shards.values(), ahead))

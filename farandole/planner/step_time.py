@@ -5,7 +5,8 @@ compute        matrix products at the speed of products, everything else at that
 communication  by the ring's cost: an all-reduce of S bytes among n ranks moves 2 (n - 1) / n S through each, a
                reduce-scatter or all-gather half of that, without what overlaps the backward pass
 update         the optimizer reads and writes each of its numbers once
-offload        what is offloaded passes through the disk, or the link between accelerator and host, in each step
+offload        what is offloaded passes through the disk, or the link between accelerator and host, in each step; gradients and
+               weights, which move during the passes, count as far as that takes longer than the passes
 swap           the part of copying activations away and back that takes longer than the pass beside it
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 
 from farandole.parallel.sharding import BucketPlan
 from farandole.plan import Plan
-from farandole.planner.memory import StateBytes, shares_memory, whole_bytes
+from farandole.planner.memory import StateBytes, has_master_copies, shares_memory, whole_bytes
 from farandole.planner.trace import Trace
 from farandole.planner.workload import Machine, Workload
 
@@ -40,7 +41,7 @@ def step_time(
     update = state.updated * (1 + 2 + 1 + 2 * (workload.states + 1)) / machine.stream
     found = {"compute": compute, "communication": communication, "update": update}
     if plan.offload != "none":
-        found["offload"] = _offload(workload, plan, ranks, state, machine)
+        found["offload"] = _offload(workload, plan, ranks, state, machine, compute)
     if plan.swap != "none":
         found["swap"] = workload.micro_batches * _swap(traced, ranks, machine, one_pass)
     return found
@@ -65,23 +66,40 @@ def _gathered(workload: Workload, plan: Plan, ranks: int, state: StateBytes, mac
     return sum(
         times * _ring(len(bucket.ranks.shards)) * bucket.layout.length * bucket.dtype.itemsize
         for bucket in gathered
-        if not shares_memory(bucket, ranks, machine)
+        if sharding.gathered or not shares_memory(bucket, ranks, machine)
     )
 
 
-def _offload(workload: Workload, plan: Plan, ranks: int, state: StateBytes, machine: Machine) -> float:
-    if plan.offload_folder is None:  # gradients to the host, weights back
-        moved = state.updated + sum(b.layout.shard_length * b.dtype.itemsize for b in state.sharding.trained)
-        return 0.0 if machine.host else moved / machine.host_link
-    read = written = state.records
-    passes = workload.micro_batches
-    if plan.offloaded != "optimizer":  # each pass adds gradients, and the update reads them
-        read, written = read + passes * state.updated, written + passes * state.updated
+def _offload(
+    workload: Workload, plan: Plan, ranks: int, state: StateBytes, machine: Machine, compute: float
+) -> float:
+    passes, gradients = workload.micro_batches, state.updated
+    back = _stored(state.sharding.trained)
+    early_read = early_written = 0  # during the passes
+    if plan.offloaded != "optimizer":  # a pass adds to the gradients of those before it
+        early_read, early_written = (passes - 1) * gradients, passes * gradients
     if plan.offloaded == "parameters":
-        weights = [*state.sharding.trained, *state.sharding.frozen]
-        stored = sum(b.layout.shard_length * b.dtype.itemsize for b in weights)
-        read, written = read + 2 * passes * stored, written + stored
-    return _disk(read, written, ranks, machine)
+        early_read += 2 * passes * (back + _stored(state.sharding.frozen))
+    if plan.offload_folder is None:
+        if machine.host:
+            return 0.0
+        moved = gradients if plan.offloaded == "optimizer" else 0
+        moved += back if plan.offloaded != "parameters" else 0
+        early = (early_read + early_written) / machine.host_link
+        return moved / machine.host_link + max(0.0, early - compute)
+    read = written = state.records
+    if plan.offloaded != "optimizer":
+        read += gradients
+    if plan.offloaded == "parameters":
+        read += 0 if has_master_copies(state.sharding, plan) else back
+        written += back
+    early = _disk(early_read, early_written, ranks, machine)
+    return _disk(read, written, ranks, machine) + max(0.0, early - compute)
+
+
+def _stored(buckets: Sequence[BucketPlan]) -> int:
+    """Bytes of this rank's shards of weights."""
+    return sum(bucket.layout.shard_length * bucket.dtype.itemsize for bucket in buckets)
 
 
 def _swap(traced: Trace, ranks: int, machine: Machine, one_pass: float) -> float:

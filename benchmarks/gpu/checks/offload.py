@@ -29,7 +29,13 @@ from farandole.plan import Plan
 _LIKE_ALONE = 2e-3
 
 
-def _offloaded(context: Context, offload: str, stages: tuple[int, ...], precision: Any = "fp32") -> Figures:
+def _offloaded(
+    context: Context,
+    offload: str,
+    stages: tuple[int, ...],
+    precision: Any = "fp32",
+    offloaded: Any = "optimizer",
+) -> Figures:
     config = small(context)
     figures: Figures = {}
     for stage in stages:
@@ -47,7 +53,7 @@ def _offloaded(context: Context, offload: str, stages: tuple[int, ...], precisio
 
         found, _, seconds = train_planned(
             context,
-            Plan(zero=stage, precision=precision, offload=offload),
+            Plan(zero=stage, precision=precision, offload=offload, offloaded=offloaded),
             sgd,
             config=config,
             inspect=inspect,
@@ -79,6 +85,24 @@ def host(context: Context) -> Figures:
 def host_bf16(context: Context) -> Figures:
     """The same with bf16 weights and fp32 masters."""
     return _offloaded(context, "host", (1, 3), "bf16")
+
+
+@check()
+def host_parameters_one_rank(context: Context) -> Figures:
+    """Masters, states, gradients and weights in pinned memory, one rank."""
+    return _offloaded(context, "host", (3,), offloaded="parameters")
+
+
+@check(ranks=2)
+def host_gradients(context: Context) -> Figures:
+    """Masters, states and gradients in pinned memory, on ranks that share a device."""
+    return _offloaded(context, "host", (2, 3), offloaded="gradients")
+
+
+@check(ranks=2)
+def host_parameters(context: Context) -> Figures:
+    """Masters, states, gradients and bf16 weights in pinned memory."""
+    return _offloaded(context, "host", (3,), "bf16", "parameters")
 
 
 @check(ranks=2)
