@@ -160,7 +160,7 @@ def _parts(trainer: Trainer, runtime: Runtime) -> dict[str, int]:
     weights = _storages(trainer.model.parameters())
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     return {
-        "parameters": weights // runtime.size if common else weights,
+        "weights": weights // runtime.size if common else weights,
         "gradients": _storages(each.bucket.reduced for each in shards if not each.bucket.is_offloaded),
         "optimizer": _storages(value for value in states if isinstance(value, Tensor))
         + _storages(

@@ -15,12 +15,12 @@ from farandole.plan import Plan
 from farandole.planner import Estimate
 
 COLUMNS = {
-    "weights": ("parameters",),
+    "weights": ("weights",),
     "gradients": ("gradients", "reused"),
     "optimizer": ("optimizer",),
-    "buffers": ("communication",),
+    "buffers": ("buffers",),
     "activations": ("activations",),
-    "backward": ("transient",),
+    "backward": ("backward",),
     "checkpoint": ("checkpoint",),
     "process": ("process", "allocator"),
 }
@@ -71,12 +71,12 @@ def plans(planned: Planned) -> Group:
         table.add_column(name)
     for name in (*COLUMNS, "peak", "s/step"):
         table.add_column(name, justify="right")
-    table.add_column("verdict")
+    table.add_column("outcome")
     for one in shown:
         numbers = [*(column(one, name) for name in COLUMNS), one.peak]
         cells = [*(word(one.plan, name) for name in names), *(_number(number, divisor) for number in numbers)]
         style = None if one.fits(memory) else "dim"
-        table.add_row(*cells, seconds(one.seconds), one.verdict(memory), style=style)
+        table.add_row(*cells, seconds(one.seconds), one.outcome(memory), style=style)
     lines: list[Any] = [f"{unit} of the rank that needs most, of {size(memory)}", table]
     if len(shown) < len(planned.estimates):
         lines.append(f"{len(planned.estimates)} plans were considered, {len(fitting)} of them fit")
@@ -93,10 +93,10 @@ def checked(predicted: Estimate, seen: Sequence[dict[str, Any]]) -> tuple[Group,
     parts = predicted.parts
     rows: dict[str, tuple[float, list[float]]] = {
         name: (parts[name], [one["parts"][name] for one in seen])
-        for name in ("parameters", "gradients", "optimizer")
+        for name in ("weights", "gradients", "optimizer")
     }
     rows["activations, backward"] = (
-        parts["activations"] + parts["transient"],
+        parts["activations"] + parts["backward"],
         [one["tensors"] for one in seen],
     )
     rows["process"] = (parts["process"], [one["process"] + one["libraries"] / ranks for one in seen])
@@ -108,7 +108,7 @@ def checked(predicted: Estimate, seen: Sequence[dict[str, Any]]) -> tuple[Group,
         )
     others = sum(measured[0] for _, measured in rows.values())
     rows["buffers, allocator"] = (
-        parts["communication"] + parts["allocator"],
+        parts["buffers"] + parts["allocator"],
         [peak - sum(m[rank] for _, m in rows.values()) for rank, peak in enumerate(peaks)],
     )
     rows["peak"] = (predicted.peak, peaks)

@@ -173,7 +173,7 @@ def dump(planned: Planned) -> str:
             **asdict(one),
             "peak": one.peak,
             "seconds": one.seconds,
-            "verdict": one.verdict(planned.machine.memory),
+            "outcome": one.outcome(planned.machine.memory),
         }
         for one in planned.estimates
     ]

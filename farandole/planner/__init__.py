@@ -1,7 +1,7 @@
 """Predict what a plan costs before anything runs: the memory of each rank, and the time of a step.
 
     machine = Machine(memory=16 << 30)
-    estimate(model, Plan(zero=2), 8, example=tokens, loss=loss_of, machine=machine).verdict(machine.memory)
+    estimate(model, Plan(zero=2), 8, example=tokens, loss=loss_of, machine=machine).outcome(machine.memory)
 
 The bytes are those of the layouts with which the engine would divide the model (`parallel.sharding`), computed for a model on the meta
 device, and of a forward and backward pass on fake tensors.

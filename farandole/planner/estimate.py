@@ -49,8 +49,8 @@ class Estimate:
         """Whether `memory` bytes for each rank are enough."""
         return self.peak <= memory
 
-    def verdict(self, memory: int) -> str:
-        """`fits`, `fits with offload` (or swap) or `does not fit (needs X more)`, with `memory` bytes for each rank."""
+    def outcome(self, memory: int) -> str:
+        """Return `fits`, `fits with offload` (or swap) or `does not fit (needs X more)`, with `memory` bytes for each rank."""
         if not self.fits(memory):
             return f"does not fit (needs {size(self.peak - memory)} more)"
         moved = [name for name in ("offload", "swap") if getattr(self.plan, name) != "none"]
@@ -63,7 +63,7 @@ def estimate(
     """Return what `plan` needs for training `model` on `ranks` ranks of `machine`.
 
         machine = Machine(memory=16 << 30)
-        estimate(model, Plan(zero=2), 8, example=tokens, loss=loss_of, machine=machine).verdict(machine.memory)
+        estimate(model, Plan(zero=2), 8, example=tokens, loss=loss_of, machine=machine).outcome(machine.memory)
 
     Nothing is computed, and the model may lie on the meta device; afterwards it recomputes nothing.
 
@@ -89,12 +89,12 @@ def estimate_workload(
     copies = workload.checkpoints and machine.host
     parts = {
         "process": process,
-        "parameters": state.weights,
+        "weights": state.weights,
         "gradients": state.gradients,
         "optimizer": state.optimizer,
-        "communication": state.pools + state.gathered,
+        "buffers": state.pools + state.gathered,
         "activations": traced.saved - swapped,
-        "transient": traced.transient,
+        "backward": traced.transient,
         "reused": -_reused(workload, plan, state, traced.peak - swapped),
         "allocator": _allocator(workload, plan, state, traced) if machine.host else 0,
         "checkpoint": state.copies if copies else 0,

@@ -55,14 +55,14 @@ def test_mistakes_are_answered(words: tuple[str, ...], message: str) -> None:
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
-def test_every_plan_has_a_verdict_and_a_bar(tmp_path: Path) -> None:
+def test_every_plan_has_an_outcome_and_a_bar(tmp_path: Path) -> None:
     picture, file = tmp_path / "plans.png", tmp_path / "plans.json"
     result = _plan("tiny", "--memory", "1GiB", "--json", str(file), "--picture", str(picture))
     assert result.exit_code == 0, result.output
     found = json.loads(file.read_text())
     assert len(found["plans"]) == 16 and found["machine"]["memory"] == 1 << 30
     for one in found["plans"]:
-        assert one["verdict"] == "fits" and one["peak"] == max(one["start"], sum(one["parts"].values()))
+        assert one["outcome"] == "fits" and one["peak"] == max(one["start"], sum(one["parts"].values()))
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -168,7 +168,7 @@ def test_what_is_predicted_is_measured(tmp_path: Path) -> None:
     assert result.exit_code in (0, 1), result.output
     lines = [re.split(r" {2,}", line.strip()) for line in result.output.splitlines()]
     rows = {words[0]: [float(word.replace(",", "")) for word in words[1:4]] for words in lines[-10:-1]}
-    for part in ("parameters", "gradients", "optimizer", "activations, backward"):
+    for part in ("weights", "gradients", "optimizer", "activations, backward"):
         predicted, *measured = rows[part]
         assert measured == pytest.approx([predicted] * 2, abs=1), part
     predicted, *measured = (peak - own for peak, own in zip(rows["peak"], rows["process"], strict=True))

@@ -58,7 +58,7 @@ def _workload(**more: Any) -> Workload:
 def _formulas(p: float, z: int, d: int, k_l: int = 2, k_h: int = 4) -> dict[str, float]:
     """Rajbhandari et al., 2020, "ZeRO", section 3: p parameters on d ranks, k_l bytes in low and k_h in high precision."""
     return {
-        "parameters": k_l * p / (d if z == 3 else 1),
+        "weights": k_l * p / (d if z == 3 else 1),
         "gradients": k_h * p / (d if z >= 2 else 1),  # gradients are reduced in the type of master weights
         "optimizer": 3 * k_h * p / (d if z >= 1 else 1),
     }
@@ -71,7 +71,7 @@ def test_states_are_those_of_the_zero_paper(z: int) -> None:
     workload = Workload(model=model, example=None)
     found = state_bytes(workload, Plan(zero=z, precision="bf16"), 64, replace(MACHINE, shared=False))
     expected = _formulas(sum(p.numel() for p in model.parameters()), z, 64)
-    assert found.weights == pytest.approx(expected["parameters"], rel=0.01)
+    assert found.weights == pytest.approx(expected["weights"], rel=0.01)
     assert found.gradients == pytest.approx(expected["gradients"], rel=0.01)
     assert found.optimizer == pytest.approx(expected["optimizer"], rel=0.01)
 
@@ -328,8 +328,8 @@ def test_plans_that_fit_come_first_and_the_fastest_of_them() -> None:
     tight = replace(machine, memory=need[1])
     ordered = plan_candidates(workload, 2, tight, plans)
     assert [one.fits(tight.memory) for one in ordered] == [True, True, False, False]
-    assert ordered[0].verdict(tight.memory) == "fits"
-    assert ordered[-1].verdict(tight.memory).startswith("does not fit (needs ")
+    assert ordered[0].outcome(tight.memory) == "fits"
+    assert ordered[-1].outcome(tight.memory).startswith("does not fit (needs ")
     assert ordered[2].peak <= ordered[3].peak
 
 
@@ -338,7 +338,7 @@ def test_states_on_a_disk_spare_memory_and_cost_time() -> None:
     here = estimate_workload(_workload(), Plan(zero=1), 2, machine)
     there = estimate_workload(_workload(), Plan(zero=1, offload="disk:."), 2, machine)
     assert there.seconds > here.seconds and there.times["offload"] > 0
-    assert there.verdict(1 << 40) == "fits with offload"
+    assert there.outcome(1 << 40) == "fits with offload"
     with pytest.raises(PlanError, match="a machine without a disk: give Machine"):
         estimate_workload(_workload(), Plan(offload="disk:."), 2, MACHINE)
 
@@ -359,7 +359,7 @@ def test_what_else_is_offloaded_is_not_in_memory() -> None:
         for offloaded in ("optimizer", "gradients", "parameters")
     }
     assert found["gradients"].parts["gradients"] == 0 < found["optimizer"].parts["gradients"]
-    assert found["parameters"].parts["parameters"] == 0 < found["gradients"].parts["parameters"]
+    assert found["parameters"].parts["weights"] == 0 < found["gradients"].parts["weights"]
     seconds = [one.times["offload"] for one in found.values()]
     assert seconds == sorted(seconds) and len(set(seconds)) == 3
     plan, accelerator = found["gradients"].plan, replace(machine, host=False)
@@ -386,7 +386,7 @@ def test_swapped_activations_are_the_most_that_may_wait() -> None:
     assert kept.parts["activations"] >= 9 << 26
     assert kept.parts["activations"] - swapped.parts["activations"] == (8 << 26) - BEHIND_BYTES
     assert kept.times.keys() < swapped.times.keys() and swapped.seconds > kept.seconds
-    assert swapped.verdict(1 << 40) == "fits with swap"
+    assert swapped.outcome(1 << 40) == "fits with swap"
     with pytest.raises(PlanError, match="swap='disk:FOLDER' works there"):
         estimate_workload(workload, Plan(swap="host"), 1, machine)
 
@@ -408,7 +408,7 @@ def test_hybrid_divides_within_a_host() -> None:
     hybrid = estimate_workload(_workload(), Plan(zero=1, hybrid=True), 4, machine)
     alone = estimate_workload(_workload(), Plan(zero=1), 2, MACHINE)
     assert hybrid.parts["optimizer"] == alone.parts["optimizer"]
-    assert hybrid.parts["parameters"] == alone.parts["parameters"]
+    assert hybrid.parts["weights"] == alone.parts["weights"]
     assert hybrid.times["communication"] > alone.times["communication"]
     with pytest.raises(PlanError, match="3 ranks on 2 hosts"):
         estimate_workload(_workload(), Plan(), 3, machine)
@@ -435,5 +435,5 @@ def test_more_micro_batches_take_more_time_and_no_more_activations() -> None:
 
 
 def test_the_start_counts_where_it_needs_more_than_a_step() -> None:
-    found = Estimate(Plan(), {"process": 5, "parameters": 1}, start=9, times={"compute": 1.0})
+    found = Estimate(Plan(), {"process": 5, "weights": 1}, start=9, times={"compute": 1.0})
     assert found.peak == 9 and not found.fits(8)

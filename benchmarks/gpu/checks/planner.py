@@ -76,7 +76,7 @@ def step_fits(context: Context) -> Figures:
     machine = Machine(memory=1 << 40, shared=not context.on_cuda, host=not context.on_cuda)
     predicted = estimate_workload(workload_of(config, comm.size), Plan(precision="fp32"), comm.size, machine)
     figures: Figures = {}
-    for name in ("parameters", "gradients", "optimizer"):
+    for name in ("weights", "gradients", "optimizer"):
         figures[name] = (found[name] / 2**20, "MiB")
         figures[f"{name}, predicted"] = (predicted.parts[name] / 2**20, "MiB")
         error = predicted.parts[name] / max(1, found[name]) - 1
