@@ -126,8 +126,8 @@ def test_the_prediction_is_what_is_measured(ranks: Any, zero: int, precision: An
         plan = Plan(zero=zero, precision=precision, offload=offload)
         for found, peak, expected in ranks(2).run(_measured, plan):
             parts = expected.parts
-            assert found["weights"] == pytest.approx(parts["parameters"], rel=0.02), plan
-            gradients = parts["communication"] + (parts["gradients"] if zero < 2 else 0)  # after the step
+            assert found["weights"] == pytest.approx(parts["weights"], rel=0.02), plan
+            gradients = parts["buffers"] + (parts["gradients"] if zero < 2 else 0)  # after the step
             assert found["gradients"] == pytest.approx(gradients, rel=0.02), plan
             if offload == "none":
                 assert found["masters and states"] == pytest.approx(parts["optimizer"], rel=0.02), plan
@@ -147,7 +147,7 @@ def test_what_fits_is_said() -> None:
     found = {(one.plan.zero, one.plan.precision, one.plan.offload): one for one in plans}
     wanted = found[3, "bf16", "disk:FOLDER"]
     # 2 and 4 bytes of weight and gradient in halves; for the embedding a buffer of 4 and three of 12 bytes
-    states = sum(wanted.parts[name] for name in ("parameters", "gradients", "communication", "optimizer"))
+    states = sum(wanted.parts[name] for name in ("weights", "gradients", "buffers", "optimizer"))
     assert states == pytest.approx(3 * parameters + (4 + 36 / 2) * largest, rel=0.03)
     # masters are made beside whole gradients, and halves of both beside each other
     assert found[1, "bf16", "disk:FOLDER"].start > (1 + 4 + 2) * parameters
