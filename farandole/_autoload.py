@@ -141,13 +141,8 @@ def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
     def batch_isend_irecv(p2p_op_list: Any) -> Any:
         try:
             post = p2p_op_list[0].group.post_batch if p2p_op_list[0].tensor.is_cuda else None
-        except (
-            AttributeError,
-            IndexError,
-            KeyError,
-            TypeError,
-        ):  # another group, or a mistake: torch explains it
-            post = None
+        except (AttributeError, IndexError, KeyError, TypeError):
+            post = None  # another group, or a mistake: torch explains it
         if post is None:
             return original(p2p_op_list)
         import torch.distributed as dist

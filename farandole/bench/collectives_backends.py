@@ -108,9 +108,8 @@ def mpiexec_for(setup: CollectivesSetup, ranks: int) -> str | None:
     found = find_mpiexec()
     if found is None and asked:
         raise BenchError(f"--backend {asked[0]}: there is no mpiexec here (pip install mpich)")
-    crowded = (
-        ranks > usable_cores()
-    )  # MPI waits by spinning: others are left out of the cores, and measured so
+    # MPI waits by spinning: others are left out of the cores, and measured so
+    crowded = ranks > usable_cores()
     return found if asked or not crowded else None
 
 

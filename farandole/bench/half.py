@@ -21,9 +21,8 @@ class HalfCommunicator(Communicator):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self._halves: dict[
-            tuple[int, int], Tensor
-        ] = {}  # a buffer is reduced every step, so its half is kept
+        # a buffer is reduced every step, so its half is kept
+        self._halves: dict[tuple[int, int], Tensor] = {}
 
     def all_reduce(
         self,

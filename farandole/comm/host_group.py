@@ -190,9 +190,9 @@ class HostGroup:
         """The reason that all hosts give; the others are told, so that all look for it."""
         assert self.consensus is not None
         found = None
-        if failure.status in (Status.CLOSED, Status.ELSEWHERE, Status.MISFIT) or (
-            failure.status == Status.LATE and failure.culprit not in self.members
-        ):  # the other host may know the cause
+        late_elsewhere = failure.status == Status.LATE and failure.culprit not in self.members
+        if late_elsewhere or failure.status in (Status.CLOSED, Status.ELSEWHERE, Status.MISFIT):
+            # the other host may know the cause
             found = self.consensus.find(failure.culprit if failure.status == Status.CLOSED else None)
         found = self.consensus.publish(found or self._with_link(failure, error))
         self.core.frd_tell_broken(self.handle)

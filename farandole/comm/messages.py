@@ -76,9 +76,8 @@ class MessageWork(FarandoleWork):
         sends: bool,
         done: Callable[[MessageWork], object],
     ) -> None:
-        Work.__init__(
-            self
-        )  # this constructor is most of the cost of a small message, so it calls no other one
+        # this constructor is most of the cost of a small message, so it calls no other one
+        Work.__init__(self)
         self._tensors = [tensor]
         self.sends = sends
         self._host, self._message, self._buffer = host, message, buffer

@@ -163,9 +163,8 @@ def _report(agent: Agent, failures: list[RankFailure], oom_kills: int | None, pr
     `oom_kills` is the number of processes that the kernel killed for lack of memory during the job, if known.
     """
     interrupted, elsewhere = agent.rank_monitor.interrupted_by, agent.rendezvous.remote_failure
-    if (
-        interrupted or elsewhere
-    ):  # ranks that ended because of it are not reported, whatever their exit status
+    if interrupted or elsewhere:
+        # ranks that ended because of it are not reported, whatever their exit status
         failures = [f for f in failures if f.report and f.report.trace and not f.report.consequence]
     if failures:
         text = explain_failures(failures, oom_kills)

@@ -189,9 +189,8 @@ class OffloadedOptimizer:
         for key, value in state.items():
             if key in places.state and value is not None:
                 view = places.state[key].of(record)
-                if (
-                    value.data_ptr() != view.data_ptr()
-                ):  # the first step of a shard, or a new tensor each time
+                # the first step of a shard, or a new tensor each time
+                if value.data_ptr() != view.data_ptr():
                     _check_element_state(name, key, value, view)
                     view.copy_(value)
                 kept[key] = _IN_RECORD

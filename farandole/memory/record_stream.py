@@ -51,9 +51,8 @@ class _Slot:
     blank: bool = False  # given to the caller without having been read
     prefetched: bool = False  # and not yet asked for
     used: int = 0  # when, on the stream's own clock
-    moving: Transfer = field(
-        default_factory=Transfer
-    )  # the last one: it began after those before it had ended
+    # the last one: it began after those before it had ended
+    moving: Transfer = field(default_factory=Transfer)
 
 
 class RecordStream:

@@ -308,9 +308,8 @@ class Bucket:
                 "it, or give all micro-batches of the step to engine.forward_backward"
             )
         if self.shards is not None:
-            own = (
-                self.reduced * self.shards.size
-            )  # its average with the zeros of the other ranks is what it was
+            # its average with the zeros of the other ranks is what it was
+            own = self.reduced * self.shards.size
             self._acquire().zero_()
             self.reduced.copy_(own)
         self.received = [True] * len(self.parameters)

@@ -309,9 +309,8 @@ class GradientReducer:
 
         A bucket with a parameter that is not used, which is complete when the pass ends, then holds up no other one.
         """
-        names = [
-            bucket.plan.names[0] for bucket in self.buckets
-        ]  # numbers differ between stages of a pipeline
+        # numbers differ between stages of a pipeline, names do not
+        names = [bucket.plan.names[0] for bucket in self.buckets]
         orders = self._comm.all_gather_object([names[number] for number in completed])
         for queue in self._queues.values():
             agreed = {name: place for place, name in enumerate(orders[queue.ranks[0]])}
@@ -329,10 +328,9 @@ class GradientReducer:
 
 def has_engine(parameter: Tensor) -> bool:
     """Whether a `GradientReducer` reduces the gradients of `parameter`."""
-    hooks = (
-        parameter._post_accumulate_grad_hooks or {}
-    ).values()  # private: torch has no other way to list them
-    return any(getattr(hook, "__qualname__", "").startswith(GradientReducer.__qualname__) for hook in hooks)
+    hooks = parameter._post_accumulate_grad_hooks or {}  # private: torch has no other way to list them
+    names = [getattr(hook, "__qualname__", "") for hook in hooks.values()]
+    return any(name.startswith(GradientReducer.__qualname__) for name in names)
 
 
 class BufferAverage:

@@ -548,9 +548,8 @@ class Engine:
     def restore_metadata(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `metadata` returned."""
         scaler = saved["scaler"]
-        if self.scaler.enabled and scaler.get(
-            "enabled", scaler["scale"] != 1
-        ):  # earlier versions did not say
+        was_enabled = scaler.get("enabled", scaler["scale"] != 1)  # earlier versions did not say
+        if self.scaler.enabled and was_enabled:
             self.scaler.load_state_dict(scaler)
         if self.rounding is not None:
             self.rounding.steps = saved["rounding_steps"]

@@ -116,9 +116,8 @@ class GatheredWeights(FlatWeights):
     def _empty_whole(self) -> Tensor:
         if self._stored is None or self.plan.device.type != "cpu":
             return torch.empty(self._layout.length, dtype=self.plan.dtype, device=self.plan.device)
-        nbytes = (
-            self._layout.length * self.plan.dtype.itemsize
-        )  # huge pages, which return to the kernel at once
+        nbytes = self._layout.length * self.plan.dtype.itemsize
+        # huge pages, which return to the kernel at once
         return aligned_buffer(nbytes)[:nbytes].view(self.plan.dtype)
 
     def use(self) -> Tensor:
@@ -269,10 +268,9 @@ class Gatherer:
         self._outer: list[_Hooks | None] = []  # those around the modules under way, as of a recomputation
         self._keep: Callable[[Tensor], Any] = _identity
         self._fetch: Callable[[Any], Tensor] = _identity
-        self._ahead: set[int] = set()  # groups that were gathered before they were needed
-        self._unused: set[int] = (
-            set()
-        )  # groups that were kept for this pass; neither are released before they are used
+        # groups that were gathered ahead of their use, or kept for this pass: they are not released before they are used
+        self._ahead: set[int] = set()
+        self._unused: set[int] = set()
         self._buckets = list(buckets)
         self._reduced: set[int] = set()  # buckets that were reduced in this backward pass
         self._order = CallOrder(comm, self._launch, len(groups))

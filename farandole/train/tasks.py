@@ -139,9 +139,8 @@ def task_path(name: str) -> tuple[str, str]:
 def _find_task(name: str) -> Callable[..., Any]:
     """Return the function or class that makes the task of this name."""
     module_name, attribute = task_path(name)
-    if (
-        "" not in sys.path and str(Path.cwd()) not in sys.path
-    ):  # a console script does not search the current folder
+    # a console script does not search the current folder
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)

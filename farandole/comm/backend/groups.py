@@ -75,9 +75,8 @@ def form(
         core = HierarchicalCore(
             Hosts(host, hosts, options.leaders, transport), Choice(options.algorithm, table, options.exchange)
         )
-    made: Counter[tuple[int, ...]] = (
-        Counter()
-    )  # its members make the groups of one set of ranks in the same order
+    # its members make the groups of one set of ranks in the same order
+    made: Counter[tuple[int, ...]] = Counter()
 
     def form_subgroup(chosen: Sequence[int]) -> GroupCore:
         part, numbers = [members[r] for r in chosen], [ranks[r] for r in chosen]

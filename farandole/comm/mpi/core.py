@@ -69,9 +69,8 @@ class MpiCore(GroupCore):
         self._memory = self.mpi.memory.fromaddress
         self._begins: dict[str, Callable[..., Any]] = {}
         self._units = {width: getattr(self.mpi, unit) for width, unit in _UNITS.items()}
-        self._reductions: dict[
-            tuple[torch.dtype, int], tuple[Any, Any]
-        ] = {}  # those of MPI: type and operation
+        # those of MPI: type and operation
+        self._reductions: dict[tuple[torch.dtype, int], tuple[Any, Any]] = {}
         for dtype, kind in _TYPES.items():
             ops = _BOOL_OPS if dtype is torch.bool else _OPS
             for number, reduction in enumerate(REDUCTION_NAMES):

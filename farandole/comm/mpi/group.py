@@ -59,9 +59,8 @@ class MpiGroup:
         self._call: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
         self._call_timeout_s: float | None = None
         self._given_up = False
-        self._subgroups: Counter[tuple[int, ...]] = (
-            Counter()
-        )  # made of each set of ranks, in the same order by its members
+        # made of each set of ranks, in the same order by its members
+        self._subgroups: Counter[tuple[int, ...]] = Counter()
         self._broken: CommunicationError | None = None
         self.set_timeout(timeout)
 

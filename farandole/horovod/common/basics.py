@@ -116,9 +116,8 @@ class Horovod:
             if not gone:  # else the program has destroyed the world, and them with it
                 dist.destroy_process_group(group)
         runtime.close()
-        if (
-            self._owns_world and dist.is_initialized()
-        ):  # one that was formed anew, which the runtime only took over
+        if self._owns_world and dist.is_initialized():
+            # one that was formed anew, which the runtime only took over
             dist.destroy_process_group()
 
     def _world_is_gone(self) -> bool:

@@ -182,9 +182,8 @@ def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None
     with fail_on_all(comm, folder):
         loaded = empty_state(engine, comm.rank, saved)
         _check_optimizers(engine, found)
-    with fail_on_all(
-        comm, folder, UnreadableError
-    ):  # into new tensors: the engine stays as it is if this fails
+    with fail_on_all(comm, folder, UnreadableError):
+        # into new tensors: the engine stays as it is if this fails
         dcp.load(dict(loaded), storage_reader=reader, planner=LoadPlanner(), process_group=comm.group)
     restore(engine, comm.rank, loaded)
     load_offloaded(engine, folder, loaded)

@@ -77,10 +77,7 @@ def stores_at(
         if place.kind != "disk":
             return {name: HostStore(name, pinned=accelerator) for name in sizes}
         stores: dict[str, OffloadStore] = {name: DiskStore(place.folder, name) for name in sizes}
-        for (
-            name,
-            store,
-        ) in stores.items():  # reserves the space, which records of these sizes use when they are made
+        for name, store in stores.items():  # records of these sizes will use the space that is reserved here
             store.allocate(sizes[name])
         return stores
 
@@ -137,9 +134,8 @@ class OffloadedUpdate:
         apart = any(weight.has_master_copy for weight in weights)
         self._elsewhere = any(each.parameters[0].is_cuda for each in self._shards)
         self._brings = self._elsewhere or any(each.bucket.is_offloaded for each in self._shards)
-        self._in_place = (
-            ExitStack()
-        )  # of gradients and values that are elsewhere, during the update of a unit
+        # of gradients and values that are elsewhere, during the update of a unit
+        self._in_place = ExitStack()
         replaced = optimizer.step
         with memory_tag("masters and states"):
             self.state = OffloadedOptimizer(optimizer, units, records, weights=apart or self._elsewhere)

@@ -137,9 +137,8 @@ class _Exchange:
             self._whole[index].data.view(-1)[place] = received[at + length : at + 2 * length]
             at += 2 * length
         for part in self._wanted:
-            if (
-                part.holder == part.owner and self._tensor(part).grad is not None
-            ):  # all ranks have one, or none
+            has_gradient = self._tensor(part).grad is not None  # all ranks have one, or none
+            if part.holder == part.owner and has_gradient:
                 self._whole[part.range.index].grad = gradients[part.range.index]
         self._received = True
 

@@ -405,9 +405,8 @@ class ShardedGradient(Tensor):
             if function is _ATEN.detach.default:
                 return gradient
             if function is _ATEN.add_.Tensor and torch._C._current_graph_task_id() != -1:
-                gradient.received = rest[
-                    0
-                ]  # autograd accumulates in a further pass; the hook of the parameter takes it
+                # autograd accumulates in a further pass; the hook of the parameter takes it
+                gradient.received = rest[0]
                 return gradient
         found = next(each for each in _flat(args) if isinstance(each, cls))
         raise RuntimeError(
