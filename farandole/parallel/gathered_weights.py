@@ -488,6 +488,8 @@ class Gatherer:
                 self._outer.pop()
             for group in needs:
                 self._users[group] -= 1
+                if group in self._recent:  # in use until now
+                    self._touch(group)
             self._depth -= 1
             if self._depth or torch._C._current_graph_task_id() != -1:
                 return
