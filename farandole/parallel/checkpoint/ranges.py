@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -189,3 +191,17 @@ class LoadPlanner(DefaultLoadPlanner):
         """Return the tensor to read `index` into."""
         found = self.state_dict[index.fqn]
         return found.part(index.offset or ()) if isinstance(found, Range) else super().lookup_tensor(index)
+
+
+def read_state(folder: Path, state: dict[str, Any]) -> None:
+    """Read the ranges and tensors of `state` from checkpoint `folder`, on this rank alone.
+
+    `torch.distributed.checkpoint.load` does these steps, too, but warns where ranks load different tensors.
+    """
+    reader, planner = FileSystemReader(folder), LoadPlanner()
+    metadata = reader.read_metadata()
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    [plan] = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    [plan] = reader.prepare_global_plan([plan])
+    reader.read_data(planner.finish_plan(plan), planner).wait()

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.checkpoint.folder import fail_on_all, partial_folder, prepare
-from farandole.parallel.checkpoint.ranges import LoadPlanner, Range, SavePlanner
+from farandole.parallel.checkpoint.ranges import Range, SavePlanner, read_state
 from farandole.parallel.checkpoint.state import Stored, set_values, state_of, stored_tensors
 
 if TYPE_CHECKING:
@@ -154,8 +154,7 @@ def _write_file(path: Path, state: Path, entries: _Entries, types: Mapping[str, 
         file.write(len(text).to_bytes(8, "little") + text)
         for part in _divide(entries, _BATCH_BYTES):
             tensors = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in part.items()}
-            reader = FileSystemReader(state)
-            dcp.load(dict(tensors), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+            read_state(state, tensors)
             for name, tensor in tensors.items():
                 file.write(tensor.to(types[name]).reshape(-1).view(torch.uint8).numpy().data)
 

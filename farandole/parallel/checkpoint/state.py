@@ -25,14 +25,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
 from farandole.memory.offloaded_optimizer import ShardState, UnitReader
 from farandole.parallel.checkpoint.errors import CheckpointError
-from farandole.parallel.checkpoint.ranges import LoadPlanner, Place, Range
+from farandole.parallel.checkpoint.ranges import Place, Range, read_state
 from farandole.parallel.weights import FlatWeights
 
 if TYPE_CHECKING:
@@ -302,8 +301,8 @@ def load_offloaded(engine: Engine, folder: Path, loaded: Mapping[str, Tensor | R
     """Set offloaded optimizers to the states in checkpoint `folder`, after `restore` of `loaded`; each rank reads by itself."""
     if not engine.offloaded:
         return
-    reader, places = FileSystemReader(folder), _places(engine)
-    saved = reader.read_metadata().state_dict_metadata
+    places = _places(engine)
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     keys = _keys_of(saved)
     for number, update in enumerate(engine.offloaded):
         for unit, members in enumerate(update.state.units):
@@ -314,7 +313,7 @@ def load_offloaded(engine: Engine, folder: Path, loaded: Mapping[str, Tensor | R
                 for entry in (f"{stem}/{key}" for key in keys[stem]):
                     state[entry] = _empty_optimizer_state(saved[entry], shard, start, place)
             if state:
-                dcp.load(dict(state), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+                read_state(folder, state)
             records = []
             for stem, shard, kept in zip(stems, members, update.state.kept(unit), strict=True):
                 states: dict[str, Any] = {}
