@@ -2,7 +2,7 @@
 
     farandole launch --ranks 2 labs/out_of_core_bert.py --device-memory 12GiB
     farandole launch --ranks 2 labs/out_of_core_bert.py --device-memory 12GiB --zero 3 --precision bf16 \\
-        --recompute block --offload disk:/tmp/scratch
+        --recompute block --offload disk:/var/tmp
 
 The first one stops, with the parameter for which there was no memory, and with plans that fit.  The second one trains:
 ranks divide weights and gradients, activations are recomputed, and what AdamW keeps lies on the disk.
@@ -33,7 +33,7 @@ from farandole.data.sampler import Sampler
 from farandole.data.text import prepare_text
 from farandole.data.tokenizer import MASK
 from farandole.data.wording import counted, size
-from farandole.memory.disk import Bandwidth, Budget
+from farandole.memory.disk import Bandwidth, Budget, OffloadError
 from farandole.memory.offload_store import measure_bandwidth
 from farandole.memory.swap import map_blocks_from
 from farandole.memory.tracker import DeviceMemory, OutOfDeviceMemory, by_kind
@@ -77,6 +77,8 @@ def main() -> None:
             plans = list(estimated_plans(workload_of(options), runtime.size, device_of(options, runtime)))
             advice = what_fits(plans, runtime.size, options.device_memory)
             raise SystemExit(f"{error}\n{advice}") from None
+        except OffloadError as error:
+            raise SystemExit(str(error)) from None
 
 
 def train(options: argparse.Namespace, runtime: farandole.Runtime) -> list[Iteration]:
