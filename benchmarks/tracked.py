@@ -25,7 +25,12 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     local = getattr(tensor, "_local_tensor", tensor)
     if local.device.type == "meta" or local.layout != torch.strided:
         return None
-    return local.untyped_storage()
+    storage = local.untyped_storage()
+    try:
+        storage.data_ptr()
+    except RuntimeError:  # a subclass of Tensor whose values are elsewhere, as those of a sharded gradient
+        return None
+    return storage
 
 
 class TensorBytes(TorchDispatchMode):

@@ -357,9 +357,16 @@ class Engine:
         With offload this is where its master weights and states move: all ranks call it together.
 
         Raises:
+            TypeError: for a class, or anything else that is no optimizer.
             ValueError: for an optimizer that would give other results, or has parameters of another model.
             OffloadError: where there is no space for what is offloaded.
         """
+        checked: object = optimizer
+        if not isinstance(checked, torch.optim.Optimizer):
+            given = checked.__name__ if isinstance(checked, type) else type(checked).__name__
+            raise TypeError(
+                f"engine.optimizer takes an optimizer, as torch.optim.AdamW(model.parameters()), not {given}"
+            )
         if any(given is optimizer for given in self.optimizers):
             raise ValueError("the optimizer was given to the engine already")
         known = {id(parameter) for parameter in self.model.parameters()}

@@ -190,6 +190,8 @@ def _refusals(rank: int, size: int) -> None:
     replica = Engine(model, _world(), zero=1)
     with pytest.raises(ValueError, match="not the model's"):
         replica.optimizer(torch.optim.SGD(Odd().parameters(), 0.1))
+    with pytest.raises(TypeError, match=r"AdamW\(model.parameters\(\)\), not SGD"):
+        replica.optimizer(torch.optim.SGD)  # type: ignore[arg-type]
     optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     tokens = torch.ones(2, 3, dtype=torch.long)
     _loss(model, tokens).backward()
