@@ -2,7 +2,7 @@
 # make test   lint, types and all tests
 # make test-torch TORCH=2.15.0   the tests of the process groups on that version of torch, in an environment of its own
 # make sanitize   fuzz the C core and load it with random operations, under sanitizers: ten minutes; needs gcc and clang
-# make gpu    check every CUDA path on one NVIDIA GPU, without a network (docs/gpu.md); WHEELS=folder installs missing packages
+# make gpu    check every CUDA path on one NVIDIA GPU, without a network (docs/guides/gpu.md); WHEELS=folder installs missing packages
 # make clean  remove the environments and what was built
 #
 # PYTHON=python3.12 chooses the interpreter (3.11 or later), TESTS=tests/parallel the tests of test-torch.

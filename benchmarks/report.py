@@ -1,4 +1,4 @@
-"""Puts the tables of the last results into docs/benchmarks.md, between their markers.
+"""Puts the tables of the last results into docs/benchmarks/results.md, between their markers.
 
 python -m benchmarks.report
 """
@@ -13,7 +13,7 @@ from benchmarks import compression, horovod, hosts, mpi, offload, overheads, ove
 from benchmarks.collectives import table
 from benchmarks.measure import RESULTS, arguments, human_seconds, markdown_table
 
-PAGE = RESULTS.with_suffix(".md")
+PAGE = RESULTS / "results.md"
 
 
 def main() -> None:

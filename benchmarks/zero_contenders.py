@@ -2,7 +2,7 @@
 
 They train one model on one batch with AdamW.  In bf16 they compute in bf16 with master weights, gradients' sums and
 optimizer state in fp32; DDP and a rank alone, which know no such thing, with autocast.  Settings are the fastest
-found for each; see docs/benchmarks.md.
+found for each; see docs/benchmarks/results.md.
 """
 
 from __future__ import annotations

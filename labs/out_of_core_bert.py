@@ -8,7 +8,7 @@ The first one stops, with the parameter for which there was no memory, and with 
 ranks divide weights and gradients, activations are recomputed, and what AdamW keeps lies on the disk.
 
 The model has 192 layers of width 1024 and restores masked tokens of real text, by default the sources of Python's
-standard library.  No process holds the model as a whole: it is made block by block.  See docs/out-of-core.md.
+standard library.  No process holds the model as a whole: it is made block by block.  See docs/tutorials/out-of-core.md.
 """
 
 from __future__ import annotations

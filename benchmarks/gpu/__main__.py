@@ -4,7 +4,7 @@ python -m benchmarks.gpu                          all checks; ends with 0 where 
 python -m benchmarks.gpu --only zero --only routing.ddp
 python -m benchmarks.gpu --device cpu             the checks that make sense on a CPU
 python -m benchmarks.gpu wheels FOLDER            download the wheels that another machine lacks
-python -m benchmarks.gpu report FILE              write the results in FILE into docs/gpu.md
+python -m benchmarks.gpu report FILE              write the results in FILE into docs/guides/gpu.md
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.gpu import environment, table
 from benchmarks.gpu.registry import select
 from benchmarks.gpu.runner import Result, run_checks
 
-PAGE = environment.ROOT / "docs" / "gpu.md"
+PAGE = environment.ROOT / "docs" / "guides" / "gpu.md"
 TOTAL_S = 480.0
 """Seconds for all checks."""
 
@@ -166,7 +166,7 @@ def _wheels(arguments: list[str]) -> int:
 
 def _report(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu report", description="Write results into docs/gpu.md."
+        prog="python -m benchmarks.gpu report", description="Write results into docs/guides/gpu.md."
     )
     parser.add_argument("file", type=Path)
     parser.add_argument("--page", type=Path, default=PAGE)

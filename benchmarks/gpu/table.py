@@ -83,7 +83,7 @@ def load(text: str) -> tuple[list[Result], dict[str, Any]]:
 
 
 def markdown(results: Sequence[Result], machine: dict[str, Any]) -> str:
-    """Return the table for docs/gpu.md."""
+    """Return the table for docs/guides/gpu.md."""
     said = ", ".join(f"{key} {value}" for key, value in machine.items())
     rows = [f"| {' | '.join(_HEADER)} |", "| --- | ---: | --- | ---: | --- |"]
     rows += [f"| {' | '.join(cell.replace('|', '/') for cell in _row(result))} |" for result in results]

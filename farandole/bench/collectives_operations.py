@@ -1,6 +1,6 @@
 """The operations that can be measured: what each rank holds, and how many bytes have to pass its link.
 
-S is the size in bytes that a table shows: the larger of a rank's input and output.  `docs/bench.md` derives the
+S is the size in bytes that a table shows: the larger of a rank's input and output.  `docs/guides/bench.md` derives the
 factors of the bus bandwidth.
 """
 

@@ -21,7 +21,7 @@
 #include "internal.h"
 
 #define HEADER 64
-#define EAGER_BYTES ((size_t)1 << 15)      /* up to here a payload follows its header; measured, see docs/benchmarks.md */
+#define EAGER_BYTES ((size_t)1 << 15)      /* up to here a payload follows its header; measured, see docs/benchmarks/results.md */
 #define TURN_BYTES ((size_t)4 << 20)       /* after so many bytes of one stream the others have their turn */
 #define UNEXPECTED_BYTES ((size_t)4 << 20) /* unexpected payloads of one sender, while no receive waits for a later message of it */
 

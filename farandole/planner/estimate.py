@@ -17,7 +17,7 @@ from farandole.planner.workload import Machine, Workload
 
 ALLOCATOR_BYTES = 45 << 20
 """Of the C library: gaps between blocks, small objects, and what kernels allocate inside a call, but at most as much as the tensors of a
-pass.  The median over 19 trainings of GPTs of 8 and 15 M parameters on 2 ranks (docs/planner.md; torch 2.13, glibc 2.36)."""
+pass.  The median over 19 trainings of GPTs of 8 and 15 M parameters on 2 ranks (docs/explanation/planner.md; torch 2.13, glibc 2.36)."""
 
 
 @dataclass(frozen=True)

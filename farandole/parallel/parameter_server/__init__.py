@@ -1,7 +1,7 @@
 """Training through parameter servers: some ranks keep the parameters, the others train.
 
 Li et al., 2014, "Scaling Distributed Machine Learning with the Parameter Server"; bounded staleness after Ho et al.,
-2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".  docs/parameter-server.md
+2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".  docs/guides/parameter-server.md
 explains the protocol.
 
     with farandole.init() as runtime, ParameterServer(runtime.comm, servers=1) as servers:
