@@ -1,6 +1,8 @@
 # make demo   train a small language model on 2 ranks, in an environment of its own
 # make test   lint, types and all tests
 # make test-torch TORCH=2.15.0   the tests of the process groups on that version of torch, in an environment of its own
+# make matrix the tests of the process groups on every Python found and on the versions TORCHES of torch
+# make wheels build the source distribution and wheels for x86_64 and aarch64 in dist/, and test them
 # make sanitize   fuzz the C core and load it with random operations, under sanitizers: ten minutes; needs gcc and clang
 # make gpu    check every CUDA path on one NVIDIA GPU, without a network (docs/guides/gpu.md); WHEELS=folder installs missing packages
 # make clean  remove the environments and what was built
@@ -11,7 +13,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 TESTS  ?= tests/comm
-OTHER  := .venv-torch-$(TORCH)
+OTHER  := .venv-torch-$(TORCH)-$(notdir $(PYTHON))
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
+TORCHES ?= 2.11.0 2.12.0 2.13.0 2.14.0 2.15.0
 NATIVE := $(wildcard farandole/native/*.c farandole/native/*.h farandole/native/*.inc)
 
 # The checks use the environment of `make test` where there is one and PYTHON is not given.
@@ -27,9 +31,9 @@ INSTALL   := $(BIN)/pip install -qq --no-compile --disable-pip-version-check --c
 # Images of containers often set it. Without bytecode each process spends 2 to 3 s on compiling torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test types tests test-torch gpu sanitize clean
+.PHONY: demo test types tests test-torch matrix wheels gpu sanitize clean
 
-demo: $(VENV)/core.stamp
+demo: $(VENV)/train.stamp
 	$(BIN)/farandole train
 	@echo
 	@echo "The command is $(BIN)/farandole; after '. $(BIN)/activate' it is farandole. To let the model write:"
@@ -56,26 +60,52 @@ test-torch:
 		torch==$(TORCH) --editable '.[test]'
 	$(OTHER)/bin/pytest --numprocesses 3 --dist worksteal $(TESTS)
 
+matrix:
+	@for python in $(PYTHONS); do \
+		command -v $$python > /dev/null || { echo "matrix: $$python is not installed"; continue; }; \
+		for torch in $(TORCHES); do \
+			echo "matrix: $$python, torch $$torch"; \
+			$(MAKE) --no-print-directory test-torch PYTHON=$$python TORCH=$$torch || exit 1; \
+		done; \
+	done
+
+# zig has the headers and the C library of every target: the wheels need no container, and load where glibc is 2.28 or later.
+wheels: $(VENV)/wheels.stamp
+	rm -rf dist
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build --sdist
+	@for arch in x86_64 aarch64; do \
+		rm -rf build; export CC="$(CURDIR)/$(BIN)/python -m ziglang cc -target $$arch-linux-gnu.2.28"; \
+		LDSHARED="$$CC -shared -s" CFLAGS=-g0 FARANDOLE_REQUIRE_CORE=1 PIP_CONSTRAINT=constraints.txt \
+			$(BIN)/python -m build --wheel -C--build-option=--plat-name=manylinux_2_28_$$arch || exit 1; \
+	done
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/pytest -m slow tests/packaging
+
 sanitize: $(VENV)/test.stamp
 	$(BIN)/pytest -m slow tests/native
 
 gpu:
 	@$(GPU_PYTHON) -m benchmarks.gpu --json $(GPU_JSON) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(ONLY),--only $(ONLY))
 
-$(VENV)/core.stamp: $(INSTALLED) | $(BIN)/pip
-	@echo "Installing Farandole with torch and ten more packages into $(VENV): a minute or two, most of it the download"
-	@$(INSTALL) .
+$(VENV)/train.stamp: $(INSTALLED) | $(BIN)/pip
+	@echo "Installing Farandole, torch and what training needs into $(VENV): a minute or two, most of it the download"
+	@$(INSTALL) '.[train]'
 	@touch $@
 
 $(VENV)/test.stamp: $(INSTALLED) | $(BIN)/pip
-	@echo "Installing Farandole, torch, ten more packages and the tools of the tests into $(VENV): a minute or two"
+	@echo "Installing Farandole, torch and what the tests need into $(VENV): a minute or two"
 	@$(INSTALL) '.[test]'
-	@touch $@ $(VENV)/core.stamp
+	@touch $@ $(VENV)/train.stamp
+
+$(VENV)/wheels.stamp: $(VENV)/test.stamp
+	@echo "Installing the tools that build and check wheels into $(VENV)"
+	@$(INSTALL) '.[test,wheels]'
+	@touch $@
 
 $(BIN)/pip:
 	@echo "Making an environment in $(VENV) with $$($(PYTHON) --version): some seconds"
 	@$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build farandole.egg-info
-	rm -f farandole/native/_core.*.so
+	rm -rf $(VENV) .venv-torch-* build dist farandole.egg-info
+	rm -f farandole/native/_core.so

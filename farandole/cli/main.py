@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 
 from farandole import __version__
+from farandole._extras import explain_missing
 from farandole._startup import leave
 from farandole.cli.bench import app as bench
 from farandole.cli.generate import generate
@@ -67,6 +68,11 @@ def main() -> None:
         app(prog_name="farandole")
     except KeyboardInterrupt:
         leave(130)
+    except ModuleNotFoundError as error:
+        if (message := explain_missing(error)) is None:
+            raise
+        typer.echo(f"farandole: {message}", err=True)
+        leave(1)
     except SystemExit as end:
         if not isinstance(end.code, int | None):
             raise

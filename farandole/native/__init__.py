@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.machinery
 import os
 import sys
 from ctypes import (
@@ -255,11 +254,8 @@ def raise_pending_interrupt() -> None:
 
 
 def _path() -> Path | None:
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name("_core" + suffix)
-        if path.exists():
-            return path
-    return None
+    path = Path(__file__).with_name("_core.so")
+    return path if path.exists() else None
 
 
 def _connect_signals(core: ctypes.CDLL) -> None:

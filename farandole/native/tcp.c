@@ -19,6 +19,7 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -132,12 +133,22 @@ static void on_event(struct frd_endpoint *e, const struct epoll_event *event)
     }
 }
 
+/* Wait for events, to the microsecond where the kernel can (Linux 5.11); the C library has the call since glibc 2.35 only. */
+static int wait_for_events(int epoll, struct epoll_event *events, double seconds)
+{
+#ifdef SYS_epoll_pwait2
+    const struct timespec t = {(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
+    const int count = (int)syscall(SYS_epoll_pwait2, epoll, events, EVENTS, &t, NULL, 0);
+    if (count >= 0 || errno != ENOSYS) return count;
+#endif
+    return epoll_wait(epoll, events, EVENTS, (int)(seconds * 1e3) + 1); /* rounded up: a wait of 0 ms would spin */
+}
+
 void tcp_wait(struct frd_endpoint *e, double seconds)
 {
     struct epoll_event events[EVENTS];
     if (has_timers(e->tcp)) seconds = seconds < TIMER_S ? seconds : TIMER_S;
-    const struct timespec t = {(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
-    const int count = epoll_pwait2(e->tcp->events, events, EVENTS, &t, NULL);
+    const int count = wait_for_events(e->tcp->events, events, seconds);
     const bool timed = has_timers(e->tcp); /* only this thread changes them */
     if (count <= 0 && !timed) return;
     pthread_mutex_lock(&e->lock);

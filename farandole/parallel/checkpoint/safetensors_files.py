@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from farandole._extras import optional_import
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.checkpoint.folder import fail_on_all, partial_folder, prepare
 from farandole.parallel.checkpoint.ranges import Range, SavePlanner, read_state
@@ -175,7 +176,8 @@ def load_weights(engine: Engine, path: Path) -> None:
 
 def _read(engine: Engine, path: Path) -> list[tuple[Stored, Tensor]]:
     """Return the values that this rank stores."""
-    from safetensors import safe_open
+    with optional_import():
+        from safetensors import safe_open
 
     places, aliases = _files(path), _aliases(engine)
     found: list[tuple[Stored, Tensor]] = []
@@ -223,7 +225,8 @@ def _aliases(engine: Engine) -> dict[str, list[str]]:
 
 def _files(path: Path) -> dict[str, Path]:
     """Return the file of each tensor."""
-    from safetensors import safe_open
+    with optional_import():
+        from safetensors import safe_open
 
     if path.is_dir() and (path / INDEX).exists():
         places = json.loads((path / INDEX).read_text())["weight_map"]

@@ -25,17 +25,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from farandole._extras import optional_import
 from farandole.data.cache import flush
 from farandole.data.wording import disk_failure
 from farandole.parallel.lora.adapters import Summary, add_lora, lora_layers, summarize, trained_beside
 from farandole.parallel.lora.layer import LoRALinear
 from farandole.parallel.lora.targets import find_trained
 from farandole.plan import LoRA
+
+with optional_import():
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."

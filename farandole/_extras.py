@@ -1,0 +1,36 @@
+"""The optional dependencies, grouped in extras: `pip install 'farandole[train]'`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+EXTRAS = {
+    "train": ("PIL", "pyarrow", "pydantic", "safetensors", "tensorboard", "tokenizers"),
+    "plot": ("matplotlib",),
+    "mpi": ("mpi4py",),
+    "qlora": ("torchao",),
+    "labs": ("sklearn",),
+    "tensorflow": ("tensorflow", "keras"),
+}
+"""The modules that each extra installs."""
+
+
+def explain_missing(error: ModuleNotFoundError) -> str | None:
+    """Return which extra has the module that `error` misses, and the command to install it; None for other modules."""
+    module = (error.name or "").partition(".")[0]
+    for extra, modules in EXTRAS.items():
+        if module in modules:
+            return f"{module} is not installed: pip install 'farandole[{extra}]'"
+    return None
+
+
+@contextmanager
+def optional_import() -> Iterator[None]:
+    """Import a module of an extra; a missing one raises ModuleNotFoundError with the command to install it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (message := explain_missing(error)) is None:
+            raise
+        raise ModuleNotFoundError(message, name=error.name) from error

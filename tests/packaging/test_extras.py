@@ -1,0 +1,45 @@
+"""What works without the optional dependencies, and what is said where one is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from farandole._extras import EXTRAS
+
+WITHOUT_EXTRAS = f"""
+import sys
+for name in {[module for modules in EXTRAS.values() for module in modules]}:
+    sys.modules[name] = None  # an import raises ModuleNotFoundError
+"""
+CORE = """
+import farandole, farandole.bench.training, farandole.cli.main, farandole.comm, farandole.horovod.torch, farandole.launch
+import farandole.memory, farandole.models.gpt, farandole.parallel.lora, farandole.parallel.parameter_server, farandole.planner
+"""
+
+
+def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_EXTRAS + code]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_core_needs_torch_and_numpy(tmp_path: Path) -> None:
+    done = run(CORE, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "plan gpt2-small", "generate runs"])
+def test_a_command_names_the_missing_extra(command: str, tmp_path: Path) -> None:
+    code = f"sys.argv[1:] = {command.split()}; from farandole.cli.main import main; main()"
+    done = run(code, tmp_path)
+    assert done.returncode == 1
+    assert "is not installed: pip install 'farandole[train]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_call_names_the_missing_extra(tmp_path: Path) -> None:
+    done = run("import farandole.parallel.lora.peft_adapter", tmp_path)
+    assert "safetensors is not installed: pip install 'farandole[train]'" in done.stderr.splitlines()[-1]
