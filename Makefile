@@ -3,6 +3,8 @@
 # make test-torch TORCH=2.15.0   the tests of the process groups on that version of torch, in an environment of its own
 # make matrix the tests of the process groups on every Python found and on the versions TORCHES of torch
 # make wheels build the source distribution and wheels for x86_64 and aarch64 in dist/, and test them
+# make coverage  branch coverage of the Python code by all tests, in all ranks: some twenty minutes
+# make test-all  all of test, coverage, wheels, matrix and the long proofs (make sanitize is one of them): hours
 # make sanitize   fuzz the C core and load it with random operations, under sanitizers: ten minutes; needs gcc and clang
 # make gpu    check every CUDA path on one NVIDIA GPU, without a network (docs/guides/gpu.md); WHEELS=folder installs missing packages
 # make clean  remove the environments and what was built
@@ -31,7 +33,7 @@ INSTALL   := $(BIN)/pip install -qq --no-compile --disable-pip-version-check --c
 # Images of containers often set it. Without bytecode each process spends 2 to 3 s on compiling torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test types tests test-torch matrix wheels gpu sanitize clean
+.PHONY: demo test types tests test-torch test-all coverage matrix wheels gpu sanitize clean
 
 demo: $(VENV)/train.stamp
 	$(BIN)/farandole train
@@ -79,10 +81,16 @@ wheels: $(VENV)/wheels.stamp
 			$(BIN)/python -m build --wheel -C--build-option=--plat-name=manylinux_2_28_$$arch || exit 1; \
 	done
 	$(BIN)/twine check --strict dist/*
-	$(BIN)/pytest -m slow tests/packaging
+	$(BIN)/pytest -m slow --timeout=900 tests/packaging
+
+coverage: $(VENV)/test.stamp
+	$(BIN)/pytest --numprocesses 3 --dist worksteal --cov --cov-report=term --timeout=900
+
+test-all: test coverage wheels matrix
+	$(BIN)/pytest -m slow --ignore=tests/packaging --timeout=3600
 
 sanitize: $(VENV)/test.stamp
-	$(BIN)/pytest -m slow tests/native
+	$(BIN)/pytest -m slow --timeout=3600 tests/native
 
 gpu:
 	@$(GPU_PYTHON) -m benchmarks.gpu --json $(GPU_JSON) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(ONLY),--only $(ONLY))

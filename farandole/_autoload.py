@@ -12,10 +12,14 @@ import functools
 import inspect
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 OVER_MPI = "farandole-mpi"
+
+REPLACE_GLOO = "FARANDOLE_REPLACE_GLOO"
+"""With this environment variable set to 1, `init_process_group` creates a group of ours where a program asks for Gloo."""
 
 _log = logging.getLogger("farandole")
 _registered = False
@@ -173,6 +177,8 @@ def _init_process_group(init: Callable[..., None]) -> Callable[..., None]:
 
         # unlike is_available, this leaves CUDA uninitialized where it can, so that the program may still fork
         _devices[:] = ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]
+        if os.environ.get(REPLACE_GLOO) == "1":
+            given["backend"] = _replace_gloo(given.get("backend"))
         try:
             init(*call.args, **call.kwargs)
         except (RuntimeError, ValueError) as error:
@@ -181,6 +187,12 @@ def _init_process_group(init: Callable[..., None]) -> Callable[..., None]:
             raise
 
     return init_process_group
+
+
+def _replace_gloo(backend: str | None) -> str:
+    """Return `backend` with our backend in place of Gloo, which is torch's default on a CPU."""
+    backend = backend or ("cpu:gloo,cuda:nccl" if "cuda" in _devices else "gloo")
+    return re.sub(r"\bgloo\b", "farandole", backend, flags=re.IGNORECASE)
 
 
 def _advice(backend: str, placed: bool) -> str | None:

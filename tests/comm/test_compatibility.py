@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import Shard, ShardMetadata, init_from_local_shards
 
-from tests.comm.programs import run_program
+from tests.comm.programs import run_program, start_program
 
 
 def check_sharded_tensor(rank: int, size: int) -> None:
@@ -116,3 +116,28 @@ def test_an_elastic_restart(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split("\n")[0] == "1 [4.0, 4.0, 4.0]"
     assert "RankDied: rank 1 (process" in done.stderr
+
+
+REPLACED = """
+import sys, torch, torch.distributed as dist
+backend = None if sys.argv[1] == "None" else sys.argv[1]
+dist.init_process_group(backend)
+assert dist.get_backend() == sys.argv[2], dist.get_backend()
+total = torch.ones(2)
+dist.all_reduce(total)
+assert total.tolist() == [2, 2]
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("asked", ["gloo", "GLOO", "cpu:gloo", "None"])
+def test_gloo_is_replaced_on_demand(asked, tmp_path, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("for machines without CUDA")
+    monkeypatch.setitem(os.environ, "FARANDOLE_REPLACE_GLOO", "1")
+    script = tmp_path / "replaced.py"
+    script.write_text(REPLACED)
+    backend = {"GLOO": "farandole", "None": "farandole"}.get(asked, asked.replace("gloo", "farandole"))
+    for process in start_program(tmp_path, 2, [str(script), asked, backend]):
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
