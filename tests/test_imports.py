@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "farandole"
 
 LEVELS = [
-    {"_job_key", "_startup", "_torch_versions"},
+    {"_extras", "_job_key", "_startup", "_torch_versions"},
     {"native"},
     {"comm", "_autoload"},
     {"mesh", "layout", "plan"},

@@ -1,1 +1,1 @@
-"""Commands that measure: what training and collectives reach on this machine, with these ranks."""
+"""The benchmark commands: training, collectives, tuning and the measurements of the planner."""

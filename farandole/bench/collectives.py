@@ -1,7 +1,7 @@
-"""The benchmark of collectives: latency and bandwidth of every backend that is here, in one run.
+"""Benchmark collectives: latency and bandwidth of every installed backend, in one run.
 
-Under our own launcher and mpiexec it is a module to run, `python -m farandole.bench.collectives SETUP`; under
-another launcher every rank calls `run` itself.
+`farandole launch` and mpiexec start `python -m farandole.bench.collectives SETUP`; under another launcher every rank
+calls `run`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 import farandole
-from farandole.bench.collectives_backends import choose, inability, mpiexec_for, without_mpiexec
-from farandole.bench.collectives_contenders import make_contenders
-from farandole.bench.collectives_measure import Case, Row, everyones, measure
+from farandole.bench.collectives_backends import choose, mpiexec_for, why_unsupported, without_mpiexec
+from farandole.bench.collectives_implementations import make_implementations
+from farandole.bench.collectives_measure import Case, Row, measure, values_of_all_ranks
 from farandole.bench.collectives_messages import measure_messages
 from farandole.bench.collectives_operations import OPERATIONS, Operation
 from farandole.bench.collectives_overlap import measure_overlap
@@ -36,9 +36,9 @@ TIMEOUT_S = 3600.0
 
 
 def start(setup: CollectivesSetup, ranks: int) -> int:
-    """Check all that can be checked, start ranks on this host, and return the exit status.
+    """Check the setup, start ranks on this host, and return the exit status.
 
-    By mpiexec where MPI is to take part, for which it has to start them.
+    If MPI is measured, mpiexec starts the ranks.
     """
     setup.check(ranks)
     mpiexec = mpiexec_for(setup, ranks)
@@ -52,9 +52,11 @@ def start(setup: CollectivesSetup, ranks: int) -> int:
 
 
 def run(setup: CollectivesSetup) -> None:
-    """Measure, as one rank of the job that this process is in; rank 0 reports.
+    """Measure as one rank of this job; rank 0 prints the report.
 
-    `BenchError`, on all ranks, for what cannot be done; `SystemExit` where values are wrong.
+    Raises:
+        BenchError: on all ranks, if the setup cannot be run.
+        SystemExit: if `check` finds wrong values.
     """
     with farandole.init(timeout_s=TIMEOUT_S) as runtime:
         rows = _Benchmark(setup, runtime).run()
@@ -64,7 +66,7 @@ def run(setup: CollectivesSetup) -> None:
 
 
 def _copies(setup: CollectivesSetup) -> int:
-    """How many sets of buffers a rank has at a time, in the memory of its host: one for each contender."""
+    """Return how many sets of buffers a rank allocates in host memory: one per implementation."""
     return sum(name != "nccl" for name in setup.backends)
 
 
@@ -73,7 +75,7 @@ class _Benchmark:
         self.setup = setup
         self.runtime = runtime
         self.comm = runtime.comm
-        self.contenders = make_contenders(setup.backends, runtime)
+        self.implementations = make_implementations(setup.backends, runtime)
         self.rows: list[Row] = []
 
     def run(self) -> list[Row]:
@@ -91,8 +93,8 @@ class _Benchmark:
 
     def measure(self, operation: Operation) -> None:
         setup, table = self.setup, Table(operation, self.setup)
-        reasons = {each.name: inability(each.name, operation, setup) for each in self.contenders}
-        able = [each for each in self.contenders if reasons[each.name] is None]
+        reasons = {each.name: why_unsupported(each.name, operation, setup) for each in self.implementations}
+        able = [each for each in self.implementations if reasons[each.name] is None]
         method = measure_messages if operation.messages else measure_overlap if setup.overlap else measure
         if self.rows:
             self.say("")
@@ -106,17 +108,17 @@ class _Benchmark:
                 self.say(table.line(row))
 
     def check_memory(self) -> None:
-        """All ranks, or none: what they see of their hosts' memory may differ."""
+        """Check the memory of all hosts; ranks of different hosts agree on the outcome."""
         refusal = ""
         try:
             self.setup.check_memory(self.comm.size, self.runtime.local_size, _copies(self.setup))
         except BenchError as error:
             refusal = str(error)
-        if everyones(bool(refusal), self.comm).any():
+        if values_of_all_ranks(bool(refusal), self.comm).any():
             raise BenchError(refusal or "another host has not the memory for it; take a smaller --max")
 
     def pin(self) -> None:
-        """Keep to cores of this rank's own, however the ranks were started."""
+        """Pin this rank to its own cores, whichever launcher started it."""
         division = divide_cores(self.runtime.local_size, physical_cores(affinity()), threads=1)
         processors = division.shares[self.runtime.local_rank].processors
         if processors:
@@ -132,7 +134,7 @@ class _Benchmark:
             draw(self.rows, self.comm.size, self.setup.picture)
 
     def result(self) -> dict[str, Any]:
-        """All that was measured, and on what."""
+        """Return the measurements and a description of the machine."""
         setup = asdict(replace(self.setup, json=None, picture=None))
         return {
             "machine": machine(),

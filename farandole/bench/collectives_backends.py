@@ -1,4 +1,4 @@
-"""Which of the backends can take part: what is installed, who starts the ranks, and what each of them can do."""
+"""Choose the backends to measure from those that are installed, the launcher, and the operations that each supports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from farandole import native
 from farandole.bench.collectives_mpi import REDUCIBLE, reduces
 from farandole.bench.collectives_operations import OPERATIONS, Operation
 from farandole.bench.collectives_setup import CollectivesSetup
-from farandole.bench.setup import BenchError, one_of
+from farandole.bench.setup import BenchError, check_choice
 from farandole.comm import register
 from farandole.comm.fallback import has_nccl
 from farandole.data.wording import counted
@@ -24,7 +24,7 @@ from farandole.launch.cores import usable_cores
 
 BACKENDS = {
     "farandole": "ours",
-    "shared": "ours, with buffers that all ranks share",
+    "shared": "farandole with buffers in shared memory",
     "gloo": "torch's Gloo",
     "mpi": "MPI itself, through mpi4py",
     "farandole-mpi": "MPI as our backend of torch.distributed",
@@ -34,17 +34,20 @@ OVER_MPI = ("mpi", "farandole-mpi")
 
 
 def choose(setup: CollectivesSetup, ranks: int, launcher: str) -> CollectivesSetup:
-    """The setup with its backends: those asked for, or all that can measure anything of it.
+    """Return the setup with its backends: the requested ones, or all that support at least one requested operation.
 
-    launcher: who starts the ranks, in the words of `Placement`.  `BenchError` for one that was asked for and
-    cannot do everything.
+    Args:
+        launcher: the launcher that starts the ranks, as in `Placement.launcher`.
+
+    Raises:
+        BenchError: a requested backend does not support every requested operation.
     """
     for name in setup.backends:
-        one_of("--backend", name, BACKENDS)
+        check_choice("--backend", name, BACKENDS)
     reasons: dict[str, str] = {}
     for name in setup.backends or BACKENDS:
-        reason = absence(name, ranks, launcher)
-        unable = [inability(name, OPERATIONS[each], setup) for each in setup.operations]
+        reason = why_unavailable(name, ranks, launcher)
+        unable = [why_unsupported(name, OPERATIONS[each], setup) for each in setup.operations]
         if reason is None and (all(unable) or (setup.backends and any(unable))):
             reason = next(each for each in unable if each)
         if reason is not None:
@@ -55,35 +58,35 @@ def choose(setup: CollectivesSetup, ranks: int, launcher: str) -> CollectivesSet
         working = [
             each
             for each in BACKENDS
-            if not absence(each, ranks, launcher)
-            and not any(inability(each, OPERATIONS[op], setup) for op in setup.operations)
+            if not why_unavailable(each, ranks, launcher)
+            and not any(why_unsupported(each, OPERATIONS[op], setup) for op in setup.operations)
         ]
         raise BenchError(f"--backend {name}: {reason}; there are {', '.join(working)}")
     return replace(setup, backends=tuple(dict.fromkeys(able)), left_out=reasons)
 
 
-def absence(name: str, ranks: int, launcher: str) -> str | None:
-    """Why a backend is not here, or None."""
+def why_unavailable(name: str, ranks: int, launcher: str) -> str | None:
+    """Return why a backend is unavailable, or None."""
     if name == "shared" and not native.available():
-        return f"the core that shares memory is not here: {native.why_unavailable()}"
+        return f"the C core is unavailable: {native.why_unavailable()}"
     if name == "nccl":
         if not has_nccl():
-            return "there is no CUDA here"
+            return "this machine has no CUDA device"
         if ranks > torch.cuda.device_count():
             return f"NCCL wants an accelerator for every rank, and there are {torch.cuda.device_count()}"
     if name in OVER_MPI:
         register()
         if name not in dist.Backend.backend_list and name != "mpi":
-            return "this installation does not have it"
+            return "this installation does not include it"
         if importlib.util.find_spec("mpi4py") is None:
             return "mpi4py is not installed (pip install mpi4py mpich)"
         if not launcher.startswith(("mpirun", "srun")):
-            return f"the ranks are started by {launcher}, not by mpirun"
+            return f"{launcher} started the ranks, not mpirun"
     return None
 
 
-def inability(name: str, operation: Operation, setup: CollectivesSetup) -> str | None:
-    """Why a backend that is here cannot do an operation as asked, or None."""
+def why_unsupported(name: str, operation: Operation, setup: CollectivesSetup) -> str | None:
+    """Return why an available backend cannot run an operation as requested, or None."""
     if name == "shared" and (operation.messages or not operation.sized):
         return f"{operation.name} is the same with any memory"
     if name in ("gloo", "nccl") and setup.dtype == "int16" and operation.sized:
@@ -91,7 +94,7 @@ def inability(name: str, operation: Operation, setup: CollectivesSetup) -> str |
     if name == "nccl" and setup.reduction in ("and", "or", "xor") and operation.reduces:
         return f"nccl has no {setup.reduction}"
     if name == "gloo" and operation.reduces and setup.reduction == "avg" and not setup.kind.is_floating_point:
-        return "gloo does not average whole numbers"
+        return "gloo does not average integers"
     if name == "mpi" and operation.reduces:
         if not reduces(setup.reduction):
             return f"MPI has no {setup.reduction}"
@@ -101,29 +104,27 @@ def inability(name: str, operation: Operation, setup: CollectivesSetup) -> str |
 
 
 def mpiexec_for(setup: CollectivesSetup, ranks: int) -> str | None:
-    """The mpiexec by which ranks are to be started, so that MPI takes part; None to start them ourselves."""
+    """Return the mpiexec that starts the ranks if MPI is measured, or None for our own launcher."""
     asked = [name for name in OVER_MPI if name in setup.backends]
     if importlib.util.find_spec("mpi4py") is None or (setup.backends and not asked):
         return None
     found = find_mpiexec()
     if found is None and asked:
         raise BenchError(f"--backend {asked[0]}: there is no mpiexec here (pip install mpich)")
-    # MPI waits by spinning: others are left out of the cores, and measured so
+    # MPI ranks spin while they wait, which would take the cores from the other backends
     crowded = ranks > usable_cores()
     return found if asked or not crowded else None
 
 
 def find_mpiexec() -> str | None:
-    """The mpiexec beside this Python, or on the path."""
+    """Return the mpiexec next to this Python, or on the path."""
     return shutil.which(
         "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     )
 
 
 def without_mpiexec(setup: CollectivesSetup, ranks: int) -> str:
-    """How ranks are started instead, in the words of a reason why MPI takes no part."""
+    """Return why MPI is not measured, for a job that mpiexec did not start."""
     if find_mpiexec() is None:
-        return "farandole launch as there is no mpiexec"
-    return (
-        f"farandole launch, as MPI spins and {counted(ranks, 'rank')} share {counted(usable_cores(), 'core')}"
-    )
+        return "farandole launch, because there is no mpiexec"
+    return f"farandole launch, because MPI ranks spin and {counted(ranks, 'rank')} share {counted(usable_cores(), 'core')}"

@@ -1,7 +1,7 @@
-"""How collectives are measured: contenders take turns at each size, and ranks meet after every call.
+"""Time collectives: implementations take turns at each size, with a barrier after every call.
 
-The time of a call is a rank's own, from its entry to its return; the meeting after it, outside of the time, keeps
-calls from running into each other.  So do the OSU Micro-Benchmarks (D. K. Panda et al.).
+A rank times its own call, from entry to return.  The barrier after the call is not timed and keeps calls from overlapping.
+The OSU Micro-Benchmarks (D. K. Panda et al.) measure in the same way.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farandole.bench.collectives_contenders import Contender
+from farandole.bench.collectives_implementations import Implementation
 from farandole.bench.collectives_operations import Operation
 from farandole.bench.collectives_setup import CollectivesSetup
 from farandole.bench.collectives_values import count_errors, expected, values
 from farandole.comm.communicator import Communicator
 
 TURNS = 10
-"""Into so many parts the iterations of a contender are divided, between which the others have theirs."""
+"""Into so many parts the iterations of a implementation are divided, between which the others have theirs."""
 
 Row = dict[str, Any]
 """One line of a table, with the keys of `collectives_table.COLUMNS`."""
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One operation at one size, which contenders take turns at."""
+    """One operation at one size."""
 
     operation: Operation
     setup: CollectivesSetup
@@ -38,25 +38,25 @@ class Case:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Iterations and warm-ups."""
+        """Return the numbers of iterations and of warm-up iterations."""
         return self.setup.counts(self.operation, self.size)
 
-    def row(self, contender: Contender, **figures: Any) -> Row:
-        """A line of its table."""
-        key = {"operation": self.operation.name, "backend": contender.name, "size": self.size}
+    def row(self, implementation: Implementation, **figures: Any) -> Row:
+        """Return a row of the table."""
+        key = {"operation": self.operation.name, "backend": implementation.name, "size": self.size}
         return {**key, **figures, "iterations": self.counts[0]}
 
 
 class Buffers:
-    """Input and output of one contender at one size, and with `check` what they must hold before and after."""
+    """Input and output of one implementation at one size, and with `check` the expected values."""
 
-    def __init__(self, contender: Contender, case: Case) -> None:
+    def __init__(self, implementation: Implementation, case: Case) -> None:
         operation, setup, size, comm = case.operation, case.setup, case.size, case.comm
         kind, ranks = setup.kind, comm.size
         self.elements = operation.elements("whole", size, ranks, kind.itemsize)
         count = operation.elements(operation.input, size, ranks, kind.itemsize)
-        self.input = contender.empty(count, kind).zero_()
-        self.output = contender.empty(
+        self.input = implementation.empty(count, kind).zero_()
+        self.output = implementation.empty(
             operation.elements(operation.output, size, ranks, kind.itemsize), kind
         ).zero_()
         self._result = self.input if operation.output == "none" else self.output
@@ -70,33 +70,33 @@ class Buffers:
             self._wanted = None if wanted is None else wanted.to(self.input.device)
 
     def fill(self) -> None:
-        """The input as it is before the collective; the output wrong everywhere."""
+        """Fill the input with its values, and the output with wrong ones."""
         if self._wanted is not None and self._result is self.output:
             self.output.copy_(self._wanted).add_(1)
         if self._given is not None:
             self.input.copy_(self._given)
 
     def errors(self) -> int:
-        """How many elements of the result are wrong."""
+        """Return how many elements of the result are wrong."""
         return 0 if self._wanted is None else count_errors(self._result, self._wanted, self._ranks)
 
 
 class Trial:
-    """One contender at one operation and size."""
+    """One implementation at one operation and size."""
 
-    def __init__(self, contender: Contender, case: Case) -> None:
-        self.contender = contender
+    def __init__(self, implementation: Implementation, case: Case) -> None:
+        self.implementation = implementation
         self.comm = case.comm
         self.checked = case.setup.validate and case.operation.sized
-        self.buffers = Buffers(contender, case)
+        self.buffers = Buffers(implementation, case)
         self.errors = 0
         self.seconds = 0.0
-        self._call = contender.call(
+        self._call = implementation.call(
             case.operation, case.setup.reduction, self.buffers.input, self.buffers.output
         )
 
     def run(self, iterations: int) -> None:
-        """Make so many calls."""
+        """Run `count` calls."""
         call, meet, clock = self._call, self.comm.barrier, time.perf_counter
         for _ in range(iterations):
             if self.checked:
@@ -109,28 +109,28 @@ class Trial:
             if self.checked:
                 self.errors += self.buffers.errors()
 
-    def forget(self) -> None:
-        """What was measured so far was for warming up."""
+    def discard_warm_up(self) -> None:
+        """Discard the measurements of the warm-up."""
         self.seconds = 0.0
 
 
-def measure(contenders: list[Contender], case: Case) -> list[Row]:
-    """Latencies of all contenders: the mean of the iterations; of that the mean, least and most of the ranks."""
+def measure(implementations: list[Implementation], case: Case) -> list[Row]:
+    """Return the latencies of all implementations: the mean over iterations, then mean, minimum and maximum over ranks."""
     iterations, warmup = case.counts
-    trials = [Trial(contender, case) for contender in contenders]
+    trials = [Trial(implementation, case) for implementation in implementations]
     for trial in trials:
         trial.run(warmup)
-        trial.forget()
+        trial.discard_warm_up()
     take_turns([trial.run for trial in trials], iterations, case.comm)
     rows = []
     for trial in trials:
-        latencies = everyones(trial.seconds / iterations, case.comm) * 1e6
+        latencies = values_of_all_ranks(trial.seconds / iterations, case.comm) * 1e6
         average = float(latencies.mean())
         row = case.row(
-            trial.contender, avg_us=average, min_us=float(latencies.min()), max_us=float(latencies.max())
+            trial.implementation, avg_us=average, min_us=float(latencies.min()), max_us=float(latencies.max())
         )
         if trial.checked:
-            row["errors"] = int(everyones(trial.errors, case.comm).sum())
+            row["errors"] = int(values_of_all_ranks(trial.errors, case.comm).sum())
         if case.operation.sized:
             row["algbw"] = case.size / average / 1e3  # bytes per us, in GB/s
             row["busbw"] = row["algbw"] * case.operation.bus(case.comm.size)
@@ -139,7 +139,7 @@ def measure(contenders: list[Contender], case: Case) -> list[Row]:
 
 
 def take_turns(runs: list[Callable[[int], None]], iterations: int, comm: Communicator) -> None:
-    """Each of `runs` makes `iterations`, a part of them at a time."""
+    """Run each of `runs` for `iterations` iterations, alternating between them."""
     for turn in range(TURNS):
         part = iterations * (turn + 1) // TURNS - iterations * turn // TURNS
         for run in runs if part else ():
@@ -147,8 +147,8 @@ def take_turns(runs: list[Callable[[int], None]], iterations: int, comm: Communi
             run(part)
 
 
-def everyones(number: float, comm: Communicator) -> Tensor:
-    """The numbers of all ranks."""
+def values_of_all_ranks(number: float, comm: Communicator) -> Tensor:
+    """Return the numbers of all ranks."""
     numbers = torch.zeros(comm.size, dtype=torch.float64)
     numbers[comm.rank] = number
     comm.all_reduce(numbers)

@@ -1,4 +1,4 @@
-"""Messages between ranks 0 and 1: half the time of a ping-pong, and bandwidth with a window of messages under way."""
+"""Time messages between ranks 0 and 1: half a ping-pong, and bandwidth with a window of outstanding messages."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from functools import partial
 
 import torch
 
-from farandole.bench.collectives_contenders import Contender
-from farandole.bench.collectives_measure import Buffers, Case, Row, everyones, take_turns
+from farandole.bench.collectives_implementations import Implementation
+from farandole.bench.collectives_measure import Buffers, Case, Row, take_turns, values_of_all_ranks
 from farandole.bench.collectives_operations import ROOT, WINDOW
 from farandole.bench.collectives_values import count_errors, values
 
 
 class Exchange:
-    """One contender's messages of one size; ranks but the first two only wait for the end."""
+    """Messages of one size by one implementation; ranks 2 and above only wait for the end."""
 
-    def __init__(self, contender: Contender, case: Case) -> None:
+    def __init__(self, implementation: Implementation, case: Case) -> None:
         operation, setup, comm = case.operation, case.setup, case.comm
-        self.contender = contender
+        self.implementation = implementation
         self.seconds = 0.0
         self.errors = 0
         self._is_first, self._peer = comm.rank == ROOT, 1 - comm.rank
-        self._buffers = Buffers(contender, case)
-        self._acknowledgement = contender.empty(4, torch.uint8).zero_()
+        self._buffers = Buffers(implementation, case)
+        self._acknowledgement = implementation.empty(4, torch.uint8).zero_()
         self._begin: Callable[[], None] = {
             "latency": self._ping_pong,
             "bw": self._stream,
@@ -39,7 +39,7 @@ class Exchange:
             self._wanted = fill(self._peer if self._takes_part else ROOT).to(self._buffers.output.device)
 
     def run(self, iterations: int) -> None:
-        """So many round trips, or windows."""
+        """Run `count` round trips, or windows."""
         for _ in range(iterations if self._takes_part else 0):
             if self._checked:
                 self._buffers.output.copy_(self._wanted).add_(1)
@@ -50,7 +50,7 @@ class Exchange:
                 self.errors += count_errors(self._buffers.output, self._wanted, 1)
 
     def _ping_pong(self) -> None:
-        library, peer = self.contender, self._peer
+        library, peer = self.implementation, self._peer
         if self._is_first:
             library.send(self._buffers.input, peer)
             library.receive(self._buffers.output, peer)
@@ -59,8 +59,8 @@ class Exchange:
             library.send(self._buffers.input, peer)
 
     def _stream(self) -> None:
-        """One way; the receiver says when it has them all."""
-        library, peer = self.contender, self._peer
+        """Send one way; the receiver confirms the last message."""
+        library, peer = self.implementation, self._peer
         if self._is_first:
             waits = [library.begin_send(self._buffers.input, peer) for _ in range(WINDOW)]
         else:
@@ -68,8 +68,8 @@ class Exchange:
         self._end(waits)
 
     def _streams(self) -> None:
-        """Both ways at once."""
-        library, peer = self.contender, self._peer
+        """Send both ways at once."""
+        library, peer = self.implementation, self._peer
         waits = [library.begin_receive(self._buffers.output, peer) for _ in range(WINDOW)]
         waits += [library.begin_send(self._buffers.input, peer) for _ in range(WINDOW)]
         self._end(waits)
@@ -78,15 +78,15 @@ class Exchange:
         for wait in waits:
             wait()
         if self._is_first:
-            self.contender.receive(self._acknowledgement, self._peer)
+            self.implementation.receive(self._acknowledgement, self._peer)
         else:
-            self.contender.send(self._acknowledgement, self._peer)
+            self.implementation.send(self._acknowledgement, self._peer)
 
 
-def measure_messages(contenders: list[Contender], case: Case) -> list[Row]:
-    """Latency of one way, or bandwidth, by the clock of the first rank."""
+def measure_messages(implementations: list[Implementation], case: Case) -> list[Row]:
+    """Return the one-way latency, or the bandwidth, measured by rank 0."""
     iterations, warmup = case.counts
-    trials = [Exchange(contender, case) for contender in contenders]
+    trials = [Exchange(implementation, case) for implementation in implementations]
     for trial in trials:
         case.comm.barrier()
         trial.run(warmup)
@@ -94,13 +94,13 @@ def measure_messages(contenders: list[Contender], case: Case) -> list[Row]:
     take_turns([trial.run for trial in trials], iterations, case.comm)
     rows = []
     for trial in trials:
-        seconds = float(everyones(trial.seconds, case.comm)[ROOT]) / iterations
+        seconds = float(values_of_all_ranks(trial.seconds, case.comm)[ROOT]) / iterations
         if case.operation.is_bandwidth:
             ways = 2 if case.operation.name == "bibw" else 1
-            row = case.row(trial.contender, mb_per_s=ways * WINDOW * case.size / seconds / 1e6)
+            row = case.row(trial.implementation, mb_per_s=ways * WINDOW * case.size / seconds / 1e6)
         else:
-            row = case.row(trial.contender, avg_us=seconds / 2 * 1e6)
+            row = case.row(trial.implementation, avg_us=seconds / 2 * 1e6)
         if case.setup.validate:
-            row["errors"] = int(everyones(trial.errors, case.comm).sum())
+            row["errors"] = int(values_of_all_ranks(trial.errors, case.comm).sum())
         rows.append(row)
     return rows

@@ -1,4 +1,4 @@
-"""MPI itself, through mpi4py: what a program written for MPI reaches."""
+"""MPI through mpi4py, as a program written for MPI calls it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farandole.bench.collectives_contenders import Wait
+from farandole.bench.collectives_implementations import Wait
 from farandole.bench.collectives_operations import ROOT, Operation
 from farandole.bench.setup import BenchError
 
@@ -29,7 +29,7 @@ _REDUCTIONS = {
 
 
 class Mpi:
-    """The world of MPI, whose ranks are ours."""
+    """MPI's world communicator, with the same ranks as the job."""
 
     def __init__(self, name: str, rank: int, ranks: int) -> None:
         self.name = name
@@ -39,39 +39,39 @@ class Mpi:
         if found != (rank, ranks):
             raise BenchError(
                 f"--backend mpi: rank {rank} of {ranks} is rank {found[0]} of {found[1]} to the MPI that mpi4py has "
-                f"loaded; start the ranks by the mpiexec of that MPI, or leave --backend mpi away"
+                f"loaded; start the ranks by the mpiexec of that MPI, or omit --backend mpi"
             )
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Ordinary memory."""
+        """Allocate ordinary memory."""
         return torch.empty(count, dtype=dtype)
 
     def call(self, operation: Operation, reduction: str, input: Tensor, output: Tensor) -> Callable[[], Any]:
-        """The blocking function."""
+        """Return the blocking function."""
         return self._function("", operation, reduction, input, output)
 
     def begin(
         self, operation: Operation, reduction: str, input: Tensor, output: Tensor
     ) -> Callable[[], Wait]:
-        """The one whose name begins with I."""
+        """Return the non-blocking function, such as Iallreduce."""
         call = self._function("I", operation, reduction, input, output)
         return lambda: call().Wait
 
     def send(self, tensor: Tensor, peer: int) -> Any:
-        """Blocking."""
+        """Run the blocking call."""
         self._world.Send(_bytes(tensor), peer)
 
     def receive(self, tensor: Tensor, peer: int) -> Any:
-        """Blocking."""
+        """Run the blocking call."""
         self._world.Recv(_bytes(tensor), peer)
 
     def begin_send(self, tensor: Tensor, peer: int) -> Wait:
-        """Not blocking."""
+        """Start the non-blocking call."""
         wait: Wait = self._world.Isend(_bytes(tensor), peer).Wait
         return wait
 
     def begin_receive(self, tensor: Tensor, peer: int) -> Wait:
-        """Not blocking."""
+        """Start the non-blocking call."""
         wait: Wait = self._world.Irecv(_bytes(tensor), peer).Wait
         return wait
 
@@ -104,7 +104,7 @@ class Mpi:
 
 
 def reduces(reduction: str) -> bool:
-    """Whether MPI has this reduction."""
+    """Return whether MPI has this reduction."""
     return reduction in _REDUCTIONS
 
 
@@ -115,8 +115,8 @@ def _bytes(tensor: Tensor) -> Any:
 def _import_mpi() -> Any:
     import mpi4py
 
-    if "mpi4py.MPI" not in sys.modules:  # else it is in use already
-        mpi4py.rc.thread_level = "serialized"  # its fastest that still allows for threads
+    if "mpi4py.MPI" not in sys.modules:  # otherwise MPI is initialized already
+        mpi4py.rc.thread_level = "serialized"  # the fastest level that allows threads
     from mpi4py import MPI
 
     return MPI

@@ -1,4 +1,4 @@
-"""The operations that can be measured: what each rank holds, and how many bytes have to pass its link.
+"""The operations to measure: the buffers of each rank, and the bytes that its link must carry.
 
 S is the size in bytes that a table shows: the larger of a rank's input and output.  `docs/guides/bench.md` derives the
 factors of the bus bandwidth.
@@ -21,7 +21,7 @@ Extent = Literal["whole", "part", "none"]
 
 @dataclass(frozen=True)
 class Operation:
-    """One collective, or one test of messages between two ranks.
+    """A collective, or a test of messages between two ranks.
 
     `bus(n)` is busbw / algbw among n ranks.  A collective without an output works in place.
     """
@@ -34,28 +34,28 @@ class Operation:
     messages: bool = False
 
     def unit(self, ranks: int, itemsize: int) -> int:
-        """Sizes are multiples of so many bytes."""
+        """Return the bytes of which sizes are multiples."""
         return itemsize * (ranks if "part" in (self.input, self.output) or self.name == "all_to_all" else 1)
 
     def elements(self, extent: Extent, size: int, ranks: int, itemsize: int) -> int:
-        """How many a buffer has, for S = `size`."""
+        """Return the elements of the input and of the output for S = `size`."""
         if extent == "none":
             return 0
         return size // itemsize // (ranks if extent == "part" else 1)
 
     def bytes_per_rank(self, size: int, ranks: int) -> int:
-        """Input and output together."""
+        """Return the bytes of input and output together."""
         each = {"whole": size, "part": -(-size // ranks), "none": 0}
         return each[self.input] + each[self.output]
 
     @property
     def sized(self) -> bool:
-        """Whether it has sizes at all."""
+        """Return whether the operation has a size."""
         return self.input != "none"
 
     @property
     def is_bandwidth(self) -> bool:
-        """Whether its figure is a bandwidth, not a latency."""
+        """Return whether the result is a bandwidth, not a latency."""
         return self.name in ("bw", "bibw")
 
 

@@ -1,8 +1,8 @@
-"""How much of a collective goes on while this rank computes.
+"""Measure how much of a collective overlaps with computation.
 
-Pure communication is timed first, and a computation made as long.  Then the collective is begun, the computation done,
-and the collective waited for.  The computation is so much work, not so much time: a library that takes its
-processor time from the computation makes that longer, and has hidden nothing.
+First the collective is timed alone, and an amount of computation chosen that takes as long.  Then each iteration starts the
+collective, computes, and waits for the collective.  The amount of computation is fixed, not its time: a library that takes
+processor time from the computation makes it longer, and so hides nothing.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import time
 
 import torch
 
-from farandole.bench.collectives_contenders import Contender
-from farandole.bench.collectives_measure import Buffers, Case, Row, everyones, take_turns
+from farandole.bench.collectives_implementations import Implementation
+from farandole.bench.collectives_measure import Buffers, Case, Row, take_turns, values_of_all_ranks
 
 
 class Work:
-    """Products of small matrices, as many as a given time takes when nothing else goes on."""
+    """Products of small matrices, as many as an idle core computes in a given time."""
 
-    WIDTH = 48  # a product takes microseconds, so that short collectives have their measure too
+    WIDTH = 48  # a product takes microseconds, so the time of short collectives can be matched
     TRIES = 200
 
     def __init__(self) -> None:
@@ -30,38 +30,38 @@ class Work:
         self._each_s = (time.perf_counter() - begun) / self.TRIES
 
     def count_for(self, seconds: float) -> int:
-        """How many products take so long."""
+        """Return how many products take `seconds`."""
         return max(1, round(seconds / self._each_s))
 
     def run(self, count: int) -> None:
-        """Compute."""
+        """Compute the products."""
         for _ in range(count):
             torch.mm(self._a, self._b, out=self._c)
 
 
 class Overlap:
-    """One contender at one operation and size: begun and waited for, with and without work in between."""
+    """One implementation at one operation and size, with and without computation between start and wait."""
 
-    def __init__(self, contender: Contender, case: Case, work: Work) -> None:
-        self.contender = contender
+    def __init__(self, implementation: Implementation, case: Case, work: Work) -> None:
+        self.implementation = implementation
         self._comm = case.comm
         self._work = work
-        self._buffers = Buffers(contender, case)
-        self._begin = contender.begin(
+        self._buffers = Buffers(implementation, case)
+        self._begin = implementation.begin(
             case.operation, case.setup.reduction, self._buffers.input, self._buffers.output
         )
         self._count = 0
         self.pure_s = self.compute_s = self.overall_s = 0.0
 
     def warm_up(self, iterations: int) -> None:
-        """Find out how much work is as long as the communication, on average over the ranks."""
+        """Choose the amount of computation that takes as long as the communication, averaged over the ranks."""
         tries = max(1, iterations)
         self._pure(tries)
-        self._count = self._work.count_for(float(everyones(self.pure_s / tries, self._comm).mean()))
+        self._count = self._work.count_for(float(values_of_all_ranks(self.pure_s / tries, self._comm).mean()))
         self.pure_s = 0.0
 
     def run(self, iterations: int) -> None:
-        """Measure communication, computation, and both, each so many times."""
+        """Time communication, computation and both together, `count` times each."""
         self._pure(iterations)
         clock, meet = time.perf_counter, self._comm.barrier
         for _ in range(iterations):
@@ -85,25 +85,25 @@ class Overlap:
             self._comm.barrier()
 
 
-def measure_overlap(contenders: list[Contender], case: Case) -> list[Row]:
-    """What of each contender's communication is hidden, on average over the ranks."""
+def measure_overlap(implementations: list[Implementation], case: Case) -> list[Row]:
+    """Return how much of the communication each implementation hides, averaged over the ranks."""
     iterations, warmup = case.counts
     work = Work()
-    trials = [Overlap(contender, case, work) for contender in contenders]
+    trials = [Overlap(implementation, case, work) for implementation in implementations]
     for trial in trials:
         trial.warm_up(warmup)
     take_turns([trial.run for trial in trials], iterations, case.comm)
     rows = []
     for trial in trials:
         overall, compute, pure = (
-            float(everyones(seconds, case.comm).mean()) / iterations * 1e6
+            float(values_of_all_ranks(seconds, case.comm).mean()) / iterations * 1e6
             for seconds in (trial.overall_s, trial.compute_s, trial.pure_s)
         )
         figures = {"overall_us": overall, "compute_us": compute, "pure_us": pure}
-        rows.append(case.row(trial.contender, **figures, overlap=hidden(overall, compute, pure)))
+        rows.append(case.row(trial.implementation, **figures, overlap=hidden(overall, compute, pure)))
     return rows
 
 
 def hidden(overall: float, compute: float, pure: float) -> float:
-    """The share, in percent, of the pure communication that took no time of its own."""
+    """Return the percentage of the pure communication time that the computation hides."""
     return max(0.0, 100 - 100 * (overall - compute) / pure)

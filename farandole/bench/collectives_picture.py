@@ -1,4 +1,4 @@
-"""The picture of a benchmark of collectives: latency and bandwidth over size, one line per backend."""
+"""Draw latency and bandwidth over size, with one line per backend."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PANELS = {
 
 
 def draw(rows: list[Row], ranks: int, path: str) -> None:
-    """Draw all operations that have sizes, over the size, to a file of the kind of its suffix."""
+    """Draw all operations that have a size; the suffix of the file selects the format."""
     operations = [name for name in dict.fromkeys(row["operation"] for row in rows) if OPERATIONS[name].sized]
     panels = [
         (name, key)

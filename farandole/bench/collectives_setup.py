@@ -1,4 +1,4 @@
-"""What a benchmark of collectives is asked to measure, refused where it cannot be done before a rank starts."""
+"""The options of a benchmark of collectives, checked before a rank starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from farandole.bench.collectives_operations import OPERATIONS, Operation
-from farandole.bench.setup import BenchError, one_of
+from farandole.bench.setup import BenchError, check_choice
 from farandole.comm.dtypes import REDUCTION_NAMES
 from farandole.data.wording import counted
 from farandole.data.wording import size as in_words
@@ -32,10 +32,10 @@ _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class CollectivesSetup:
-    """One benchmark of collectives.
+    """Options of a benchmark of collectives.
 
-    Sizes double from `min` to `max` bytes.  `iterations` and `warmup` are by the size where None.  Of `backends`,
-    none means all that are here; `left_out` says why others are not.
+    Sizes double from `min` to `max` bytes.  If `iterations` or `warmup` is None, it depends on the size.  Empty `backends` selects all
+    that are available; `left_out` has the reasons for the others.
     """
 
     operations: tuple[str, ...] = ("all_reduce",)
@@ -56,11 +56,11 @@ class CollectivesSetup:
 
     @property
     def kind(self) -> torch.dtype:
-        """The type of the elements."""
+        """Return the type of the elements."""
         return DTYPES[self.dtype]
 
     def sizes(self, operation: Operation, ranks: int) -> list[int]:
-        """In bytes: each is the largest that the elements, and the parts of all ranks, allow."""
+        """Return the sizes in bytes, each rounded down to whole elements and equal parts of all ranks."""
         if not operation.sized:
             return [0]
         unit = operation.unit(ranks, self.kind.itemsize)
@@ -71,7 +71,7 @@ class CollectivesSetup:
         return sizes
 
     def counts(self, operation: Operation, size: int) -> tuple[int, int]:
-        """Iterations and warm-ups, as the OSU Micro-Benchmarks have them."""
+        """Return the numbers of iterations and warm-up iterations, by default those of the OSU Micro-Benchmarks."""
         if operation.is_bandwidth:
             iterations, warmup = (20, 2) if size > LARGE else (100, 10)
         else:
@@ -82,14 +82,14 @@ class CollectivesSetup:
         )
 
     def check(self, ranks: int) -> None:
-        """Raise `BenchError` for what no backend could do."""
+        """Raise BenchError for options that no backend supports."""
         for name in self.operations:
-            one_of("--op", name, OPERATIONS)
-        one_of("--dtype", self.dtype, DTYPES)
-        one_of("--reduction", self.reduction, REDUCTION_NAMES)
+            check_choice("--op", name, OPERATIONS)
+        check_choice("--dtype", self.dtype, DTYPES)
+        check_choice("--reduction", self.reduction, REDUCTION_NAMES)
         if self.reduction in _BITS and self.kind.is_floating_point:
             raise BenchError(
-                f"--reduction {self.reduction} is for bits of whole numbers: add --dtype int32, or use max"
+                f"--reduction {self.reduction} needs an integer type: add --dtype int32, or use --reduction max"
             )
         for option, number, least in (
             ("--min", self.min, 1),
@@ -103,17 +103,15 @@ class CollectivesSetup:
         for name in self.operations:
             self._check_operation(OPERATIONS[name], ranks)
         if self.overlap and (self.full or self.validate):
-            raise BenchError(
-                "--overlap has columns of its own; leave --full and --validate to a run without it"
-            )
+            raise BenchError("--overlap cannot be combined with --full or --validate: run them separately")
         self._check_files()
 
     def _check_operation(self, operation: Operation, ranks: int) -> None:
         if operation.messages and ranks < 2:
-            raise BenchError(f"--op {operation.name} is between two ranks; use --ranks 2")
+            raise BenchError(f"--op {operation.name} runs between two ranks; use --ranks 2")
         if operation.messages and self.overlap:
             collectives = ", ".join(name for name, each in OPERATIONS.items() if not each.messages)
-            raise BenchError(f"--overlap with --op {operation.name}: it is for {collectives}")
+            raise BenchError(f"--overlap does not support --op {operation.name}; it supports {collectives}")
         if not self.sizes(operation, ranks):
             unit = operation.unit(ranks, self.kind.itemsize)
             raise BenchError(
@@ -128,14 +126,17 @@ class CollectivesSetup:
         if self.picture is None:
             return
         if Path(self.picture).suffix.lower() not in _PICTURES:
-            raise BenchError(f"--picture {self.picture}: a picture ends in {', '.join(_PICTURES)}")
+            raise BenchError(
+                f"--picture {self.picture}: the name of a picture ends in {', '.join(_PICTURES)}"
+            )
         if not any(OPERATIONS[name].sized for name in self.operations):
-            raise BenchError(f"--picture {self.picture} is drawn over sizes, which a barrier has not")
+            raise BenchError(f"--picture {self.picture} has sizes on its axis, and a barrier has no size")
 
     def check_memory(self, ranks: int, here: int, copies: int) -> None:
-        """Raise `BenchError` where the `here` ranks of this host cannot hold the largest size.
+        """Raise BenchError if the `here` ranks of this host cannot allocate buffers of the largest size.
 
-        copies: how many sets of buffers a rank has, one for each backend; a check needs another for each.
+        Args:
+            copies: sets of buffers per rank, one for each backend; `check` doubles them.
         """
         have = available_memory()
         for name in self.operations:
@@ -150,12 +151,12 @@ class CollectivesSetup:
                 )
 
     def dump(self) -> str:
-        """As JSON."""
+        """Return the setup as JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def load(text: str) -> CollectivesSetup:
-        """From JSON."""
+        """Return the setup from JSON."""
         fields = json.loads(text)
         for name in ("operations", "backends"):
             fields[name] = tuple(fields[name])
@@ -163,7 +164,7 @@ class CollectivesSetup:
 
 
 def parse_size(option: str, text: str) -> int:
-    """Bytes: 8, 1K, 4M, 2G, 1 K being 1024.  `BenchError` for anything else."""
+    """Return the bytes of a size such as 8, 1K, 4M or 2G, where 1K is 1024; raise BenchError for anything else."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise BenchError(f"{option} {text!r} is not a size in bytes, as in 8, 64K, 4M or 1G")
@@ -172,7 +173,7 @@ def parse_size(option: str, text: str) -> int:
 
 
 def short_size(size: int) -> str:
-    """A size as the command line takes it: 512, 64K, 4M."""
+    """Return a size in the format of the command line: 512, 64K, 4M."""
     for shift, suffix in ((40, "T"), (30, "G"), (20, "M"), (10, "K")):
         if size >> shift and size % (1 << shift) == 0:
             return f"{size >> shift}{suffix}"

@@ -1,7 +1,7 @@
-"""The tables of the benchmark of collectives, in the columns of the OSU Micro-Benchmarks and of nccl-tests.
+"""Print the results in the columns of the OSU Micro-Benchmarks and of nccl-tests.
 
-A line is one backend at one size, with the backend last: the columns before it are where scripts for those
-benchmarks look for them.
+A line has one backend at one size.  The backend is the last column, so scripts for those benchmarks find the other columns where
+they expect them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SIZE_WIDTH = 12
 
 
 class Table:
-    """One operation's table, line by line."""
+    """The table of one operation, printed line by line."""
 
     def __init__(self, operation: Operation, setup: CollectivesSetup) -> None:
         self._operation = operation
@@ -60,7 +60,7 @@ class Table:
         self._keys = keys
 
     def head(self, setup: CollectivesSetup, ranks: int) -> str:
-        """What is measured, and the names of the columns."""
+        """Return the title and the column names."""
         operation = self._operation
         what = f" of {setup.dtype}" if operation.sized else ""
         what = f" ({setup.reduction}){what}" if operation.reduces else what
@@ -72,7 +72,7 @@ class Table:
         return f"# {operation.name}{what} among {among}{how}\n{first:<{_SIZE_WIDTH}}{''.join(names)}  Backend"
 
     def line(self, row: dict[str, Any]) -> str:
-        """One row."""
+        """Return a row as text."""
         cells = [f"{COLUMNS[key][1](row[key]):>{self._width(key)}}" for key in self._keys]
         size = str(row["size"]) if self._operation.sized else ""
         return f"{size:<{_SIZE_WIDTH}}{''.join(cells)}  {row['backend']}"

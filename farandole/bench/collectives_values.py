@@ -1,7 +1,7 @@
-"""What ranks put into their buffers, and what they must find there: every element can be checked.
+"""Input values and expected results, so that every element can be checked.
 
-Values repeat after a prime number of elements, so that a part at the wrong place is wrong.  They are small whole
-numbers that every type holds exactly, and differ from rank to rank.
+Values repeat after a prime number of elements, so that a misplaced part is detected.  They are small integers that every type
+represents exactly, and differ between ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from farandole.bench.collectives_operations import ROOT, Operation
 
 PERIOD = 127
-_SLICE = 1 << 20  # elements compared at a time, so that a check needs no memory of its own
+_SLICE = 1 << 20  # elements compared at a time, so that a check allocates little memory
 
 _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda stack: stack.sum(0),
@@ -29,14 +29,14 @@ _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def values(rank: int, count: int, dtype: torch.dtype, reduction: str | None) -> Tensor:
-    """The `count` elements of one rank's input; `reduction` where they are to be reduced."""
+    """Return the `count` elements of one rank's input; `reduction` names the reduction, if there is one."""
     return _repeated(_period(rank, reduction), count, dtype)
 
 
 def expected(
     operation: Operation, reduction: str, rank: int, ranks: int, count: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """What `rank` must hold after a collective in which S has `count` elements; None where that is not defined."""
+    """Return the expected output of `rank` after a collective whose S has `count` elements; None if it is undefined."""
     part = count // ranks
     if operation.reduces:
         if operation.name == "reduce" and rank != ROOT:
@@ -56,7 +56,7 @@ def expected(
 
 
 def count_errors(found: Tensor, wanted: Tensor, ranks: int) -> int:
-    """How many elements are wrong; sums that a type has to round may differ by a rounding for each rank."""
+    """Return how many elements are wrong; a rounded sum may differ by one rounding per rank."""
     errors = 0
     for mine, right in zip(found.view(-1).split(_SLICE), wanted.view(-1).split(_SLICE), strict=True):
         if mine.dtype.is_floating_point:
@@ -69,7 +69,7 @@ def count_errors(found: Tensor, wanted: Tensor, ranks: int) -> int:
 
 def _period(rank: int, reduction: str | None) -> Tensor:
     index = torch.arange(PERIOD)
-    if reduction == "product":  # 1 or 2: a product of a few of them is exact
+    if reduction == "product":  # 1 or 2, whose products over a few ranks are exact
         return 1 + (index * 7 + rank * 13).remainder(PERIOD).remainder(4).eq(0).long()
     place = (index * 7 + rank * 13).remainder(PERIOD)
     return place.remainder(4) if reduction in ("sum", "avg") else place

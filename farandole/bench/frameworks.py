@@ -1,4 +1,4 @@
-"""The seam between the training benchmark and the framework that trains."""
+"""The interface between the training benchmark and a framework."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from farandole.launch.runtime import Runtime
 
 
 class Training(Protocol):
-    """One rank's side of a training that is ready to run."""
+    """A training run on one rank, ready to start."""
 
     def step(self) -> None:
-        """Forward, backward, reduction of the gradients, optimizer: one batch."""
+        """Run one step: forward, backward, reduction of gradients, optimizer."""
 
     def finish(self) -> None:
-        """Wait until the device has done what `step` asked of it."""
+        """Synchronize the device."""
 
     def close(self) -> None:
-        """Let go of what the engine holds, before the ranks leave their job."""
+        """Release the resources of the engine before the job ends."""
 
 
 class Framework(Protocol):
-    """What can build trainings of a setup."""
+    """Builds training runs of a setup."""
 
     def check(self, setup: TrainingSetup) -> None:
-        """Raise `BenchError`, before a rank starts, for what this framework cannot do."""
+        """Raise BenchError, before a rank starts, for options that this framework does not support."""
 
     def build(self, setup: TrainingSetup, runtime: Runtime, engine: str) -> Training:
-        """A training of this rank, by one of the framework's engines; called by all ranks in the same order.
+        """Return a training run of this rank with one of the framework's engines; a collective call.
 
-        The engine "alone" trains without communication: what efficiency is compared with.
+        The engine "alone" trains without communication and is the reference of the efficiency.
         """
 
 
 def find_framework(name: str) -> Framework:
-    """The framework of a setup.  `BenchError` if it is not here."""
+    """Return the framework of a setup; raise BenchError if it is unavailable."""
     if name == "pytorch":
         from farandole.bench.torch_training import PyTorch
 
@@ -44,4 +44,4 @@ def find_framework(name: str) -> Framework:
         from farandole.bench.tensorflow import TensorFlow
 
         return TensorFlow()
-    raise BenchError(f"--framework {name} is not supported; there are pytorch and tensorflow")
+    raise BenchError(f"--framework {name} is not supported; use pytorch or tensorflow")

@@ -1,4 +1,4 @@
-"""Reductions in fp16, to send half the bytes: the compression of Horovod's tutorials."""
+"""Reduce fp32 tensors in fp16, as the compression of Horovod's tutorials does."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from farandole.comm.compression import Compression, Compressor
 
 
 class HalfCommunicator(Communicator):
-    """A `Communicator` that reduces fp32 tensors as fp16; everything else is as in the group.
+    """A `Communicator` that all-reduces fp32 tensors in fp16; every other call goes to the group.
 
-    Values lose 13 of 24 bits, and those beyond 65504 become infinite.
+    Values keep 11 of 24 significand bits, and values above 65504 become infinite.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        # a buffer is reduced every step, so its half is kept
+        # a bucket is reduced in every step, so its fp16 copy is kept
         self._halves: dict[tuple[int, int], Tensor] = {}
 
     def all_reduce(
@@ -33,7 +33,7 @@ class HalfCommunicator(Communicator):
         compression: Compressor | Compression | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce `tensor` over all ranks, in place; where it is compressed already, it is as it was."""
+        """All-reduce `tensor` in place; an fp16 tensor is reduced as it is."""
         if (
             not isinstance(tensor, Tensor)
             or tensor.dtype != torch.float32
@@ -57,14 +57,14 @@ class HalfCommunicator(Communicator):
 
 
 class _Widened(dist.Work):
-    """Work whose result is copied to the fp32 tensor when it is waited for."""
+    """Work whose `wait` copies the result into the fp32 tensor."""
 
     def __init__(self, work: dist.Work, half: Tensor, tensor: Tensor) -> None:
         super().__init__()
         self._work, self._half, self._tensor = work, half, tensor
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the result is there."""
+        """Block until the result is in the tensor."""
         arguments: list[Any] = [] if timeout is None else [timeout]
         self._work.wait(*arguments)
         self._tensor.copy_(self._half)

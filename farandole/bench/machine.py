@@ -1,8 +1,8 @@
-"""What this machine offers to ranks that work at once, measured once and kept in the user's cache folder.
+"""Measure the speeds that ranks reach at the same time on this machine, and cache them in the user's cache folder.
 
     python -m farandole.bench.machine FILE      # one rank of the measurement; rank 0 writes FILE
 
-It takes seconds.  The slowest rank counts.
+The measurement takes seconds.  The slowest rank counts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of one rank while all work, as `Machine` has them: bytes, bytes per second, and FLOP/s by precision."""
+    """Speeds of one rank while all ranks work, in the units of `Machine`: bytes, bytes per second, and FLOP/s by precision."""
 
     flops: dict[str, float]
     stream: float
@@ -47,19 +47,20 @@ class Speeds:
     libraries: int
 
 
-def speeds(ranks: int, *, anew: bool = False) -> Speeds:
-    """Those of `ranks` ranks on this machine, or of as many as it has cores; from the cache unless `anew`.
+def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
+    """Return the speeds of `ranks` ranks on this machine, by default one per core; from the cache unless `remeasure`.
 
-    Raises `BenchError` where ranks cannot be started.
+    Raises:
+        BenchError: ranks cannot be started.
     """
     together = min(ranks, usable_cores())
     kept = _cache_file(together)
-    if not anew and kept.is_file():
+    if not remeasure and kept.is_file():
         return Speeds(**json.loads(kept.read_text()))
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "speeds.json")
         if launch("farandole.bench.machine", [str(answer)], ranks=together, module=True):
-            raise BenchError("the machine could not be measured; give --flops and --bandwidth")
+            raise BenchError("the measurement of this machine failed; pass --flops and --bandwidth")
         found = Speeds(**json.loads(answer.read_text()))
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(asdict(found)))
@@ -74,7 +75,7 @@ def _cache_file(ranks: int) -> Path:
 
 
 def measure(runtime: Runtime) -> Speeds:
-    """What this rank finds."""
+    """Measure this rank."""
     keep_freed_memory()
     warm_up("fp32", runtime)
     process = data_bytes() if runtime.device.type == "cpu" else context_bytes(runtime)
@@ -87,7 +88,7 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _flops(dtype: torch.dtype, runtime: Runtime) -> float:
-    """Of the products of a feed-forward layer, forward and backward."""
+    """Return the FLOP/s of a feed-forward layer, forward and backward."""
     x = torch.randn(_ROWS, _WIDTH, device=runtime.device).to(dtype)
     weight = torch.randn(4 * _WIDTH, _WIDTH, device=runtime.device).to(dtype)
 
@@ -100,7 +101,7 @@ def _flops(dtype: torch.dtype, runtime: Runtime) -> float:
 
 
 def _stream(runtime: Runtime) -> float:
-    """Bytes per second that activations and normalisations read and write."""
+    """Return the bytes per second that activation functions and normalizations read and write."""
     x = torch.randn(_ELEMENTS // _WIDTH, _WIDTH, device=runtime.device)
 
     def others() -> None:
@@ -112,7 +113,7 @@ def _stream(runtime: Runtime) -> float:
 
 
 def _bandwidth(runtime: Runtime) -> float:
-    """Bus bandwidth of an all-reduce of one bucket of gradients and more."""
+    """Return the bus bandwidth of all-reduces as large as a bucket of gradients and larger."""
     ranks = runtime.size
     if ranks == 1:
         return 1e12  # nothing is sent
@@ -122,7 +123,7 @@ def _bandwidth(runtime: Runtime) -> float:
 
 
 def _seconds(call: Callable[[], object], runtime: Runtime) -> float:
-    """The median of a few, while all ranks do the same."""
+    """Return the median time of a few calls that all ranks make at the same time."""
     found = []
     for _ in range(_TURNS + 1):
         runtime.comm.barrier()
@@ -135,7 +136,7 @@ def _seconds(call: Callable[[], object], runtime: Runtime) -> float:
 
 
 def main(answer: str) -> None:
-    """Measure as one of the ranks that were launched for it."""
+    """Measure as one of the launched ranks."""
     with farandole.init() as runtime:
         own = measure(runtime)
         slow = torch.tensor([*own.flops.values(), own.stream, own.bandwidth], dtype=torch.float64)

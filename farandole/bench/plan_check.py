@@ -1,8 +1,8 @@
-"""One rank of `farandole plan --check`: trains a few steps as `farandole train` does, on made-up text, and measures.
+"""One rank of `farandole plan --check`: train a few steps on random text as `farandole train` does, and measure memory.
 
     python -m farandole.bench.plan_check ORDER
 
-ORDER is JSON; rank 0 writes what all ranks saw, a list of `Seen`, to the file that it names.
+ORDER is JSON; rank 0 writes the measurements of all ranks, a list of `Seen`, to the file that ORDER names.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ from farandole.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank saw, in bytes: `process` before there was a model, `parts` of tensors, `tensors` the most that were
-    alive in a step beside those, `start` the peak until the first step, `peak` that of the steps, all without libraries.
+    """Measured bytes of a rank, without the pages of libraries.
+
+    `process` is measured before the model exists.  `parts` has the tensors that live between steps, and `tensors` the peak of the other
+    tensors in a step.  `start` is the peak before the first step, and `peak` the peak of the steps.
     """
 
     process: int
@@ -52,7 +54,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Order:
-    """What to train, and where to write what was seen."""
+    """The run to train, and the file for the measurements."""
 
     config: TrainConfig
     precision: Precision
@@ -60,18 +62,18 @@ class Order:
     answer: Path
 
     def dump(self) -> str:
-        """As JSON."""
+        """Return the order as JSON."""
         return json.dumps({**vars(self), "config": self.config.model_dump(), "answer": str(self.answer)})
 
     @staticmethod
     def load(text: str) -> Order:
-        """From JSON."""
+        """Return the order from JSON."""
         values = json.loads(text)
         return Order(**{**values, "config": parse_config(values["config"]), "answer": Path(values["answer"])})
 
 
-def made_up_text(vocabulary: int, context: int, samples: int) -> Text:
-    """Random tokens as training text, in which nothing is to be learned."""
+def random_text(vocabulary: int, context: int, samples: int) -> Text:
+    """Return random tokens as training text."""
     tokens = np.random.default_rng(0).integers(vocabulary, size=samples * context + 1, dtype=np.uint32)
     windows = Windows(tokens, context)
     return Text(Path(), Tokenizer(BPE()), windows, windows)
@@ -80,20 +82,20 @@ def made_up_text(vocabulary: int, context: int, samples: int) -> Text:
 def make_trainer(
     config: TrainConfig, precision: Precision, comm: Communicator, device: torch.device
 ) -> Trainer:
-    """A trainer on made-up text."""
-    text = made_up_text(config.model.vocabulary, config.model.context, 2 * config.batch)
+    """Return a trainer on random text."""
+    text = random_text(config.model.vocabulary, config.model.context, 2 * config.batch)
     return Trainer(config, TextTask(config, text=text), precision, comm, device)
 
 
 def warm_up(precision: Precision, runtime: Runtime) -> None:
-    """Have torch load now what it loads at the first step of any model."""
+    """Make torch load the libraries that it loads at the first step of any model."""
     config = load_config("tiny", [f"batch={runtime.size}"])
     make_trainer(config, precision, runtime.comm, runtime.device).step()
     gc.collect()
 
 
 class HostMemory:
-    """The memory of this process on the host."""
+    """Host memory of this process."""
 
     def __init__(self) -> None:
         self.process, self.libraries = data_bytes(), library_bytes
@@ -105,7 +107,7 @@ class HostMemory:
 
 
 class CudaMemory:
-    """The memory of this process on a CUDA device."""
+    """CUDA memory of this process."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.process = context_bytes(runtime)
@@ -122,27 +124,27 @@ class CudaMemory:
 
 
 def context_bytes(runtime: Runtime) -> int:
-    """Return the bytes that this process takes of its CUDA device without tensors; called by all ranks.
+    """Return the bytes of CUDA memory that this process uses without tensors; a collective call.
 
-    The device tells what all processes take, so ranks that share it count as equal.
+    The device reports the total of all processes, so ranks that share a device count equally.
     """
     torch.cuda.synchronize(runtime.device)
     torch.cuda.empty_cache()
     runtime.comm.barrier()
     free, total = torch.cuda.mem_get_info(runtime.device)
-    runtime.comm.barrier()  # nobody allocates before all have looked
+    runtime.comm.barrier()  # no rank allocates before all have read the counter
     sharing = -(-runtime.local_size // torch.cuda.device_count())
     return int(total - free) // sharing - torch.cuda.memory_allocated(runtime.device)
 
 
 def measure(order: Order, runtime: Runtime) -> Seen:
-    """What this rank sees."""
+    """Train, and return the measurements of this rank."""
     keep_freed_memory()
     warm_up(order.precision, runtime)
     memory = HostMemory() if runtime.device.type == "cpu" else CudaMemory(runtime)
     trainer = make_trainer(order.config, order.precision, runtime.comm, runtime.device)
     started_with = memory.peak()
-    trainer.step()  # the optimizer makes its states
+    trainer.step()  # the optimizer allocates its states
     began = time.perf_counter()
     for _ in range(order.steps - 1):
         trainer.step()
@@ -150,11 +152,13 @@ def measure(order: Order, runtime: Runtime) -> Seen:
         torch.cuda.synchronize(runtime.device)
     seconds = (time.perf_counter() - began) / max(1, order.steps - 1)
     peak, parts = memory.peak(), _parts(trainer, runtime)
-    return Seen(memory.process, memory.libraries(), parts, _tensors(trainer), started_with, peak, seconds)
+    return Seen(
+        memory.process, memory.libraries(), parts, _peak_of_step(trainer), started_with, peak, seconds
+    )
 
 
 def _parts(trainer: Trainer, runtime: Runtime) -> dict[str, int]:
-    """Bytes of tensors between two steps; a rank's share of what all have in common."""
+    """Return the bytes of tensors between two steps; of shared weights a rank counts its share."""
     shards = trainer.engine.shards_of_buckets
     common = any(each.weights is not None and each.weights.shared for each in shards)
     weights = _storages(trainer.model.parameters())
@@ -171,13 +175,13 @@ def _parts(trainer: Trainer, runtime: Runtime) -> dict[str, int]:
 
 
 def _storages(tensors: Any) -> int:
-    """Bytes of the memory that `tensors` lie in, each piece once."""
+    """Return the bytes of the storages of `tensors`, each counted once."""
     found = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(found.values())
 
 
-def _tensors(trainer: Trainer) -> int:
-    """The most bytes of tensors that a step has beside those that live longer."""
+def _peak_of_step(trainer: Trainer) -> int:
+    """Return the peak bytes of the tensors that live within a step."""
     gc.collect()
     longer = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
     with MemoryTracker([*longer, *trainer.model.parameters()]) as alive:
@@ -186,7 +190,7 @@ def _tensors(trainer: Trainer) -> int:
 
 
 def main(text: str) -> None:
-    """Carry out an order as one of the ranks that were launched for it."""
+    """Run an order as one of the launched ranks."""
     order = Order.load(text)
     with farandole.init() as runtime:
         found: list[Any] = [None] * runtime.size

@@ -1,4 +1,4 @@
-"""The picture of `farandole plan`: a bar for each plan, of the parts that its memory goes into."""
+"""Draw the picture of `farandole plan`: a bar per plan, divided into the parts of its memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GIB = 1 << 30
 
 
 def draw(planned: Planned, path: str) -> None:
-    """Draw the plans, the best on top, to a file of the kind of its suffix."""
+    """Draw the plans, the best on top; the suffix of the file selects the format."""
     estimates, memory = planned.estimates, planned.machine.memory
     figure, axis = plt.subplots(figsize=(9.5, 1.6 + 0.32 * len(estimates)), layout="constrained")
     places = range(len(estimates))

@@ -34,17 +34,17 @@ TOLERANCE = 0.1
 
 
 def column(estimate: Estimate, name: str) -> int:
-    """Bytes of a column."""
+    """Return the bytes of a column."""
     return sum(estimate.parts[part] for part in COLUMNS[name])
 
 
 def seconds(number: float) -> str:
-    """Two digits, or all before the point."""
+    """Return seconds with two significant digits, or as an integer from 100 on."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def choices(estimates: Sequence[Estimate]) -> list[str]:
-    """The fields of plans by which `estimates` differ, and those that are not left at their defaults; stage and recomputation always."""
+    """Return the fields in which the plans of `estimates` differ from each other or from the defaults; always ZeRO stage and recomputation."""
     plans, default = [one.plan for one in estimates], Plan()
     seldom = ("hybrid", "precision", "rounding", "offload", "offloaded", "swap")
     wanted = [name for name in seldom if {getattr(one, name) for one in plans} != {getattr(default, name)}]
@@ -54,13 +54,13 @@ def choices(estimates: Sequence[Estimate]) -> list[str]:
 
 
 def word(plan: Plan, name: str) -> str:
-    """The value of a field, for people."""
+    """Return the value of a field as text."""
     value = getattr(plan, name)
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
 def plans(planned: Planned) -> Group:
-    """A line for each plan: all that fit, and a few that do not."""
+    """Return the table: a line for each plan that fits, and for a few that do not."""
     memory = planned.machine.memory
     fitting = [one for one in planned.estimates if one.fits(memory)]
     others = planned.estimates[len(fitting) :]
@@ -88,7 +88,7 @@ def plans(planned: Planned) -> Group:
 
 
 def checked(predicted: Estimate, seen: Sequence[dict[str, Any]]) -> tuple[Group, bool]:
-    """Predicted beside measured on every rank, and whether all peaks are within the tolerance."""
+    """Return the table of predicted and measured bytes of every rank, and whether all peaks are within the tolerance."""
     ranks = len(seen)
     parts = predicted.parts
     rows: dict[str, tuple[float, list[float]]] = {

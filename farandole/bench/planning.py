@@ -1,4 +1,4 @@
-"""`farandole plan`: from the words of a command to estimates, and to what ranks saw of one of them."""
+"""Estimate the plans that `farandole plan` asks for, and check one of them by training."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?(?:/s)?", re.IGNORECAS
 
 @dataclass(frozen=True)
 class PlanSetup:
-    """What is asked: the run, the machine, and which plans.
+    """Options of `farandole plan`: the run, the machine, and the plans to consider.
 
-    `memory` bytes for each rank, `flops` and `bandwidth` of each; None for what this machine has.  With `accelerators` it is
-    such that are meant, and all three are given.  `choices` has, by fields of `Plan`, the values to consider, and every valid
-    combination is a plan; without values, those that make sense are considered.
+    `memory` (bytes), `flops` and `bandwidth` are per rank; None stands for the values of this machine.  `accelerators` plans for
+    accelerators, and requires all three.  `choices` maps fields of `Plan` to the values to consider; every valid combination is a plan.
+    Without `choices`, `plan_candidates` selects the plans.
     """
 
     words: tuple[str, ...]
@@ -79,12 +79,12 @@ class PlanSetup:
     bandwidth: float | None = None
     choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     accelerators: bool = False
-    anew: bool = False
+    remeasure: bool = False
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The answer: plans, the best first, and what they were estimated for."""
+    """Estimated plans, the best first, with the machine that they were estimated for."""
 
     config: TrainConfig
     workload: Workload
@@ -94,12 +94,15 @@ class Planned:
 
 
 def plan(setup: PlanSetup) -> Planned:
-    """Estimate every plan that is asked for.  Raises `ConfigError`, `PlanError` or `BenchError` for what cannot be."""
+    """Estimate every requested plan.
+
+    Raises:
+        ConfigError, PlanError, BenchError: the options are invalid."""
     request = read_request(setup.words, resume=False)
     config = load_config(request.source, request.overrides)
     if setup.hosts > 1 and (setup.ranks % setup.hosts or setup.bandwidth is None):
         raise BenchError(
-            f"--hosts {setup.hosts}: --ranks are a multiple of it, and --bandwidth of the link between hosts is given"
+            f"--hosts {setup.hosts}: --ranks must be a multiple of --hosts, and --bandwidth (of the link between hosts) must be given"
         )
     choices = _given(setup, config, request.overrides)
     workload = workload_of(config, setup.ranks)
@@ -121,7 +124,7 @@ def plan(setup: PlanSetup) -> Planned:
 
 
 def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> dict[str, Sequence[Any]]:
-    """What options and overrides fix, by fields of `Plan`."""
+    """Return the fields of `Plan` that options and overrides fix."""
     choices: dict[str, Sequence[Any]] = {name: values for name, values in setup.choices.items() if values}
     section = config.plan
     for word in overrides:
@@ -138,17 +141,16 @@ def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> d
 
 
 def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]]]:
-    """Train `steps` steps as the first plan says: what is predicted of them, and what each rank saw (`Seen`).
+    """Train `steps` steps under the first plan; return its estimate and the measurements of each rank.
 
-    Raises `BenchError` where the ranks failed, or cannot do this plan.
+    Raises:
+        BenchError: a rank failed, or this machine cannot run the plan.
     """
     first = planned.estimates[0].plan
     if planned.machine.host == torch.cuda.is_available():
-        raise BenchError(
-            "--check runs on the ranks of this machine, and the plans are for another kind of device"
-        )
+        raise BenchError("--check runs on this machine, but the plans are for another kind of device")
     if not planned.estimates[0].fits(planned.machine.memory):
-        raise BenchError("--check: no plan fits, so nothing is started")
+        raise BenchError("--check: no plan fits, so no rank was started")
     count, samples = planned.config.micro_batches(planned.ranks)
     passes = min(count, _CHECKED_PASSES)
     values = {"batch": passes * samples * planned.ranks, "micro_batch": samples}
@@ -167,7 +169,7 @@ def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]
 
 
 def dump(planned: Planned) -> str:
-    """As JSON: the machine, and for each plan its parts and seconds."""
+    """Return the machine and the parts and seconds of each plan as JSON."""
     plans = [
         {
             **asdict(one),
@@ -181,7 +183,10 @@ def dump(planned: Planned) -> str:
 
 
 def parse_number(option: str, text: str, base: int) -> float:
-    """16GiB, 1.5G, 50 G: K, M, G, T and P are powers of `base`.  `BenchError` for anything else."""
+    """Return the value of a number such as 16GiB, 1.5G or 50 G; K, M, G, T and P are powers of `base`.
+
+    Raises:
+        BenchError: `text` is not such a number."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
         raise BenchError(f"{option} {text!r} is not a number above 0, as in 512M, 16GiB or 1.5G")
@@ -192,7 +197,7 @@ def parse_number(option: str, text: str, base: int) -> float:
 def _estimates(
     workload: Workload, ranks: int, machine: Machine, axes: Mapping[str, Sequence[Any]]
 ) -> tuple[Machine, list[Estimate]]:
-    """The estimates of all plans, and the machine with the disk that they mean."""
+    """Return the estimates of all plans, and the machine with the disk that they use."""
     plans, refusal = [], None
     for values in itertools.product(*axes.values()):
         try:
@@ -208,10 +213,10 @@ def _estimates(
 
 
 def _machine(setup: PlanSetup) -> Machine:
-    """This machine, but for what is given."""
+    """Return this machine, with the values that the options replace."""
     if setup.accelerators:
         return _accelerated(setup)
-    found = speeds(setup.ranks, anew=setup.anew)
+    found = speeds(setup.ranks, remeasure=setup.remeasure)
     accelerated = torch.cuda.is_available()
     if setup.memory is not None:
         memory = setup.memory
@@ -235,10 +240,10 @@ def _machine(setup: PlanSetup) -> Machine:
 
 
 def _accelerated(setup: PlanSetup) -> Machine:
-    """Accelerators that are not here."""
+    """Return a machine with accelerators, from the options."""
     if setup.memory is None or setup.flops is None or setup.bandwidth is None:
         raise BenchError(
-            "--accelerators: they are not here to be measured; give --memory, --flops and --bandwidth"
+            "--accelerators needs --memory, --flops and --bandwidth, because this machine cannot measure them"
         )
     return Machine(
         memory=setup.memory,
@@ -255,7 +260,7 @@ def _accelerated(setup: PlanSetup) -> Machine:
 
 
 def _precision(config: TrainConfig, machine: Machine) -> str:
-    """What was asked, or what `farandole train` would choose."""
+    """Return the requested precision, or the one that `farandole train` would choose."""
     if config.plan.precision != "auto":
         return config.plan.precision
     if not machine.host:
@@ -268,4 +273,4 @@ def _check(option: str, given: Sequence[str], known: Sequence[str]) -> None:
         if one not in known:
             near = difflib.get_close_matches(one, known, 1)
             hint = f"nearest: {near[0]}" if near else f"one of {', '.join(known)}"
-            raise BenchError(f"{option} {one} is not known; {hint}")
+            raise BenchError(f"{option} {one} is unknown; {hint}")

@@ -1,4 +1,4 @@
-"""What a training benchmark is asked to do, refused where it cannot be done before a rank starts."""
+"""The options of a training benchmark, checked before a rank starts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ PRECISIONS = ("fp32", "bf16")
 
 
 class BenchError(ValueError):
-    """A benchmark cannot be run as asked; the message names the option and what works."""
+    """The options of a benchmark are invalid; the message names the option and a valid value."""
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """One training benchmark: the model, the work of each rank, and how gradients are reduced.
+    """Options of a training benchmark: the model, the work of each rank, and how gradients are reduced.
 
-    `batch_size` images of `image_size` x `image_size` per rank and step; `num_iters` figures, each of
-    `num_batches_per_iter` steps, after `num_warmup_batches` steps.  `json` is where rank 0 writes the result.
+    A rank trains `batch_size` images of `image_size` x `image_size` pixels per step.  After `num_warmup_batches` steps, each of `num_iters`
+    measurements takes `num_batches_per_iter` steps.  Rank 0 writes the result to `json`.
     """
 
     framework: str = "pytorch"
@@ -40,16 +40,16 @@ class TrainingSetup:
 
     @property
     def title(self) -> str:
-        """The model as its authors spell it."""
+        """Return the model's name as its authors spell it."""
         return self.model.replace("resnet", "ResNet")
 
     def check(self) -> None:
-        """Raise `BenchError` for what no framework could do."""
+        """Raise BenchError for options that no framework supports."""
         try:
             resnet_config(self.model)
         except ValueError as error:
             raise BenchError(f"--model {self.model}: {error}") from None
-        one_of("--precision", self.precision, PRECISIONS)
+        check_choice("--precision", self.precision, PRECISIONS)
         for option, number, least in (
             ("--batch-size", self.batch_size, 1),
             ("--num-warmup-batches", self.num_warmup_batches, 0),
@@ -60,29 +60,29 @@ class TrainingSetup:
                 raise BenchError(f"{option} {number}: at least {least}")
         if self.image_size < STRIDE:
             raise BenchError(
-                f"--image-size {self.image_size}: a ResNet shrinks an image {STRIDE} times, so it needs at least "
+                f"--image-size {self.image_size}: a ResNet reduces each side {STRIDE} times, so images need at least "
                 f"{STRIDE} x {STRIDE} pixels"
             )
         if self.batch_size == 1 and self.image_size == STRIDE:
             raise BenchError(
-                f"--batch-size 1 with --image-size {STRIDE} leaves one value per channel, which batch normalisation "
-                f"cannot normalise; use 2 images or a larger one"
+                f"--batch-size 1 with --image-size {STRIDE} leaves one value per channel, which batch normalization "
+                f"cannot normalize; use 2 images or larger images"
             )
         if self.json is not None and (folder := Path(self.json).absolute().parent) and not folder.is_dir():
             raise BenchError(f"--json {self.json}: there is no folder {folder}")
 
     def dump(self) -> str:
-        """As JSON."""
+        """Return the setup as JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def load(text: str) -> TrainingSetup:
-        """From JSON."""
+        """Return the setup from JSON."""
         return TrainingSetup(**json.loads(text))
 
 
-def one_of(option: str, asked: str, known: Iterable[str]) -> None:
-    """Raise `BenchError`, with the nearest, if `asked` is not among `known`."""
+def check_choice(option: str, asked: str, known: Iterable[str]) -> None:
+    """Raise BenchError, with the nearest name, if `asked` is not in `known`."""
     names = list(known)
     if asked not in names:
         nearest = difflib.get_close_matches(asked, names, 1)

@@ -1,7 +1,7 @@
-"""Training a ResNet on one synthetic batch with TensorFlow: the networks of `farandole.models.resnet`, built of Keras' layers.
+"""Train a ResNet on one synthetic batch with TensorFlow: the networks of `farandole.models.resnet`, built from Keras layers.
 
-The step is a `tf.function`, compiled by XLA in no case, as XLA cannot compile the reduction and "alone" shall differ from it
-in nothing else.
+The step is a `tf.function` without XLA, for the engine "alone" too: XLA cannot compile the reduction, and the engines must differ only
+in communication.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.bench.setup import BenchError, TrainingSetup, one_of
+from farandole.bench.setup import BenchError, TrainingSetup, check_choice
 from farandole.launch.runtime import Runtime
 from farandole.models.resnet import EXPANSION, ResNetConfig, resnet_config
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     import keras
 
 ENGINES = {
-    "farandole": "the tape of farandole.horovod.tensorflow",
-    "horovod": "the optimizer of farandole.horovod.tensorflow",
+    "farandole": "DistributedGradientTape of farandole.horovod.tensorflow",
+    "horovod": "DistributedOptimizer of farandole.horovod.tensorflow",
 }
 
 
 def build_resnet(config: ResNetConfig, image_size: int) -> keras.Model:
-    """The network of a config: images (batch, image_size, image_size, 3) to logits (batch, classes)."""
+    """Return the network of a config: images (batch, image_size, image_size, 3) to logits (batch, classes)."""
     import keras
 
     layers = keras.layers
 
     def convolution(x: Any, channels: int, size: int, stride: int = 1, last: bool = False) -> Any:
-        # as many pixels on each side as PyTorch pads, which "same" does not where there is a stride
+        # pad as PyTorch does; "same" pads differently if there is a stride
         x = layers.ZeroPadding2D(size // 2)(x) if size > 1 else x
         x = layers.Conv2D(channels, size, stride, use_bias=False, kernel_initializer="he_normal")(x)
         x = layers.BatchNormalization(momentum=0.9, epsilon=1e-5)(x)
@@ -56,7 +56,7 @@ def build_resnet(config: ResNetConfig, image_size: int) -> keras.Model:
 
 
 class TensorFlowTraining:
-    """One rank's training by one engine; the batch differs between ranks, the initial weights do not."""
+    """A training run of one rank with one engine; ranks have different batches and equal initial weights."""
 
     def __init__(self, setup: TrainingSetup, runtime: Runtime, engine: str) -> None:
         import keras
@@ -97,11 +97,11 @@ class TensorFlowTraining:
         self._loss: Any = None
 
     def step(self) -> None:
-        """One batch."""
+        """Train on the batch."""
         self._loss = self._step()
 
     def finish(self) -> None:
-        """Wait until the last step's loss is there."""
+        """Wait for the loss of the last step."""
         if self._loss is not None:
             self._loss.numpy()
 
@@ -110,11 +110,11 @@ class TensorFlow:
     """The framework "tensorflow"."""
 
     def check(self, setup: TrainingSetup) -> None:
-        """Raise `BenchError` for an engine that is not here, or where TensorFlow is not installed."""
-        one_of("--engine", setup.engine, ENGINES)
+        """Raise BenchError for an unknown engine, or if TensorFlow is not installed."""
+        check_choice("--engine", setup.engine, ENGINES)
         if importlib.util.find_spec("tensorflow") is None:
             raise BenchError("--framework tensorflow needs TensorFlow 2: pip install 'farandole[tensorflow]'")
 
     def build(self, setup: TrainingSetup, runtime: Runtime, engine: str) -> TensorFlowTraining:
-        """A training of this rank."""
+        """Return a training run of this rank."""
         return TensorFlowTraining(setup, runtime, engine)

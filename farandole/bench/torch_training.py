@@ -1,4 +1,4 @@
-"""Training a ResNet on one synthetic batch with PyTorch, by each of the ways to reduce its gradients."""
+"""Train a ResNet on one synthetic batch with PyTorch, with each engine that reduces gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from farandole.bench.half import HalfCommunicator
-from farandole.bench.setup import BenchError, TrainingSetup, one_of
+from farandole.bench.setup import BenchError, TrainingSetup, check_choice
 from farandole.launch.runtime import Runtime
 from farandole.models.resnet import build_resnet, resnet_config
 from farandole.parallel.engine import Engine
@@ -23,16 +23,16 @@ from farandole.parallel.engine import Engine
 HOROVOD = "farandole.horovod.torch"
 
 
-def nothing() -> None:
-    """What most engines do at their end."""
+def do_nothing() -> None:
+    """Do nothing, as most engines do when they are closed."""
 
 
 @dataclass
 class Job:
-    """What every engine trains: model, optimizer and the one batch, which is used again and again.
+    """Model, optimizer and the synthetic batch that every step uses.
 
-    Images are kept with channels last: on a CPU that makes bf16 about 1.4 times as fast as channels first
-    (ResNet-50, AMX), and fp32 no slower.  The weights are not: convolutions arrange those as they need them.
+    Images are in channels-last format: on a CPU with AMX bf16 is about 1.4 times as fast as with channels first (ResNet-50), and
+    fp32 is no slower.  Weights keep their format, because convolutions reorder them anyway.
     """
 
     model: nn.Module
@@ -42,10 +42,10 @@ class Job:
     bf16: bool
     fp16_allreduce: bool
     runtime: Runtime
-    at_end: Callable[[], None] = nothing
+    at_end: Callable[[], None] = do_nothing
 
     def backward(self, model: nn.Module) -> None:
-        """Gradients of the loss of the batch; `model` is the job's, or a wrapper of it."""
+        """Compute the gradients of the batch's loss; `model` is the job's model, or a wrapper of it."""
         with torch.autocast(self.images.device.type, torch.bfloat16, enabled=self.bf16):
             loss = F.cross_entropy(model(self.images), self.targets)
         loss.backward()
@@ -55,7 +55,7 @@ Step = Callable[[], None]
 
 
 def alone(job: Job) -> Step:
-    """No communication."""
+    """Train without communication."""
 
     def step() -> None:
         job.optimizer.zero_grad()
@@ -66,7 +66,7 @@ def alone(job: Job) -> Step:
 
 
 def farandole(job: Job) -> Step:
-    """Our engine."""
+    """Train with `farandole.parallelize`."""
     comm = job.runtime.comm
     replica = Engine(job.model, HalfCommunicator(comm.group) if job.fp16_allreduce else comm)
 
@@ -80,17 +80,17 @@ def farandole(job: Job) -> Step:
 
 
 def ddp(job: Job) -> Step:
-    """torch's DistributedDataParallel over the group of the runtime."""
+    """Train with DistributedDataParallel over the backend farandole."""
     return _ddp(job, job.runtime.comm.group)
 
 
 def ddp_gloo(job: Job) -> Step:
-    """torch's DistributedDataParallel over Gloo."""
+    """Train with DistributedDataParallel over Gloo."""
     return _ddp(job, dist.new_group(backend="gloo"))
 
 
 def _ddp(job: Job, group: dist.ProcessGroup) -> Step:
-    # DDP gives gradients the strides of their weights and warns where the convolutions return others
+    # DDP gives gradients the strides of the weights, and warns if convolutions return other strides
     job.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in the stubs
     replica = DistributedDataParallel(job.model, process_group=group, gradient_as_bucket_view=True)
     if job.fp16_allreduce:
@@ -105,7 +105,7 @@ def _ddp(job: Job, group: dist.ProcessGroup) -> Step:
 
 
 def horovod(job: Job) -> Step:
-    """The DistributedOptimizer of our Horovod interface."""
+    """Train with the DistributedOptimizer of the Horovod interface."""
     hvd = importlib.import_module(HOROVOD)
     hvd.init()
     job.at_end = hvd.shutdown
@@ -127,7 +127,7 @@ ENGINES: dict[str, Callable[[Job], Step]] = {
 
 
 class TorchTraining:
-    """One rank's training by one engine."""
+    """A training run of one rank with one engine."""
 
     def __init__(self, job: Job, make: Callable[[Job], Step]) -> None:
         self.step = make(job)
@@ -135,7 +135,7 @@ class TorchTraining:
         self._device = job.images.device
 
     def finish(self) -> None:
-        """Wait until the device has done what `step` asked of it."""
+        """Synchronize the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -144,16 +144,14 @@ class PyTorch:
     """The framework "pytorch"."""
 
     def check(self, setup: TrainingSetup) -> None:
-        """Raise `BenchError` for an engine that is not here."""
-        one_of("--engine", setup.engine, ENGINES)
+        """Raise BenchError for an unavailable engine."""
+        check_choice("--engine", setup.engine, ENGINES)
         if setup.engine == "horovod" and not _is_there(HOROVOD):
             others = ", ".join(name for name in ENGINES if name != "horovod")
-            raise BenchError(
-                f"--engine horovod needs {HOROVOD}, which this installation lacks; there are {others}"
-            )
+            raise BenchError(f"--engine horovod needs {HOROVOD}, which is not installed; use {others}")
 
     def build(self, setup: TrainingSetup, runtime: Runtime, engine: str) -> TorchTraining:
-        """A training of this rank; the batch differs between ranks, the initial weights do not."""
+        """Return a training run of this rank; ranks have different batches and equal initial weights."""
         config, device = resnet_config(setup.model), runtime.device
         torch.manual_seed(0)
         model = build_resnet(config).to(device)

@@ -1,16 +1,15 @@
 """The synthetic training benchmark: images per second of a ResNet across ranks, and its scaling efficiency.
 
-Under our own launcher it is a module to run, `python -m farandole.bench.training SETUP`; under another one
-every rank calls `run` itself.
+`farandole launch` starts `python -m farandole.bench.training SETUP`; under another launcher every rank calls `run`.
 
-All ranks meet before each figure, and the slowest rank's time counts: a rank that is done early has to wait for
-the others anyway.  Efficiency compares with the same training without communication, in two ways that take
-turns with the figures themselves, because what is measured minutes apart on a shared machine cannot be compared:
+A barrier precedes each measurement, and the time of the slowest rank counts.  Efficiency compares with the same training without
+communication, in two ways.  They take turns with the measurements, because times taken minutes apart on a shared machine are
+not comparable:
 
-- *apart*: all ranks train at once, each for itself.  They are as busy and share caches, memory and clock
-  frequency as they do together, so this ratio is what communication costs, and nothing else.
-- *alone*: only rank 0 trains, on its own share of the cores, while the others sleep.  This ratio is what the
-  user of one rank gains by starting more; it also has what the machine loses when all its cores work.
+- *apart*: all ranks train at the same time, without communication.  They share caches, memory bandwidth and clock frequency as in the
+parallel run, so this ratio is the cost of communication alone.
+- *alone*: only rank 0 trains, on its share of the cores, while the others sleep.  This ratio is the speedup over one rank, and
+includes the slowdown of a fully loaded machine.
 """
 
 from __future__ import annotations
@@ -42,23 +41,23 @@ CONFIDENCE = 1.96
 
 @dataclass
 class Figures:
-    """Images per second of one rank, one figure for each iteration."""
+    """Images per second of one rank, one value per iteration."""
 
     values: list[float] = field(default_factory=list)
 
     @property
     def mean(self) -> float:
-        """Over the iterations."""
+        """Return the mean over the iterations."""
         return statistics.fmean(self.values)
 
     @property
     def spread(self) -> float:
-        """Half the width of the interval that holds 95 % of the iterations."""
+        """Return half the width of the interval that contains 95 % of the iterations."""
         return CONFIDENCE * statistics.pstdev(self.values)
 
 
 def run(setup: TrainingSetup) -> None:
-    """Measure, as one rank of the job that this process is in; rank 0 reports."""
+    """Measure as one rank of this job; rank 0 prints the report."""
     with farandole.init(timeout_s=TIMEOUT_S) as runtime:
         _Benchmark(setup, runtime).run()
 
@@ -76,31 +75,31 @@ class _Benchmark:
         self.say(f"Batch size: {setup.batch_size}")
         self.say(f"Number of ranks: {ranks}")
         trainings = self.trainings()
-        contenders = self.contenders(trainings)
-        self.figures = {name: Figures() for name in contenders}
+        implementations = self.implementations(trainings)
+        self.figures = {name: Figures() for name in implementations}
         self.say("Running warmup...")
-        for contender in contenders.values():
+        for implementation in implementations.values():
             self.runtime.comm.barrier()
-            contender(setup.num_warmup_batches)
+            implementation(setup.num_warmup_batches)
         self.say("Running benchmark...")
         for number in range(setup.num_iters):
-            for name, contender in contenders.items():
-                self.figures[name].values.append(self.measure(name, contender))
+            for name, implementation in implementations.items():
+                self.figures[name].values.append(self.measure(name, implementation))
             self.say(f"Iter #{number}: {self.figures['together'].values[-1]:.1f} img/sec per rank")
         for training in trainings.values():
             training.close()
         self.report()
 
     def trainings(self) -> dict[str, Training]:
-        """By how the ranks train."""
+        """Return the figures by mode: together, apart and alone."""
         build = self.framework.build
         trainings = {"together": build(self.setup, self.runtime, self.setup.engine)}
         if self.setup.efficiency:
             trainings["apart"] = build(self.setup, self.runtime, "alone")
         return trainings
 
-    def contenders(self, trainings: dict[str, Training]) -> dict[str, Callable[[int], None]]:
-        """What takes turns on this rank, each a function of the number of steps."""
+    def implementations(self, trainings: dict[str, Training]) -> dict[str, Callable[[int], None]]:
+        """Return the runs that take turns on this rank, each a function of the number of steps."""
 
         def steps(training: Training) -> Callable[[int], None]:
             def many(count: int) -> None:
@@ -110,20 +109,20 @@ class _Benchmark:
 
             return many
 
-        contenders = {name: steps(training) for name, training in trainings.items()}
+        implementations = {name: steps(training) for name, training in trainings.items()}
         if self.setup.efficiency:
-            contenders["alone"] = contenders["apart"] if self.runtime.rank == 0 else lambda _: None
-        return contenders
+            implementations["alone"] = implementations["apart"] if self.runtime.rank == 0 else lambda _: None
+        return implementations
 
-    def measure(self, name: str, contender: Callable[[int], None]) -> float:
-        """Images per second of a rank in one iteration, the same on all ranks."""
+    def measure(self, name: str, implementation: Callable[[int], None]) -> float:
+        """Return the images per second of a rank in one iteration, equal on all ranks."""
         comm = self.runtime.comm
         comm.barrier()
         started = time.perf_counter()
-        contender(self.setup.num_batches_per_iter)
+        implementation(self.setup.num_batches_per_iter)
         seconds = time.perf_counter() - started
         images = self.setup.batch_size * self.setup.num_batches_per_iter
-        if name == "apart":  # nobody waits for anybody: the mean of the ranks
+        if name == "apart":  # no rank waits for another, so the mean over ranks counts
             speed = torch.tensor([images / seconds], dtype=torch.float64)
             comm.all_reduce(speed, "avg")
             return float(speed)
@@ -147,7 +146,7 @@ class _Benchmark:
             Path(self.setup.json).write_text(json.dumps(self.result(), indent=1) + "\n")
 
     def result(self) -> dict[str, Any]:
-        """All that was measured, and on what."""
+        """Return the measurements and a description of the machine."""
         ranks, means = self.runtime.size, {name: figures.mean for name, figures in self.figures.items()}
         result: dict[str, Any] = {
             "machine": machine(),
@@ -171,7 +170,7 @@ class _Benchmark:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return a description of the machine."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]

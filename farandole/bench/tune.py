@@ -1,13 +1,12 @@
-"""Measuring the all-reduce algorithms between the hosts of a group: what `farandole tune` does.
+"""Measure the all-reduce algorithms between hosts: the command `farandole tune`.
 
-Under our own launcher it is a module to run, `python -m farandole.bench.tune SETUP`; under another one every rank
-calls `run` itself.
+`farandole launch` starts `python -m farandole.bench.tune SETUP`; under another launcher every rank calls `run`.
 
-One rank of each host takes part, of the first 2, 3, ... hosts, for every number that there is.  The algorithms take
-turns.  A figure is the median over the turns of the mean of calls in a row, by the slowest rank: a call cannot end
-before all have begun it, so that calls in a row need no meeting in between.
+One rank per host takes part, on the first 2, 3, ... hosts.  The algorithms take turns.  A value is the median over turns of the
+mean time of consecutive calls on the slowest rank.  Consecutive calls need no barrier between them, because an all-reduce cannot end
+before all ranks have started it.
 
-Ranks that all share one host stand for hosts: the messages then go through its memory.
+If all ranks share one host, each rank stands for a host, and messages go through its memory.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch.distributed as dist
 
 import farandole
 from farandole import native
-from farandole.bench.collectives_measure import everyones
+from farandole.bench.collectives_measure import values_of_all_ranks
 from farandole.bench.setup import BenchError
 from farandole.bench.training import machine
 from farandole.comm import Options
@@ -45,7 +44,7 @@ TIMEOUT_S = 600.0
 TURNS = 9
 CHANNEL = 16
 """Sets these messages apart from those of collectives."""
-_BYTES_PER_TURN = 4 << 20  # makes fewer calls of large sizes
+_BYTES_PER_TURN = 4 << 20  # limits the number of calls for large sizes
 _MOST_CALLS = 30
 
 Runs = dict[tuple[int, int, str], Callable[[], object]]
@@ -54,7 +53,7 @@ Runs = dict[tuple[int, int, str], Callable[[], object]]
 
 @dataclass(frozen=True)
 class TuneSetup:
-    """Sizes from `min` to `max` bytes, each 4 times the one before; what the link is called; where the table goes."""
+    """Options of `farandole tune`: sizes from `min` to `max` bytes in factors of 4, the name of the link, and the file of the table."""
 
     min: int = 64
     max: int = 16 << 20
@@ -63,7 +62,7 @@ class TuneSetup:
     output: str | None = None
 
     def check(self) -> None:
-        """Raise `BenchError` for what cannot be done."""
+        """Raise BenchError for invalid options."""
         if self.min < 4:
             raise BenchError(f"--min {self.min}: at least 4 bytes, one element")
         if self.max < self.min:
@@ -75,7 +74,7 @@ class TuneSetup:
 
     @property
     def sizes(self) -> list[int]:
-        """In bytes, whole elements."""
+        """Return the sizes in bytes, in whole elements."""
         sizes, size = [], self.min
         while size <= self.max:
             sizes.append(size // 4 * 4)
@@ -83,25 +82,26 @@ class TuneSetup:
         return sizes
 
     def dump(self) -> str:
-        """As JSON."""
+        """Return the setup as JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def load(text: str) -> TuneSetup:
-        """From JSON."""
+        """Return the setup from JSON."""
         return TuneSetup(**json.loads(text))
 
 
 def check_ranks(ranks: int) -> None:
-    """Raise `BenchError` for one rank, or one host."""
+    """Raise BenchError for a single rank or a single host."""
     if ranks < 2:
-        raise BenchError("1 rank has nobody to reduce with; use --ranks 2, or more hosts")
+        raise BenchError("a single rank has no peer to reduce with; use --ranks 2, or more hosts")
 
 
 def run(setup: TuneSetup) -> None:
-    """Measure, as one rank of the job that this process is in; rank 0 reports.
+    """Measure as one rank of this job; rank 0 prints the report.
 
-    `BenchError`, on all ranks, where there is nothing to measure.
+    Raises:
+        BenchError: on all ranks, if the job has nothing to measure.
     """
     with farandole.init(timeout_s=TIMEOUT_S) as runtime:
         _Tuning(setup, runtime).run()
@@ -153,7 +153,7 @@ class _Tuning:
                 print(f'# use it: farandole.comm.Options(table="{self.setup.output}"), on all hosts')
 
     def algorithms(self) -> dict[int, dict[int, dict[str, float]]]:
-        """Seconds of each algorithm, by number of hosts and size, between the first ranks of the first hosts."""
+        """Return the seconds of each algorithm between the first ranks of the first hosts, by number of hosts and size."""
         runs: Runs = {}
         for hosts in range(2, len(self.members) + 1):
             ranks = [members[0] for members in self.members[:hosts]]
@@ -167,7 +167,7 @@ class _Tuning:
         return found
 
     def reduce(self, transport: WireTransport | None, size: int, name: str) -> None:
-        """One all-reduce, where this rank takes part in it."""
+        """Run one all-reduce, if this rank takes part."""
         if transport is None:
             return
         try:
@@ -176,7 +176,7 @@ class _Tuning:
             transport.release()
 
     def leaders(self) -> dict[int, dict[int, float]]:
-        """Seconds of an all-reduce of all ranks, by size and by how many ranks of a host lead."""
+        """Return the seconds of an all-reduce of all ranks, by size and by the number of leaders per host."""
         most = min(len(members) for members in self.members)
         if not self.spans or most < 2:
             return {}
@@ -197,10 +197,9 @@ class _Tuning:
         return found
 
     def take_turns(self, runs: Runs) -> dict[tuple[int, int, str], float]:
-        """Seconds of each: the least of the turns, each by the slowest rank.
+        """Return the seconds of each: the minimum over turns of the slowest rank's time.
 
-        All have had a turn before the next begins, so that what disturbs the machine for a while disturbs one
-        turn of many, not all turns of one.
+        Every run has a turn before the next round, so a temporary disturbance affects one turn of several runs, not all turns of one.
         """
         least = dict.fromkeys(runs, math.inf)
         for turn in range(1 + self.setup.turns):
@@ -210,8 +209,8 @@ class _Tuning:
                 begun = time.perf_counter()
                 for _ in range(calls):
                     run()
-                seconds = float(everyones((time.perf_counter() - begun) / calls, self.comm).max())
-                if turn:  # the first is for warming up
+                seconds = float(values_of_all_ranks((time.perf_counter() - begun) / calls, self.comm).max())
+                if turn:  # the first turn is a warm-up
                     least[key] = min(least[key], seconds)
         return least
 
@@ -221,7 +220,7 @@ class _Tuning:
 
 
 def report(link: Link) -> list[str]:
-    """What was measured beside what the models tell, the fits, and who is fastest."""
+    """Return the report: measured and modelled times, the fitted parameters, and the fastest algorithm."""
     names, table = list(ALL_REDUCE), Table((link,))
     others = len(link.seconds) > 1
     source = "the other numbers of hosts" if others else "all these figures"
@@ -254,7 +253,7 @@ def report(link: Link) -> list[str]:
 
 
 def _typical_error(link: Link, name: str) -> float:
-    """In percent: the median of how far the model is from what was measured."""
+    """Return the median deviation of the model from the measurements, in percent."""
     errors = [
         abs(link.model(name, hosts, size) / times[name] - 1)
         for hosts, sizes in link.seconds.items()

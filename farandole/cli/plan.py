@@ -142,7 +142,7 @@ def plan(
                 "swap": swap or [],
             },
             accelerators=accelerators,
-            anew=measure,
+            remeasure=measure,
         )
         status = _answer(setup, json, picture, steps if check else None)
     except (ConfigError, PlanError, BenchError, LaunchError, OffloadError) as refusal:

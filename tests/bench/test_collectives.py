@@ -194,9 +194,9 @@ def test_sizes():
         ({"backends": ("glo",)}, "--backend glo; nearest: gloo"),
         ({"backends": ("mpi",)}, "--backend mpi: .*; there are farandole, shared, gloo"),
         ({"backends": ("gloo",), "dtype": "int16"}, "gloo has no int16; there are farandole, shared"),
-        ({"backends": ("gloo",), "dtype": "int8", "reduction": "avg"}, "gloo does not average whole numbers"),
+        ({"backends": ("gloo",), "dtype": "int8", "reduction": "avg"}, "gloo does not average integers"),
         ({"dtype": "float31"}, "--dtype float31; nearest: float32"),
-        ({"reduction": "and"}, "--reduction and is for bits of whole numbers: add --dtype int32"),
+        ({"reduction": "and"}, "--reduction and needs an integer type: add --dtype int32"),
         ({"min": 256}, "--max 128 bytes is less than --min 256 bytes"),
         (
             {"min": 4, "max": 4, "operations": ("all_gather",)},
@@ -204,11 +204,17 @@ def test_sizes():
         ),
         ({"iterations": 0}, "--iterations 0: at least 1"),
         ({"warmup": -1}, "--warmup -1: at least 0"),
-        ({"overlap": True, "operations": ("bw",)}, "--overlap with --op bw: it is for all_reduce, "),
-        ({"overlap": True, "operations": ("barrier",)}, "leave --full and --validate to a run without it"),
+        (
+            {"overlap": True, "operations": ("bw",)},
+            "--overlap does not support --op bw; it supports all_reduce, ",
+        ),
+        (
+            {"overlap": True, "operations": ("barrier",)},
+            "--overlap cannot be combined with --full or --validate",
+        ),
         ({"json": "/no/such/x.json"}, "--json /no/such/x.json: there is no folder /no/such"),
-        ({"picture": "x.gif"}, "--picture x.gif: a picture ends in .png, .pdf, .svg"),
-        ({"picture": "x.png", "operations": ("barrier",)}, "which a barrier has not"),
+        ({"picture": "x.gif"}, "--picture x.gif: the name of a picture ends in .png, .pdf, .svg"),
+        ({"picture": "x.png", "operations": ("barrier",)}, "a barrier has no size"),
         ({"max": 1 << 50}, r"--max 1.0 PiB: all_reduce needs .* this host has .*; --max \w+ fits"),
     ],
 )
@@ -219,7 +225,7 @@ def test_what_cannot_be_done_is_refused(change, message):
 
 
 def test_messages_need_two_ranks():
-    with pytest.raises(BenchError, match="--op latency is between two ranks; use --ranks 2"):
+    with pytest.raises(BenchError, match="--op latency runs between two ranks; use --ranks 2"):
         _changed(operations=("latency",)).check(1)
 
 

@@ -109,7 +109,7 @@ def test_half_precision_is_for_fp32_only(ranks):
         ({"num_iters": 0}, "--num-iters 0: at least 1"),
         ({"num_warmup_batches": -1}, "--num-warmup-batches -1: at least 0"),
         ({"image_size": 31}, "--image-size 31: .* at least 32 x 32"),
-        ({"batch_size": 1}, "--batch-size 1 with --image-size 32 .* use 2 images or a larger one"),
+        ({"batch_size": 1}, "--batch-size 1 with --image-size 32 .* use 2 images or larger images"),
         ({"precision": "fp16"}, r"--precision fp16; nearest: bf16 \(there are fp32, bf16\)"),
         ({"engine": "gloo"}, r"--engine gloo; nearest: ddp-gloo \(there are farandole, "),
         ({"json": "/no/such/folder/x.json"}, "there is no folder /no/such/folder"),
@@ -123,9 +123,7 @@ def test_what_cannot_be_done_is_refused(change, message):
 
 def test_horovod_is_refused_where_it_is_missing(monkeypatch):
     monkeypatch.setattr("farandole.bench.torch_training.HOROVOD", "farandole.nowhere.torch")
-    with pytest.raises(
-        BenchError, match="needs farandole.nowhere.torch, .*; there are farandole, ddp, ddp-gloo"
-    ):
+    with pytest.raises(BenchError, match="needs farandole.nowhere.torch, .*; use farandole, ddp, ddp-gloo"):
         PyTorch().check(TrainingSetup(**{**vars(TINY), "engine": "horovod"}))
 
 

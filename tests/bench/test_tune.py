@@ -36,11 +36,11 @@ def test_a_table_is_made_and_can_be_used(ranks, tmp_path):
 
 
 def _alone(rank: int, size: int) -> None:
-    with pytest.raises(BenchError, match="1 rank has nobody to reduce with; use --ranks 2"):
+    with pytest.raises(BenchError, match="a single rank has no peer to reduce with; use --ranks 2"):
         run(TuneSetup(**QUICK))
 
 
-def test_one_rank_has_nobody(ranks):
+def test_one_rank_has_no_peer(ranks):
     ranks(1).run(_alone)
 
 
@@ -72,7 +72,7 @@ def test_one_rank_is_refused_before_it_starts():
     assert result.exit_code == 2
     assert (
         result.output.strip()
-        == "farandole tune: 1 rank has nobody to reduce with; use --ranks 2, or more hosts"
+        == "farandole tune: a single rank has no peer to reduce with; use --ranks 2, or more hosts"
     )
 
 

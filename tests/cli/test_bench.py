@@ -25,7 +25,7 @@ def test_help_teaches():
     [
         (("--model", "resnt50"), "nearest: resnet50"),
         (("--batch-size", "0"), "--batch-size 0: at least 1"),
-        (("--framework", "mxnet"), "--framework mxnet is not supported; there are pytorch and tensorflow"),
+        (("--framework", "mxnet"), "--framework mxnet is not supported; use pytorch or tensorflow"),
     ],
 )
 def test_bad_input_is_refused_before_a_rank_starts(arguments, message):

@@ -21,7 +21,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that need not be measured."""
     flops = {"fp32": 5e10, "bf16": 1e11, "fp16": 5e10}
     found = Speeds(flops, 3e9, 5e9, process=225 * MIB, libraries=110 * MIB)
-    monkeypatch.setattr(planning, "speeds", lambda ranks, anew: found)
+    monkeypatch.setattr(planning, "speeds", lambda ranks, remeasure: found)
 
 
 def _plan(*words: str) -> Result:
@@ -37,15 +37,15 @@ def test_help_teaches() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--recompute", "blok"), "--recompute blok is not known; nearest: block"),
-        (("--precision", "fp8"), "--precision fp8 is not known; one of fp32, bf16, fp16"),
-        (("--zero", "4"), "--zero 4 is not known; one of 0, 1, 2, 3"),
+        (("--recompute", "blok"), "--recompute blok is unknown; nearest: block"),
+        (("--precision", "fp8"), "--precision fp8 is unknown; one of fp32, bf16, fp16"),
+        (("--zero", "4"), "--zero 4 is unknown; one of 0, 1, 2, 3"),
         (("--offload", "disc:/x"), "offload='disc:/x': 'none', 'host' or 'disk:FOLDER'"),
         (("--memory", "lots"), "--memory 'lots' is not a number above 0, as in 512M, 16GiB or 1.5G"),
         (("tinny",), "tinny is neither a preset nor a file; did you mean tiny?"),
         (("tiny", "batch=7"), "batch=7 cannot be shared equally by 2 ranks"),
-        (("tiny", "--hosts", "2"), "--bandwidth of the link between hosts is given"),
-        (("tiny", "--accelerators"), "give --memory, --flops and --bandwidth"),
+        (("tiny", "--hosts", "2"), "of the link between hosts"),
+        (("tiny", "--accelerators"), "needs --memory, --flops and --bandwidth"),
         (("tiny", "--picure", "x.png"), "there is no option --picure; nearest: --picture"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The seam between the benchmark of collectives and the libraries that it measures; and those of torch."""
+"""The interface through which the benchmark calls each library, and its implementations for `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -19,78 +19,78 @@ Wait = Callable[[], Any]
 """Blocks until what was begun is complete."""
 
 
-class Contender(Protocol):
-    """One library, or one way to use it."""
+class Implementation(Protocol):
+    """An implementation under test: a library, or one way to use it."""
 
     name: str
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """A buffer; called by all ranks."""
+        """Allocate a buffer; a collective call."""
 
     def call(self, operation: Operation, reduction: str, input: Tensor, output: Tensor) -> Callable[[], Any]:
-        """A function that makes the collective and returns when this rank may go on."""
+        """Return a function that runs the collective and returns when this rank may continue."""
 
     def begin(
         self, operation: Operation, reduction: str, input: Tensor, output: Tensor
     ) -> Callable[[], Wait]:
-        """A function that only begins the collective."""
+        """Return a function that starts the collective and returns its work handle."""
 
     def send(self, tensor: Tensor, peer: int) -> Any:
-        """Send a message; returns when the tensor may be changed."""
+        """Send a message; return when the tensor may be changed."""
 
     def receive(self, tensor: Tensor, peer: int) -> Any:
         """Receive a message."""
 
     def begin_send(self, tensor: Tensor, peer: int) -> Wait:
-        """Begin to send."""
+        """Start a non-blocking send."""
 
     def begin_receive(self, tensor: Tensor, peer: int) -> Wait:
-        """Begin to receive."""
+        """Start a non-blocking receive."""
 
 
 class Torch:
-    """A process group of `torch.distributed`, with CPU tensors."""
+    """A process group of `torch.distributed` with CPU tensors."""
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
         self.name = name
         self._group = group
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Ordinary memory."""
+        """Allocate ordinary memory."""
         return torch.empty(count, dtype=dtype)
 
     def call(self, operation: Operation, reduction: str, input: Tensor, output: Tensor) -> Callable[[], Any]:
-        """Torch's function, called as a program calls it."""
+        """Return a call of torch's public function."""
         return self._of_torch(operation, reduction, input, output)
 
     def begin(
         self, operation: Operation, reduction: str, input: Tensor, output: Tensor
     ) -> Callable[[], Wait]:
-        """The same with `async_op=True`."""
+        """Return the same call with `async_op=True`."""
         call = partial(self._of_torch(operation, reduction, input, output), async_op=True)
         return lambda: call().wait
 
     def send(self, tensor: Tensor, peer: int) -> Any:
-        """Blocking."""
+        """Run the blocking call."""
         return dist.send(tensor, group=self._group, group_dst=peer)
 
     def receive(self, tensor: Tensor, peer: int) -> Any:
-        """Blocking."""
+        """Run the blocking call."""
         return dist.recv(tensor, group=self._group, group_src=peer)
 
     def begin_send(self, tensor: Tensor, peer: int) -> Wait:
-        """Not blocking."""
+        """Start the non-blocking call."""
         return _waiting(dist.isend(tensor, group=self._group, group_dst=peer))
 
     def begin_receive(self, tensor: Tensor, peer: int) -> Wait:
-        """Not blocking."""
+        """Start the non-blocking call."""
         return _waiting(dist.irecv(tensor, group=self._group, group_src=peer))
 
     def _of_torch(
         self, operation: Operation, reduction: str, input: Tensor, output: Tensor
     ) -> Callable[..., Any]:
         ranks, is_root = self._group.size(), self._group.rank() == ROOT
-        # torch 2.13 has renamed two functions, and warns of the earlier names
+        # torch 2.13 renamed two functions and warns about the old names
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         op = REDUCE_OPS[reduction]
@@ -113,37 +113,37 @@ class Torch:
 
 
 class Shared(Torch):
-    """Our backend, with buffers that all ranks of a host share."""
+    """The backend farandole with buffers in shared memory."""
 
     def __init__(self, name: str, comm: Communicator) -> None:
         super().__init__(name, comm.group)
         self._comm = comm
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Memory of all ranks."""
+        """Allocate shared memory."""
         return self._comm.empty(count, dtype=dtype)
 
 
 class Nccl(Torch):
-    """NCCL, with tensors on this rank's accelerator; a call is over when the accelerator has done it."""
+    """NCCL with tensors on this rank's accelerator; a call ends when the accelerator has finished it."""
 
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(name, group)
         self._device = device
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the accelerator."""
+        """Allocate memory of the accelerator."""
         return torch.empty(count, dtype=dtype, device=self._device)
 
     def call(self, operation: Operation, reduction: str, input: Tensor, output: Tensor) -> Callable[[], Any]:
-        """Torch's function, and the wait for the accelerator."""
+        """Return torch's function followed by a synchronization of the accelerator."""
         call = super().call(operation, reduction, input, output)
         return lambda: self._after(call())
 
     def begin(
         self, operation: Operation, reduction: str, input: Tensor, output: Tensor
     ) -> Callable[[], Wait]:
-        """Enqueue it."""
+        """Enqueue the operation."""
         call = super().call(operation, reduction, input, output)
 
         def begin() -> Wait:
@@ -153,39 +153,39 @@ class Nccl(Torch):
         return begin
 
     def send(self, tensor: Tensor, peer: int) -> Any:
-        """Until it is sent."""
+        """Send, and synchronize the accelerator."""
         self._after(super().send(tensor, peer))
 
     def receive(self, tensor: Tensor, peer: int) -> Any:
-        """Until it is there."""
+        """Receive, and synchronize the accelerator."""
         self._after(super().receive(tensor, peer))
 
     def begin_send(self, tensor: Tensor, peer: int) -> Wait:
-        """Enqueue it."""
+        """Enqueue the operation."""
         return partial(self._after, super().begin_send(tensor, peer))
 
     def begin_receive(self, tensor: Tensor, peer: int) -> Wait:
-        """Enqueue it."""
+        """Enqueue the operation."""
         return partial(self._after, super().begin_receive(tensor, peer))
 
     def _after(self, _: Any = None) -> None:
         torch.cuda.synchronize(self._device)
 
 
-def make_contenders(names: tuple[str, ...], runtime: Runtime) -> list[Contender]:
-    """One of each name, in this order; called by all ranks."""
+def make_implementations(names: tuple[str, ...], runtime: Runtime) -> list[Implementation]:
+    """Return an implementation for each name, in order; a collective call."""
     comm = runtime.comm
 
-    def over_mpi() -> Contender:
+    def over_mpi() -> Implementation:
         from farandole.bench.collectives_mpi import Mpi
 
         return Mpi("mpi", comm.rank, comm.size)
 
-    makers: dict[str, Callable[[], Contender]] = {
+    makers: dict[str, Callable[[], Implementation]] = {
         "farandole": lambda: Torch("farandole", comm.group),
         "shared": lambda: Shared("shared", comm),
         "gloo": lambda: Torch("gloo", dist.new_group(backend="gloo")),
-        # before "mpi": it asks MPI for the threads that it needs
+        # before "mpi", because this backend requests the thread level that it needs from MPI
         "farandole-mpi": lambda: Torch("farandole-mpi", dist.new_group(backend="farandole-mpi")),
         "mpi": over_mpi,
         "nccl": lambda: Nccl("nccl", dist.new_group(backend="nccl"), runtime.device),
@@ -195,5 +195,5 @@ def make_contenders(names: tuple[str, ...], runtime: Runtime) -> list[Contender]
 
 
 def _waiting(work: dist.Work | None) -> Wait:
-    assert work is not None  # None is for ranks outside of the group
+    assert work is not None  # None for ranks outside the group
     return work.wait
