@@ -1,4 +1,4 @@
-"""Handwritten digits with Horovod: a script as Horovod's users write it, which farandole runs unchanged.
+"""Train on handwritten digits with Horovod: an ordinary Horovod script, which farandole runs unchanged.
 
     farandole launch -n 2 -m farandole.horovod.shim labs/horovod_digits.py
     torchrun --nproc-per-node 2 -m farandole.horovod.shim labs/horovod_digits.py
@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 class Net(nn.Module):
-    """Two convolutions with batch normalization over all ranks, and two dense layers."""
+    """Two convolutions, batch normalization over all ranks, and two dense layers."""
 
     def __init__(self):
         super().__init__()
@@ -37,12 +37,12 @@ class Net(nn.Module):
         self.classify = nn.Sequential(nn.Linear(64 * 4 * 4, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def forward(self, images):
-        """Logits of each digit."""
+        """Map images (N, 1, 8, 8) to logits (N, 10)."""
         return self.classify(self.features(images).flatten(1))
 
 
 def digits():
-    """Training and test set: images (N, 1, 8, 8) from 0 to 1, and labels."""
+    """Return the training and test sets: images (N, 1, 8, 8) from 0 to 1, and labels."""
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(found.target)
@@ -51,12 +51,12 @@ def digits():
 
 
 def average(value, name):
-    """The mean of a number over the ranks."""
+    """Return the mean of a number over all ranks."""
     return hvd.allreduce(torch.tensor(float(value)), name=name).item()
 
 
 def train(args, model, optimizer, loader, epoch):
-    """One epoch; the learning rate warms up during the first, as larger batches need it."""
+    """Train for one epoch; return the last loss, averaged over ranks.  The learning rate warms up at the start."""
     model.train()
     for index, (images, labels) in enumerate(loader):
         progress = epoch + (index + 1) / len(loader)
@@ -71,21 +71,21 @@ def train(args, model, optimizer, loader, epoch):
 
 @torch.no_grad()
 def evaluate(model, loader):
-    """Accuracy on the test set, of which each rank sees its part."""
+    """Return the accuracy on the test set, which is divided among the ranks."""
     model.eval()
-    right = torch.zeros(2)
+    correct = torch.zeros(2)
     for images, labels in loader:
-        right += torch.tensor([(model(images).argmax(1) == labels).sum(), len(labels)])
-    right = hvd.allreduce(right, name="accuracy", op=hvd.Sum)
-    return (right[0] / right[1]).item()
+        correct += torch.tensor([(model(images).argmax(1) == labels).sum(), len(labels)])
+    correct = hvd.allreduce(correct, name="accuracy", op=hvd.Sum)
+    return (correct[0] / correct[1]).item()
 
 
 def main():
-    """Train, and print what rank 0 sees."""
+    """Train and print loss and accuracy of each epoch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
-    parser.add_argument("--lr", type=float, default=0.05, help="of one rank")
+    parser.add_argument("--batch-size", type=int, default=32, help="batch size per rank")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate per rank")
     parser.add_argument("--warmup-epochs", type=float, default=1.0)
     parser.add_argument("--fp16-allreduce", action="store_true")
     parser.add_argument("--use-adasum", action="store_true")

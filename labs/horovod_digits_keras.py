@@ -1,4 +1,4 @@
-"""Handwritten digits with Horovod and Keras: a script as Horovod's users write it, which farandole runs unchanged.
+"""Train on handwritten digits with Horovod and Keras: an ordinary Horovod script, which farandole runs unchanged.
 
     farandole launch -n 2 -m farandole.horovod.shim labs/horovod_digits_keras.py
     mpirun -n 2 python -m farandole.horovod.shim labs/horovod_digits_keras.py --fp16-allreduce
@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 
 
 def digits():
-    """Training and test set: images (N, 8, 8, 1) from 0 to 1, and labels."""
+    """Return the training and test sets: images (N, 8, 8, 1) from 0 to 1, and labels."""
     found = load_digits()
     images = found.images[..., None].astype(np.float32) / 16
     test = np.arange(len(images)) % 5 == 0
@@ -26,7 +26,7 @@ def digits():
 
 
 def network():
-    """Two convolutions with batch normalization over all ranks, and two dense layers; logits of each digit."""
+    """Return a network of two convolutions, batch normalization over all ranks, and two dense layers."""
     return keras.Sequential(
         [
             keras.Input((8, 8, 1)),
@@ -43,11 +43,11 @@ def network():
 
 
 def main():
-    """Train, and print what rank 0 sees."""
+    """Train and print the test accuracy."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
-    parser.add_argument("--lr", type=float, default=0.05, help="of one rank")
+    parser.add_argument("--batch-size", type=int, default=32, help="batch size per rank")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate per rank")
     parser.add_argument("--warmup-epochs", type=int, default=1)
     parser.add_argument("--fp16-allreduce", action="store_true")
     args = parser.parse_args()
@@ -55,7 +55,7 @@ def main():
     hvd.init()
     keras.utils.set_random_seed(42 + hvd.rank())
     (images, labels), test = digits()
-    # each rank has its part of the images, in equally many batches
+    # each rank trains on its part of the images, with the same number of batches
     steps = len(images) // hvd.size() // args.batch_size
     part = slice(hvd.rank(), steps * args.batch_size * hvd.size(), hvd.size())
 
@@ -79,11 +79,11 @@ def main():
 
     mine = [part[hvd.rank() :: hvd.size()] for part in test]
     predicted = model.predict(mine[0], verbose=0).argmax(1)
-    right = hvd.allreduce(
-        tf.constant([np.sum(predicted == mine[1]), len(predicted)]), name="right", op=hvd.Sum
+    correct = hvd.allreduce(
+        tf.constant([np.sum(predicted == mine[1]), len(predicted)]), name="correct", op=hvd.Sum
     )
     if hvd.rank() == 0:
-        print(f"test accuracy {int(right[0]) / int(right[1]):.4f}", flush=True)
+        print(f"test accuracy {int(correct[0]) / int(correct[1]):.4f}", flush=True)
 
 
 if __name__ == "__main__":

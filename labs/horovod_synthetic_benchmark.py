@@ -1,10 +1,10 @@
-"""Images per second on synthetic data: the benchmark of Horovod's tutorials, as its users write it.
+"""Measure images per second on synthetic data: the benchmark of Horovod's tutorials.
 
     farandole launch -n 2 -m farandole.horovod.shim labs/horovod_synthetic_benchmark.py
     torchrun --nproc-per-node 2 -m farandole.horovod.shim labs/horovod_synthetic_benchmark.py --model resnet18
     mpirun -n 2 python -m farandole.horovod.shim labs/horovod_synthetic_benchmark.py --fp16-allreduce
 
-The networks are the package's; any other module would do.  `farandole bench training` has the same with more engines.
+The networks are farandole's; any module works.  `farandole bench training` runs this benchmark with more engines.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from farandole.models.resnet import build_resnet, resnet_config
 
 
 def arguments():
-    """What the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="resnet50", help="resnet18, resnet34, resnet50, ...")
-    parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
+    parser.add_argument("--batch-size", type=int, default=32, help="batch size per rank")
     parser.add_argument("--image-size", type=int, default=224, help="in pixels")
     parser.add_argument("--num-warmup-batches", type=int, default=10)
     parser.add_argument("--num-batches-per-iter", type=int, default=10)
@@ -34,14 +34,14 @@ def arguments():
     return parser.parse_args()
 
 
-def say(text):
-    """Print it once."""
+def log(text):
+    """Print `text` on rank 0."""
     if hvd.rank() == 0:
         print(text, flush=True)
 
 
 def main():
-    """Train on one random batch, over and over, and say how fast."""
+    """Train repeatedly on one random batch, and print the speed."""
     args = arguments()
     hvd.init()
     torch.manual_seed(hvd.rank())
@@ -64,21 +64,21 @@ def main():
             F.cross_entropy(model(images), labels).backward()
             optimizer.step()
 
-    say(f"Model: {args.model}")
-    say(f"Batch size: {args.batch_size}")
-    say(f"Number of ranks: {hvd.size()}")
-    say("Running warmup...")
+    log(f"Model: {args.model}")
+    log(f"Batch size: {args.batch_size}")
+    log(f"Number of ranks: {hvd.size()}")
+    log("Running warmup...")
     train(args.num_warmup_batches)
-    say("Running benchmark...")
+    log("Running benchmark...")
     rates = []
     for number in range(args.num_iters):
         began = time.perf_counter()
         train(args.num_batches_per_iter)
         rates.append(args.batch_size * args.num_batches_per_iter / (time.perf_counter() - began))
-        say(f"Iter #{number}: {rates[-1]:.1f} img/sec per rank")
+        log(f"Iter #{number}: {rates[-1]:.1f} img/sec per rank")
     mean, spread = statistics.fmean(rates), 1.96 * statistics.pstdev(rates)
-    say(f"Img/sec per rank: {mean:.1f} +-{spread:.1f}")
-    say(f"Total img/sec on {hvd.size()} rank(s): {hvd.size() * mean:.1f} +-{hvd.size() * spread:.1f}")
+    log(f"Img/sec per rank: {mean:.1f} +-{spread:.1f}")
+    log(f"Total img/sec on {hvd.size()} rank(s): {hvd.size() * mean:.1f} +-{hvd.size() * spread:.1f}")
 
 
 if __name__ == "__main__":

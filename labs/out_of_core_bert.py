@@ -1,14 +1,14 @@
-"""BERT with 2.5 billion parameters, trained where it does not fit: on a device of 12 GiB for each rank.
+"""Train BERT with 2.5 billion parameters out of core, with 12 GiB of device memory per rank.
 
     farandole launch --ranks 2 labs/out_of_core_bert.py --device-memory 12GiB
     farandole launch --ranks 2 labs/out_of_core_bert.py --device-memory 12GiB --zero 3 --precision bf16 \\
         --recompute block --offload disk:/var/tmp
 
-The first one stops, with the parameter for which there was no memory, and with plans that fit.  The second one trains:
-ranks divide weights and gradients, activations are recomputed, and what AdamW keeps lies on the disk.
+The first command stops.  It prints the parameter for which memory ran out, and plans that fit.  The second command
+trains: ranks divide weights and gradients, activations are recomputed, and AdamW's states are on the disk.
 
-The model has 192 layers of width 1024 and restores masked tokens of real text, by default the sources of Python's
-standard library.  No process holds the model as a whole: it is made block by block.  See docs/tutorials/out-of-core.md.
+The model has 192 layers of width 1024 and restores masked tokens of text, by default Python's standard library.  No
+process holds the whole model, because it is initialized block by block.  See docs/tutorials/out-of-core.md.
 """
 
 from __future__ import annotations
@@ -54,9 +54,14 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Iteration:
-    """What one iteration was: the mean loss in nats per masked token, and what it took of this rank.
+    """The result of one iteration on this rank.
 
-    Seconds of the forward and backward passes and of the update, tracked bytes, and a note of the resident ones.
+    Args:
+        loss: the mean in nats per masked token, over all ranks.
+        passes_s: seconds of the forward and backward passes.
+        update_s: seconds of the update.
+        tracked: bytes in use according to `DeviceMemory`.
+        resident: text with the resident memory of the process.
     """
 
     loss: float
@@ -67,9 +72,9 @@ class Iteration:
 
 
 def main() -> None:
-    """Train, or say what would fit."""
+    """Train, or print plans that fit."""
     options = read_options()
-    map_blocks_from(1 << 20)  # masters that have moved to the disk leave no gaps in the heap
+    map_blocks_from(1 << 20)  # master weights that move to the disk then leave no gaps in the heap
     with farandole.init() as runtime:
         try:
             train(options, runtime)
@@ -82,14 +87,14 @@ def main() -> None:
 
 
 def train(options: argparse.Namespace, runtime: farandole.Runtime) -> list[Iteration]:
-    """All iterations as one rank; rank 0 prints them.  Raises `OutOfDeviceMemory`."""
+    """Run all iterations as one rank; rank 0 prints them.  Raises `OutOfDeviceMemory`."""
     config = config_of(options)
     plan = Plan(
         zero=options.zero, precision=options.precision, recompute=options.recompute, offload=options.offload
     )
     log = Log(Path(options.log) if options.log else None, active=runtime.rank == 0)
     batches = masked_batches(options)
-    introduce(log, options, config, plan, runtime)
+    log_header(log, options, config, plan, runtime)
     bandwidth = None
     if plan.offload_folder is not None and runtime.rank == 0:
         bandwidth = measure_bandwidth(plan.offload_folder)
@@ -105,7 +110,7 @@ def train(options: argparse.Namespace, runtime: farandole.Runtime) -> list[Itera
             torch.set_default_device(None)
         optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), lr=options.rate))
         log(f"made in {time.perf_counter() - started:.1f} s; {memory_line(memory)}")
-        keep_freed_memory()  # from here on what is freed is wanted again in the next step
+        keep_freed_memory()  # the next step reuses freed memory
         for update in engine.offloaded:
             log(offload_line(update.state.budget(bandwidth), runtime.size))
         results = []
@@ -129,7 +134,7 @@ def iterate(
     batch: int,
     runtime: farandole.Runtime,
 ) -> Iteration:
-    """One step of all ranks, of `batch` samples each."""
+    """Run one step of all ranks with `batch` samples each."""
     assert isinstance(model, nn.Sequential)
     started = time.perf_counter()
     inputs, targets = (
@@ -139,7 +144,7 @@ def iterate(
     loss, count = masked_token_loss(model[-1], model[:-1](inputs), targets)
     totals = torch.tensor([loss.item(), count], dtype=torch.float64, device=runtime.device)
     runtime.comm.all_reduce(totals)
-    # the engine averages gradients over ranks: this makes them those of the mean over all ranks' masked tokens
+    # the engine averages gradients over ranks: this factor gives the mean over the masked tokens of all ranks
     engine.backward(loss * (runtime.size / totals[1].item()))
     passed = time.perf_counter()
     engine.clip(1.0)
@@ -151,12 +156,12 @@ def iterate(
 
 
 def fill_block(name: str, block: nn.Module) -> None:
-    """The weights of one block, as `build_bert(config, SEED)` draws them."""
+    """Initialize one block as `build_bert(config, SEED)` does."""
     initialise(block, block_generator(SEED, int(name)))
 
 
 def config_of(options: argparse.Namespace) -> BERTConfig:
-    """The network: that of `bert-2.5b`, unless the options change it."""
+    """Return the configuration `bert-2.5b`, changed by the options."""
     return bert_config(
         "bert-2.5b",
         layers=options.layers,
@@ -168,7 +173,7 @@ def config_of(options: argparse.Namespace) -> BERTConfig:
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
-    """What the planner is asked about: logits at every token, where masked ones only need them, so a little too much."""
+    """Return the planner's workload.  It overestimates slightly: logits at every token instead of masked ones only."""
     with torch.device("meta"):
         model = build_bert(config_of(options))
     tokens = torch.zeros(options.batch, options.context, dtype=torch.int64)
@@ -178,7 +183,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
 
 
 def device_of(options: argparse.Namespace, runtime: farandole.Runtime) -> Machine:
-    """A device on which tensors alone are counted, with a disk as large and fast as need be."""
+    """Return a machine that counts only tensors, as `DeviceMemory` does, with an arbitrary disk."""
     return Machine(
         memory=options.device_memory or sys.maxsize,
         disk=Bandwidth(1e9, 1e9, "any"),
@@ -190,12 +195,12 @@ def device_of(options: argparse.Namespace, runtime: farandole.Runtime) -> Machin
 
 
 def predicted(options: argparse.Namespace, plan: Plan, runtime: farandole.Runtime) -> Estimate:
-    """What the plan of the options needs of a rank."""
+    """Estimate the memory of a rank under `plan`."""
     return estimate_workload(workload_of(options), plan, runtime.size, device_of(options, runtime))
 
 
 def masked_batches(options: argparse.Namespace) -> MaskedBatches:
-    """Windows of the text with masked tokens; the text is tokenized once and kept in the cache."""
+    """Return masked windows of the text, which is tokenized once and cached."""
     text = prepare_text(
         options.text,
         vocabulary=options.vocabulary,
@@ -207,7 +212,7 @@ def masked_batches(options: argparse.Namespace) -> MaskedBatches:
 
 
 class Log:
-    """Lines for the screen and, if it is given, a file, which is made anew."""
+    """Prints lines, and writes them to a new file at `path` if given."""
 
     def __init__(self, path: Path | None, *, active: bool) -> None:
         self._path, self._active = path, active
@@ -215,7 +220,7 @@ class Log:
             path.write_text("")
 
     def __call__(self, line: str) -> None:
-        """Write a line, on rank 0."""
+        """Log a line on rank 0."""
         if not self._active:
             return
         print(line, flush=True)
@@ -224,10 +229,10 @@ class Log:
                 file.write(line + "\n")
 
 
-def introduce(
+def log_header(
     log: Log, options: argparse.Namespace, config: BERTConfig, plan: Plan, runtime: farandole.Runtime
 ) -> None:
-    """What is going to be trained, how, and what it is predicted to keep."""
+    """Log the model, the plan and the predicted memory."""
     limit = "no limit" if options.device_memory is None else size(options.device_memory)
     log(
         f"BERT of {config.layers} layers, width {config.width}: {config.parameters:,} parameters; "
@@ -236,25 +241,25 @@ def introduce(
     log(
         f"plan: zero={plan.zero} precision={plan.precision} recompute={plan.recompute} offload={plan.offload}"
     )
-    need = predicted(options, plan, runtime)  # takes seconds: on all ranks, so that none waits
+    need = predicted(options, plan, runtime)  # takes seconds; computed on all ranks, so that no rank waits
     parts = ", ".join(f"{name} {size(count)}" for name, count in need.parts.items() if count > 0)
     log(f"predicted for each rank: {size(need.peak)}; in a step {parts}")
 
 
 def offload_line(mine: Budget, ranks: int) -> str:
-    """What each step reads and writes where masters and states are offloaded to, all ranks together."""
+    """Return a line with the bytes that all ranks together offload per step."""
     return f"offloaded: {Budget(mine.read_bytes * ranks, mine.written_bytes * ranks, mine.bandwidth)}"
 
 
 def memory_line(memory: DeviceMemory) -> str:
-    """What this rank has in use, by kind, the most it had, and what the system counts."""
+    """Return a line with this rank's memory in use by kind, its peak, and the resident memory."""
     return f"in use: {size(memory.total)} ({by_kind(memory.in_use)}), at most {size(memory.peak)} so far{resident_note()}"
 
 
 def iteration_line(
     number: int, options: argparse.Namespace, result: Iteration, runtime: farandole.Runtime
 ) -> str:
-    """One line of the log."""
+    """Return the log line of an iteration."""
     seconds = result.passes_s + result.update_s
     speed = options.batch * runtime.size / seconds
     return (
@@ -267,7 +272,7 @@ def iteration_line(
 def summary(
     results: list[Iteration], options: argparse.Namespace, memory: DeviceMemory, runtime: farandole.Runtime
 ) -> str:
-    """The last line.  All ranks call it together."""
+    """Return the last log line; a collective call."""
     peaks: list[int] = [0] * runtime.size
     dist.all_gather_object(peaks, memory.peak)
     seconds = sum(result.passes_s + result.update_s for result in results)
@@ -283,10 +288,7 @@ def summary(
 
 
 def resident_note() -> str:
-    """Memory of this process as Linux counts it: private pages, and its share of those that processes have in common.
-
-    It is `Pss` of proc(5); nothing is said elsewhere.
-    """
+    """Return the resident memory with this process's share of shared pages (`Pss` of proc(5)); "" if not on Linux."""
     try:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -296,22 +298,24 @@ def resident_note() -> str:
 
 
 def bytes_of(text: str) -> int:
-    """`12GiB`, `512MiB`, `1000000`."""
+    """Parse `12GiB`, `512MiB` or `1000000`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])iB)?", text.strip())
     if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory, as in 12GiB or 512MiB")
+        raise argparse.ArgumentTypeError(
+            f"expected an amount of memory such as 12GiB or 512MiB, got {text!r}"
+        )
     return max(1, int(float(match[1]) * 1024 ** " KMGT".index(match[2] or " ")))
 
 
 def at_least_one(text: str) -> int:
-    """A whole number of something that there must be."""
+    """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
     return int(text)
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -320,43 +324,43 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
         "--device-memory",
         type=bytes_of,
         metavar="SIZE",
-        help="of each rank, enforced: 12GiB (default: no limit)",
+        help="memory limit per rank, such as 12GiB (default: no limit)",
     )
-    add("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="what ranks divide (default 0: nothing)")
-    add("--precision", choices=("fp32", "bf16"), default="fp32", help="of the weights (default fp32)")
+    add("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO stage (default 0)")
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="type of the weights (default fp32)")
     add(
         "--recompute",
         choices=("none", "block", "selective"),
         default="none",
-        help="activations (default none)",
+        help="activations to recompute (default none)",
     )
     add(
         "--offload",
         default="none",
         metavar="WHERE",
-        help="of AdamW: none, host or disk:FOLDER (default none)",
+        help="where to keep AdamW's states: none, host or disk:FOLDER (default none)",
     )
-    add("--iterations", type=at_least_one, default=10, help="(default 10)")
-    add("--batch", type=at_least_one, default=1, help="samples of each rank in an iteration (default 1)")
-    add("--context", type=at_least_one, default=128, help="tokens of a sample (default 128)")
+    add("--iterations", type=at_least_one, default=10, help="number of steps (default 10)")
+    add("--batch", type=at_least_one, default=1, help="samples per rank and iteration (default 1)")
+    add("--context", type=at_least_one, default=128, help="tokens per sample (default 128)")
     add("--rate", type=float, default=2e-5, help="learning rate (default 2e-5)")
-    add("--layers", type=at_least_one, default=192, help="(default 192)")
-    add("--width", type=at_least_one, default=1024, help="(default 1024)")
-    add("--heads", type=at_least_one, default=16, help="(default 16)")
-    add("--vocabulary", type=at_least_one, default=30522, help="(default 30522)")
+    add("--layers", type=at_least_one, default=192, help="number of layers (default 192)")
+    add("--width", type=at_least_one, default=1024, help="width of the hidden states (default 1024)")
+    add("--heads", type=at_least_one, default=16, help="attention heads (default 16)")
+    add("--vocabulary", type=at_least_one, default=30522, help="tokens of the tokenizer (default 30522)")
     add(
         "--text",
         default="stdlib",
         metavar="PATH",
-        help="a file or folder of text (default: Python's sources)",
+        help="a file or folder of text (default: Python's standard library)",
     )
     add(
         "--cache",
         type=Path,
         metavar="FOLDER",
-        help="where the tokenized text is kept (default: the user's cache)",
+        help="folder for tokenized text (default: the user's cache)",
     )
-    add("--log", metavar="FILE", help="also write the lines there")
+    add("--log", metavar="FILE", help="also write the output to this file")
     return parser.parse_args(arguments)
 
 

@@ -1,12 +1,11 @@
-"""Handwritten digits through parameter servers: synchronous, asynchronous, and with bounded staleness.
+"""Train on handwritten digits with parameter servers: synchronous, asynchronous, and with bounded staleness.
 
-    farandole launch --ranks 4 labs/parameter_server_digits.py            rank 0 serves, three ranks train
+    farandole launch --ranks 4 labs/parameter_server_digits.py            one server (rank 0), three workers
     farandole launch --ranks 4 labs/parameter_server_digits.py --modes ssp --staleness 2 --straggler 30
 
-Trains a small network on scikit-learn's 1797 digits of 8 x 8 pixels (pip install scikit-learn), in one mode
-after the other.  With `--straggler MS` the last worker takes that many milliseconds longer for every batch, as
-one on a slower or busier machine would.  Prints, for every mode, the accuracy on digits that were not trained
-on, and how many epochs all workers together got through per second.
+The lab trains a small network on scikit-learn's 1797 digits of 8 x 8 pixels (pip install scikit-learn), in one mode
+after the other.  With `--straggler MS` the last worker takes MS milliseconds longer per batch, as on a slower
+machine.  For every mode the lab prints the test accuracy, and the epochs per second of all workers together.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Train in each of the modes, as one rank; the first worker reports."""
+    """Train in each mode as one rank.  The first worker prints the results."""
     options = read_options()
     torch.set_num_threads(1)
     digits = load_digits()
@@ -46,9 +45,11 @@ def main() -> None:
             report = train(roles, name, options, digits, curve)
             if report is not None and runtime.rank == 0:
                 staleness = (
-                    f"staleness {np.mean(report.staleness):.1f} on average, {max(report.staleness)} at most"
+                    f"staleness {np.mean(report.staleness):.1f} on average, {max(report.staleness)} maximum"
                 )
-                print(f"{name}, server: {report.updates} updates, {staleness}, most lead {report.most_lead}")
+                print(
+                    f"{name}, server: {report.updates} updates, {staleness}, maximum lead {report.most_lead}"
+                )
             if runtime.rank == roles.workers[0]:
                 curves[name] = curve.points
                 print(f"{name}: {curve.summary()}", flush=True)
@@ -59,44 +60,44 @@ def main() -> None:
 def train(
     roles: ParameterServer, name: str, options: argparse.Namespace, digits: Digits, curve: Curve
 ) -> Report | None:
-    """Train in one mode; the first worker draws the curve, a server returns its report."""
+    """Train in one mode.  The first worker records `curve`; a server returns its report."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     bound = {"staleness": options.staleness} if name == "ssp" else {}
-    # an update of sync mode is of a batch of every worker, one of the others of a batch of one
+    # an update uses one batch of every worker in sync mode, and one batch of one worker in other modes
     images_per_update = options.batch * (len(roles.workers) if name == "sync" else 1)
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=options.rate)
 
-    def look() -> None:
+    def record() -> None:
         if session.worker == 0:
-            curve.look(model, session.version * images_per_update)
+            curve.record(model, session.version * images_per_update)
 
     with roles.session(model, optimizer, **MODES[name], **bound) as session:
         if session.is_worker:
             assert session.worker is not None
             slow = options.straggler if session.worker == session.workers - 1 else 0.0
             mine = torch.arange(session.worker, len(digits.labels), session.workers)
-            session.pull()  # every worker is there, and has the first parameters
+            session.pull()  # all workers have started, and have the initial parameters
             curve.start()
             for epoch in range(options.epochs):
-                look()
+                record()
                 for batch in shuffled(mine, options.batch, seed=epoch):
                     session.pull()
                     F.cross_entropy(model(digits.images[batch]), digits.labels[batch]).backward()
                     time.sleep((options.work + slow) / 1e3)
                     session.push()
             session.pull()
-            look()
-    if session.worker == 0:  # now with what the slower ones have added
-        curve.look(model, options.epochs * len(digits.labels) // images_per_update * images_per_update)
+            record()
+    if session.worker == 0:  # with the updates of slower workers
+        curve.record(model, options.epochs * len(digits.labels) // images_per_update * images_per_update)
     return session.report
 
 
 @dataclass(frozen=True)
 class Digits:
-    """Images (64 values of 0 to 1 each) and labels, to train on and to test on."""
+    """Training and test images (N, 64) with values from 0 to 1, and labels."""
 
     images: Tensor
     labels: Tensor
@@ -105,7 +106,7 @@ class Digits:
 
 
 class Curve:
-    """How accuracy grows with images and with seconds; the seconds that looking takes do not count."""
+    """The test accuracy over epochs and over seconds.  The time for measuring the accuracy is excluded."""
 
     def __init__(self, digits: Digits) -> None:
         self.points: list[dict[str, float]] = []
@@ -113,44 +114,44 @@ class Curve:
         self._started = 0.0
 
     def start(self) -> None:
-        """Training begins."""
+        """Start the clock."""
         self._started = time.perf_counter()
 
     @torch.no_grad()
-    def look(self, model: nn.Module, images: int) -> None:
-        """Test the model, into which so many training images have gone."""
+    def record(self, model: nn.Module, images: int) -> None:
+        """Test the model after `images` training images."""
         now = time.perf_counter()
-        right = model(self._digits.test_images).argmax(1) == self._digits.test_labels
+        correct = model(self._digits.test_images).argmax(1) == self._digits.test_labels
         self.points.append(
             {
                 "epochs": images / len(self._digits.labels),
                 "seconds": now - self._started,
-                "accuracy": right.float().mean().item(),
+                "accuracy": correct.float().mean().item(),
             }
         )
         self._started += time.perf_counter() - now
 
     def summary(self) -> str:
-        """The accuracy when the first worker was through its epochs, and when all were."""
+        """Return a line with the accuracy after the first worker finished, and after all workers finished."""
         own, end = self.points[-2:]
         return (
             f"{own['epochs'] / own['seconds']:.1f} epochs/s; accuracy {own['accuracy']:.1%} after {own['seconds']:.2f} s "
-            f"when the first worker was through, {end['accuracy']:.1%} after {end['seconds']:.2f} s when all were"
+            f"when the first worker finished, {end['accuracy']:.1%} after {end['seconds']:.2f} s when all finished"
         )
 
 
 def shuffled(mine: Tensor, batch: int, seed: int) -> Iterator[Tensor]:
-    """The samples of a worker in batches; what does not fill a batch is left out."""
+    """Yield a worker's samples in shuffled batches, without an incomplete last batch."""
     order = mine[torch.randperm(len(mine), generator=torch.Generator().manual_seed(seed))]
     yield from order[: len(order) // batch * batch].split(batch)
 
 
 def load_digits() -> Digits:
-    """Every fifth image is to test on."""
+    """Return scikit-learn's digits.  Every fifth image belongs to the test set."""
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise SystemExit(f"the digits come with scikit-learn (pip install scikit-learn): {error}") from None
+        raise SystemExit(f"this lab needs scikit-learn (pip install scikit-learn): {error}") from None
     digits = datasets.load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
     labels = torch.tensor(digits.target)
@@ -159,21 +160,23 @@ def load_digits() -> Digits:
 
 
 def read_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="one after the other")
-    parser.add_argument("--servers", type=int, default=1, help="ranks that keep parameters (default 1)")
-    parser.add_argument("--staleness", type=int, default=3, help="of ssp (default 3)")
     parser.add_argument(
-        "--epochs", type=int, default=10, help="of every worker, through its share (default 10)"
+        "--modes", nargs="+", choices=MODES, default=list(MODES), help="modes to run (default all)"
     )
-    parser.add_argument("--batch", type=int, default=16, help="of every worker (default 16)")
+    parser.add_argument("--servers", type=int, default=1, help="number of server ranks (default 1)")
+    parser.add_argument("--staleness", type=int, default=3, help="staleness bound of ssp (default 3)")
+    parser.add_argument("--epochs", type=int, default=10, help="epochs per worker (default 10)")
+    parser.add_argument("--batch", type=int, default=16, help="batch size per worker (default 16)")
     parser.add_argument("--rate", type=float, default=0.1, help="learning rate (default 0.1)")
-    parser.add_argument("--work", type=float, default=0.0, help="milliseconds that every batch takes longer")
-    parser.add_argument("--straggler", type=float, default=0.0, help="and how many more with the last worker")
-    parser.add_argument("--json", help="also write the points there")
+    parser.add_argument("--work", type=float, default=0.0, help="extra milliseconds per batch")
+    parser.add_argument(
+        "--straggler", type=float, default=0.0, help="further milliseconds for the last worker"
+    )
+    parser.add_argument("--json", help="also write the curves to this file")
     return parser.parse_args()
 
 

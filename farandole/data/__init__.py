@@ -1,1 +1,1 @@
-"""Data: text from files to samples of tokens, the same on every rank."""
+"""Read text, tokenize it and sample windows of tokens, identically on every rank."""

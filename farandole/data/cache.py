@@ -1,10 +1,10 @@
-"""Tokens on disk, found again by the content that they came from.
+"""A content-addressed cache of tokenized text on disk.
 
-One entry is a folder that holds `tokenizer.json`, `train.bin`, `validation.bin` (token numbers, 2 or 4
-bytes each) and `entry.json` (their sizes and checksums).  Its name is a hash of the text and the settings, so
-a changed file is another entry and never a stale one.  An entry is written under a temporary name, flushed
-and renamed: it is there whole or not at all.  A file lock lets one process of a host build it while others,
-of this job or another, wait; the kernel releases the lock of a process that dies.
+An entry is a folder with `tokenizer.json`, `train.bin` and `validation.bin` (token numbers of 2 or 4 bytes), and
+`entry.json` (sizes and checksums).  Its name is a hash of the text and the settings, so changed text never finds a
+stale entry.  An entry is written under a temporary name, flushed and renamed, so an entry is always complete.  With a
+file lock one process per host builds an entry while other processes, also of other jobs, wait.  The kernel releases the
+lock of a process that dies.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from filelock import FileLock
 from farandole.data.errors import DataError
 from farandole.data.sources import Source
 
-LAYOUT = 2
-"""Changes when what is written changes, so that older entries are built again."""
+FORMAT_VERSION = 2
+"""Increased when the format changes, so that older entries are not used."""
 
 FILES = ("tokenizer.json", "train.bin", "validation.bin")
 
 Progress = Callable[[str, float], None]
-"""Told what is being done and the share of it that is done, 0 to 1."""
+"""Called with the current activity and its completed fraction, 0 to 1."""
 
 
 def default_cache() -> Path:
-    """Where this platform keeps what can be made again."""
+    """Return the user's cache folder on this platform."""
     if sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     elif sys.platform == "win32":
@@ -47,9 +47,9 @@ def default_cache() -> Path:
 
 
 def content_key(source: Source, settings: dict[str, object], progress: Progress) -> str:
-    """A name for this text under these settings: 32 hexadecimal digits."""
+    """Return the name of the entry for this text and these settings: 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps([LAYOUT, source.field, settings], sort_keys=True).encode())
+    digest.update(json.dumps([FORMAT_VERSION, source.field, settings], sort_keys=True).encode())
     total, done = max(1, source.size), 0
     for path in source.files:
         name = path.relative_to(source.root) if path != source.root else Path(path.name)
@@ -62,22 +62,23 @@ def content_key(source: Source, settings: dict[str, object], progress: Progress)
     return digest.hexdigest()
 
 
-def entry(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
-    """The folder of entry `key`, after `build(folder)` has written its `FILES` where it was not there.
+def cached_folder(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
+    """Return the folder of entry `key`.  If it does not exist, `build(folder)` writes its `FILES`.
 
-    Raises `DataError` when the cache cannot be written or the disk is full.
+    Raises:
+        DataError: if the cache cannot be written, or the disk is full.
     """
     folder = cache / key
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{key}.lock"):
-            problem = _problem(folder)
-            if problem is None:
+            damage = _find_damage(folder)
+            if damage is None:
                 return folder
             if folder.exists():
-                print(f"cached tokens in {folder} are damaged ({problem}): building them again", flush=True)
+                print(f"cached tokens in {folder} are damaged ({damage}): building them again", flush=True)
                 shutil.rmtree(folder)
-            for partial in cache.glob(f"{key}.*.tmp"):  # of a process that was killed
+            for partial in cache.glob(f"{key}.*.tmp"):  # left by a killed process
                 shutil.rmtree(partial)
             _write(folder, build)
     except OSError as error:
@@ -85,16 +86,16 @@ def entry(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _problem(folder: Path) -> str | None:
-    """What is wrong with an entry, or None."""
+def _find_damage(folder: Path) -> str | None:
+    """Return the damage of an entry, or None if it is complete."""
     try:
         recorded = json.loads((folder / "entry.json").read_text())
         for name in FILES:
             size, checksum = recorded[name]
             if (folder / name).stat().st_size != size:
-                return f"{name} has another size than it was written with"
+                return f"the size of {name} has changed"
             if _checksum(folder / name) != checksum:
-                return f"{name} has another content than it was written with"
+                return f"the content of {name} has changed"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (ValueError, KeyError, TypeError):
@@ -119,10 +120,10 @@ def _write(folder: Path, build: Callable[[Path], None]) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the entries of a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        # Some file systems cannot flush a folder; its files are flushed already.
+        # Some file systems cannot flush a folder.
         with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
             os.fsync(descriptor)
     finally:

@@ -1,7 +1,7 @@
-"""What can be wrong with data, said in one line for the person who asked for it."""
+"""The error for unusable data."""
 
 from __future__ import annotations
 
 
 class DataError(ValueError):
-    """The data asked for cannot be used; the message says what was asked, found, and would work."""
+    """The data cannot be used; the message says what was expected and found, in one line."""

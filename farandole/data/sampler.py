@@ -1,10 +1,10 @@
-"""Which sample comes next: a seeded permutation that needs no memory.
+"""Sample in a seeded random order without storing a permutation.
 
-A run's position in its data is one number, the samples that all ranks together have consumed.  Sample k
-of a run is entry k mod n of the permutation of epoch k div n.  The permutation is a four-round Feistel
-network on the smallest even number of bits that holds n, walked until it lands below n (Black and Rogaway,
-2002, "Ciphers with Arbitrary Finite Domains"): a bijection, computed entry by entry, so that a billion
-samples cost no more than ten and resuming costs nothing.
+A run's position in its data is one number: the samples consumed by all ranks together.  Sample k of a run is entry k
+mod n of the permutation of epoch k div n.  The permutation is a four-round Feistel network on the smallest even number
+of bits that holds n, applied repeatedly until the result is below n (cycle walking; Black and Rogaway, 2002, "Ciphers
+with Arbitrary Finite Domains").  Each entry is computed separately, so the cost per sample does not depend on n, and
+resuming is free.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmi
 
 
 class Sampler:
-    """The samples of each rank, in an order that depends only on `seed`.
+    """Assigns samples to ranks in an order that depends only on `seed`.
 
-    `samples` is how many there are.  `consumed` is the whole state: save it, set it, go on.
+    `samples` is the number of samples.  `consumed` is the complete state; set it to resume.
 
         sampler = Sampler(samples=1000, seed=0)
         mine = sampler.next(count=16, rank=0, ranks=2)     # 8 indices; rank 1 gets the other 8
@@ -27,44 +27,44 @@ class Sampler:
 
     def __init__(self, samples: int, seed: int, consumed: int = 0) -> None:
         if samples < 1:
-            raise ValueError(f"a sampler needs at least one sample, not {samples}")
+            raise ValueError(f"expected at least one sample, got {samples}")
         self.samples = samples
         self.seed = seed
         self.consumed = consumed
 
     def next(self, count: int, rank: int, ranks: int) -> NDArray[np.int64]:
-        """This rank's share of the next `count` samples, and move on; `count` is a multiple of `ranks`."""
+        """Consume `count` samples, a multiple of `ranks`, and return this rank's share."""
         return self.at(self.take(count, rank, ranks))
 
     def take(self, count: int, rank: int, ranks: int) -> NDArray[np.int64]:
-        """Like `next`, but the positions in the run: `at` has their samples, `epochs` their epochs."""
+        """Like `next`, but return positions in the run.  `at` returns their samples and `epochs` their epochs."""
         if count % ranks:
-            raise ValueError(f"{count} samples cannot be shared equally by {ranks} ranks")
+            raise ValueError(f"{count} samples are not divisible by {ranks} ranks")
         share = count // ranks
         first = self.consumed + rank * share
         self.consumed += count
         return np.arange(first, first + share)
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples at these positions of the run, counted over all epochs."""
-        epochs, places = np.divmod(positions, self.samples)
+        """Return the samples at these positions, which are counted over all epochs."""
+        epochs, indices = np.divmod(positions, self.samples)
         result = np.empty_like(positions)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            result[chosen] = permute(places[chosen], self.samples, self.seed, int(epoch))
+            result[chosen] = permute(indices[chosen], self.samples, self.seed, int(epoch))
         return result
 
     def epochs(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How often all samples have been seen before these positions of the run."""
+        """Return the epochs of these positions, counted from 0."""
         return positions // self.samples
 
 
-def permute(places: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Entries `places` of the permutation of 0..size-1 that belongs to `seed` and `epoch`."""
+def permute(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the entries at `indices` of the permutation of 0..size-1 for `seed` and `epoch`."""
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
-    values = _feistel(places.astype(np.uint64), half, keys)
-    while (outside := values >= size).any():  # fewer than 4 walks per entry on average: 2^bits < 4 size
+    values = _feistel(indices.astype(np.uint64), half, keys)
+    while (outside := values >= size).any():  # fewer than 4 rounds per entry on average: 2^bits < 4 size
         values[outside] = _feistel(values[outside], half, keys)
     return values.astype(np.int64)
 
@@ -78,7 +78,7 @@ def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint6
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The last steps of splitmix64: 64 bits that look drawn by chance, different for different values."""
+    """Apply the finalizer of splitmix64: a bijection of 64 bits that looks random."""
     values = (values ^ (values >> np.uint64(30))) * _MIX[0]
     values = (values ^ (values >> np.uint64(27))) * _MIX[1]
     return values ^ (values >> np.uint64(31))

@@ -1,6 +1,6 @@
-"""Documents from what `data.path` names: text files, folders, JSON lines, Parquet.
+"""Read documents from text files, folders, JSON lines and Parquet.
 
-A *document* is one string that stands by itself: a file, a JSON line's field, a cell of a column.
+A *document* is one string: a text file, a field of a JSON line, or a cell of a Parquet column.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from farandole.data.errors import DataError
 from farandole.data.wording import counted
 
 STANDARD_LIBRARY = "stdlib"
-"""The word that stands for the Python standard library's own source files."""
+"""The path that stands for the source files of Python's standard library."""
 
 TEXT_SUFFIXES = (
     ".txt",
@@ -39,13 +39,13 @@ JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet", ".pq")
 READABLE_SUFFIXES = TEXT_SUFFIXES + JSON_LINES_SUFFIXES + PARQUET_SUFFIXES
 
-_ACCEPTED = "what is read is UTF-8 text, JSON lines (.jsonl) and Parquet; leave this file out or convert it"
+_ACCEPTED = "expected UTF-8 text, JSON lines (.jsonl) or Parquet; exclude or convert this file"
 
-_FEW = 0.3
-"""The largest share of characters that a text file may have in an encoding other than UTF-8."""
+_MAX_INVALID_SHARE = 0.3
+"""The largest fraction of a text file's characters that may be invalid UTF-8."""
 
 # Tests are larger than the rest of the library; encodings and pydoc_data are tables, not programs.
-_LEFT_OUT = {
+_EXCLUDED = {
     *("site-packages", "dist-packages", "__pycache__"),
     *("test", "tests", "idle_test"),
     *("encodings", "pydoc_data"),
@@ -54,10 +54,12 @@ _LEFT_OUT = {
 
 @dataclass(frozen=True)
 class Source:
-    """Files that hold documents, in a fixed order.
+    """Files of documents, in a fixed order.
 
-    `root` is what the user named; `files` are sorted paths under it; `field` is the JSON field or Parquet
-    column that holds the text.
+    Args:
+        root: the file or folder that the user named.
+        files: sorted paths under `root`.
+        field: the JSON field or Parquet column of the text.
     """
 
     root: Path
@@ -66,25 +68,28 @@ class Source:
 
     @property
     def size(self) -> int:
-        """Bytes on disk."""
+        """The size of all files in bytes."""
         return sum(path.stat().st_size for path in self.files)
 
     def documents(self) -> Iterator[str]:
-        """Every document that is not empty, in order.  Raises `DataError` naming file and place."""
+        """Yield all documents that are not blank, in order.  Raises `DataError` with file and line."""
         for path in self.files:
             yield from (text for text in _read(path, self.field) if text.strip())
 
 
 def find_source(path: str, text_field: str = "text") -> Source:
-    """The files that `path` names: `stdlib`, a file of any readable suffix, or a folder of such.
+    """Return the files at `path`: "stdlib", a file, or a folder.
 
-    A text file may have any suffix when named itself; folders are searched recursively for
-    `READABLE_SUFFIXES`, skipping hidden files.  Raises `DataError` when there is nothing to read.
+    A file may have any suffix; a suffix that is not JSON lines or Parquet means text.  Folders are searched recursively
+    for `READABLE_SUFFIXES`; hidden files are skipped.
+
+    Raises:
+        DataError: if there is nothing to read.
     """
     if path == STANDARD_LIBRARY:
         return _standard_library()
     if not path:
-        raise DataError(f"data.path is empty: name a file, a folder, or {STANDARD_LIBRARY}")
+        raise DataError(f"data.path is empty: expected a file, a folder, or {STANDARD_LIBRARY}")
     root = Path(path).expanduser()
     if not root.exists():
         raise DataError(_missing(root))
@@ -94,7 +99,7 @@ def find_source(path: str, text_field: str = "text") -> Source:
         files = tuple(_walk(root.resolve()))
         if not files:
             raise DataError(
-                f"data.path={path}: no text found in this folder; files are read when they end in "
+                f"data.path={path}: no text found in this folder; expected files that end in "
                 f"{' '.join(READABLE_SUFFIXES)}"
             )
     for file in files:
@@ -103,9 +108,7 @@ def find_source(path: str, text_field: str = "text") -> Source:
     source = Source(root.resolve(), files, text_field)
     if source.size == 0:
         what = (
-            "the file is empty"
-            if root.is_file()
-            else f"nothing but empty files ({counted(len(files), 'file')})"
+            "the file is empty" if root.is_file() else f"all files are empty ({counted(len(files), 'file')})"
         )
         raise DataError(f"data.path={path}: {what}")
     return source
@@ -116,19 +119,19 @@ def _standard_library() -> Source:
     files = [
         path
         for path in sorted(root.rglob("*.py"))
-        if not _LEFT_OUT & set(path.relative_to(root).parts) and os.access(path, os.R_OK)
+        if not _EXCLUDED & set(path.relative_to(root).parts) and os.access(path, os.R_OK)
     ]
     if not files:
         raise DataError(
-            f"this Python keeps no source files of its standard library in {root}; "
-            "name text of your own: data.path=FILE or FOLDER"
+            f"this Python has no source files of its standard library in {root}; "
+            "use other text: data.path=FILE or FOLDER"
         )
     return Source(root, tuple(files))
 
 
 def _walk(root: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
-        raise DataError(f"data.path={root}: cannot look into {error.filename}: {error.strerror}")
+        raise DataError(f"data.path={root}: cannot read {error.filename}: {error.strerror}")
 
     found = []
     for folder, folders, names in os.walk(root, onerror=refuse):
@@ -147,7 +150,7 @@ def _missing(path: Path) -> str:
         parent = parent.parent
     names = [entry.name for entry in parent.iterdir()] if os.access(parent, os.R_OK) else []
     near = difflib.get_close_matches(path.name, names, n=1)
-    hint = f"; did you mean {parent / near[0]}?" if near else f"; {parent} is the nearest folder that exists"
+    hint = f"; did you mean {parent / near[0]}?" if near else f"; the nearest existing folder is {parent}"
     return f"data.path={path}: no such file or folder{hint}"
 
 
@@ -161,13 +164,15 @@ def _read(path: Path, text_field: str) -> Iterator[str]:
 
 
 def _read_text(path: Path) -> str:
-    """The text in a file; a few bytes that are not UTF-8 (an old accent) are replaced."""
+    """Return the text of a file, with invalid UTF-8 bytes replaced if there are few."""
     text = path.read_text(encoding="utf-8", errors="replace")
     replaced = text.count("\N{REPLACEMENT CHARACTER}") / max(1, len(text))
     if "\0" in text:
-        raise DataError(f"{path} is not text: there are NUL bytes in it; {_ACCEPTED}")
-    if replaced > _FEW:
-        raise DataError(f"{path} is not UTF-8 text: {replaced:.0%} of it is something else; {_ACCEPTED}")
+        raise DataError(f"{path} is not text: it contains NUL bytes; {_ACCEPTED}")
+    if replaced > _MAX_INVALID_SHARE:
+        raise DataError(
+            f"{path} is not UTF-8 text: {replaced:.0%} of its characters are invalid; {_ACCEPTED}"
+        )
     return text
 
 
@@ -181,16 +186,16 @@ def _read_json_lines(path: Path, text_field: str) -> Iterator[str]:
             except ValueError as error:
                 raise DataError(f"{path}, line {number}: not JSON: {error}") from None
             if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
-                has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+                found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
                 raise DataError(
-                    f'{path}, line {number}: no text in field "{text_field}"; the line has: {has}; '
-                    "choose one with data.field="
+                    f'{path}, line {number}: no text in field "{text_field}"; found: {found}; '
+                    "choose a field with data.field="
                 )
             yield record[text_field]
 
 
 def _read_parquet(path: Path, column: str) -> Iterator[str]:
-    import pyarrow as arrow  # here, because most text is not in Parquet and the import takes a second
+    import pyarrow as arrow  # importing takes a second, and most text is not in Parquet
     import pyarrow.parquet as parquet
 
     try:
@@ -198,10 +203,10 @@ def _read_parquet(path: Path, column: str) -> Iterator[str]:
     except arrow.ArrowInvalid as error:
         raise DataError(f"{path} is not a Parquet file: {error}") from None
     if column not in table.schema_arrow.names:
-        has = ", ".join(table.schema_arrow.names)
-        raise DataError(f'{path}: no column "{column}"; it has: {has}; choose one with data.field=')
+        found = ", ".join(table.schema_arrow.names)
+        raise DataError(f'{path}: no column "{column}"; found: {found}; choose a column with data.field=')
     kind = table.schema_arrow.field(column).type
     if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-        raise DataError(f'{path}: column "{column}" holds {kind}, not text')
+        raise DataError(f'{path}: expected text in column "{column}", found {kind}')
     for batch in table.iter_batches(columns=[column]):
         yield from (text for text in batch.column(0).to_pylist() if text is not None)

@@ -1,10 +1,10 @@
-"""Text to samples of tokens: read, tokenize once, map into memory, cut into windows.
+"""Tokenize text once, map the tokens into memory, and read them in windows.
 
     text = prepare_text("stdlib", vocabulary=4096, context=256)
-    text.train.samples                            # how many windows
-    text.train.read(np.array([0, 5]))             # (2, 257) tokens: inputs and, one further, targets
+    text.train.samples                            # the number of windows
+    text.train.read(np.array([0, 5]))             # (2, 257) tokens: inputs, and targets shifted by one
 
-Every rank calls `prepare_text`; one per host does the work and the others wait (see `cache`).
+Every rank calls `prepare_text`.  One rank per host does the work, and the others wait (`cache`).
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from farandole.data.cache import Progress, content_key, default_cache, entry
+from farandole.data.cache import Progress, cached_folder, content_key, default_cache
 from farandole.data.errors import DataError
 from farandole.data.sources import STANDARD_LIBRARY, Source, find_source
 from farandole.data.tokenizer import (
     END_OF_TEXT,
     SMALLEST_VOCABULARY,
     check_special_tokens,
-    cut,
     load_tokenizer,
+    split_document,
     train_tokenizer,
 )
 from farandole.data.wording import counted
 
-_PIECES_AT_ONCE = 512
+_BATCH_CHUNKS = 512
 _TOKENIZER_BYTES = 100 << 20
-"""A tokenizer learns from at most about this much text, taken evenly: more changes it very little."""
+"""A tokenizer is trained on at most about this much text, sampled evenly: more text changes it very little."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """A stream of tokens as samples: window i is tokens i C to (i + 1) C, and one more as last target."""
+    """A stream of tokens as samples.  Window i has tokens i C to (i + 1) C, including the last target."""
 
     tokens: NDArray[np.unsignedinteger]
     context: int
 
     @property
     def samples(self) -> int:
-        """How many whole windows there are."""
+        """The number of complete windows."""
         return max(0, (len(self.tokens) - 1) // self.context)
 
     def __len__(self) -> int:
@@ -57,14 +57,14 @@ class Windows:
         return self.read(np.array([index]))[0]
 
     def read(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The windows at `indices`, (len(indices), context + 1)."""
-        places = indices[:, None] * self.context + np.arange(self.context + 1)
-        return self.tokens[places].astype(np.int64)
+        """Return the windows at `indices`, (len(indices), context + 1)."""
+        positions = indices[:, None] * self.context + np.arange(self.context + 1)
+        return self.tokens[positions].astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Text:
-    """Tokenized text: two streams that share no piece of text, and the tokenizer they were made with."""
+    """Tokenized text: disjoint streams for training and validation, and the tokenizer."""
 
     folder: Path
     tokenizer: Tokenizer
@@ -83,27 +83,40 @@ def prepare_text(
     cache: Path | None = None,
     progress: Progress = lambda what, share: None,
 ) -> Text:
-    """Tokenize the text at `path`, or find it tokenized in the cache, and map it into memory.
+    """Return the tokenized text at `path`, memory-mapped from the cache; tokenize it first if needed.
 
-    The vocabulary has `special_tokens` besides the end of text, such as `tokenizer.MASK`; where the text has their
-    names they are text.  Raises `DataError` when there is no readable text, too little of it, or no place for the
-    cache, and for special tokens that cannot be.
+    Args:
+        path: "stdlib", a file or a folder (`find_source`).
+        vocabulary: the number of tokens of the tokenizer.
+        context: the number of input tokens in a window.
+        text_field: the JSON field or Parquet column of the text.
+        validation_share: the fraction of the text for validation.
+        special_tokens: tokens to add to the vocabulary, such as `tokenizer.MASK`.  Their names in the text are encoded
+            as text.
+        cache: the cache folder, by default the user's.
+        progress: called with the current activity and its completed fraction.
+
+    Raises:
+        DataError: if there is no readable text or too little, the cache cannot be written, or a special token is
+            invalid.
     """
     check_special_tokens(special_tokens)
     smallest = SMALLEST_VOCABULARY + len(special_tokens)
     if not smallest <= vocabulary <= 1 << 24:
-        more = f" with {counted(len(special_tokens), 'special token')} more" if special_tokens else ""
-        raise DataError(f"a byte-level vocabulary{more} has {smallest} to 2^24 tokens, not {vocabulary}")
+        more = f" with {counted(len(special_tokens), 'special token')}" if special_tokens else ""
+        raise DataError(
+            f"expected a byte-level vocabulary{more} of {smallest} to 2^24 tokens, got {vocabulary}"
+        )
     source = find_source(path, text_field)
     settings: dict[str, object] = {"vocabulary": vocabulary, "validation_share": validation_share}
-    if special_tokens:  # otherwise entries of the cache keep the names that they have
+    if special_tokens:  # keeps the keys of cache entries without special tokens
         settings["special_tokens"] = list(special_tokens)
     key = content_key(source, settings, progress)
 
     def build(folder: Path) -> None:
         _build(source, folder, vocabulary, validation_share, special_tokens, progress)
 
-    folder = entry((cache or default_cache()) / "tokens", key, build)
+    folder = cached_folder((cache or default_cache()) / "tokens", key, build)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     dtype = _dtype(vocabulary)
     parts = {}
@@ -111,8 +124,8 @@ def prepare_text(
         count = (folder / f"{name}.bin").stat().st_size // dtype.itemsize
         if count <= context:
             raise DataError(
-                f"data.path={path}: {counted(count, 'token')} for {name}, fewer than one window of "
-                f"model.context={context} and its target; name more text, or lower model.context"
+                f"data.path={path}: {counted(count, 'token')} for {name}, expected at least {context + 1} for one window "
+                f"of model.context={context}; use more text, or lower model.context"
             )
         parts[name] = Windows(np.memmap(folder / f"{name}.bin", dtype, "r"), context)
     return Text(folder, tokenizer, parts["train"], parts["validation"])
@@ -126,68 +139,68 @@ def _build(
     special_tokens: Sequence[str],
     progress: Progress,
 ) -> None:
-    """Write a cache entry's files to `folder`."""
+    """Write the files of a cache entry to `folder`."""
     total = max(1, source.size)
     stride = 1 + total // _TOKENIZER_BYTES
-    sample = islice(_pieces(source, "learning tokens", progress), 0, None, stride)
-    tokenizer = train_tokenizer((piece.text for piece in sample), vocabulary, special_tokens)
+    sample = islice(_chunks(source, "learning tokens", progress), 0, None, stride)
+    tokenizer = train_tokenizer((chunk.text for chunk in sample), vocabulary, special_tokens)
     tokenizer.save(str(folder / "tokenizer.json"))
-    tokenizer.encode_special_tokens = bool(special_tokens)  # a text that says [MASK] masks nothing
+    tokenizer.encode_special_tokens = bool(special_tokens)  # "[MASK]" in the text is ordinary text
 
     dtype = _dtype(vocabulary)
     end = tokenizer.token_to_id(END_OF_TEXT)
     counts = {"train": 0, "validation": 0}
     with (folder / "train.bin").open("wb") as train, (folder / "validation.bin").open("wb") as validation:
-        for pieces in _batches(_pieces(source, "encoding text", progress)):
-            encodings = tokenizer.encode_batch([piece.text for piece in pieces])
-            for piece, encoding in zip(pieces, encodings, strict=True):
-                held_out = _draw(piece.text) < share
-                tokens = np.array([*encoding.ids, end] if piece.last else encoding.ids, dtype)
+        for chunks in _batches(_chunks(source, "encoding text", progress)):
+            encodings = tokenizer.encode_batch([chunk.text for chunk in chunks])
+            for chunk, encoding in zip(chunks, encodings, strict=True):
+                held_out = _uniform_hash(chunk.text) < share
+                tokens = np.array([*encoding.ids, end] if chunk.last else encoding.ids, dtype)
                 (validation if held_out else train).write(tokens.tobytes())
                 counts["validation" if held_out else "train"] += len(tokens)
     if sum(counts.values()) == 0:
-        raise DataError(f"{source.root}: no text found, only white space")
-    if counts["validation"] < share * sum(counts.values()) / 4:  # too few pieces for chance to be fair
-        _hold_out_the_end(folder, dtype, share)
+        raise DataError(f"{source.root}: expected text, found only whitespace")
+    if counts["validation"] < share * sum(counts.values()) / 4:  # too few chunks for a random split
+        _hold_out_end(folder, dtype, share)
 
 
-class _Piece(NamedTuple):
-    """A part of a document, small enough that chance gives validation its share of the text."""
+class _Chunk(NamedTuple):
+    """A part of a document."""
 
     text: str
     last: bool
-    """Whether the document ends with it."""
+    """Whether this is the end of the document."""
 
 
-def _pieces(source: Source, what: str, progress: Progress) -> Iterator[_Piece]:
+def _chunks(source: Source, what: str, progress: Progress) -> Iterator[_Chunk]:
     total, done = max(1, source.size), 0
     for document in source.documents():
         left = len(document)
-        for text in cut(document):
+        for text in split_document(document):
             left -= len(text)
-            yield _Piece(text, last=left == 0)
+            yield _Chunk(text, last=left == 0)
         done += len(document)
         progress(what, min(1.0, done / total))
 
 
-def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    remaining = iter(pieces)
-    while batch := list(islice(remaining, _PIECES_AT_ONCE)):
+def _batches(chunks: Iterable[_Chunk]) -> Iterator[list[_Chunk]]:
+    remaining = iter(chunks)
+    while batch := list(islice(remaining, _BATCH_CHUNKS)):
         yield batch
 
 
-def _draw(piece: str) -> float:
-    """A number in [0, 1) that depends on the piece alone: equal pieces fall on the same side."""
-    digest = hashlib.blake2b(piece.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+def _uniform_hash(text: str) -> float:
+    """Hash `text` to [0, 1).  Equal chunks get the same number, so none is in both training and validation."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
 
 
-def _hold_out_the_end(folder: Path, dtype: np.dtype[np.unsignedinteger], share: float) -> None:
-    """For small texts: put the two streams together again and hold out the last `share` of the tokens."""
+def _hold_out_end(folder: Path, dtype: np.dtype[np.unsignedinteger], share: float) -> None:
+    """For small texts: concatenate both streams, and hold out the last `share` of the tokens."""
     tokens = np.concatenate([np.fromfile(folder / f"{name}.bin", dtype) for name in ("train", "validation")])
-    border = len(tokens) - max(1, round(share * len(tokens)))
-    tokens[:border].tofile(folder / "train.bin")
-    tokens[border:].tofile(folder / "validation.bin")
+    end = len(tokens) - max(1, round(share * len(tokens)))
+    tokens[:end].tofile(folder / "train.bin")
+    tokens[end:].tofile(folder / "validation.bin")
 
 
 def _dtype(vocabulary: int) -> np.dtype[np.unsignedinteger]:

@@ -1,6 +1,6 @@
-"""A byte-level BPE tokenizer, trained on the text itself with the `tokenizers` library.
+"""A byte-level BPE tokenizer as in GPT-2, trained on the text with the `tokenizers` library.
 
-Byte-level (as in GPT-2): every text has tokens, and decoding gives the same bytes back.
+It can encode any text, and decoding restores the same bytes.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from farandole.data.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
-"""Stands after every document; token 0."""
+"""The end of every document; token 0."""
 
 MASK, PAD = "[MASK]", "[PAD]"
-"""Special tokens of models that restore masked tokens and that fill windows up, if they are asked for."""
+"""Optional special tokens: for masked positions and for padding."""
 
 SMALLEST_VOCABULARY = 257
 """256 bytes and the end of text."""
 
-PIECE_CHARACTERS = 1 << 13
+CHUNK_CHARACTERS = 1 << 13
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, special_tokens: Sequence[str] = ()) -> Tokenizer:
-    """Learn `vocabulary` tokens (at least 257) from `texts`; the result depends on nothing else.
+    """Train a tokenizer of `vocabulary` tokens (at least 257) on `texts`, deterministically.
 
-    `special_tokens`, which count among them, become tokens 1, 2 and so on.
+    `special_tokens` are part of the vocabulary, as tokens 1, 2 and so on.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -43,14 +43,15 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, special_tokens: Seque
 
 
 def check_special_tokens(special_tokens: Sequence[str]) -> None:
-    """`DataError` for names that are there twice, or that text could turn into (one word, or one mark)."""
+    """Raise `DataError` for duplicates, and for names that could be learned from text (a single pre-token)."""
     for index, name in enumerate(special_tokens):
         if name == END_OF_TEXT or name in special_tokens[:index]:
-            raise DataError(f"special token {name!r} is there twice; {END_OF_TEXT!r} always is")
-        if len(pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(name)) < 2:
             raise DataError(
-                f"special token {name!r} could be learned from text; put it into brackets: '[{name}]'"
+                f"duplicate special token {name!r}: name each token once, and omit {END_OF_TEXT!r}, which is always "
+                f"included"
             )
+        if len(pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(name)) < 2:
+            raise DataError(f"special token {name!r} could be learned from text; try '[{name}]'")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -58,14 +59,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def cut(document: str) -> Iterator[str]:
-    """Pieces of at most 8 Ki characters, cut after line ends where there are any.
+def split_document(document: str) -> Iterator[str]:
+    """Yield chunks of at most 8 Ki characters, split after line ends if possible.
 
-    Pieces are what is encoded in parallel and what is assigned to training or validation.
+    Chunks are encoded in parallel, and each is assigned to training or validation as a whole.
     """
     start = 0
     while start < len(document):
-        end = min(start + PIECE_CHARACTERS, len(document))
+        end = min(start + CHUNK_CHARACTERS, len(document))
         if end < len(document):
             line_end = document.rfind("\n", start, end)
             end = line_end + 1 if line_end > start else end

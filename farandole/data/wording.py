@@ -1,4 +1,4 @@
-"""Numbers and failures as people read them."""
+"""Format numbers, sizes and disk errors for messages."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 token`, `2 tokens`."""
+    """Format a count with its noun: `1 token`, `2 tokens`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def short(number: int) -> str:
-    """`850`, `42 k`, `2.6 M`, `1.3 G`."""
+    """Format a count in few characters: `850`, `42 k`, `2.6 M`, `1.3 G`."""
     if number < 1000:
         return str(number)
     if number < 10**6:
@@ -23,7 +23,7 @@ def short(number: int) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes: `512 bytes`, `1.5 KiB`, `20.0 GiB`."""
+    """Format bytes: `512 bytes`, `1.5 KiB`, `20.0 GiB`."""
     if count < 1024:
         return counted(int(count), "byte")
     value, unit = _scaled(count / 1024, 1024, ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
@@ -31,7 +31,7 @@ def size(count: float) -> str:
 
 
 def _scaled(value: float, base: int, units: tuple[str, ...]) -> tuple[float, str]:
-    """`value`, which counts the first unit, in the largest unit of which there is one."""
+    """Convert `value`, in the first unit, to the largest unit in which it is at least 1."""
     for unit in units[:-1]:
         if value < base:
             return value, unit
@@ -40,10 +40,10 @@ def _scaled(value: float, base: int, units: tuple[str, ...]) -> tuple[float, str
 
 
 def disk_failure(error: OSError | str, folder: Path, needed: int = 0) -> str:
-    """Return why writing to `folder` failed; where space may be the cause, with the free space.
+    """Return the reason for a failed write to `folder`, with the free space if the disk is full.
 
-    `needed` is the bytes that were to be written.  Libraries hide the cause of a full disk in many ways:
-    fewer free bytes than `needed` are taken as the cause whatever they say.
+    Libraries report a full disk in many ways.  So if fewer bytes are free than `needed`, the bytes to write, the reason
+    is a full disk, whatever `error` says.
     """
     free = shutil.disk_usage(folder).free
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

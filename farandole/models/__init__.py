@@ -1,1 +1,1 @@
-"""Models: `nn.Sequential`s of blocks, written for one device, that know nothing of ranks."""
+"""Models as an `nn.Sequential` of blocks, written for one device, independent of ranks."""

@@ -1,9 +1,9 @@
-"""Self-attention, causal or over all positions, by the route that is fastest where the tensors are.
+"""Causal and bidirectional self-attention, with the fastest implementation for the device.
 
-`torch.nn.functional.scaled_dot_product_attention` is the right call nearly everywhere.  The exception is
-training on a CPU in bf16 or fp16: the backward pass of its flash kernel takes twice the time of two
-batched matrix products and a softmax for sequences that fit in the cache (measured with AMX and AVX-512,
-128 to 512 positions), so short sequences take those there.
+`torch.nn.functional.scaled_dot_product_attention` is the fastest nearly everywhere.  The exception is training
+on a CPU in bf16 or fp16 with sequences that fit in the cache: the backward pass of the flash kernel takes
+twice as long as two batched matrix products and a softmax (measured with AMX and AVX-512, 128 to 512
+positions).  Such sequences use the explicit products.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LONGEST_EXPLICIT = 512
-"""Positions up to which the score matrix (positions squared) is cheaper to keep than to recompute."""
+MAX_PRODUCT_POSITIONS = 512
+"""The largest number of positions for which storing the score matrix is cheaper than recomputing it."""
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Softmax(query key^T / sqrt(width)) value, where a position sees itself and what came before.
+    """Return softmax(query key^T / sqrt(width)) value with a causal mask.
 
-    All three are (batch, heads, positions, width), and so is the result.
+    The arguments and the result are (batch, heads, positions, width).
     """
-    if _explicit(query):
+    if _use_products(query):
         positions = query.shape[-2]
         future = query.new_full((positions, positions), float("-inf")).triu(1)
         return _by_products(query, key, value, future)
@@ -29,35 +29,39 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def full_attention(
-    query: Tensor, key: Tensor, value: Tensor, real: Tensor | None = None, dropout: float = 0.0
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Softmax(query key^T / sqrt(width)) value, where a position sees all, or all that are `real`.
+    """Return softmax(query key^T / sqrt(width)) value over all positions, or over those in `attention_mask`.
 
-    The first three are (batch, heads, positions, width), and so is the result.  `real` is (batch, positions) of
-    bool, False where there is padding, which nobody sees; what stands there in the result is finite and
-    means nothing.  `dropout` is the probability with which an attention weight is dropped.
+    Args:
+        query, key, value: (batch, heads, positions, width).
+        attention_mask: (batch, positions) of bool, False for padding.
+        dropout: the probability of dropping an attention weight.
+
+    Returns:
+        (batch, heads, positions, width); values at padding are finite but meaningless.
     """
-    if not _explicit(query):
-        mask = None if real is None else real[:, None, None]
+    if not _use_products(query):
+        mask = None if attention_mask is None else attention_mask[:, None, None]
         return F.scaled_dot_product_attention(query, key, value, mask, dropout)
     batch, heads, positions, _ = query.shape
     bias = query.new_zeros(1, 1, 1)
-    if real is not None:
-        # Half of the lowest number, not -inf: a window of nothing but padding would give NaN.
+    if attention_mask is not None:
+        # Half of the lowest number instead of -inf, which would give NaN for a window of only padding.
         low = torch.finfo(query.dtype).min / 2
-        bias = query.new_zeros(batch, 1, 1, positions).masked_fill_(~real[:, None, None], low)
+        bias = query.new_zeros(batch, 1, 1, positions).masked_fill_(~attention_mask[:, None, None], low)
         bias = bias.expand(-1, heads, -1, -1).reshape(batch * heads, 1, positions)
     return _by_products(query, key, value, bias, dropout)
 
 
-def _explicit(query: Tensor) -> bool:
-    short = query.shape[-2] <= LONGEST_EXPLICIT
+def _use_products(query: Tensor) -> bool:
+    short = query.shape[-2] <= MAX_PRODUCT_POSITIONS
     half = query.dtype in (torch.bfloat16, torch.float16)
     return query.device.type == "cpu" and half and short and torch.is_grad_enabled()
 
 
 def _by_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float = 0.0) -> Tensor:
-    """`bias` is added to the scores, (batch * heads, positions, positions), to which it is broadcast."""
+    """Compute attention with explicit products.  `bias` is broadcast to scores (batch * heads, positions, positions)."""
     batch, heads, positions, width = query.shape
     flat = (batch * heads, positions, width)
     scores = torch.baddbmm(bias, query.reshape(flat), key.reshape(flat).transpose(1, 2), alpha=width**-0.5)

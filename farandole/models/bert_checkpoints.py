@@ -1,4 +1,4 @@
-"""Published weights of BERT, under the names of `build_bert`."""
+"""Convert published BERT weights to the names of `build_bert`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _UNUSED = re.compile(r"bert\.pooler\.|cls\.seq_relationship\.|bert\.embeddings\.position_ids$")
-"""The head for next sentences, which `models.bert` leaves out, and a row of numbers that older versions saved."""
+"""The next-sentence head, which `models.bert` does not have, and a buffer that older versions saved."""
 
 _EMBEDDINGS = {
     "word_embeddings": "tokens",
@@ -29,13 +29,15 @@ _PARTS = ("query", "key", "value")
 
 
 def from_hugging_face(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state of a BertForMaskedLM or BertForPreTraining of `transformers` with the names of `build_bert`'s.
+    """Convert the state dict of a BertForMaskedLM or BertForPreTraining of `transformers` for `build_bert`.
 
-    Query, key and value become one tensor; the pooler and the next-sentence head are left out, and so is a prefix
-    "module." that DistributedDataParallel leaves.  Names of old files (gamma, beta) are known.  ValueError for a
-    name that is none of these, for one that is missing, and for a decoder that is not tied to the embedding.
+    Query, key and value are concatenated.  The pooler, the next-sentence head and the prefix "module." of
+    DistributedDataParallel are removed.  Names of older files (gamma, beta) are accepted.
 
         model.load_state_dict(from_hugging_face(safetensors.torch.load_file("model.safetensors")))
+
+    Raises:
+        ValueError: if a name is unknown or missing, or the decoder is not tied to the embedding.
     """
     plain = {_plain(name): tensor for name, tensor in state.items()}
     layers = 1 + max((int(found[1]) for name in plain if (found := _layer(name))), default=-1)
@@ -52,9 +54,7 @@ def from_hugging_face(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 result[f"{index + 1}.attention.qkv.{kind}"] = torch.cat(parts)
         _head(plain, result, f"{layers + 1}")
     except KeyError as error:
-        raise ValueError(
-            f"{error.args[0]} is missing: these are not all weights of a BERT for masked tokens (BertForMaskedLM)"
-        ) from None
+        raise ValueError(f"{error.args[0]} is missing: expected all weights of a BertForMaskedLM") from None
     return result
 
 
@@ -71,7 +71,7 @@ def _layer(name: str) -> re.Match[str] | None:
 
 
 def _renamed(name: str, layers: int) -> str | None:
-    """Our name for a tensor that is taken as it is, None for one that is handled with others."""
+    """Return the new name of a tensor, or None if the tensor is handled separately."""
     module, _, kind = name.rpartition(".")
     if found := _layer(name):
         if found[2].removeprefix("attention.self.") in _PARTS:
@@ -88,19 +88,19 @@ def _renamed(name: str, layers: int) -> str | None:
     if name in ("cls.predictions.bias", "cls.predictions.decoder.bias", "cls.predictions.decoder.weight"):
         return None
     raise ValueError(
-        f"{name!r} is not a name in the state of a BertForMaskedLM (bert.embeddings.word_embeddings.weight, "
+        f"unexpected name {name!r}: expected the names of a BertForMaskedLM (bert.embeddings.word_embeddings.weight, "
         "bert.encoder.layer.0.attention.self.query.weight, ..., cls.predictions.bias)"
     )
 
 
 def _head(plain: dict[str, Tensor], result: dict[str, Tensor], block: str) -> None:
-    """The head's weight is the token embedding, and may be there once, twice or not at all; so is its bias."""
+    """Add the head's weight, which is the token embedding and may be repeated, and its bias, which has two names."""
     embedding = plain["bert.embeddings.word_embeddings.weight"]
     decoder = plain.get("cls.predictions.decoder.weight", embedding)
     if decoder.shape != embedding.shape or not torch.equal(decoder, embedding):
         raise ValueError(
             "cls.predictions.decoder.weight differs from bert.embeddings.word_embeddings.weight: "
-            "this BERT's head is not tied to its embedding, and build_bert's is"
+            "build_bert needs a head that is tied to the embedding"
         )
     bias = plain.get("cls.predictions.bias")
     result[f"{block}.weight"] = embedding

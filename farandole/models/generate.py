@@ -1,4 +1,4 @@
-"""Sampling text from a causal language model, one token at a time."""
+"""Generate text with a causal language model, one token at a time."""
 
 from __future__ import annotations
 
@@ -19,17 +19,24 @@ def generate(
     top_k: int = 50,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Yield `count` tokens that continue `prompt` (at least one token).
+    """Yield `count` tokens that continue `prompt`.
 
-    `temperature` 0 takes the likeliest token; otherwise one of the `top_k` likeliest is drawn (0: any).
-    The model sees the last `context` tokens.  Nothing is cached between tokens, but the head, which is the
-    larger part of a small model, only runs on the last position.
+    There is no KV cache, but the head, the larger part of a small model, runs only on the last position.
 
-    The model is called as a whole, so ranks that gather its weights block by block (`zero=3`) can generate together: all call
-    this with the same arguments, and get the same tokens.
+    Ranks that gather weights block by block (`zero=3`) generate together: all call this with the same arguments, and
+    get the same tokens.
+
+    Args:
+        prompt: at least one token.
+        context: the number of most recent tokens that the model gets.
+        temperature: of sampling; 0 selects the most likely token.
+        top_k: sample from this many most likely tokens; 0 from all.
+
+    Raises:
+        ValueError: if `prompt` is empty.
     """
     if not prompt:
-        raise ValueError("generation needs a prompt of at least one token")
+        raise ValueError("expected a prompt of at least one token, got none")
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
@@ -39,7 +46,7 @@ def generate(
     try:
         for _ in range(count):
             window = torch.tensor([tokens[-context:]], device=device)
-            logits = model(window)[0, -1].float().cpu()  # where `generator` is
+            logits = model(window)[0, -1].float().cpu()  # the device of `generator`
             tokens.append(_draw(logits, temperature, top_k, generator))
             yield tokens[-1]
     finally:

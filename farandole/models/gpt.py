@@ -1,10 +1,10 @@
 """GPT: a decoder-only transformer as a plain `nn.Sequential` of blocks.
 
 Blocks and initial weights are those of GPT-2 (Radford et al., 2019, "Language Models are Unsupervised
-Multitask Learners"): layer normalisation before each half of a block, the output projection tied to the
-token embedding.  Two things differ.  Positions are rotary and not learned (see `rotary`): a small model
-that sees a few million tokens learns far faster so.  The GELU is the exact one, which is several times
-faster than the tanh approximation on a CPU.
+Multitask Learners"): pre-layer normalization, and an output projection tied to the token embedding.  There
+are two differences.  Position embeddings are rotary instead of learned (`rotary`), with which a small model
+learns far faster from a few million tokens.  The GELU is exact, which on a CPU is several times faster than
+the tanh approximation.
 
     model = build_gpt(GPTConfig(vocabulary=4096, context=256, layers=4, heads=4, width=256))
     logits = model(tokens)                       # (batch, positions) -> (batch, positions, vocabulary)
@@ -24,15 +24,15 @@ from farandole.models.rotary import rotate
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT: `width` values per position, `layers` blocks of `heads` heads.
+    """The shape of a GPT: `layers` blocks of `heads` heads and width `width`, for up to `context` positions.
 
     With vocabulary V, layers L and width D the model has exactly
 
         V D  +  L (12 D^2 + 13 D)  +  2 D
 
     parameters: token embeddings; per block 4 D^2 + 4 D for attention, 8 D^2 + 5 D for the feed-forward
-    half and 4 D for two normalisations; the last normalisation.  The head is tied to the token embedding
-    and adds none, and neither do the positions, of which there are `context`.
+    network and 4 D for two normalizations; the final normalization.  The head is tied to the token embedding,
+    and rotary positions have no parameters.
     """
 
     vocabulary: int
@@ -44,26 +44,26 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         if self.width % (2 * self.heads):
-            raise ValueError(f"width {self.width} is not a multiple of twice heads {self.heads}")
+            raise ValueError(f"width={self.width} is not a multiple of twice heads={self.heads}")
 
     @property
     def parameters(self) -> int:
-        """How many parameters the model has."""
+        """The number of parameters."""
         d = self.width
         return self.vocabulary * d + self.layers * (12 * d * d + 13 * d) + 2 * d
 
     @property
     def flops_per_token(self) -> int:
-        """Floating-point operations of a forward and backward pass for one token.
+        """Floating-point operations per token of a forward and backward pass.
 
-        6 per weight that takes part in a product, 12 L D C for attention scores and sums over a whole
-        context (Kaplan et al., 2020, "Scaling Laws for Neural Language Models", table 1).
+        6 per parameter, and 12 L D C for attention over a context of C positions (Kaplan et al., 2020, "Scaling
+        Laws for Neural Language Models", table 1).
         """
         return 6 * self.parameters + 12 * self.layers * self.width * self.context
 
 
 class EmbeddingBlock(nn.Module):
-    """Tokens (batch, positions) of int64 to their embeddings."""
+    """Token embeddings."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -71,13 +71,13 @@ class EmbeddingBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, positions) of int64 to (batch, positions, width)."""
+        """Map (batch, positions) of int64 to (batch, positions, width)."""
         embedded: Tensor = self.dropout(self.tokens(tokens))
         return embedded
 
 
 class SelfAttention(nn.Module):
-    """Causal multi-head attention of (batch, positions, width) to itself."""
+    """Causal multi-head self-attention."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, positions, width) to the same."""
+        """Map (batch, positions, width) to the same shape."""
         batch, positions, width = x.shape
         split = self.qkv(x).view(batch, positions, 3, self.heads, width // self.heads)
         query_and_key, value = split.permute(2, 0, 3, 1, 4).tensor_split((2,))
@@ -97,7 +97,7 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Width to four times the width, GELU, and back."""
+    """A feed-forward network with GELU and four times the width inside."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -105,13 +105,13 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to the same."""
+        """Map (..., width) to the same shape."""
         result: Tensor = self.down(F.gelu(self.up(x)))
         return result
 
 
 class TransformerBlock(nn.Module):
-    """One layer: attention and feed-forward, each normalised before and added to what came in."""
+    """One layer: attention and feed-forward network, each with pre-normalization and a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -122,13 +122,13 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, positions, width) to the same."""
+        """Map (batch, positions, width) to the same shape."""
         x = x + self.dropout(self.attention(self.norm_attention(x)))
         return x + self.dropout(self.feed_forward(self.norm_feed_forward(x)))
 
 
 class HeadBlock(nn.Module):
-    """The last normalisation, and logits from a weight (vocabulary, width) that it may share."""
+    """The final normalization, and the output projection with a weight (vocabulary, width) that may be shared."""
 
     def __init__(self, config: GPTConfig, weight: Tensor) -> None:
         super().__init__()
@@ -136,12 +136,12 @@ class HeadBlock(nn.Module):
         self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to logits (..., vocabulary)."""
+        """Map (..., width) to logits (..., vocabulary)."""
         return F.linear(self.norm(x), self.weight)
 
 
 def build_gpt(config: GPTConfig) -> nn.Sequential:
-    """A GPT with GPT-2's initial weights, drawn from torch's global generator."""
+    """Return a GPT with GPT-2's initial weights, drawn from torch's global generator."""
     embedding = EmbeddingBlock(config)
     blocks = [TransformerBlock(config) for _ in range(config.layers)]
     model = nn.Sequential(embedding, *blocks, HeadBlock(config, embedding.tokens.weight))
@@ -150,10 +150,10 @@ def build_gpt(config: GPTConfig) -> nn.Sequential:
 
 
 def initialise(model: nn.Sequential) -> None:
-    """Normal weights of deviation 0.02, zero biases; what adds to the residual stream is scaled down.
+    """Initialize weights from a normal distribution of deviation 0.02, and biases to zero.
 
-    There are two additions per block, so their output weights start at 0.02 / sqrt(2 L): the variance of
-    the stream then does not grow with depth.
+    Each block adds to the residual stream twice.  Its output projections have deviation 0.02 / sqrt(2 L), so the
+    variance of the stream does not grow with the number of layers L.
     """
     blocks = [block for block in model if isinstance(block, TransformerBlock)]
     for module in model.modules():

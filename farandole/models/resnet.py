@@ -1,9 +1,8 @@
-"""ResNet: a convolutional network for images as a plain `nn.Sequential` of blocks.
+"""ResNet: a convolutional network for images, as a plain `nn.Sequential` of blocks.
 
-The networks of He et al., 2016, "Deep Residual Learning for Image Recognition", table 1, in the variant called
-v1.5, which everybody trains: a bottleneck block halves the image in its 3 x 3 convolution, not in the 1 x 1
-before it.  Layers and parameters correspond one to one with those of published checkpoints
-(`from_torchvision_names`).
+The networks of He et al., 2016, "Deep Residual Learning for Image Recognition", table 1, in the common variant
+v1.5: a bottleneck block halves the image in its 3 x 3 convolution instead of the preceding 1 x 1 convolution.
+Layers and parameters correspond one to one to published checkpoints (`from_torchvision_names`).
 
     model = build_resnet(resnet_config("resnet50"))
     logits = model(images)                       # (batch, 3, height, width) -> (batch, classes)
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 STRIDE = 32
-"""Pixels of the image per value of the last feature map, in both directions: no smaller image makes sense."""
+"""Pixels of the image per value of the last feature map in each direction, the smallest useful image size."""
 
 EXPANSION = {"basic": 1, "bottleneck": 4}
 
@@ -31,8 +30,11 @@ EXPANSION = {"basic": 1, "bottleneck": 4}
 class ResNetConfig:
     """The shape of a ResNet: four stages of `layers[s]` blocks, of `width` * 2^s channels.
 
-    A "basic" block is two 3 x 3 convolutions; a "bottleneck" is 1 x 1, 3 x 3, 1 x 1 with four times the
-    channels between blocks.
+    A "basic" block has two 3 x 3 convolutions.  A "bottleneck" block has 1 x 1, 3 x 3 and 1 x 1 convolutions, and four
+    times the channels between blocks.
+
+    Raises:
+        ValueError: if an argument is out of range.
     """
 
     block: Literal["basic", "bottleneck"]
@@ -42,20 +44,20 @@ class ResNetConfig:
 
     def __post_init__(self) -> None:
         if self.block not in EXPANSION:
-            raise ValueError(f"block {self.block!r} is neither of {', '.join(EXPANSION)}")
+            raise ValueError(f"expected block {' or '.join(EXPANSION)}, got {self.block!r}")
         if len(self.layers) != 4 or min(*self.layers, self.width, self.classes) < 1:
-            raise ValueError(f"a ResNet has four stages, and at least one of everything: {self}")
+            raise ValueError(f"expected four stages and sizes of at least 1, got {self}")
 
     @property
     def stages(self) -> list[list[tuple[int, int, int]]]:
-        """For every block: channels in, channels inside, stride."""
+        """Input channels, inner channels and stride of every block, by stage."""
         channels, stages = self.width, []
         for stage, count in enumerate(self.layers):
-            inside = self.width << stage
+            inner = self.width << stage
             blocks = []
             for number in range(count):
-                blocks.append((channels, inside, 2 if stage and not number else 1))
-                channels = inside * EXPANSION[self.block]
+                blocks.append((channels, inner, 2 if stage and not number else 1))
+                channels = inner * EXPANSION[self.block]
             stages.append(blocks)
         return stages
 
@@ -66,19 +68,19 @@ class ResNetConfig:
 
     @property
     def parameters(self) -> int:
-        """How many parameters the model has; each convolution is followed by 2 per channel of normalisation."""
+        """The number of parameters.  Each convolution is followed by a batch norm with 2 parameters per channel."""
 
         def convolution(inputs: int, outputs: int, size: int) -> int:
             return inputs * outputs * size * size + 2 * outputs
 
         count = convolution(3, self.width, 7) + (self.features + 1) * self.classes
-        for inputs, inside, stride in (block for stage in self.stages for block in stage):
-            outputs = inside * EXPANSION[self.block]
+        for inputs, inner, stride in (block for stage in self.stages for block in stage):
+            outputs = inner * EXPANSION[self.block]
             if self.block == "basic":
-                count += convolution(inputs, inside, 3) + convolution(inside, inside, 3)
+                count += convolution(inputs, inner, 3) + convolution(inner, inner, 3)
             else:
-                count += convolution(inputs, inside, 1) + convolution(inside, inside, 3)
-                count += convolution(inside, outputs, 1)
+                count += convolution(inputs, inner, 1) + convolution(inner, inner, 3)
+                count += convolution(inner, outputs, 1)
             if stride != 1 or inputs != outputs:
                 count += convolution(inputs, outputs, 1)
         return count
@@ -93,21 +95,25 @@ CONFIGS = {
     "tiny": ResNetConfig("basic", (1, 1, 1, 1), width=8, classes=10),
     "tiny-bottleneck": ResNetConfig("bottleneck", (1, 1, 1, 1), width=8, classes=10),
 }
-"""The networks of the paper by name, and two for trying things out."""
+"""The paper's networks, and two networks for tests."""
 
 
 def resnet_config(name: str, classes: int | None = None) -> ResNetConfig:
-    """A network by its name, with another number of classes if asked.  ValueError names the nearest."""
+    """Return the configuration `name`, with `classes` classes if given.
+
+    Raises:
+        ValueError: if there is no such configuration; the message suggests the closest name.
+    """
     if name not in CONFIGS:
         nearest = difflib.get_close_matches(name.lower(), CONFIGS, 1, cutoff=0.4)
         hint = f"; nearest: {nearest[0]}" if nearest else ""
-        raise ValueError(f"there is no model {name!r}{hint} (there are {', '.join(CONFIGS)})")
+        raise ValueError(f"unknown model {name!r}{hint} (known: {', '.join(CONFIGS)})")
     config = CONFIGS[name]
     return config if classes is None else replace(config, classes=classes)
 
 
 class Stem(nn.Module):
-    """Images (batch, 3, height, width) to a quarter of the height and width."""
+    """A convolution and pooling that reduce images (batch, 3, height, width) to a quarter of height and width."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
@@ -119,7 +125,7 @@ class Stem(nn.Module):
 
 
 class Shortcut(nn.Sequential):
-    """What is added to a block's result where its shape differs from the input's."""
+    """The projection shortcut of a block whose output shape differs from its input."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
@@ -130,19 +136,19 @@ def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions, added to what came in."""
+    """Two 3 x 3 convolutions with a residual connection."""
 
-    def __init__(self, inputs: int, inside: int, stride: int) -> None:
+    def __init__(self, inputs: int, inner: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, inside, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(inside)
-        self.conv2 = nn.Conv2d(inside, inside, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(inside)
-        self.downsample = _shortcut(inputs, inside, stride)
+        self.conv1 = nn.Conv2d(inputs, inner, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(inner)
+        self.conv2 = nn.Conv2d(inner, inner, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(inner)
+        self.downsample = _shortcut(inputs, inner, stride)
 
     @property
     def last_norm(self) -> nn.BatchNorm2d:
-        """The normalisation before the addition."""
+        """The batch norm before the addition."""
         return self.bn2
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,22 +157,22 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1 x 1 to fewer channels, 3 x 3, and 1 x 1 to four times as many, added to what came in."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions, the last to four times the channels, with a residual connection."""
 
-    def __init__(self, inputs: int, inside: int, stride: int) -> None:
+    def __init__(self, inputs: int, inner: int, stride: int) -> None:
         super().__init__()
-        outputs = inside * EXPANSION["bottleneck"]
-        self.conv1 = nn.Conv2d(inputs, inside, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(inside)
-        self.conv2 = nn.Conv2d(inside, inside, 3, stride, padding=1, bias=False)  # v1.5: the stride is here
-        self.bn2 = nn.BatchNorm2d(inside)
-        self.conv3 = nn.Conv2d(inside, outputs, 1, bias=False)
+        outputs = inner * EXPANSION["bottleneck"]
+        self.conv1 = nn.Conv2d(inputs, inner, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(inner)
+        self.conv2 = nn.Conv2d(inner, inner, 3, stride, padding=1, bias=False)  # the stride of v1.5
+        self.bn2 = nn.BatchNorm2d(inner)
+        self.conv3 = nn.Conv2d(inner, outputs, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(outputs)
         self.downsample = _shortcut(inputs, outputs, stride)
 
     @property
     def last_norm(self) -> nn.BatchNorm2d:
-        """The normalisation before the addition."""
+        """The batch norm before the addition."""
         return self.bn3
 
     def forward(self, x: Tensor) -> Tensor:
@@ -176,7 +182,7 @@ class Bottleneck(nn.Module):
 
 
 class Classifier(nn.Module):
-    """The mean over the image, and logits."""
+    """Global average pooling and a linear layer."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
@@ -188,12 +194,14 @@ class Classifier(nn.Module):
 
 
 def build_resnet(config: ResNetConfig, *, zero_last_norm: bool = False) -> nn.Sequential:
-    """A ResNet: the stem, the blocks of all stages in a row, the classifier.
+    """Return a ResNet: the stem, the blocks of all stages, and the classifier.
 
-    Convolutions start normal with variance 2 / fan-in (He et al., 2015, "Delving Deep into Rectifiers", eq. 10),
-    the classifier with deviation 0.01.  With `zero_last_norm` the last normalisation of every block
-    starts at 0, so that each block is the identity at first, which helps large batches (Goyal et al., 2017,
-    "Accurate, Large Minibatch SGD", section 5.1).  Weights are drawn from torch's global generator.
+    Weights are drawn from torch's global generator: for convolutions with variance 2 / fan-in (He et al., 2015,
+    "Delving Deep into Rectifiers", eq. 10), for the classifier with deviation 0.01.
+
+    Args:
+        zero_last_norm: initialize the last batch norm of every block to 0, so that blocks start as the identity.  This
+            helps large batches (Goyal et al., 2017, "Accurate, Large Minibatch SGD", section 5.1).
     """
     kind = BasicBlock if config.block == "basic" else Bottleneck
     blocks = [kind(*shape) for stage in config.stages for shape in stage]
@@ -211,12 +219,15 @@ def build_resnet(config: ResNetConfig, *, zero_last_norm: bool = False) -> nn.Se
 
 
 def from_torchvision_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A published state dict of a ResNet with the names of `build_resnet`'s.
+    """Convert a ResNet state dict with torchvision's names for `build_resnet`.
 
-    Torchvision's names, which timm and most checkpoints share: conv1, bn1, layer1.0.conv1, ..., fc.  The prefix
-    "module." that DistributedDataParallel leaves is removed.  ValueError for a name that is none of these.
+    Timm and most checkpoints use the same names: conv1, bn1, layer1.0.conv1, ..., fc.  The prefix "module." of
+    DistributedDataParallel is removed.
 
         model.load_state_dict(from_torchvision_names(torch.load("resnet50.pth", weights_only=True)))
+
+    Raises:
+        ValueError: if a name is unknown.
     """
     names = {name: name.removeprefix("module.") for name in state}
     places = {name: re.fullmatch(r"layer([1-4])\.(\d+)\.(.+)", plain) for name, plain in names.items()}
@@ -235,6 +246,6 @@ def from_torchvision_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             renamed[f"{1 + sum(lengths)}.{plain}"] = tensor
         else:
             raise ValueError(
-                f"{name!r} is not a name in a ResNet's state (conv1, bn1, layer1.0.conv1, ..., fc)"
+                f"unexpected name {name!r}: expected the names of a ResNet (conv1, bn1, layer1.0.conv1, ..., fc)"
             )
     return renamed

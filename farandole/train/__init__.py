@@ -1,1 +1,1 @@
-"""Training: configuration, the loop, precision, checkpoints, what a run reports."""
+"""Training: configuration, loop, precision, checkpoints, metrics and reports."""

@@ -1,4 +1,7 @@
-"""The checkpoints of a run: `engine.save` writes the state, while training goes on; `run_folder` lists the other files."""
+"""Write and load the checkpoints of a run.
+
+`engine.save` writes the state in the background.  `run_folder` lists the other files.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from farandole.train.run_folder import (
     CheckpointError,
     Metadata,
     checkpoints,
-    damaged,
+    damaged_error,
     folder_name,
     new_folder,
     read_metadata,
@@ -33,16 +36,19 @@ from farandole.train.run_folder import (
 from farandole.train.trainer import Trainer
 
 _ABANDON_S = 3.0
-"""How long a failed rank waits for a checkpoint that is being written: the launcher gives it 5.5 seconds."""
+"""How long a failed rank waits for a pending checkpoint.  The launcher allows 5.5 seconds."""
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of `run`, with copies of `files`, in the background, and keeps the newest `keep`.
+    """Writes the checkpoints of `run` in the background, with copies of `files`, and keeps the newest `keep`.
 
-    A run that continues from step `resumed_step` repeats the steps after it: later checkpoints are set aside.
+    A run that resumes from step `resumed_step` repeats the later steps, so later checkpoints are moved to another
+    folder.
 
-    All ranks call `save` and `wait`.  If a checkpoint cannot be written, the next of these calls raises `CheckpointError` on all
-    ranks.
+    All ranks call `save` and `wait`.
+
+    Raises:
+        CheckpointError: on all ranks, if a checkpoint cannot be written: by the next `save` or `wait`.
     """
 
     def __init__(
@@ -81,11 +87,11 @@ class CheckpointWriter:
             for path in later:
                 path.rename(aside / path.name)
             names = ", ".join(path.name for path in later)
-            print(f"training goes on from an earlier step; set aside in {aside}: {names}", flush=True)
+            print(f"resuming from an earlier step: moved later checkpoints {names} to {aside}", flush=True)
 
     @property
     def newest(self) -> Path:
-        """The folder of the checkpoint that was saved last."""
+        """The folder of the last saved checkpoint."""
         return self._folder / folder_name(self._saved_step)
 
     @property
@@ -93,9 +99,9 @@ class CheckpointWriter:
         return self.newest.with_name(f"{self.newest.name}.tmp")
 
     def save(self, trainer: Trainer, elapsed_s: float) -> None:
-        """Copy the state of `trainer`, and write it while training goes on."""
+        """Copy the state of `trainer`, and write it in the background."""
         self.wait()
-        if trainer.step_number == self._saved_step:  # asked to stop before the first step after a checkpoint
+        if trainer.step_number == self._saved_step:  # stopped right after a checkpoint
             return
         self._saved_step = trainer.step_number
         self._weight_bytes = sum(t.nbytes for t in (*trainer.model.parameters(), *trainer.model.buffers()))
@@ -106,21 +112,21 @@ class CheckpointWriter:
             )
 
     def wait(self) -> None:
-        """Return when the last checkpoint is on the disk."""
+        """Wait until the last checkpoint is on the disk."""
         pending, self._pending = self._pending, None
         if pending is not None:
             with self._explained():
                 pending.wait()
 
     def abandon(self) -> None:
-        """After a failure of training on this rank: let a write in progress end, and leave no partial checkpoint."""
+        """After a failure on this rank: wait briefly for a pending write, and remove a partial checkpoint."""
         if self._pending is not None:
             self._pending.join(_ABANDON_S)
         if self._comm.rank == 0:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _complete(self, trainer: Trainer, metadata: str) -> None:
-        """Add the other files to the state on the disk, name the checkpoint, and delete old ones."""
+        """Write the other files next to the state, rename the checkpoint to its final name, and delete old ones."""
         folder = self._partial
         write_weights(folder / WEIGHTS, folder / STATE, trainer.model)
         for name, path in self._files.items():
@@ -130,33 +136,38 @@ class CheckpointWriter:
             flush(folder / name)
         folder.rename(self.newest)
         flush(self._folder)
-        for old in checkpoints(self._run)[: -self._keep]:  # loses its name first: what has the name is whole
+        for old in checkpoints(self._run)[
+            : -self._keep
+        ]:  # renamed first, so that the final name means complete
             shutil.rmtree(old.rename(old.with_name(f"{old.name}.tmp")))
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Remove what was written if the save fails, and name the size of the checkpoint and the last good one."""
+        """If the save fails, remove the partial checkpoint, and name its size and the last good checkpoint."""
         try:
             yield
         except CheckpointError as error:
             message = ""
             if self._comm.rank == 0:
-                shutil.rmtree(self._partial, ignore_errors=True)  # on a disk that fails, this may fail too
+                shutil.rmtree(self._partial, ignore_errors=True)  # on a failing disk this may fail too
                 why = disk_failure(error.reason, self._run, error.nbytes + self._weight_bytes)
                 saved = checkpoints(self._run)
-                kept = f"the last good one is {saved[-1]}" if saved else "there is none before it"
+                kept = (
+                    f"the last good checkpoint is {saved[-1]}" if saved else "there is no earlier checkpoint"
+                )
                 message = f"cannot write checkpoint {self.newest}: {why}; {kept}"
             raise CheckpointError(self._comm.broadcast_object(message)) from error
 
 
 def load(trainer: Trainer, folder: Path, comm: Communicator) -> Metadata:
-    """Set `trainer` to the state in checkpoint `folder`; all ranks call this together.
+    """Restore `trainer` from checkpoint `folder`; a collective call.
 
-    Raises `CheckpointError` if files are missing or damaged, or belong to another model.
+    Raises:
+        CheckpointError: if files are missing or damaged, or belong to another model.
     """
     metadata, engine = read_metadata(folder), trainer.engine
     own = None
-    if metadata.loss_scale is not None:  # written by an earlier version, which had no engine.json
+    if metadata.loss_scale is not None:  # a checkpoint without engine.json, which earlier versions wrote
         scaler = {"scale": metadata.loss_scale, "good_steps": metadata.good_steps, "steps": metadata.step}
         own = engine.metadata() | {
             "scaler": {**engine.scaler.state_dict(), **scaler, "enabled": True},
@@ -166,7 +177,7 @@ def load(trainer: Trainer, folder: Path, comm: Communicator) -> Metadata:
     try:
         engine_folder.load(engine, folder / STATE, own)
     except UnreadableError as error:
-        raise damaged(folder, str(error.reason)) from error
+        raise damaged_error(folder, str(error.reason)) from error
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {folder}: {error.reason}") from error
     trainer.step_number = metadata.step

@@ -1,8 +1,8 @@
-"""The configuration of a run: a TOML file over a preset, `key=value` over both, all checked.
+"""The validated configuration of a run: a preset, overridden by a TOML file, overridden by `key=value` arguments.
 
     config = load_config("tiny", ["steps=20", "optimizer.learning_rate=1e-3"])
 
-`presets/default.toml` has every key with its meaning; a file names only the keys that it changes.
+`presets/default.toml` documents every key; a file contains only the keys that it changes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from farandole.models.gpt import GPTConfig
 
 Count = Annotated[int, Field(ge=1)]
-CountOrNone = Annotated[int, Field(ge=0)]
+CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run; the message has one line for each thing that is wrong."""
+    """The configuration is invalid; the message has one line per mistake."""
 
 
 class _Section(BaseModel):
@@ -38,7 +38,7 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """The GPT to train, or the BERT."""
+    """The GPT or BERT to train."""
 
     vocabulary: Annotated[int, Field(ge=SMALLEST_VOCABULARY)]
     context: Count
@@ -61,13 +61,13 @@ class ModelSection(_Section):
 
     def gpt(self) -> GPTConfig:
         """Return the configuration of a GPT."""
-        from farandole.models.gpt import GPTConfig  # here: it loads torch, and a configuration needs none
+        from farandole.models.gpt import GPTConfig  # imports torch, which a configuration does not need
 
         return GPTConfig(**self.model_dump())
 
 
 class DataSection(_Section):
-    """What to train on."""
+    """The training data."""
 
     path: str
     field: str
@@ -76,15 +76,15 @@ class DataSection(_Section):
 
 
 class PlanSection(_Section):
-    """The keys of `farandole.Plan`, which checks their values."""
+    """The keys of `farandole.Plan`, which validates them."""
 
-    data: CountOrNone = 0
+    data: CountOrZero = 0
     zero: int = 0
     hybrid: bool = False
     precision: Literal["auto", Precision] = "auto"
     rounding: Rounding = "nearest"
     recompute: Recompute = "none"
-    activation_bytes: CountOrNone = 0
+    activation_bytes: CountOrZero = 0
     offload: str = "none"
     offloaded: Offloaded = "optimizer"
     swap: str = "none"
@@ -98,13 +98,13 @@ class PlanSection(_Section):
         return Plan(**values)
 
     @model_validator(mode="after")
-    def _is_a_plan(self) -> PlanSection:
+    def _is_valid_plan(self) -> PlanSection:
         self.plan("fp32" if self.precision == "auto" else self.precision)
         return self
 
 
 class ImagesSection(_Section):
-    """The network that learns to classify images, and what it sees of them."""
+    """The image classifier and its preprocessing."""
 
     network: str = "resnet18"
     size: Annotated[int, Field(ge=32)] = 224
@@ -116,7 +116,7 @@ class OptimizerSection(_Section):
 
     learning_rate: Positive
     final_share: Annotated[float, Field(ge=0, le=1)]
-    warmup_steps: CountOrNone
+    warmup_steps: CountOrZero
     weight_decay: Annotated[float, Field(ge=0)]
     beta1: Annotated[float, Field(ge=0, lt=1)]
     beta2: Annotated[float, Field(ge=0, lt=1)]
@@ -126,19 +126,19 @@ class OptimizerSection(_Section):
 class CheckpointSection(_Section):
     """When to save, and how much to keep."""
 
-    every: CountOrNone
+    every: CountOrZero
     keep: Count
 
 
 class EvaluateSection(_Section):
-    """When to measure the loss on samples that are not trained on."""
+    """When to measure the validation loss."""
 
-    every: CountOrNone
+    every: CountOrZero
     samples: Count
 
 
 class LogSection(_Section):
-    """What to show and write while the run goes on."""
+    """What to print and record during the run."""
 
     every: Count
     tensorboard: bool
@@ -149,9 +149,9 @@ class SampleSection(_Section):
     """The text to generate at the end."""
 
     prompt: str
-    tokens: CountOrNone
+    tokens: CountOrZero
     temperature: Annotated[float, Field(ge=0)]
-    top_k: CountOrNone
+    top_k: CountOrZero
 
 
 class TrainConfig(_Section):
@@ -162,7 +162,7 @@ class TrainConfig(_Section):
     seed: Annotated[int, Field(ge=0, lt=1 << 63)]
     steps: Count
     batch: Count
-    micro_batch: CountOrNone
+    micro_batch: CountOrZero
     task: str = "text"
     model: ModelSection
     images: ImagesSection = ImagesSection()
@@ -176,38 +176,38 @@ class TrainConfig(_Section):
     options: dict[str, bool | int | float | str | list[Any]] = {}
 
     @model_validator(mode="after")
-    def _diagnosis_is_of_overflows(self) -> TrainConfig:
+    def _diagnose_requires_fp16(self) -> TrainConfig:
         if self.log.diagnose and self.plan.precision != "fp16":
             raise ValueError(
-                f"log.diagnose=true explains the steps that fp16 skips, and plan.precision={self.plan.precision!r}; "
+                f"log.diagnose=true requires plan.precision=fp16, got {self.plan.precision!r}; "
                 f"try plan.precision=fp16 or log.diagnose=false"
             )
         return self
 
     def micro_batches(self, ranks: int) -> tuple[int, int]:
-        """(how many, of how many samples) each of `ranks` ranks computes in a step.
+        """Return the number of micro-batches per rank and step, and the samples in each.
 
-        Raises `ConfigError` when the batch cannot be divided so.
+        Raises:
+            ConfigError: if `ranks` and `micro_batch` do not divide the batch.
         """
         if self.batch % ranks:
             lower = self.batch // ranks * ranks
             near = [str(n) for n in (lower, lower + ranks) if n]
             raise ConfigError(
-                f"batch={self.batch} cannot be shared equally by {ranks} ranks; "
-                f"nearest that can: batch={' or '.join(near)}"
+                f"batch={self.batch} is not divisible by {ranks} ranks; try batch={' or '.join(near)}"
             )
         share = self.batch // ranks
         size = self.micro_batch or share
         if share % size:
             near_size = max(n for n in range(1, min(size, share) + 1) if share % n == 0)
             raise ConfigError(
-                f"each of {ranks} ranks has {share} samples per step, which micro_batch={size} does not "
-                f"divide; nearest that does: micro_batch={near_size}"
+                f"micro_batch={size} does not divide the {share} samples that each of {ranks} ranks has per step; "
+                f"try micro_batch={near_size}"
             )
         return share // size, size
 
     def flat(self) -> dict[str, Any]:
-        """Return every value under its full key, as in `model.width`."""
+        """Return all values by their full keys, such as `model.width`."""
         values: dict[str, Any] = {}
         for key, value in self.model_dump().items():
             inner = value.items() if isinstance(value, dict) else None
@@ -215,7 +215,7 @@ class TrainConfig(_Section):
         return values
 
     def to_toml(self) -> str:
-        """Return this configuration as a file that `load_config` reads."""
+        """Return this configuration as TOML for `load_config`."""
         values = self.model_dump()
         sections = {key: value for key, value in values.items() if isinstance(value, dict)}
         lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if key not in sections]
@@ -225,7 +225,7 @@ class TrainConfig(_Section):
 
 
 def presets() -> dict[str, str]:
-    """The TOML text of every preset, by name."""
+    """Return the TOML text of every preset, by name."""
     folder = resources.files("farandole.train") / "presets"
     return {
         Path(file.name).stem: file.read_text()
@@ -235,16 +235,18 @@ def presets() -> dict[str, str]:
 
 
 def load_config(source: str | None = None, overrides: list[str] | None = None) -> TrainConfig:
-    """Return the configuration of preset or TOML file `source`, changed by `key=value` overrides.
+    """Return the configuration of `source`, a preset or a TOML file, with `key=value` overrides applied.
 
-    A file starts from the preset that its `preset = "..."` names, else from `default`.
-    Raises `ConfigError`.
+    A file extends the preset named by its key `preset`, by default `default`.
+
+    Raises:
+        ConfigError: if the configuration is invalid.
     """
     return _overridden(_with_preset(_read(source or "default")), overrides or [])
 
 
 def with_overrides(config: TrainConfig, overrides: list[str]) -> TrainConfig:
-    """Return `config` changed by `key=value`s.  Raises `ConfigError`."""
+    """Return `config` with `key=value` overrides applied.  Raises `ConfigError`."""
     return _overridden(config.model_dump(), overrides)
 
 
@@ -255,7 +257,7 @@ def _overridden(values: dict[str, Any], overrides: list[str]) -> TrainConfig:
 
 
 def parse_config(values: dict[str, Any]) -> TrainConfig:
-    """Check plain values, as read from TOML or a checkpoint.  Raises `ConfigError`."""
+    """Validate plain values, as read from TOML or a checkpoint.  Raises `ConfigError`."""
     try:
         return TrainConfig.model_validate(values)
     except ValidationError as error:
@@ -263,18 +265,18 @@ def parse_config(values: dict[str, Any]) -> TrainConfig:
 
 
 def saved_config(values: dict[str, Any]) -> TrainConfig:
-    """Check a configuration that a run wrote, possibly an earlier version.  Raises `ConfigError`."""
+    """Validate a configuration that a run saved, possibly with an earlier version.  Raises `ConfigError`."""
     return parse_config(_translated(values))
 
 
-def plan_mistake(error: PlanError) -> ConfigError:
-    """Return the error of a plan as one of the configuration, with the full name of the key."""
+def plan_config_error(error: PlanError) -> ConfigError:
+    """Convert the error of a plan to a `ConfigError` with the full name of the key."""
     key = str(error).partition("=")[0]
     return ConfigError(f"plan.{error}" if key in PlanSection.model_fields else f"plan: {error}")
 
 
 def _translated(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the keys of this version in place of those of an earlier one."""
+    """Rename the keys of earlier versions."""
     values = dict(values)
     moved = values.pop("parallel", {})
     if "precision" in values:
@@ -283,13 +285,13 @@ def _translated(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def known_keys() -> list[str]:
-    """Every key, with its section: `steps`, `model.width`, ..."""
+    """Return all full keys: `steps`, `model.width`, ..."""
     keys = []
     for name, field in TrainConfig.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, _Section):
             keys += [f"{name}.{inner}" for inner in section.model_fields]
-        elif name != "options":  # whose keys are a task's own
+        elif name != "options":  # a custom task defines the keys of options
             keys.append(name)
     return keys
 
@@ -302,14 +304,14 @@ def _read(source: str) -> dict[str, Any]:
     if not path.is_file():
         near = difflib.get_close_matches(source, available, n=1)
         hint = f"did you mean {near[0]}?" if near else f"presets are {', '.join(available)}"
-        raise ConfigError(f"{source} is neither a preset nor a file; {hint}")
+        raise ConfigError(f"{source} is not a preset or file; {hint}")
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
         written_by_a_run = path.name == "config.toml" and (path.parent / "checkpoints").is_dir()
         return _translated(values) if written_by_a_run else values
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        hint = "" if path.suffix == ".toml" else f"; text to train on is named as data.path={source}"
-        raise ConfigError(f"{source} is not TOML: {error}{hint}") from None
+        hint = "" if path.suffix == ".toml" else f"; to train on this text use data.path={source}"
+        raise ConfigError(f"{source} is not valid TOML: {error}{hint}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {source}: {error.strerror}") from None
 
@@ -318,7 +320,7 @@ def _with_preset(values: dict[str, Any]) -> dict[str, Any]:
     available = presets()
     name = values.pop("preset", "default")
     if name not in available:
-        raise ConfigError(f"preset={name!r} is not known; presets are {', '.join(available)}")
+        raise ConfigError(f"unknown preset={name!r}; presets are {', '.join(available)}")
     merged = tomllib.loads(available["default"])
     for layer in (tomllib.loads(available[name]), values):
         for key, value in layer.items():
@@ -333,7 +335,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key:
-        raise ConfigError(f"{override!r} is not an override: write key=value, as in steps=100")
+        raise ConfigError(f"{override!r} is not an override: expected key=value, such as steps=100")
     section, dot, name = key.rpartition(".")
     if key not in known_keys() and not (section == "options" and name):
         raise ConfigError(_unknown(key))
@@ -341,7 +343,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """A TOML value; what is not one is a string, so that paths need no quotes."""
+    """Parse a TOML value.  Other text is a string, so that paths need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -351,7 +353,7 @@ def _value(text: str) -> Any:
 def _unknown(key: str) -> str:
     if key in ("precision", "parallel") or key.startswith("parallel."):
         new = "plan.precision" if key == "precision" else f"plan{key.removeprefix('parallel')}"
-        return f"{key} is now {new}: write that in its place"
+        return f"unknown key {key}; did you mean {new}?"
     near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.5)
     if not near:
         ends = {known.rpartition(".")[2]: known for known in known_keys()}
@@ -366,7 +368,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
         if problem["type"] == "extra_forbidden":
             yield _unknown(key)
         elif problem["type"] == "value_error":
-            mistake = problem["ctx"]["error"]
-            yield str(plan_mistake(mistake)) if isinstance(mistake, PlanError) else f"{key}: {mistake}"
+            cause = problem["ctx"]["error"]
+            yield str(plan_config_error(cause)) if isinstance(cause, PlanError) else f"{key}: {cause}"
         else:
             yield f"{key}={problem['input']!r}: {problem['msg'].replace('Input should', 'it should', 1)}"

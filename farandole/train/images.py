@@ -1,7 +1,7 @@
-"""Task "images": a ResNet classifies images.
+"""Task "images": train a ResNet to classify images.
 
-`data.path` is a folder with one folder of image files for each class, or a `.npz` file with `images`, (n, height, width) or
-(n, height, width, 3) of uint8, and `labels`, (n) of integers from 0 on, as `numpy.savez` writes them.
+`data.path` is a folder with one subfolder of image files per class, or an `.npz` file as written by `numpy.savez`, with
+arrays `images`, (n, height, width) or (n, height, width, 3) of uint8, and `labels`, (n) of non-negative integers.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from farandole.train.tasks import Mean, Task
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and deviation of ImageNet's colours, which published weights expect."""
+"""Mean and standard deviation of ImageNet's colors, which published weights expect."""
 
 
 class _Source(Protocol):
-    """Images (height, width, 3) of uint8 by number, and the class of each."""
+    """Images (height, width, 3) of uint8 by number, and their classes."""
 
     labels: NDArray[np.int64]
     classes: list[str]
@@ -41,7 +41,7 @@ class _Source(Protocol):
 
 
 class _Folder:
-    """A folder with one folder of image files for each class."""
+    """A folder with one subfolder of image files per class."""
 
     def __init__(self, path: Path) -> None:
         self.classes = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
@@ -53,14 +53,14 @@ class _Folder:
         ]
         if len({number for _, number in found}) < 2:
             raise DataError(
-                f"data.path={path}: expected one folder of images ({', '.join(sorted(SUFFIXES))}) for each of two or more "
-                f"classes, found {len(found)} images in folders {', '.join(self.classes[:5]) or '(none)'}"
+                f"data.path={path}: expected one subfolder of images ({', '.join(sorted(SUFFIXES))}) for each of two or "
+                f"more classes, found {len(found)} images in folders {', '.join(self.classes[:5]) or '(none)'}"
             )
         self._files = [file for file, _ in found]
         self.labels = np.array([number for _, number in found])
 
     def image(self, number: int, size: int) -> NDArray[np.uint8]:
-        """Return image `number`, scaled so that its shorter side has `size` pixels, and cropped at the center."""
+        """Return image `number`, scaled to `size` pixels on the shorter side, and center-cropped."""
         try:
             with Image.open(self._files[number]) as image:
                 return _square(image.convert("RGB"), size)
@@ -69,7 +69,7 @@ class _Folder:
 
 
 class _Arrays:
-    """A `.npz` file."""
+    """An `.npz` file."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -85,7 +85,8 @@ class _Arrays:
             )
         if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or labels.min(initial=0) < 0:
             raise DataError(
-                f"data.path={path}: expected {len(images)} labels from 0 on, got {labels.shape} of {labels.dtype}"
+                f"data.path={path}: expected {len(images)} non-negative integer labels, got {labels.shape} of "
+                f"{labels.dtype}"
             )
         self._images = np.repeat(images[..., None], 3, axis=-1) if grey else images
         self.labels = labels.astype(np.int64)
@@ -105,7 +106,7 @@ def _square(image: Image.Image, size: int) -> NDArray[np.uint8]:
     return np.asarray(image)
 
 
-class _Part:
+class _Subset:
     """The samples of a source with these numbers."""
 
     def __init__(self, source: _Source, numbers: NDArray[np.int64], size: int) -> None:
@@ -120,26 +121,26 @@ class _Part:
 
 
 class ImagesTask(Task):
-    """A ResNet on images of classes.  The metric "accuracy" is the share of correctly classified images."""
+    """Image classification with a ResNet.  The metric "accuracy" is the fraction of correctly classified images."""
 
     unit = "images"
-    train: _Part
-    validation: _Part
+    train: _Subset
+    validation: _Subset
 
     def __init__(self, config: TrainConfig, progress: Progress = lambda what, share: None) -> None:
         path, size = Path(config.data.path).expanduser(), config.images.size
         if not path.exists():
             raise DataError(
-                f"data.path={config.data.path}: task=images needs a folder with a folder of images for each class, or a "
-                f".npz file"
+                f"data.path={config.data.path} does not exist: task=images needs a folder with one subfolder of images "
+                f"per class, or an .npz file"
             )
         source: _Source = _Folder(path) if path.is_dir() else _Arrays(path)
         if len(source.labels) < 2:
-            raise DataError(f"data.path={path}: {len(source.labels)} images; 2 or more are needed")
+            raise DataError(f"data.path={path}: expected 2 or more images, found {len(source.labels)}")
         shuffled = permute(np.arange(len(source.labels)), len(source.labels), 0, 0)
         held_out = max(1, round(config.data.validation_share * len(shuffled)))
-        self.validation = _Part(source, shuffled[:held_out], size)
-        self.train = _Part(source, shuffled[held_out:], size)
+        self.validation = _Subset(source, shuffled[:held_out], size)
+        self.train = _Subset(source, shuffled[held_out:], size)
         self._flip = config.images.flip
         self._seed = np.random.SeedSequence(config.seed).generate_state(1, np.uint64).astype(np.uint64)
         try:
@@ -154,7 +155,7 @@ class ImagesTask(Task):
     def batch(
         self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> tuple[Tensor, Tensor]:
-        """Return images (n, 3, size, size), normalised, and their classes."""
+        """Return normalized images (n, 3, size, size) and their classes (n)."""
         pairs = [samples[int(number)] for number in numbers]
         images = np.stack([image for image, _ in pairs])
         if self._flip and samples is self.train:
@@ -166,7 +167,7 @@ class ImagesTask(Task):
         return values.sub_(mean).div_(deviation), torch.tensor([label for _, label in pairs])
 
     def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Mean:
-        """Return the cross-entropy in nats, and the count of images."""
+        """Return the summed cross-entropy in nats, and the number of images."""
         return F.cross_entropy(output.float(), batch[1], reduction="sum"), len(output)
 
     def metrics(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Mapping[str, Mean]:

@@ -20,24 +20,24 @@ from farandole.train.tasks import Mean, Task
 from farandole.train.text import open_text
 
 Batch = tuple[Tensor, Tensor, Tensor]
-"""Tokens (samples, positions), the places of masked ones in the flattened tokens, and the tokens that were masked."""
+"""Masked tokens (samples, positions), flat indices of masked positions (n), and the original tokens there (n)."""
 
 
 class MaskedBERT(nn.Sequential):
-    """A BERT whose head runs only where a token was masked: its logits are the largest tensor of a small model."""
+    """A BERT whose head runs only at masked positions, because logits are the largest tensor of a small model."""
 
-    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:  # type: ignore[override]
-        """Map tokens (samples, positions) of int64, and n places in them, to logits (n, vocabulary)."""
+    def forward(self, tokens: Tensor, indices: Tensor) -> Tensor:  # type: ignore[override]
+        """Return logits (n, vocabulary) at n flat `indices` of `tokens` (samples, positions), both int64."""
         *body, head = self
         x: Any = tokens
         for block in body:
             x = block(x)
-        logits: Tensor = head(x.flatten(0, 1).index_select(0, places))
+        logits: Tensor = head(x.flatten(0, 1).index_select(0, indices))
         return logits
 
 
 class MaskedTextTask(Task):
-    """A BERT on windows of tokens, 15 % of which are masked, others in each epoch."""
+    """A BERT on windows of tokens.  15 % of the tokens are masked, different ones in each epoch."""
 
     unit = "tokens"
 
@@ -49,25 +49,25 @@ class MaskedTextTask(Task):
         self.units_per_sample = config.model.context
 
     def build(self, config: TrainConfig) -> nn.Module:
-        """Return a BERT without padding: all windows are full."""
+        """Return a BERT without padding, because all windows are full."""
         return MaskedBERT(*build_bert(BERTConfig(**config.model.model_dump())))
 
     def batch(self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
-        """Return tokens, the places of masked ones, and the tokens that were masked."""
+        """Return masked tokens, the indices of masked positions, and the original tokens."""
         inputs, targets = self._masking.mask(samples.read(numbers)[:, :-1], numbers, epochs)
-        places = np.flatnonzero(targets >= 0)
+        indices = np.flatnonzero(targets >= 0)
         return (
             torch.from_numpy(inputs),
-            torch.from_numpy(places),
-            torch.from_numpy(targets.reshape(-1)[places]),
+            torch.from_numpy(indices),
+            torch.from_numpy(targets.reshape(-1)[indices]),
         )
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the tokens and the places."""
+        """Return the masked tokens and the indices."""
         return batch[:2]
 
     def loss(self, output: Tensor, batch: Batch) -> Mean:
-        """Return the cross-entropy in nats, and the count of masked tokens."""
+        """Return the summed cross-entropy in nats, and the number of masked tokens."""
         return token_loss(output, batch[2])
 
     def files(self) -> dict[str, Any]:

@@ -6,8 +6,8 @@ Each line of `metrics.jsonl` is an object with `step` and the metrics of that st
      "waiting_share": 0.01, "elapsed_s": 9.1}
     {"step": 100, "validation_loss": 4.2}
 
-Other tasks count other units, such as `images_per_s`, and have further metrics, such as `validation_accuracy`.
-With fp16 there is also `loss_scale`, and for a skipped step `overflow`, a text that says why.
+Other tasks have other units, such as `images_per_s`, and additional metrics, such as `validation_accuracy`.
+fp16 adds `loss_scale`, and for a skipped step `overflow`, a text with the cause.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ Record = dict[str, float]
 
 
 class MetricsWriter:
-    """Appends to the metrics of `run`, on rank 0.  A run that continues from `resumed_step` drops the metrics of later steps.
+    """Appends to the metrics of `run`, on rank 0.
 
-    Files are open only while they are written, so there is no `close`.  The calls raise `DiskError` if `metrics.jsonl` cannot be
-    written; if TensorBoard's files cannot be written, training goes on with a warning.
+    A run that resumes from `resumed_step` deletes the metrics of later steps.  Files are opened only for writing, so
+    there is no `close`.  If TensorBoard's files cannot be written, the writer prints a warning and disables them.
+
+    Raises:
+        DiskError: if `metrics.jsonl` cannot be written.
     """
 
     def __init__(self, run: Path, *, tensorboard: bool, resumed_step: int | None = None) -> None:
@@ -50,39 +53,39 @@ class MetricsWriter:
             partial.replace(self._path)
         except OSError as error:
             partial.unlink(missing_ok=True)
-            raise self._refusal(error) from error
+            raise self._error(error) from error
         if tensorboard:
             try:
                 self._tensorboard = TensorBoardWriter(run / "tensorboard", resumed_step)
             except OSError as error:
-                self._do_without_tensorboard(error)
+                self._disable_tensorboard(error)
 
-    def write(self, step: int, record: Record, remarks: Mapping[str, str] | None = None) -> None:
-        """Write the metrics of `step`, and `remarks` in words, which TensorBoard does not get."""
+    def write(self, step: int, record: Record, texts: Mapping[str, str] | None = None) -> None:
+        """Write the metrics of `step`, and `texts`, which are not written for TensorBoard."""
         try:
             with self._path.open("a") as lines:
-                lines.write(json.dumps({"step": step, **record, **(remarks or {})}) + "\n")
+                lines.write(json.dumps({"step": step, **record, **(texts or {})}) + "\n")
         except OSError as error:
-            raise self._refusal(error) from error
+            raise self._error(error) from error
         if self._tensorboard is not None:
             try:
                 self._tensorboard.write(step, record)
             except OSError as error:
-                self._do_without_tensorboard(error)
+                self._disable_tensorboard(error)
 
-    def _refusal(self, error: OSError) -> DiskError:
+    def _error(self, error: OSError) -> DiskError:
         return DiskError(f"cannot write {self._path}: {disk_failure(error, self._path.parent)}")
 
-    def _do_without_tensorboard(self, error: OSError) -> None:
+    def _disable_tensorboard(self, error: OSError) -> None:
         self._tensorboard = None
         why = disk_failure(error, self._path.parent)
         print_once(
-            f"TensorBoard's files cannot be written: {why}; training goes on, its numbers are in {self._path}"
+            f"cannot write TensorBoard files: {why}; training continues, and metrics are in {self._path}"
         )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a `metrics.jsonl`, in order, without the partial last line of a killed run."""
+    """Return the records of a `metrics.jsonl` in order.  Lines that a killed run left incomplete are ignored."""
     if not path.exists():
         return []
     records = []
@@ -94,14 +97,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-_VERSION = "brain.Event:2"  # of the format; the first record of every file
+_VERSION = "brain.Event:2"  # the format version, in the first record of every file
 
 
 class TensorBoardWriter:
-    """Writes scalars to a file of events in a new `folder`.  The calls raise `OSError` if it cannot be written.
+    """Writes scalars to an event file in `folder`.
 
-    torch's `SummaryWriter` hands records to a thread, whose failures (a full disk) end the training later, with a traceback.
-    With `resumed_step` TensorBoard hides the later steps of earlier files.
+    torch's `SummaryWriter` writes in a thread, whose failures (a full disk) end the training later, with a traceback.
+    With `resumed_step` TensorBoard hides later steps of earlier files.
+
+    Raises:
+        OSError: if the file cannot be written.
     """
 
     def __init__(self, folder: Path, resumed_step: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The output of a run: progress, metrics, and the report at the end.  Only rank 0's observer writes."""
+"""The output of a run: progress, metrics and the final report.  Only the observer of rank 0 writes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from farandole.memory.offload_store import measure_bandwidth
 from farandole.memory.swap import THRESHOLD_BYTES
 from farandole.train.config import TrainConfig
 from farandole.train.metrics import MetricsWriter
-from farandole.train.precision import Choice
+from farandole.train.precision import PrecisionChoice
 from farandole.train.progress import Progress, ProgressLine, minutes
 from farandole.train.trainer import StepResult, Trainer
 
 _RECENT = 20
-"""Steps over which speed and the share of waiting are averaged."""
+"""The number of steps over which speed and waiting are averaged."""
 
 
 class Observer:
-    """Shows and records how `trainer` trains.  `earlier_s` is how long the run took before it was continued."""
+    """Prints and records the progress of `trainer`.  `earlier_s` is the duration of the run before it was resumed."""
 
     def __init__(
         self,
         config: TrainConfig,
         run: Path,
         trainer: Trainer,
-        choice: Choice,
+        choice: PrecisionChoice,
         runtime: Runtime,
         earlier_s: float,
     ) -> None:
@@ -51,7 +51,7 @@ class Observer:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds that the run has taken, before and after being continued."""
+        """The duration of the run in seconds, including the time before it was resumed."""
         return self._earlier_s + time.monotonic() - self._started
 
     def __enter__(self) -> Observer:
@@ -70,7 +70,7 @@ class Observer:
             self._line.__exit__(kind, error, trace)
 
     def stepped(self, result: StepResult, seconds: float) -> None:
-        """Show and record a step that took `seconds`."""
+        """Print and record a step that took `seconds`."""
         if self._metrics is None:
             return
         self._recent.append((seconds, result.waited_s))
@@ -94,14 +94,14 @@ class Observer:
             self._line.note(str(result.overflow))
             if self._trainer.scaler.advice:
                 self._line.note(self._trainer.scaler.advice)
-        if self._line.renews or step % self._config.log.every == 0 or step == self._config.steps:
+        if self._line.is_live or step % self._config.log.every == 0 or step == self._config.steps:
             left_s = (self._config.steps - step) * total / len(self._recent)
             self._line.show(
                 Progress(step, self._config.steps, result.loss, speed, left_s, waiting, self._task.unit)
             )
 
     def evaluated(self, found: Mapping[str, float]) -> None:
-        """Show and record the validation loss and the other metrics of the present step."""
+        """Print and record the validation loss and the other metrics of the current step."""
         if self._metrics is not None:
             step = self._trainer.step_number
             self._metrics.write(step, {f"validation_{name}": value for name, value in found.items()})
@@ -110,16 +110,16 @@ class Observer:
             )
 
     def saved(self, folder: Path) -> None:
-        """Show that the present state is in checkpoint `folder`."""
+        """Print that the current state is saved in checkpoint `folder`."""
         self._saved_s = self.elapsed_s
         if self._active:
             self._line.note(f"saved {folder}")
 
     def finished(self, report: str) -> None:
-        """After the last step: draw the loss curve, write the task's report, and show where they are."""
+        """Plot the loss curve, write the task's report, and print their paths."""
         if not self._active:
             return
-        from farandole.train.report import draw_loss_curve  # matplotlib takes a second
+        from farandole.train.report import draw_loss_curve  # importing matplotlib takes a second
 
         title = f"{self._config.name}: {short(self._trainer.parameters)} parameters, {self._ranks}"
         done = f"{counted(self._config.steps, 'step')} in {minutes(self._saved_s)} on {self._ranks}"
@@ -131,8 +131,10 @@ class Observer:
             if report:
                 sample.write_text(report)
             self._line.note(f"{done}; loss curve {curve}" + (f", sample {sample}" if report else ""))
-        except OSError as error:  # the checkpoint is on the disk
-            self._line.note(f"{done}; no loss curve and no sample are kept: {disk_failure(error, self._run)}")
+        except OSError as error:  # the checkpoint is already saved
+            self._line.note(
+                f"{done}; cannot write the loss curve and the sample: {disk_failure(error, self._run)}"
+            )
 
     def _introduce(self) -> None:
         task, config = self._task, self._config
@@ -147,16 +149,16 @@ class Observer:
         for note in _memory_summary(self._trainer, self._runtime.local_size):
             self._line.note(note)
         if self._resumed:
-            self._line.note(f"going on after step {self._resumed}")
+            self._line.note(f"resuming after step {self._resumed}")
 
 
 def _memory_summary(trainer: Trainer, ranks: int) -> Iterator[str]:
-    """Yield what is recomputed and offloaded, for `ranks` ranks of this host.  Measures the disk for about a second."""
+    """Yield lines about recomputation, swap and offload on this host.  Measures the disk for about a second."""
     plan = trainer.config.plan
     yield from trainer.notices
     if plan.swap != "none":
-        where = "the memory of the host" if plan.swap == "host" else plan.swap.removeprefix("disk:")
-        yield f"activations of {size(THRESHOLD_BYTES)} and more wait for the backward pass in {where}"
+        where = "host memory" if plan.swap == "host" else plan.swap.removeprefix("disk:")
+        yield f"activations of {size(THRESHOLD_BYTES)} or more are swapped to {where}"
     kind, _, folder = plan.offload.partition(":")
     for update in trainer.engine.offloaded:
         mine = update.state.budget()
@@ -165,7 +167,7 @@ def _memory_summary(trainer: Trainer, ranks: int) -> Iterator[str]:
             continue
         try:
             bandwidth = measure_bandwidth(folder)
-        except OffloadError as error:  # the states have filled the disk
-            yield f"optimizer states on the disk of {folder}; its speed is not known: {error}"
+        except OffloadError as error:  # the states fill the disk
+            yield f"optimizer states on the disk of {folder}; cannot measure its speed: {error}"
             continue
         yield f"optimizer states on the disk: {Budget(mine.read_bytes * ranks, mine.written_bytes * ranks, bandwidth)}"

@@ -1,4 +1,4 @@
-"""The progress line: one line that is updated on a terminal, plain lines elsewhere."""
+"""The progress line: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run: `speed` in `unit`s per second over all ranks, `waiting` the share of time in communication."""
+    """The progress of a run.
+
+    Args:
+        speed: `unit`s per second, over all ranks.
+        left_s: estimated seconds until the end.
+        waiting: the fraction of time spent waiting for communication.
+    """
 
     step: int
     steps: int
@@ -29,7 +35,7 @@ class Progress:
         return "  ".join(self._parts())
 
     def fit(self, width: int) -> str:
-        """Return the text without its last parts, so that it has at most `width` characters."""
+        """Return the text in at most `width` characters, by omitting the last parts."""
         parts = self._parts()
         while len(parts) > 1 and len("  ".join(parts)) > width:
             parts.pop()
@@ -49,17 +55,17 @@ _LONGEST_BAR, _SHORTEST_BAR = 24, 6
 
 
 class ProgressLine:
-    """Shows `Progress`, and notes above it.  On a terminal `show` is cheap enough for every step."""
+    """Shows `Progress` and prints notes above it.  On a terminal `show` is cheap enough for every step."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        self.renews = self._stream.isatty()
+        self.is_live = self._stream.isatty()
         self._live: Live | None = None
-        if self.renews:
+        if self.is_live:
             self._live = Live(console=Console(file=self._stream), refresh_per_second=5, transient=True)
 
     def show(self, progress: Progress) -> None:
-        """Update the line, or print one."""
+        """Update the live line, or print a new line."""
         if self._live is None:
             print(progress, file=self._stream, flush=True)
             return
@@ -74,7 +80,7 @@ class ProgressLine:
         self._live.update(row)
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         if self._live is None:
             print(text, file=self._stream, flush=True)
         else:
@@ -93,7 +99,7 @@ class ProgressLine:
 
 
 def minutes(seconds: float) -> str:
-    """Return seconds as 1:05 or 2:03:04."""
+    """Format seconds as 1:05 or 2:03:04."""
     whole = max(0, round(seconds))
     hours, rest = divmod(whole, 3600)
     short = f"{rest // 60}:{rest % 60:02d}"

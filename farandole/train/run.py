@@ -1,6 +1,6 @@
-"""A whole run on one rank: prepare, train, evaluate, save, report.
+"""A complete run on one rank: prepare, train, evaluate, save, report.
 
-Rank 0 prints and writes; every rank takes the same decisions at the same steps.
+Rank 0 prints and writes.  All ranks make the same decisions at the same steps.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from farandole.train import checkpoint
 from farandole.train.checkpoint import CheckpointWriter
 from farandole.train.config import TrainConfig
 from farandole.train.observer import Observer
-from farandole.train.precision import Choice, choose_precision
+from farandole.train.precision import PrecisionChoice, choose_precision
 from farandole.train.run_folder import RunLock, read_metadata
 from farandole.train.tasks import make_task
 from farandole.train.trainer import Trainer
 
 
 def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime) -> signal.Signals | None:
-    """Train `config` in folder `run`, from checkpoint `resume` if given.  All ranks call it.
+    """Train `config` in folder `run`, from checkpoint `resume` if given; a collective call.
 
-    Returns the signal that ended the run before its last step, or None.
-    Raises `FloatingPointError` if the training diverges, and `CheckpointError` if it cannot be saved.
+    Returns:
+        The signal that ended the run before its last step, or None.
+
+    Raises:
+        FloatingPointError: if the training diverges.
+        CheckpointError: if a checkpoint cannot be loaded or saved.
     """
     keep_freed_memory()
     task = make_task(config)
@@ -38,10 +42,10 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
         if resume is not None:
             before = checkpoint.load(trainer, resume, runtime.comm)
             earlier_s, resumed_step = before.elapsed_s, before.step
-        # After loading: later checkpoints are not set aside for a damaged one.
+        # After loading, so that a damaged checkpoint does not cause later ones to be moved.
         writer = CheckpointWriter(run, task.files(), config.checkpoint.keep, runtime.comm, resumed_step)
         with Observer(config, run, trainer, choice, runtime, earlier_s) as observer:
-            runtime.comm.barrier()  # waiting for the introduction that rank 0 prints is not counted
+            runtime.comm.barrier()  # do not count the wait for rank 0's first output
             resume_collection()
             try:
                 _loop(trainer, writer, observer, stop)
@@ -55,7 +59,7 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
 
 
 def _loop(trainer: Trainer, writer: CheckpointWriter, observer: Observer, stop: StopSignals) -> None:
-    """Train until the last step, or until any rank was asked to stop, and save."""
+    """Train until the last step or until any rank is asked to stop, then save."""
     config = trainer.config
     while trainer.step_number < config.steps:
         started = time.perf_counter()
@@ -78,24 +82,25 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _precision(config: TrainConfig, resume: Path | None, runtime: Runtime) -> Choice:
-    """Return the precision: a run that is continued keeps its own, on any hardware."""
+def _precision(config: TrainConfig, resume: Path | None, runtime: Runtime) -> PrecisionChoice:
+    """Return the precision.  A resumed run keeps its precision on any hardware."""
     if resume is not None:
-        return Choice(read_metadata(resume).precision, "as before")
+        return PrecisionChoice(read_metadata(resume).precision, "as in the checkpoint")
     return choose_precision(config.plan.precision, runtime.comm, runtime.device)
 
 
 class StopSignals:
-    """Handles Ctrl-C and SIGTERM: the run finishes the step, saves, then ends.  A second Ctrl-C ends it at once.
+    """Handles Ctrl-C and SIGTERM: the run finishes the step, saves and ends.  A second Ctrl-C ends it at once.
 
         with StopSignals() as stop:
             while not stop.requested: ...
 
-    A second SIGINT within `ONE_PRESS_S`, or a second SIGTERM, has no effect: launchers repeat the signals of the terminal to their
-    ranks.  A signal that was ignored before stays ignored, such as SIGINT in a background job of a shell.
+    A second SIGINT within `DEBOUNCE_S`, or a second SIGTERM, has no effect, because launchers forward the terminal's
+    signals to their ranks.  Signals that are already ignored stay ignored, such as SIGINT in a background job of a
+    shell.
     """
 
-    ONE_PRESS_S = 0.5
+    DEBOUNCE_S = 0.5
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -104,13 +109,13 @@ class StopSignals:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come."""
+        """Whether a signal was received."""
         return self.received is not None
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -119,9 +124,9 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received, self._first_at = signal.Signals(number), time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - self._first_at > self.ONE_PRESS_S:
+        elif number == signal.SIGINT and time.monotonic() - self._first_at > self.DEBOUNCE_S:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)

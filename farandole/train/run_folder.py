@@ -1,15 +1,16 @@
-"""The folder of a run, `OUT/NAME-DATE-TIME`, and the checkpoints in it, for readers without torch.
+"""The folder of a run, `OUT/NAME-DATE-TIME`, and its checkpoints.  This module does not import torch.
 
     runs/stdlib-20260102-030405/
         config.toml  metrics.jsonl  tensorboard/  loss.png  sample.txt
         checkpoints/step-000100/
-            train.json           step, samples consumed, ranks, precision, configuration: plain JSON
-            state/               of `engine.save`: weights, optimizer, loss scale, random generators of all ranks
-            model.safetensors    parameters and buffers, in the types with which the model computes
-            tokenizer.json       of tasks with text
+            train.json           step, samples consumed, ranks, precision and configuration, as JSON
+            state/               written by `engine.save`: weights, optimizer, loss scale, random generators of all
+            ranks model.safetensors    parameters and buffers, in the types in which the model computes
+            tokenizer.json       for tasks with text
 
-A checkpoint gets its name when all its files are on the disk, so a folder with that name is whole, unless a part was deleted
-later.  One job at a time trains in a folder: two would delete each other's checkpoints.
+A checkpoint is renamed to its final name once all of its files are on the disk, so a folder with this name is complete
+unless files were deleted later.  Only one job at a time may train in a folder: two would delete each other's
+checkpoints.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ LOCK = ".lock"
 
 
 def new_run(config: TrainConfig) -> Path:
-    """Make the folder of a new run, with its configuration in it.  Raises `ConfigError`."""
+    """Create the folder of a new run and write its configuration.  Raises `ConfigError`."""
     out = Path(config.out).expanduser()
     if out.exists() and not out.is_dir():
-        raise ConfigError(f"out={config.out} is a file, not a folder for runs")
+        raise ConfigError(f"out={config.out} is a file: expected a folder for runs")
     try:
         out.mkdir(parents=True, exist_ok=True)
         run = new_folder(out, f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -60,12 +61,12 @@ def new_run(config: TrainConfig) -> Path:
         why = disk_failure(
             error, next(folder for folder in [out, *out.absolute().parents] if folder.is_dir())
         )
-        raise ConfigError(f"cannot make the folder of a run in out={config.out}: {why}") from None
+        raise ConfigError(f"cannot create a run in out={config.out}: {why}") from None
     return run
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """Make a folder `name` in `parent`, or `name-1`, `name-2`, ... where that exists."""
+    """Create folder `name` in `parent`, or `name-1`, `name-2`, ... if it exists."""
     for attempt in count():
         folder = parent / (f"{name}-{attempt}" if attempt else name)
         try:
@@ -73,55 +74,58 @@ def new_folder(parent: Path, name: str) -> Path:
         except FileExistsError:
             continue
         return folder
-    raise AssertionError("numbers do not end")
+    raise AssertionError("unreachable")
 
 
 def newest_checkpoint(path: Path) -> Path:
     """Return the checkpoint `path`, or the newest one of a run or of a folder of runs.  Raises `CheckpointError`."""
-    named = _named(path)
+    named = _named_checkpoint(path)
     if named is not None:
         return named
     found = [checkpoints(run)[-1] for run in _runs(path) if checkpoints(run)]
     if not found:
-        raise CheckpointError(_nothing(path))
+        raise CheckpointError(_no_checkpoint(path))
     return max(found, key=lambda checkpoint: checkpoint.stat().st_mtime)
 
 
 def checkpoint_to_resume(path: Path) -> Path:
-    """Return the checkpoint `path`, or the newest one of a run, or of the run in a folder that was written to last.
+    """Return the checkpoint `path`, the newest one of run `path`, or that of the most recently written run in folder
+    `path`.
 
-    If that run has no checkpoint, the error names an older run, but does not use it: to resume a run changes it.
+    If the most recent run has no checkpoint, the error suggests an older run.  The older run is not used automatically,
+    because resuming a run changes it.
 
-    Raises `CheckpointError`.
+    Raises:
+        CheckpointError: if there is no checkpoint.
     """
-    named = _named(path)
+    named = _named_checkpoint(path)
     if named is not None:
         return named
     runs = sorted(_runs(path), key=_last_written)
     if not runs:
-        raise CheckpointError(_nothing(path))
+        raise CheckpointError(_no_checkpoint(path))
     if saved := checkpoints(runs[-1]):
         return saved[-1]
     older = [run for run in runs if checkpoints(run)]
-    advice = f"the last run that has one: --resume {older[-1]}" if older else "no other run has one either"
+    advice = f"to resume an older run, use --resume {older[-1]}" if older else "no other run has a checkpoint"
     raise CheckpointError(f"the last run, {runs[-1]}, ended before its first checkpoint; {advice}")
 
 
-def _named(path: Path) -> Path | None:
+def _named_checkpoint(path: Path) -> Path | None:
     """Return the checkpoint `path`, or the newest one of run `path`; None for a folder of runs."""
     path = path.expanduser()
     if not path.is_dir():
-        what = "is not a folder" if path.exists() else "is not there"
-        near = difflib.get_close_matches(path.name, _inside(path.parent), n=1)
+        what = "is not a folder" if path.exists() else "does not exist"
+        near = difflib.get_close_matches(path.name, _entries(path.parent), n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise CheckpointError(f"{path} {what}: name a checkpoint, a run, or a folder of runs{hint}")
+        raise CheckpointError(f"{path} {what}: expected a checkpoint, a run, or a folder of runs{hint}")
     if (path / METADATA).exists():
         return path
     if not _is_run(path):
         return None
     if found := checkpoints(path):
         return found[-1]
-    raise CheckpointError(f"run {path} ended before its first checkpoint: start it again")
+    raise CheckpointError(f"run {path} ended before its first checkpoint: start a new run")
 
 
 def _runs(path: Path) -> list[Path]:
@@ -133,16 +137,16 @@ def _is_run(folder: Path) -> bool:
 
 
 def _last_written(run: Path) -> float:
-    """Return when a run last wrote a file, in seconds since the epoch; it writes at every step."""
+    """Return the time of a run's last write, in seconds since the epoch.  A run writes at every step."""
     return max(entry.stat().st_mtime for entry in (run, *run.iterdir()))
 
 
-def _nothing(path: Path) -> str:
-    has = ", ".join(_inside(path)[:8]) or "nothing"
-    return f"no checkpoint and no run with one in {path}; it has: {has}"
+def _no_checkpoint(path: Path) -> str:
+    found = ", ".join(_entries(path)[:8]) or "nothing"
+    return f"no checkpoint in {path} or in runs there; found: {found}"
 
 
-def _inside(folder: Path) -> list[str]:
+def _entries(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.expanduser().iterdir()) if folder.is_dir() else []
 
 
@@ -160,11 +164,11 @@ class Metadata:
     elapsed_s: float
     config: dict[str, Any]
     topology: dict[str, Any] = field(default_factory=dict)
-    """The plan under which it was written, for people: any other plan can load it."""
+    """The plan of the run that wrote the checkpoint, for information: any plan can load it."""
     files: list[str] = field(default_factory=lambda: [TOKENIZER])
     """The files of the task."""
     loss_scale: float | None = None
-    """Of checkpoints of earlier versions, like the next two; `state/engine.json` has them now."""
+    """Like the next two, only in checkpoints without `state/engine.json`, which earlier versions wrote."""
     good_steps: int = 0
     rounding_steps: int = 0
 
@@ -185,26 +189,28 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted((path for path in found if path.name.removeprefix("step-").isdecimal()), key=step_of)
 
 
-def check_whole(folder: Path) -> None:
+def check_complete(folder: Path) -> None:
     """Raise `CheckpointError` if a file of checkpoint `folder` is missing or truncated."""
     files = read_metadata(folder).files if (folder / METADATA).is_file() else []
     missing = [name for name in (METADATA, STATE_INDEX, WEIGHTS, *files) if not (folder / name).is_file()]
     if missing:
-        raise damaged(folder, f"{', '.join(missing)} missing")
-    has, needs = (folder / WEIGHTS).stat().st_size, _length_of_safetensors(folder / WEIGHTS)
-    if has != needs:
-        raise damaged(folder, f"{WEIGHTS} has {has} bytes, and {needs or 'more'} by its header")
+        raise damaged_error(folder, f"{', '.join(missing)} missing")
+    found, expected = (folder / WEIGHTS).stat().st_size, _length_of_safetensors(folder / WEIGHTS)
+    if found != expected:
+        raise damaged_error(
+            folder, f"{WEIGHTS} has {found} bytes, expected {expected or 'more'} from its header"
+        )
 
 
-def damaged(folder: Path, why: str) -> CheckpointError:
-    """Return the error of a checkpoint that cannot be read; it names the checkpoint before it."""
+def damaged_error(folder: Path, why: str) -> CheckpointError:
+    """Return the error for a damaged checkpoint; it suggests the previous checkpoint."""
     before = [path for path in checkpoints(folder.parent.parent) if step_of(path) < step_of(folder)]
-    advice = f"; the checkpoint before it: --resume {before[-1]}" if before else ""
+    advice = f"; to resume from the previous checkpoint, use --resume {before[-1]}" if before else ""
     return CheckpointError(f"checkpoint {folder} is damaged: {why}{advice}")
 
 
 def _length_of_safetensors(path: Path) -> int:
-    """Return the length of a file by its header; 0 if that is truncated."""
+    """Return the file's length according to its header, or 0 if the header is truncated."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
@@ -229,10 +235,10 @@ def step_of(checkpoint: Path) -> int:
 
 
 class RunLock:
-    """A lock on a run, held by rank 0 while its job trains; the system releases it when the process ends.
+    """A lock on a run, held by rank 0 during training.  The kernel releases it when the process ends.
 
     Raises:
-        CheckpointError: on all ranks, if another job holds it.
+        CheckpointError: on all ranks, if another job holds the lock.
     """
 
     def __init__(self, run: Path, comm: Communicator) -> None:
@@ -240,7 +246,7 @@ class RunLock:
         self._file: IO[str] | None = None
 
     def __enter__(self) -> None:
-        """Acquire it; a collective call."""
+        """Acquire the lock; a collective call."""
         refusal = self._comm.broadcast_object(self._acquire() if self._comm.rank == 0 else "")
         if refusal:
             raise CheckpointError(refusal)
@@ -248,12 +254,12 @@ class RunLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release it."""
+        """Release the lock."""
         if self._file is not None:
             self._file.close()
 
     def _acquire(self) -> str:
-        """Return why the lock cannot be acquired, or ""."""
+        """Acquire the lock; return the reason if that fails, else ""."""
         try:
             file = (self._run / LOCK).open("a+")
         except OSError as error:
@@ -264,7 +270,7 @@ class RunLock:
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()
-            return f"{self._run} is in use: {holder} trains in it; wait until it ends, or stop it, then continue with --resume"
+            return f"{self._run} is in use by {holder}: wait until it ends, or stop it, then use --resume"
         file.truncate(0)
         file.write(f"process {os.getpid()} on {gethostname()}")
         file.flush()
@@ -273,4 +279,4 @@ class RunLock:
 
 
 class DiskError(RuntimeError):
-    """A file that a run needs cannot be written; the message says which and why."""
+    """A file of a run cannot be written; the message names the file and the reason."""

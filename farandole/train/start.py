@@ -1,7 +1,7 @@
-"""From the words of a command to a run that can start: everything that needs no rank is checked here.
+"""Parse a training command and check everything that needs no ranks.
 
-The launching process, or rank 0, checks once for all ranks, and changes no existing file.  Nothing here imports torch, so that a
-typing mistake is reported at once.
+The launching process, or rank 0, checks once for all ranks and changes no existing file.  This module does not import
+torch, so typing errors are reported at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from farandole.train.config import (
     known_keys,
     load_config,
     parse_config,
-    plan_mistake,
+    plan_config_error,
     presets,
     saved_config,
     with_overrides,
@@ -30,7 +30,7 @@ from farandole.train.config import (
 from farandole.train.run_folder import (
     CheckpointError,
     DiskError,
-    check_whole,
+    check_complete,
     checkpoint_to_resume,
     new_run,
     read_metadata,
@@ -74,7 +74,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Start:
-    """A run that can start, on `ranks` ranks; to continue one, from `checkpoint`."""
+    """A checked run on `ranks` ranks, resumed from `checkpoint` if given."""
 
     config: TrainConfig
     ranks: int
@@ -83,7 +83,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Order:
-    """The order to every rank: train `config` in folder `run`, from `checkpoint` if there is one."""
+    """The job description sent to every rank: train `config` in folder `run`, from `checkpoint` if given."""
 
     config: TrainConfig
     run: Path
@@ -95,47 +95,50 @@ class Order:
 
     @staticmethod
     def load(text: str) -> Order:
-        """Return the order that `dump` wrote."""
+        """Return the order from JSON."""
         config, run, checkpoint = json.loads(text)
         return Order(parse_config(config), Path(run), Path(checkpoint) if checkpoint else None)
 
 
 def read_request(words: Sequence[str], resume: bool) -> Request:
-    """Sort the words of a command.  Raises `ConfigError`."""
+    """Parse the arguments of a command.  Raises `ConfigError`."""
     overrides = [word for word in words if "=" in word]
     rest = [word for word in words if "=" not in word]
     folders = [word for word in rest if _is_folder(word, resume)]
     sources = [word for word in rest if word not in folders]
     if keys := [word for word in sources if word in known_keys()]:
-        raise ConfigError(f"{keys[0]} is a key: write it with its value, {keys[0]}=VALUE")
+        raise ConfigError(f"{keys[0]} is a key without a value: use {keys[0]}=VALUE")
     if len(sources) > 1:
         raise ConfigError(
-            f"one preset or configuration file, please, not {len(sources)}: {', '.join(sources)}"
+            f"expected one preset or configuration file, got {len(sources)}: {', '.join(sources)}"
         )
     if len(folders) > 1:
-        raise ConfigError(f"one run to continue, please, not {len(folders)}: {', '.join(folders)}")
+        raise ConfigError(f"expected one run to resume, got {len(folders)}: {', '.join(folders)}")
     if folders and not resume:
         raise ConfigError(
-            f"{folders[0]} is a folder; to train on the text in it, write data.path={folders[0]}; "
-            f"to go on with the run in it, add --resume"
+            f"{folders[0]} is a folder: to train on its text, use data.path={folders[0]}; "
+            f"to resume the run in it, add --resume"
         )
     folder = Path(folders[0]) if folders else None
     return Request(sources[0] if sources else None, folder, overrides, resume)
 
 
 def _is_folder(word: str, resume: bool) -> bool:
-    """Whether a word names a folder; with `resume` also one that does not exist."""
+    """Whether an argument names a folder; with `resume` also a missing folder."""
     path = Path(word).expanduser()
     return path.is_dir() or (resume and not path.is_file() and word not in presets())
 
 
 def check(request: Request, ranks: int | None = None) -> Start:
-    """Check a request, and write nothing.
+    """Check a request without writing anything.
 
-    Without a number of `ranks` a new run gets 2, and one that is continued as many as it had.
+    Args:
+        ranks: by default 2 for a new run, and the previous number for a resumed run.
 
-    Raises `ConfigError`, `DataError` where there is no text, or `CheckpointError` where the continued job would
-    not be the same job.
+    Raises:
+        ConfigError: if the configuration is invalid.
+        DataError: if there is no text.
+        CheckpointError: if the checkpoint is damaged or belongs to another configuration.
     """
     if request.resume:
         start = _resumed(request, ranks)
@@ -149,7 +152,7 @@ def check(request: Request, ranks: int | None = None) -> Start:
 
 
 def order(start: Start) -> Order:
-    """Give a new run its folder.  Raises `ConfigError` where that cannot be made."""
+    """Return the order of a run; create the folder of a new run.  Raises `ConfigError` if that fails."""
     if start.checkpoint is not None:
         return Order(start.config, start.checkpoint.parent.parent, start.checkpoint)
     return Order(start.config, new_run(start.config))
@@ -160,9 +163,9 @@ def _resumed(request: Request, ranks: int | None) -> Start:
     run = checkpoint.parent.parent
     if checkpoint.parent.name != "checkpoints" or not (run / "config.toml").is_file():
         raise CheckpointError(
-            f"checkpoint {checkpoint} does not lie in a run: expected RUN/checkpoints/{checkpoint.name}, where training wrote it"
+            f"checkpoint {checkpoint} is not in the folder of a run: expected RUN/checkpoints/{checkpoint.name}"
         )
-    check_whole(checkpoint)
+    check_complete(checkpoint)
     saved = read_metadata(checkpoint)
     before = saved_config(saved.config)
     if request.source is None:
@@ -172,47 +175,46 @@ def _resumed(request: Request, ranks: int | None) -> Start:
     ranks = ranks or saved.ranks
     if ranks != saved.ranks and before.plan.compression != "none":
         raise CheckpointError(
-            f"checkpoint {checkpoint} was written by {counted(saved.ranks, 'rank')}, each of which remembers what "
-            f"plan.compression={before.plan.compression} has left out, and this job has {ranks}: "
-            f"continue with --ranks {saved.ranks}"
+            f"checkpoint {checkpoint} has residuals of plan.compression={before.plan.compression} for "
+            f"{counted(saved.ranks, 'rank')}, and this job has {ranks}: resume with --ranks {saved.ranks}"
         )
     _check_ranks(config, ranks)
     if changed := _changes(before, config):
         raise CheckpointError(
             f"checkpoint {checkpoint} belongs to another configuration: {'; '.join(changed)}. "
-            f"Leave that as it was, or start a new run; {', '.join(CHANGEABLE)} may change"
+            f"Restore these values, or start a new run; only {', '.join(CHANGEABLE)} may change"
         )
     if saved.step >= config.steps:
         raise CheckpointError(
-            f"checkpoint {checkpoint} is at step {saved.step} of {config.steps}: nothing is left to do; "
-            f"for more, say steps={2 * saved.step}"
+            f"checkpoint {checkpoint} is at step {saved.step} of {config.steps}: the run is complete; "
+            f"to train longer, use steps={2 * saved.step}"
         )
     return Start(config, ranks, checkpoint)
 
 
 def _check_ranks(config: TrainConfig, ranks: int) -> None:
-    """Raise `ConfigError` unless `ranks` ranks can share the batch, and the plan is for as many."""
+    """Raise `ConfigError` unless the batch and the plan are valid for `ranks` ranks."""
     config.micro_batches(ranks)
     try:
         config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision).check(ranks)
     except PlanError as error:
-        raise plan_mistake(error) from None
+        raise plan_config_error(error) from None
 
 
 def _folder_of_runs(request: Request) -> Path:
-    """Return the folder of runs; the other keys may be valid only together with those of the checkpoint."""
+    """Return the folder of runs.  Other overrides may be valid only with the checkpoint's configuration."""
     words = [override for override in request.overrides if override.partition("=")[0].strip() == "out"]
     out = load_config(request.source, words).out
     if not Path(out).expanduser().exists():
         raise CheckpointError(
-            f"there is no run to go on with: no folder {out} here; without --resume a new one starts, "
-            f"and --resume RUN names one that is elsewhere"
+            f"there is no run to resume: folder {out} does not exist; start a new run without --resume, "
+            f"or name a run with --resume RUN"
         )
     return Path(out)
 
 
 def _changes(before: TrainConfig, now: TrainConfig) -> list[str]:
-    """Return `key was A, is B` for the keys that change the results of the run."""
+    """Return `key was A, is B` for changed keys that affect the result."""
     old, new = before.flat(), now.flat()
     return [
         f"{key} was {old.get(key)!r}, is {new.get(key)!r}"

@@ -1,6 +1,7 @@
-"""Tasks: the model, the samples and the loss that the trainer trains.
+"""Tasks: the model, samples and loss of a training.
 
-Built-in tasks have names; `task = "MODULE:FUNCTION"` names a function of the configuration that returns a `Task`:
+Built-in tasks have names.  `task = "MODULE:FUNCTION"` names a function that takes the configuration and returns a
+`Task`:
 
     class Sines(Task):                          # in mine.py: farandole train task=mine:Sines options.points=1000
         def __init__(self, config):
@@ -12,7 +13,7 @@ Built-in tasks have names; `task = "MODULE:FUNCTION"` names a function of the co
         def loss(self, output, batch):
             return (output - batch[1]).square().sum(), len(output)
 
-Every rank makes the task, and all get the same one.
+Every rank creates its own copy of the task.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Mean = tuple["Tensor", "Tensor | float"]
-"""A sum, and the count of what it sums."""
+"""A sum, and the number of summands."""
 
 TASKS = {
     "text": "farandole.train.text:TextTask",
@@ -47,10 +48,10 @@ class Samples(Protocol):
     """Samples by number, such as a `torch.utils.data.Dataset`."""
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of samples."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """Return sample `index`, the same one each time."""
+        """Return sample `index`, identical every time."""
 
 
 class Task:
@@ -60,41 +61,41 @@ class Task:
     validation: Samples
 
     unit = "samples"
-    """What the progress line counts."""
+    """The unit of the progress line."""
     units_per_sample = 1
-    """The units in a sample.  The count that `loss` returns should be about this times the samples."""
+    """Units in a sample.  The count that `loss` returns should be about this times the number of samples."""
 
     def __init__(self, config: TrainConfig) -> None:
-        """Make the task of this configuration."""
+        """Create the task of this configuration."""
 
     def build(self, config: TrainConfig) -> nn.Module:
-        """Return the model; torch's generator is seeded before."""
+        """Return the model.  The caller has seeded torch's generator."""
         raise NotImplementedError
 
     def loss(self, output: Any, batch: Any) -> Mean:
-        """Return the sum of the losses of a micro-batch, and the count of what it sums."""
+        """Return the summed loss of a micro-batch, and the number of summands."""
         raise NotImplementedError
 
     def batch(self, samples: Samples, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> Any:
-        """Return the samples with these `numbers` as one micro-batch.  `epochs` says how often each was seen before."""
+        """Return the samples with these `numbers` as one micro-batch.  `epochs` has the epoch of each sample."""
         from torch.utils.data import default_collate
 
         return default_collate([samples[int(number)] for number in numbers])
 
     def inputs(self, batch: Any) -> Any:
-        """Return the model's arguments: one, a tuple of several, or a mapping of named ones."""
+        """Return the model's arguments: one argument, a tuple, or a mapping of keyword arguments."""
         return batch[0] if isinstance(batch, tuple | list) else batch
 
     def metrics(self, output: Any, batch: Any) -> Mapping[str, Mean]:
-        """Return what an evaluation measures besides the loss, each as a sum and a count."""
+        """Return the metrics of an evaluation besides the loss, each as a sum and a count."""
         return {}
 
     def report(self, model: nn.Module) -> str:
-        """Return a text about the trained model.  All ranks call it together, and rank 0 shows the text."""
+        """Return a text about the trained model, which rank 0 prints; a collective call."""
         return ""
 
     def files(self) -> Mapping[str, Path]:
-        """Return files that a checkpoint contains besides the state, by their names in it."""
+        """Return additional files for each checkpoint, by their names in it."""
         return {}
 
 
@@ -102,7 +103,7 @@ def make_task(config: TrainConfig, progress: Progress = lambda what, share: None
     """Return the task of a configuration.
 
     Raises:
-        ConfigError: if there is no such task, or it lacks a part.
+        ConfigError: if there is no such task, or the task is incomplete.
         DataError: if its data cannot be read.
     """
     name = config.task
@@ -113,11 +114,11 @@ def make_task(config: TrainConfig, progress: Progress = lambda what, share: None
             f"task={name!r}: expected {factory.__name__}(config) to return a farandole.train.tasks.Task, got "
             f"{type(task).__name__}"
         )
-    lacking = [part for part in ("build", "loss") if getattr(type(task), part) is getattr(Task, part)]
-    lacking += [part for part in ("train", "validation") if not hasattr(task, part)]
-    if lacking:
+    missing = [part for part in ("build", "loss") if getattr(type(task), part) is getattr(Task, part)]
+    missing += [part for part in ("train", "validation") if not hasattr(task, part)]
+    if missing:
         raise ConfigError(
-            f"task={name!r}: {type(task).__name__} has no {', '.join(lacking)}; a Task needs build, loss, train and "
+            f"task={name!r}: {type(task).__name__} has no {', '.join(missing)}; a Task needs build, loss, train and "
             f"validation"
         )
     for part in ("train", "validation"):
@@ -127,17 +128,17 @@ def make_task(config: TrainConfig, progress: Progress = lambda what, share: None
 
 
 def task_path(name: str) -> tuple[str, str]:
-    """Return the module and the attribute that a task's name means.  Imports nothing.  Raises `ConfigError`."""
+    """Return the module and attribute of a task's name, without importing the module.  Raises `ConfigError`."""
     module_name, colon, attribute = TASKS.get(name, name).partition(":")
     if not (module_name and colon and attribute):
         near = difflib.get_close_matches(name, TASKS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"tasks are {', '.join(TASKS)}, or MODULE:FUNCTION"
-        raise ConfigError(f"task={name!r} is not known; {hint}")
+        raise ConfigError(f"unknown task={name!r}; {hint}")
     return module_name, attribute
 
 
 def _find_task(name: str) -> Callable[..., Any]:
-    """Return the function or class that makes the task of this name."""
+    """Import and return the function or class of a task."""
     module_name, attribute = task_path(name)
     # a console script does not search the current folder
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
@@ -152,8 +153,8 @@ def _find_task(name: str) -> Callable[..., Any]:
         ) from None
     found = getattr(module, attribute, None)
     if not callable(found):
-        has = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        near = difflib.get_close_matches(attribute, has, n=1)
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        near = difflib.get_close_matches(attribute, known, n=1)
         hint = (
             f"did you mean {near[0]}?" if near else "name a subclass of Task, or a function that returns one"
         )
@@ -164,7 +165,7 @@ def _find_task(name: str) -> Callable[..., Any]:
 
 
 def checked_mean(config: TrainConfig, returned: Any, what: str = "loss") -> Mean:
-    """Return what a task's `loss` returned if it is a sum and a count.  Raises `ConfigError`."""
+    """Return `returned` if it is a sum and a count, as expected from `what`.  Raises `ConfigError`."""
     import torch
 
     if isinstance(returned, tuple) and len(returned) == 2:
@@ -176,6 +177,6 @@ def checked_mean(config: TrainConfig, returned: Any, what: str = "loss") -> Mean
         f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, torch.Tensor) else repr(returned)
     )
     raise ConfigError(
-        f"task={config.task!r}: expected {what}(output, batch) to return a sum (a tensor without dimensions) and a count, "
+        f"task={config.task!r}: expected {what}(output, batch) to return a sum (a scalar tensor) and a count, "
         f"got {found[:200]}"
     )

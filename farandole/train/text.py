@@ -1,4 +1,4 @@
-"""Task "text": a GPT predicts the next token; and trained GPTs from their checkpoints."""
+"""Task "text": train a GPT to predict the next token, and load trained GPTs from checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_text(
     progress: Progress = lambda what, share: None,
     special_tokens: tuple[str, ...] = (),
 ) -> Text:
-    """Return the tokenized text that a configuration names.  Raises `DataError`."""
+    """Return the tokenized text of a configuration.  Raises `DataError`."""
     return prepare_text(
         config.data.path,
         vocabulary=config.model.vocabulary,
@@ -44,7 +44,7 @@ def open_text(
 
 
 class TextTask(Task):
-    """A GPT on windows of tokens, or on `text` if given."""
+    """A GPT on windows of tokens: of `text` if given, else of the configured text."""
 
     unit = "tokens"
 
@@ -66,16 +66,16 @@ class TextTask(Task):
     def batch(
         self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens, and the next token of each."""
+        """Return tokens and the next tokens, both (samples, positions) of int64."""
         windows = torch.from_numpy(samples.read(numbers))
         return windows[:, :-1], windows[:, 1:]
 
     def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Mean:
-        """Return the cross-entropy in nats, and the count of tokens."""
+        """Return the summed cross-entropy in nats, and the number of tokens."""
         return token_loss(output, batch[1])
 
     def report(self, model: nn.Module) -> str:
-        """Return the configured prompt and the text that the model generates after it."""
+        """Return the configured prompt and the model's continuation."""
         assert isinstance(model, nn.Sequential)
         asked, tokenizer = self._config.sample, self.text.tokenizer
         prompt = tokenizer.encode(asked.prompt).ids or [0]
@@ -97,14 +97,17 @@ class TextTask(Task):
 
 
 def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]:
-    """Return the model, tokenizer and configuration in folder `checkpoint`, on one process.
+    """Return the model, tokenizer and configuration in folder `checkpoint`, in one process.
 
-    Reads `model.safetensors`, no pickles.  Raises `CheckpointError` if a file is missing or damaged.
+    Reads `model.safetensors` and no pickles.
+
+    Raises:
+        CheckpointError: if a file is missing or damaged, or the task is not "text".
     """
     config = saved_config(read_metadata(checkpoint).config)
     if config.task != "text":
         raise CheckpointError(
-            f"checkpoint {checkpoint} is of task={config.task!r}: text is written by task='text' only"
+            f"checkpoint {checkpoint} is of task={config.task!r}: expected task='text', which can generate text"
         )
     model = build_gpt(config.model.gpt())
     try:
@@ -115,7 +118,9 @@ def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]
     expected = dict(model.named_parameters())
     if weights.keys() != expected.keys():
         odd = sorted(weights.keys() ^ expected.keys())
-        raise CheckpointError(f"checkpoint {checkpoint} does not fit its configuration: {', '.join(odd[:5])}")
+        raise CheckpointError(
+            f"checkpoint {checkpoint} does not match its configuration: missing or unexpected {', '.join(odd[:5])}"
+        )
     for name, parameter in expected.items():
         parameter.data.copy_(weights[name])
     return model.eval(), tokenizer, config

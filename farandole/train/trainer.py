@@ -1,6 +1,6 @@
-"""One step of training: a task's model under a plan, its samples, optimizer and learning rate.
+"""Training steps of a task's model under a plan, with samples, optimizer and learning rate.
 
-Nothing here prints, saves or decides when to stop; `run` does.
+`run` prints, saves and decides when to stop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from farandole.memory.disk import OffloadError
 from farandole.parallel.loss_scaling import LossScaler, Overflow
 from farandole.parallel.parallelize import parallelize
 from farandole.plan import PlanError, Precision
-from farandole.train.config import ConfigError, TrainConfig, plan_mistake
+from farandole.train.config import ConfigError, TrainConfig, plan_config_error
 from farandole.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from farandole.train.tasks import Mean, Samples, Task, checked_mean
 
@@ -34,9 +34,12 @@ from farandole.train.tasks import Mean, Samples, Task, checked_mean
 class StepResult:
     """The result of a step, the same on all ranks.
 
-    `loss` is the mean over the whole batch; `gradient_norm` is from before clipping; `waited_s` is the mean over ranks of
-    the seconds spent waiting for others; `stop` tells whether any rank was asked to stop; `overflow` tells where fp16
-    gradients overflowed if the step was skipped.
+    Args:
+        loss: the mean over the whole batch.
+        gradient_norm: the global norm before clipping.
+        waited_s: the mean over ranks of the seconds spent waiting for other ranks.
+        stop: whether any rank was asked to stop.
+        overflow: the fp16 overflow for which the step was skipped, if any.
     """
 
     loss: float
@@ -48,12 +51,12 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether fp16 gradients overflowed, so that the weights did not change."""
+        """Whether the step was skipped because fp16 gradients overflowed."""
         return self.overflow is not None
 
 
 class Trainer:
-    """Trains the model of `task`, `config.batch` samples at a time, over the ranks of `comm`.
+    """Trains the model of `task` in batches of `config.batch` samples over the ranks of `comm`.
 
     Raises:
         ConfigError: on all ranks, if the plan does not suit the model or the ranks.
@@ -75,7 +78,7 @@ class Trainer:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         try:
             plan = config.plan.plan(precision)
-            with _collected_notices() as notices:
+            with _captured_logs() as records:
                 self.engine = parallelize(
                     self.model,
                     plan,
@@ -86,22 +89,27 @@ class Trainer:
                     **(self._example() if plan.recompute in ("attention", "auto") else {}),
                 )
         except PlanError as error:
-            raise plan_mistake(error) from error
+            raise plan_config_error(error) from error
         except OffloadError as error:
             raise ConfigError(f"plan.offload={plan.offload} plan.swap={plan.swap}: {error}") from error
-        self.notices = [notice.getMessage() for notice in notices]
+        self.notices = [record.getMessage() for record in records]
         self.optimizer = self.engine.optimizer(build_optimizer(self.model, config.optimizer))
         self.sampler = Sampler(len(task.train), config.seed)
 
     @property
     def scaler(self) -> LossScaler:
-        """The scale of the loss; 1 unless the precision is fp16."""
+        """The loss scaler; its scale is 1 unless the precision is fp16."""
         return self.engine.scaler
 
     def step(self, stop: bool = False) -> StepResult:
-        """Train on the next batch; `stop` tells all ranks that this one was asked to stop.
+        """Train on the next batch.
 
-        Raises `FloatingPointError` on all ranks when the training has diverged.
+        Args:
+            stop: whether this rank was asked to stop, which the result tells all ranks.
+
+        Raises:
+            FloatingPointError: on all ranks, if the gradient is not finite.
+            ConfigError: if the counts of the task's loss add up to 0.
         """
         rate = learning_rate(self.step_number, self.config.steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)
@@ -122,28 +130,28 @@ class Trainer:
         self.engine.waited_s = 0.0
         if not count > 0:
             raise ConfigError(
-                f"task={self.config.task!r}: the counts that loss(output, batch) returned on all ranks add up to {count:g} in "
-                f"step {self.step_number + 1}"
+                f"task={self.config.task!r}: expected loss(output, batch) to return a positive count on some rank, got a "
+                f"total of {count:g} in step {self.step_number + 1}"
             )
-        # The gradient is the sum over the expected count, which is the same in every step, so a step does not depend
-        # on the steps before it and a resumed run repeats it exactly.  Clipping also corrects it to the actual count.
+        # The gradient is divided by the expected count, which is the same in every step.  So a step does not depend
+        # on earlier steps, and a resumed run repeats it exactly.  Clipping also corrects it to the actual count.
         correction = result.count / count
         mean, norm = result.loss * correction, norm * correction
         if not math.isfinite(norm) and not self.scaler.enabled:
             raise FloatingPointError(
-                f"step {self.step_number + 1}: the gradient is {norm} at a loss of {mean:g}, "
-                f"{self.engine.locate_nonfinite()}: the training has diverged; lower "
+                f"step {self.step_number + 1}: training diverged: gradient norm {norm} at loss {mean:g}, "
+                f"{self.engine.locate_nonfinite()}; lower "
                 f"optimizer.learning_rate={self.config.optimizer.learning_rate:g}"
             )
         factor = min(1.0, self.config.optimizer.clip / (norm + 1e-6)) * correction
         if factor != 1.0:
             self.engine.scale_gradients(factor)
-        self.optimizer.step()  # where fp16 gradients overflowed it changes nothing
+        self.optimizer.step()  # does nothing if fp16 gradients overflowed
         self.step_number += 1
         return StepResult(mean, norm, rate, waited / self._comm.size, stops > 0, self.engine.overflow)
 
     def evaluate(self) -> dict[str, float]:
-        """Return the loss on the validation samples of the configuration, and the task's metrics, the same on all ranks."""
+        """Return the validation loss and the task's metrics, the same on all ranks."""
         available = len(self.task.validation)
         wanted = min(self.config.evaluate.samples, available)
         chosen = np.arange(wanted) * available // wanted
@@ -160,7 +168,7 @@ class Trainer:
         batches = self._batches(self.task.validation, mine, np.zeros_like(mine))
         found = {"loss": self.engine.evaluate(batches, loss, self.task.inputs)}
         names: set[str] = set().union(*self._comm.all_gather_object(list(sums)))
-        for name in sorted(names):  # a rank without samples has none
+        for name in sorted(names):  # a rank without samples has no metrics
             total, count = self._sums(*sums.get(name, (0.0, 0.0)))
             found[name] = total / count if count else math.nan
         return found
@@ -172,7 +180,7 @@ class Trainer:
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batches)
 
     def _example(self) -> dict[str, Any]:
-        """Return a micro-batch with which `parallelize` measures activations, as its arguments."""
+        """Return the arguments of `parallelize` with which it measures activations."""
         first = np.arange(self._size) % len(self.task.train)
         (batch,) = self._batches(self.task.train, first, np.zeros_like(first))
 
@@ -182,7 +190,7 @@ class Trainer:
         return {"example": self.task.inputs(batch), "loss": loss}
 
     def _sums(self, *values: float) -> list[float]:
-        """Return the sums of values over all ranks."""
+        """Return the sums of `values` over all ranks."""
         sums = torch.tensor(values, dtype=torch.float64)
         self._comm.all_reduce(sums)
         result: list[float] = sums.tolist()
@@ -190,8 +198,8 @@ class Trainer:
 
 
 @contextmanager
-def _collected_notices() -> Iterator[list[logging.LogRecord]]:
-    """Collect the messages that `parallelize` logs."""
+def _captured_logs() -> Iterator[list[logging.LogRecord]]:
+    """Capture the messages that `parallelize` logs."""
     logger, handler = logging.getLogger("farandole.parallel"), BufferingHandler(sys.maxsize)
     level = logger.level
     logger.addHandler(handler)

@@ -1,7 +1,7 @@
 """One rank of a training job.
 
-Under farandole's launcher it is a module to run, `python -m farandole.train.worker ORDER`; the launching process has checked ORDER.
-Under another launcher every rank reads the command itself: `join`.
+Under farandole's launcher each rank runs `python -m farandole.train.worker ORDER`, after the launching process has
+checked ORDER. Under another launcher each rank parses the command itself and calls `join`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from farandole.train.tasks import make_task
 
 
 def main(text: str) -> None:
-    """Run an order as one of the ranks that were launched for it."""
+    """Run a JSON order as one of its ranks."""
     given = Order.load(text)
     with farandole.init() as runtime:
         _run(given, runtime)
 
 
 def join(request: Request) -> Path:
-    """Train as one rank of a job that another launcher started, with the same command on every rank.
+    """Train as one rank of a job started by another launcher, and return the run's folder.
 
-    Returns the folder of the run.
+    Every rank must have the same command.
     """
     with farandole.init() as runtime:
         given = _agree(request, runtime)
@@ -38,7 +38,7 @@ def join(request: Request) -> Path:
 
 
 def _agree(request: Request, runtime: Runtime) -> Order:
-    """Return the order that rank 0 made from the request; if it is refused, end all ranks."""
+    """Return rank 0's order for the request.  If rank 0 refuses the request, end all ranks."""
     text, refused = "", ""
     if runtime.rank == 0:
         try:
@@ -57,7 +57,7 @@ def _agree(request: Request, runtime: Runtime) -> Order:
 
 
 def _run(given: Order, runtime: Runtime) -> None:
-    """Train; exit with a message for errors that the user can fix, and with the status of a signal after one."""
+    """Train.  Exit with a message for user errors, and with the signal's status after a signal."""
     pause_collection()  # until the first step
     try:
         ended_by = train(given.config, given.run, given.checkpoint, runtime)

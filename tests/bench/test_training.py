@@ -104,7 +104,7 @@ def test_half_precision_is_for_fp32_only(ranks):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "resnet5"}, "--model resnet5: there is no model 'resnet5'; nearest: resnet50"),
+        ({"model": "resnet5"}, "--model resnet5: unknown model 'resnet5'; nearest: resnet50"),
         ({"batch_size": 0}, "--batch-size 0: at least 1"),
         ({"num_iters": 0}, "--num-iters 0: at least 1"),
         ({"num_warmup_batches": -1}, "--num-warmup-batches -1: at least 0"),

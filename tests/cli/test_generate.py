@@ -49,14 +49,14 @@ def test_a_checkpoint_a_run_or_a_folder_of_runs(checkpoint: Path, up: int) -> No
 
 
 def test_what_is_not_there_is_named(checkpoint: Path, tmp_path: Path) -> None:
-    assert "nowhere is not there: name a checkpoint" in _generate(str(tmp_path / "nowhere")).output
+    assert "nowhere does not exist: expected a checkpoint" in _generate(str(tmp_path / "nowhere")).output
     assert f"did you mean {tmp_path / 'run'}?" in _generate(str(tmp_path / "rum")).output
     assert "tokenizer.json is not a folder" in _generate(str(checkpoint / "tokenizer.json")).output
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
     result = _generate(str(tmp_path / "other"))
     assert result.exit_code == 2
-    assert "it has: notes.txt" in result.output
+    assert "found: notes.txt" in result.output
     (checkpoint / "model.safetensors").write_bytes(b"damaged")
     result = _generate(str(checkpoint))
     assert result.exit_code == 2

@@ -61,23 +61,20 @@ def test_runs_never_share_a_folder(launched: list[Any]) -> None:
     [
         (("stps=3",), "did you mean steps?"),
         (("tinny",), "did you mean tiny?"),
-        (("tiny", "default"), "one preset or configuration file, please, not 2: tiny, default"),
-        (
-            (*MINE, "--ranks", "3"),
-            "batch=8 cannot be shared equally by 3 ranks; nearest that can: batch=6 or 9",
-        ),
+        (("tiny", "default"), "expected one preset or configuration file, got 2: tiny, default"),
+        ((*MINE, "--ranks", "3"), "batch=8 is not divisible by 3 ranks; try batch=6 or 9"),
         ((*MINE, "data.path=text.text"), "did you mean text.txt?"),
-        ((*MINE, "model.context=100000"), "fewer than one window"),
+        ((*MINE, "model.context=100000"), "expected at least 100001 for one window"),
         ((*MINE, "out=text.txt"), "out=text.txt"),
-        (("--resume",), "there is no run to go on with: no folder runs here"),
-        (("--resume", "text"), "text is not there: name a checkpoint, a run, or a folder of runs"),
-        (("--resume", "tiny-1"), "tiny-1 is not there"),
+        (("--resume",), "there is no run to resume: folder runs does not exist"),
+        (("--resume", "text"), "text does not exist: expected a checkpoint, a run, or a folder of runs"),
+        (("--resume", "tiny-1"), "tiny-1 does not exist"),
         ((*MINE, "model.width=1000000"), "2 ranks"),
-        ((*MINE, "model.width=1000000"), "nearest that fits: model.width="),
-        ((".",), ". is a folder; to train on the text in it, write data.path=.; to go on with the run"),
-        (("tiny", "steps", "100"), "steps is a key: write it with its value, steps=VALUE"),
-        (("text.txt",), "text to train on is named as data.path=text.txt"),
-        ((".", "--resume"), "no checkpoint and no run with one in .; it has: text.txt"),
+        ((*MINE, "model.width=1000000"), "try model.width="),
+        ((".",), ". is a folder: to train on its text, use data.path=.; to resume the run"),
+        (("tiny", "steps", "100"), "steps is a key without a value: use steps=VALUE"),
+        (("text.txt",), "to train on this text use data.path=text.txt"),
+        ((".", "--resume"), "no checkpoint in . or in runs there; found: text.txt"),
     ],
 )
 def test_refusals_start_nothing_and_leave_nothing(
@@ -137,11 +134,11 @@ def test_resume_finds_the_newest_checkpoint_and_its_configuration(launched: list
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--ranks", "3"), "batch=8 cannot be shared equally by 3 ranks"),
+        (("--ranks", "3"), "batch=8 is not divisible by 3 ranks"),
         (("model.width=64",), "model.width was 32, is 64"),
         (("seed=1", "batch=4"), "seed was 0, is 1; batch was 8, is 4"),
         (("default",), "belongs to another configuration"),
-        (("steps=10",), "at step 10 of 10: nothing is left to do; for more, say steps=20"),
+        (("steps=10",), "at step 10 of 10: the run is complete; to train longer, use steps=20"),
     ],
 )
 def test_another_job_is_not_a_continuation(launched: list[Any], words: tuple[str, ...], says: str) -> None:
@@ -166,7 +163,7 @@ def test_a_checkpoint_without_a_part_is_not_gone_on_with(launched: list[Any], pa
     result = _train("--resume")
     assert result.exit_code == 2
     assert (
-        f"step-000015 is damaged: {part} missing; the checkpoint before it: --resume {before}"
+        f"step-000015 is damaged: {part} missing; to resume from the previous checkpoint, use --resume {before}"
         in result.output
     )
 
@@ -186,12 +183,12 @@ def test_the_last_run_is_not_passed_over_for_an_older_one(launched: list[Any]) -
     result = _train("--resume")
     assert result.exit_code == 2
     assert f"the last run, {last}, ended before its first checkpoint" in result.output
-    assert "the last run that has one: --resume runs/tiny-2" in result.output
+    assert "to resume an older run, use --resume runs/tiny-2" in result.output
     assert not launched
     assert _train("--resume", "runs/tiny-2").exit_code == 0
     assert launched
     shutil.rmtree("runs/tiny-2")
-    assert "no other run has one either" in _train("--resume").output
+    assert "no other run has a checkpoint" in _train("--resume").output
 
 
 def test_a_run_may_be_named_as_a_value(launched: list[Any]) -> None:
@@ -201,7 +198,7 @@ def test_a_run_may_be_named_as_a_value(launched: list[Any]) -> None:
     result = CliRunner().invoke(other, ["--resume=runs/tiny-1", "steps=30"])
     assert result.exit_code == 0, result.output
     assert launched[0][0].checkpoint == checkpoint
-    assert "elsewhere is not there" in CliRunner().invoke(other, ["--resume=elsewhere"]).output
+    assert "elsewhere does not exist" in CliRunner().invoke(other, ["--resume=elsewhere"]).output
 
 
 @pytest.mark.parametrize("words", [["stps=3"], ["tinny"], ["tiny", "data.path=nowhere.txt"]])
@@ -242,7 +239,7 @@ def test_under_another_launcher_rank_0_refuses_for_all(tmp_path: Path) -> None:
     words = ["-m", "farandole", "train", *MINE, "model.width=1000000"]
     status, _, err = run([*torchrun, *words], tmp_path)
     assert status != 0
-    assert err.count("nearest that fits: model.width=") == 1, err
+    assert err.count("try model.width=") == 1, err
 
 
 def test_help_teaches_by_example() -> None:

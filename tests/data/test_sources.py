@@ -1,4 +1,4 @@
-"""What `data.path` may name, and what is said where there is nothing to read."""
+"""The sources that `data.path` can name, and errors for unreadable ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _documents(path: Path, field: str = "text") -> list[str]:
     return list(find_source(str(path), field).documents())
 
 
-def test_the_standard_library_is_found_without_its_tests() -> None:
+def test_standard_library_excludes_its_tests() -> None:
     source = find_source("stdlib")
     names = {path.name for path in source.files}
     assert {"argparse.py", "typing.py"} <= names
@@ -26,12 +26,12 @@ def test_the_standard_library_is_found_without_its_tests() -> None:
     assert "class ArgumentParser" in "".join(source.documents())
 
 
-def test_a_text_file_of_any_suffix(tmp_path: Path) -> None:
+def test_text_file_may_have_any_suffix(tmp_path: Path) -> None:
     (tmp_path / "poem.verse").write_text("roses\n")
     assert _documents(tmp_path / "poem.verse") == ["roses\n"]
 
 
-def test_bytes_that_are_not_text_do_not_stop_the_reading(tmp_path: Path) -> None:
+def test_a_few_invalid_bytes_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     assert _documents(tmp_path / "latin.txt") == ["caf�"]
 
@@ -39,18 +39,18 @@ def test_bytes_that_are_not_text_do_not_stop_the_reading(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"\x7fELF\x02\x00\x00 and so on", "there are NUL bytes in it"),
-        ("a text of Windows".encode("utf-16"), "there are NUL bytes in it"),
-        ("текст в кодировке".encode("koi8-r"), "is not UTF-8 text: 8.% of it is something else"),
+        (b"\x7fELF\x02\x00\x00 and so on", "it contains NUL bytes"),
+        ("a text of Windows".encode("utf-16"), "it contains NUL bytes"),
+        ("текст в кодировке".encode("koi8-r"), "is not UTF-8 text: 8.% of its characters are invalid"),
     ],
 )
-def test_what_is_not_text_is_refused_under_any_name(tmp_path: Path, content: bytes, says: str) -> None:
+def test_binary_files_are_refused_whatever_their_suffix(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "notes.txt").write_bytes(content)
-    with pytest.raises(DataError, match=f"notes.txt .*{says}; what is read is UTF-8 text, JSON lines"):
+    with pytest.raises(DataError, match=f"notes.txt .*{says}; expected UTF-8 text, JSON lines"):
         _documents(tmp_path)
 
 
-def test_a_folder_is_read_in_depth_and_in_order(tmp_path: Path) -> None:
+def test_folders_are_read_recursively_in_order(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / ".git").mkdir()
     for name in ("z.txt", "b/a.py", "b/image.png", ".git/c.txt", ".hidden.txt"):
@@ -59,62 +59,60 @@ def test_a_folder_is_read_in_depth_and_in_order(tmp_path: Path) -> None:
     assert _documents(tmp_path) == ["b/a.py", "z.txt"]
 
 
-def test_json_lines_with_a_field_of_choice(tmp_path: Path) -> None:
+def test_json_lines_with_a_chosen_field(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one", "body": "eins"}\n\n{"text": "two", "body": "zwei"}\n')
     assert _documents(path) == ["one", "two"]
     assert _documents(path, "body") == ["eins", "zwei"]
-    with pytest.raises(
-        DataError, match=r'a.jsonl, line 1: no text in field "content"; the line has: text, body'
-    ):
+    with pytest.raises(DataError, match=r'a.jsonl, line 1: no text in field "content"; found: text, body'):
         _documents(path, "content")
 
 
 @pytest.mark.parametrize("line", ["{not json", '["text"]', json.dumps({"text": 3}), "\x7f\xff"])
-def test_a_bad_json_line_is_named(tmp_path: Path, line: str) -> None:
+def test_invalid_json_line_is_reported(tmp_path: Path, line: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(DataError, match="a.jsonl, line 2: "):
         _documents(tmp_path / "a.jsonl")
 
 
-def test_parquet_with_a_column_of_choice(tmp_path: Path) -> None:
+def test_parquet_with_a_chosen_column(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(
         arrow.table({"text": ["one", None, "two"], "body": ["x", "y", "z"], "n": [1, 2, 3]}), path
     )
     assert _documents(path) == ["one", "two"]
     assert _documents(path, "body") == ["x", "y", "z"]
-    with pytest.raises(DataError, match='no column "content"; it has: text, body, n'):
+    with pytest.raises(DataError, match='no column "content"; found: text, body, n'):
         _documents(path, "content")
-    with pytest.raises(DataError, match='column "n" holds int64, not text'):
+    with pytest.raises(DataError, match='expected text in column "n", found int64'):
         _documents(path, "n")
     path.write_bytes(b"no such thing")
     with pytest.raises(DataError, match="is not a Parquet file"):
         _documents(path)
 
 
-def test_what_is_missing_gets_its_nearest_neighbour(tmp_path: Path) -> None:
+def test_missing_file_is_reported_with_the_closest_name(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("text")
     with pytest.raises(DataError, match="no such file or folder; did you mean .*corpus.txt"):
         find_source(str(tmp_path / "corpsu.txt"))
-    with pytest.raises(DataError, match="nearest folder that exists"):
+    with pytest.raises(DataError, match="the nearest existing folder is"):
         find_source(str(tmp_path / "deep" / "er" / "x"))
 
 
-def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
+def test_empty_sources_are_refused(tmp_path: Path) -> None:
     (tmp_path / "picture.png").write_text("x")
-    with pytest.raises(DataError, match="no text found in this folder; files are read when they end in .txt"):
+    with pytest.raises(DataError, match="no text found in this folder; expected files that end in .txt"):
         find_source(str(tmp_path))
-    with pytest.raises(DataError, match="data.path is empty: name a file, a folder, or stdlib"):
+    with pytest.raises(DataError, match="data.path is empty: expected a file, a folder, or stdlib"):
         find_source("")
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DataError, match="the file is empty"):
         find_source(str(tmp_path / "empty.txt"))
-    with pytest.raises(DataError, match=r"nothing but empty files \(1 file\)"):
+    with pytest.raises(DataError, match=r"all files are empty \(1 file\)"):
         find_source(str(tmp_path))
 
 
-def test_a_file_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_without_permission_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "secret.txt").write_text("text")
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read everything
     with pytest.raises(DataError, match="no permission to read .*secret.txt"):

@@ -1,4 +1,4 @@
-"""Tokenized text: whole, split without overlap, cached by content, built once and never half."""
+"""Tokenized text: complete, split without overlap, and cached by content."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farandole.data.cache import FILES, content_key, default_cache
 from farandole.data.errors import DataError
 from farandole.data.sources import find_source
 from farandole.data.text import Text, prepare_text
-from farandole.data.tokenizer import END_OF_TEXT, MASK, PAD, cut, train_tokenizer
+from farandole.data.tokenizer import END_OF_TEXT, MASK, PAD, split_document, train_tokenizer
 
 VOCABULARY, CONTEXT = 300, 8
 
@@ -41,7 +41,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 def _decoded(text: Text) -> list[str]:
-    """The documents of both parts."""
+    """Return the documents of both streams."""
     whole = []
     for part in (text.train, text.validation):
         decoded = text.tokenizer.decode(part.tokens.tolist(), skip_special_tokens=False)
@@ -49,14 +49,14 @@ def _decoded(text: Text) -> list[str]:
     return whole
 
 
-def test_every_document_is_there_once_and_unchanged(corpus: Path, cache: Path) -> None:
+def test_every_document_occurs_once_and_unchanged(corpus: Path, cache: Path) -> None:
     text = _prepare(corpus, cache, validation_share=0.2)
     assert sorted(_decoded(text)) == sorted(path.read_text() for path in corpus.iterdir())
     assert text.train.samples > text.validation.samples > 0
     assert text.train.tokens.dtype == np.uint16
 
 
-def test_windows_follow_one_another_and_overlap_by_their_target(corpus: Path, cache: Path) -> None:
+def test_consecutive_windows_overlap_by_one_target(corpus: Path, cache: Path) -> None:
     train = _prepare(corpus, cache).train
     first, second = train.read(np.array([0, 1]))
     assert first.shape == (CONTEXT + 1,)
@@ -65,32 +65,34 @@ def test_windows_follow_one_another_and_overlap_by_their_target(corpus: Path, ca
     assert last.shape == (1, CONTEXT + 1)
 
 
-def test_the_split_is_deterministic(corpus: Path, tmp_path: Path) -> None:
+def test_split_is_deterministic(corpus: Path, tmp_path: Path) -> None:
     one, two = _prepare(corpus, tmp_path / "one"), _prepare(corpus, tmp_path / "two")
     for name in FILES:
         assert (one.folder / name).read_bytes() == (two.folder / name).read_bytes()
 
 
-def test_a_small_text_still_has_a_validation_part(tmp_path: Path, cache: Path) -> None:
+def test_small_text_has_validation_tokens(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question\n" * 100)
     text = _prepare(tmp_path / "a.txt", cache, validation_share=0.1)
     share = len(text.validation.tokens) / (len(text.train.tokens) + len(text.validation.tokens))
     assert share == pytest.approx(0.1, abs=0.05)
 
 
-def test_too_little_text_says_what_would_do(tmp_path: Path, cache: Path) -> None:
+def test_too_little_text_is_refused(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "a.txt").write_text("few words")
-    with pytest.raises(DataError, match=r"fewer than one window of model.context=8 .* lower model.context"):
+    with pytest.raises(
+        DataError, match=r"expected at least 9 for one window of model.context=8; .* lower model.context"
+    ):
         _prepare(tmp_path / "a.txt", cache)
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(DataError, match="1 token for train, fewer"):
+    with pytest.raises(DataError, match="1 token for train, expected"):
         _prepare(tmp_path / "a.txt", cache)
     (tmp_path / "b.txt").write_text(" \n\n")
-    with pytest.raises(DataError, match="no text found, only white space"):
+    with pytest.raises(DataError, match="expected text, found only whitespace"):
         _prepare(tmp_path / "b.txt", cache)
 
 
-def test_the_cache_is_used_until_content_or_settings_change(
+def test_cache_is_used_until_content_or_settings_change(
     corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = []
@@ -105,16 +107,16 @@ def test_the_cache_is_used_until_content_or_settings_change(
     assert not list(cache.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "missing", "unreadable"])
-def test_a_damaged_entry_is_built_again(
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "unreadable"])
+def test_damaged_entry_is_built_again(
     corpus: Path, cache: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = _prepare(corpus, cache).folder
     train = (folder / "train.bin").read_bytes()
     match damage:
-        case "cut":
+        case "truncated":
             (folder / "train.bin").write_bytes(train[:-10])
-        case "flip":
+        case "flipped":
             (folder / "train.bin").write_bytes(bytes([train[0] ^ 1]) + train[1:])
         case "missing":
             (folder / "tokenizer.json").unlink()
@@ -125,7 +127,7 @@ def test_a_damaged_entry_is_built_again(
     assert "building them again" in capsys.readouterr().out
 
 
-def test_a_full_disk_leaves_nothing_and_says_where(
+def test_full_disk_is_reported_and_leaves_no_files(
     corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -137,7 +139,7 @@ def test_a_full_disk_leaves_nothing_and_says_where(
     assert [p for p in cache.rglob("*") if p.suffix != ".lock"] == [cache / "tokens"]
 
 
-def test_a_cache_that_cannot_be_written_is_named(corpus: Path, tmp_path: Path) -> None:
+def test_unwritable_cache_is_reported(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="cannot write tokens to .*file"):
         _prepare(corpus, tmp_path / "file")
@@ -147,7 +149,7 @@ def _job(corpus: Path, cache: Path) -> None:
     assert _prepare(corpus, cache).train.samples > 0
 
 
-def test_jobs_at_once_build_one_entry(corpus: Path, cache: Path) -> None:
+def test_concurrent_jobs_build_one_entry(corpus: Path, cache: Path) -> None:
     jobs = [multiprocessing.get_context("fork").Process(target=_job, args=(corpus, cache)) for _ in range(3)]
     for job in jobs:
         job.start()
@@ -157,46 +159,46 @@ def test_jobs_at_once_build_one_entry(corpus: Path, cache: Path) -> None:
     assert len([path for path in (cache / "tokens").iterdir() if path.is_dir()]) == 1
 
 
-def test_progress_goes_from_start_to_end(corpus: Path, cache: Path) -> None:
-    told: list[tuple[str, float]] = []
-    _prepare(corpus, cache, progress=lambda what, share: told.append((what, share)))
-    assert list(dict.fromkeys(what for what, _ in told)) == [
+def test_progress_is_reported_to_the_end(corpus: Path, cache: Path) -> None:
+    calls: list[tuple[str, float]] = []
+    _prepare(corpus, cache, progress=lambda what, share: calls.append((what, share)))
+    assert list(dict.fromkeys(what for what, _ in calls)) == [
         "reading text",
         "learning tokens",
         "encoding text",
     ]
     for what in ("reading text", "encoding text"):
-        shares = [share for named, share in told if named == what]
+        shares = [share for named, share in calls if named == what]
         assert shares == sorted(shares)
         assert shares[-1] == pytest.approx(1.0)
 
 
-def test_a_vocabulary_has_at_least_the_bytes(corpus: Path, cache: Path) -> None:
+def test_vocabulary_smaller_than_all_bytes_is_refused(corpus: Path, cache: Path) -> None:
     with pytest.raises(DataError, match="257 to 2"):
         _prepare(corpus, cache, vocabulary=256)
 
 
-def test_large_vocabularies_take_four_bytes(corpus: Path, cache: Path) -> None:
+def test_large_vocabularies_use_four_bytes(corpus: Path, cache: Path) -> None:
     text = _prepare(corpus, cache, vocabulary=70_000, validation_share=0.2)
     assert text.train.tokens.dtype == np.uint32
     assert sorted(_decoded(text)) == sorted(path.read_text() for path in corpus.iterdir())
 
 
-def test_pieces_are_the_document() -> None:
+def test_chunks_concatenate_to_the_document() -> None:
     document = "".join(f"line {i}\n" for i in range(5000)) + "x" * 20_000
-    pieces = list(cut(document))
-    assert "".join(pieces) == document
-    assert all(len(piece) <= 1 << 13 for piece in pieces)
-    assert all(piece.endswith("\n") for piece in pieces[: len(pieces) // 2])
+    chunks = list(split_document(document))
+    assert "".join(chunks) == document
+    assert all(len(chunk) <= 1 << 13 for chunk in chunks)
+    assert all(chunk.endswith("\n") for chunk in chunks[: len(chunks) // 2])
 
 
-def test_any_text_comes_back_from_its_tokens() -> None:
+def test_any_text_round_trips_through_tokens() -> None:
     tokenizer = train_tokenizer(["hello world"] * 3, 280)
     for text in ("hello", "naïve café 東京 🙂", "\ttab\r\n  spaces  ", "\0"):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_the_cache_is_where_the_platform_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_cache_follows_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
     monkeypatch.setattr("sys.platform", "linux")
     assert default_cache() == Path("/elsewhere/farandole")
@@ -204,14 +206,14 @@ def test_the_cache_is_where_the_platform_wants_it(monkeypatch: pytest.MonkeyPatc
     assert default_cache() == Path.home() / "Library" / "Caches" / "farandole"
 
 
-def test_what_a_killed_builder_left_is_removed(corpus: Path, cache: Path) -> None:
+def test_files_of_a_killed_process_are_removed(corpus: Path, cache: Path) -> None:
     folder = _prepare(corpus, cache).folder
     shutil.move(folder, folder.with_name(f"{folder.name}.x.tmp"))
     assert _prepare(corpus, cache).folder == folder
     assert not list(cache.rglob("*.tmp"))
 
 
-def test_without_special_tokens_entries_of_the_cache_keep_their_names(corpus: Path, cache: Path) -> None:
+def test_special_tokens_change_the_cache_key(corpus: Path, cache: Path) -> None:
     settings = {"vocabulary": VOCABULARY, "validation_share": 0.02}
     key = content_key(find_source(str(corpus), "text"), settings, lambda what, share: None)
     assert _prepare(corpus, cache).folder == cache / "tokens" / key
@@ -220,7 +222,7 @@ def test_without_special_tokens_entries_of_the_cache_keep_their_names(corpus: Pa
     assert with_mask.folder != _prepare(corpus, cache, special_tokens=(MASK, PAD)).folder
 
 
-def test_special_tokens_come_after_the_end_and_text_that_names_them_stays_text(
+def test_special_tokens_follow_the_end_token_and_their_names_in_text_stay_text(
     tmp_path: Path, cache: Path
 ) -> None:
     document = f"a [MASK] is no {END_OF_TEXT} [PAD]\n" * 200
@@ -235,17 +237,17 @@ def test_special_tokens_come_after_the_end_and_text_that_names_them_stays_text(
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ((MASK, MASK), "'\\[MASK\\]' is there twice"),
-        ((END_OF_TEXT,), "always is"),
-        (("mask",), "could be learned from text; put it into brackets: '\\[mask\\]'"),
+        ((MASK, MASK), "duplicate special token '\\[MASK\\]'"),
+        ((END_OF_TEXT,), "always included"),
+        (("mask",), "could be learned from text; try '\\[mask\\]'"),
         (("",), "could be learned"),
-        (MASK, "'\\[' could be learned"),  # a name, and not a tuple of names
+        (MASK, "'\\[' could be learned"),  # a string instead of a tuple
     ],
 )
-def test_special_tokens_that_cannot_be_are_refused(
+def test_invalid_special_tokens_are_refused(
     corpus: Path, cache: Path, names: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
         _prepare(corpus, cache, special_tokens=names)
-    with pytest.raises(DataError, match="with 2 special tokens more has 259 to 2"):
+    with pytest.raises(DataError, match="with 2 special tokens of 259 to 2"):
         _prepare(corpus, cache, special_tokens=(MASK, PAD), vocabulary=258)

@@ -1,4 +1,4 @@
-"""BERT: its size, its layers against torch's, its padding, and that blocks can be made one by one."""
+"""BERT: parameter counts, layers compared with torch's, padding, and initialization block by block."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _tokens(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["bert-base", "bert-large", "bert-2.5b", "tiny", SMALL])
-def test_the_formula_counts_the_parameters(name: str | BERTConfig) -> None:
+def test_parameter_count(name: str | BERTConfig) -> None:
     config = bert_config(name) if isinstance(name, str) else name
     with torch.device("meta"):
         model = build_bert(config)
@@ -49,18 +49,18 @@ def test_the_formula_counts_the_parameters(name: str | BERTConfig) -> None:
     assert sum(p.numel() for p in model.parameters()) == config.parameters
 
 
-def test_the_networks_of_the_paper_have_their_published_sizes() -> None:
+def test_published_parameter_counts() -> None:
     # bert-base-uncased and bert-large-uncased as BertForMaskedLM of transformers 5
     assert bert_config("bert-base").parameters == 109_514_298
     assert bert_config("bert-large").parameters == 335_174_458
     assert bert_config("bert-2.5b").parameters == 2_451_340_090
 
 
-def test_a_name_and_its_changes() -> None:
+def test_config_by_name_with_changes() -> None:
     assert bert_config("bert-base", dropout=0.0).dropout == 0
     assert bert_config("bert-base", width=120).feed_forward == 480
     assert bert_config("bert-base", width=120, feed_forward=7).feed_forward == 7
-    with pytest.raises(ValueError, match=r"no model 'BERT-bass'; nearest: bert-base"):
+    with pytest.raises(ValueError, match=r"unknown model 'BERT-bass'; nearest: bert-base"):
         bert_config("BERT-bass")
 
 
@@ -94,10 +94,10 @@ def _as_torch(block: TransformerBlock, config: BERTConfig) -> nn.TransformerEnco
 
 
 @pytest.mark.parametrize("padding", [False, True])
-def test_a_layer_is_torchs(padding: bool) -> None:
+def test_layer_matches_torch(padding: bool) -> None:
     torch.manual_seed(0)
     ours = build_bert(SMALL)[1].double()
-    for parameter in ours.parameters():  # biases and normalisations too
+    for parameter in ours.parameters():  # also biases and normalization
         nn.init.normal_(parameter, std=0.5)
     theirs = _as_torch(ours, SMALL)
     x = torch.randn(3, 9, SMALL.width, dtype=torch.float64)
@@ -123,7 +123,7 @@ def _in_our_order(gradients: dict[str, Tensor | None]) -> list[Tensor | None]:
     return [gradients[prefix + kind] for prefix in order for kind in ("weight", "bias")]
 
 
-def test_every_position_sees_all_others_and_none_sees_padding() -> None:
+def test_positions_attend_to_all_others_except_padding() -> None:
     model = build_bert(PADDED, seed=0)
     tokens = _tokens(2, 12)
     tokens[0, 8:] = 0
@@ -131,14 +131,14 @@ def test_every_position_sees_all_others_and_none_sees_padding() -> None:
     changed = tokens.clone()
     changed[:, 7] = changed[:, 7] % 96 + 1
     assert (model(changed) - before).abs().amax(-1)[:, :8].min() > 1e-6
-    # a shorter window without padding says the same
+    # a shorter window without padding gives the same logits
     torch.testing.assert_close(model(tokens[:1, :8]), before[:1, :8])
     without = build_bert(SMALL, seed=0)
     torch.testing.assert_close(without(tokens[:1, :8]), before[:1, :8])
     assert isinstance(model[:-1](tokens), tuple) and isinstance(without[:-1](tokens), Tensor)
 
 
-def test_a_window_of_padding_alone_harms_nobody() -> None:
+def test_window_of_only_padding_gives_finite_gradients() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         model = build_bert(PADDED, seed=0).to(dtype)
         tokens = _tokens(2, 12)
@@ -150,23 +150,23 @@ def test_a_window_of_padding_alone_harms_nobody() -> None:
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_segments_are_told_apart_and_are_0_unless_given() -> None:
+def test_segments_differ_and_default_to_0() -> None:
     model = build_bert(SMALL, seed=0)
     tokens, segments = _tokens(2, 5), torch.zeros(2, 5, dtype=torch.int64)
     torch.testing.assert_close(model((tokens, segments)), model(tokens))
     assert not torch.allclose(model((tokens, segments + 1)), model(tokens))
-    with pytest.raises(ValueError, match="17 positions are more than the 16 of the model's context"):
+    with pytest.raises(ValueError, match="expected at most 16 positions, the model's context, got 17"):
         model(_tokens(1, 17))
 
 
-def test_an_untrained_model_knows_nothing() -> None:
+def test_initial_loss_is_that_of_a_uniform_guess() -> None:
     model = build_bert(replace(SMALL, width=64, feed_forward=256), seed=0)
     tokens = _tokens(64, 16)
     total, count = masked_token_loss(model[-1], model[:-1](tokens), torch.randint_like(tokens, 97))
     assert total.item() / count == pytest.approx(math.log(97), rel=0.02)
 
 
-def test_blocks_made_one_by_one_are_those_of_the_whole() -> None:
+def test_initialization_block_by_block_gives_the_same_weights() -> None:
     before = torch.random.get_rng_state()
     whole = build_bert(SMALL, seed=7)
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -184,7 +184,7 @@ def test_blocks_made_one_by_one_are_those_of_the_whole() -> None:
     assert not torch.equal(expected["0.tokens.weight"], other["0.tokens.weight"])
 
 
-def test_weights_do_not_depend_on_the_type_and_torchs_seed_decides_without_another() -> None:
+def test_initial_weights_depend_on_the_seed_but_not_on_the_type() -> None:
     half = TransformerBlock(SMALL).bfloat16()
     initialise(half, block_generator(7, 1))
     for got, expected in zip(half.parameters(), build_bert(SMALL, seed=7)[1].parameters(), strict=True):
@@ -199,7 +199,7 @@ def test_weights_do_not_depend_on_the_type_and_torchs_seed_decides_without_anoth
     assert wide[1].attention.qkv.weight.std().item() == pytest.approx(0.02, rel=0.02)
 
 
-def test_a_block_without_memory_is_refused() -> None:
+def test_initializing_a_meta_block_is_refused() -> None:
     with torch.device("meta"):
         model = build_bert(SMALL)
     with pytest.raises(ValueError, match=re.escape("call its to_empty(device=...) first")):
@@ -209,19 +209,19 @@ def test_a_block_without_memory_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": 3}, "width 8 is not a multiple of heads 3"),
-        ({"layers": 0}, "at least one of everything"),
-        ({"feed_forward": -1}, "at least one of everything"),
-        ({"dropout": 1.0}, "dropout 1.0 is no probability below 1"),
-        ({"padding": 97}, "padding 97 is no token of a vocabulary of 97"),
+        ({"heads": 3}, "width=8 is not a multiple of heads=3"),
+        ({"layers": 0}, "expected sizes of at least 1"),
+        ({"feed_forward": -1}, "expected sizes of at least 1"),
+        ({"dropout": 1.0}, "expected dropout at least 0 and below 1, got 1.0"),
+        ({"padding": 97}, "padding=97 is not a token of a vocabulary of 97"),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, float], message: str) -> None:
+def test_invalid_configurations_are_refused(changes: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(SMALL, **changes)  # type: ignore[arg-type]
 
 
-def test_dropout_is_for_training_only() -> None:
+def test_dropout_applies_only_in_training() -> None:
     model = build_bert(replace(SMALL, dropout=0.5), seed=0)
     tokens = _tokens(2, 7)
     assert not torch.equal(model(tokens), model(tokens))
@@ -230,7 +230,7 @@ def test_dropout_is_for_training_only() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("padding", [False, True])
-def test_attention_by_products_is_attention(dtype: torch.dtype, padding: bool) -> None:
+def test_attention_with_explicit_products(dtype: torch.dtype, padding: bool) -> None:
     torch.manual_seed(0)
     qkv = [torch.randn(2, 3, 17, 8, dtype=dtype, requires_grad=True) for _ in range(3)]
     reference = [t.detach().double().requires_grad_() for t in qkv]
@@ -249,7 +249,7 @@ def test_attention_by_products_is_attention(dtype: torch.dtype, padding: bool) -
     assert not torch.allclose(causal_attention(*qkv), ours)
 
 
-def test_dropped_attention_keeps_its_mean() -> None:
+def test_attention_dropout_keeps_the_mean() -> None:
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
         query, key = (torch.randn(300, 2, 8, 4, dtype=dtype, requires_grad=True) for _ in range(2))
@@ -261,7 +261,7 @@ def test_dropped_attention_keeps_its_mean() -> None:
 
 def _batches() -> MaskedBatches:
     tokens = np.random.default_rng(0).integers(2, SMALL.vocabulary, 16 * 40 + 1).astype(np.uint16)
-    tokens[:200] = 0  # windows of special tokens: ranks have different numbers of targets
+    tokens[:200] = 0  # windows of only special tokens, so that ranks have different numbers of targets
     masking = Masking(SMALL.vocabulary, mask_token=1, special=(0,), seed=5)
     windows = Windows(tokens, 16)
     return MaskedBatches(windows, masking, Sampler(windows.samples, seed=3))
@@ -271,20 +271,20 @@ def _train(rank: int, size: int) -> dict[str, Tensor]:
     assert dist.group.WORLD is not None
     comm = Communicator(dist.group.WORLD)
     model, batches = build_bert(SMALL, seed=1), _batches()
-    replica, optimizer = Engine(model, comm), torch.optim.SGD(model.parameters(), lr=0.5)
+    engine, optimizer = Engine(model, comm), torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(3):
         inputs, targets = map(torch.from_numpy, batches.next(8, rank, size))
-        replica.zero_grad()
+        engine.zero_grad()
         total, count = masked_token_loss(model[-1], model[:-1](inputs), targets)
         counts = torch.tensor([count])
         comm.all_reduce(counts)
         (total * size / counts.item()).backward()  # gradients are averaged over ranks
-        replica.synchronize()
+        engine.synchronize()
         optimizer.step()
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_ranks_restore_as_one_process_does(ranks: Callable[..., Ranks]) -> None:
+def test_ranks_match_one_process(ranks: Callable[..., Ranks]) -> None:
     model, batches = build_bert(SMALL, seed=1), _batches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(3):

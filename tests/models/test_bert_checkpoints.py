@@ -1,4 +1,4 @@
-"""BERT against that of `transformers`, with its weights; without it, the names of its files alone."""
+"""Converted BERT weights, compared with `transformers`, or with its recorded results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from farandole.models.loss import masked_token_loss
 
 CONFIG = BERTConfig(vocabulary=50, context=12, layers=11, heads=2, width=8, feed_forward=20, padding=0)
 
-# What BertForMaskedLM of transformers 5.23 gives with the weights of `_wave`, in fp64, without dropout: every 97th
-# logit of real tokens, the mean cross-entropy of three tokens, and the norms of some gradients.
+# Results of BertForMaskedLM of transformers 5.23 with the weights of `_wave`, in fp64, without dropout: every 97th
+# logit of tokens that are not padding, the mean cross-entropy of three tokens, and the norms of some gradients.
 LOGITS = [
     -1.227227309,
     0.544638897,
@@ -49,7 +49,7 @@ def _wave(name: str, tensor: Tensor) -> Tensor:
 
 
 def _published(config: BERTConfig) -> dict[str, Tensor]:
-    """Names and shapes as transformers 5 writes them, with numbers that differ."""
+    """Return random weights with the names and shapes of transformers 5."""
     d, f, v = config.width, config.feed_forward, config.vocabulary
     shapes: dict[str, tuple[int, ...]] = {
         "bert.embeddings.word_embeddings.weight": (v, d),
@@ -78,7 +78,7 @@ def _published(config: BERTConfig) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def test_all_weights_find_their_place() -> None:
+def test_all_weights_are_converted() -> None:
     state = _published(CONFIG)
     model = build_bert(CONFIG)
     model.load_state_dict(from_hugging_face(state))
@@ -92,7 +92,7 @@ def test_all_weights_find_their_place() -> None:
     assert sum(t.numel() for t in state.values()) == CONFIG.parameters
 
 
-def test_known_weights_give_what_transformers_gives() -> None:
+def test_results_match_recorded_transformers() -> None:
     config = replace(CONFIG, layers=3)
     model = build_bert(config).double()
     state = {name: _wave(name, tensor) for name, tensor in _published(config).items()}
@@ -112,7 +112,7 @@ def test_known_weights_give_what_transformers_gives() -> None:
     assert norms == pytest.approx(GRADIENTS, rel=1e-6)
 
 
-def test_spellings_of_other_files_mean_the_same() -> None:
+def test_alternative_names_are_accepted() -> None:
     state = _published(CONFIG)
     expected = from_hugging_face(state)
     old = {
@@ -129,25 +129,27 @@ def test_spellings_of_other_files_mean_the_same() -> None:
         "cls.predictions.decoder.bias": state["cls.predictions.bias"],
     }
     prefixed = {f"module.{name}": tensor for name, tensor in state.items()}
-    for spelled in (old, state | extra, prefixed):
-        got = from_hugging_face(spelled)
+    for alternative in (old, state | extra, prefixed):
+        got = from_hugging_face(alternative)
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[name], expected[name]) for name in got)
 
 
-def test_what_is_no_such_state_is_refused() -> None:
+def test_invalid_states_are_refused() -> None:
     state = _published(CONFIG)
     with pytest.raises(
-        ValueError, match="'roberta.x.weight' is not a name in the state of a BertForMaskedLM"
+        ValueError, match="unexpected name 'roberta.x.weight': expected the names of a BertForMaskedLM"
     ):
         from_hugging_face(state | {"roberta.x.weight": torch.ones(1)})
     with pytest.raises(ValueError, match="layer.3.attention.self.key.bias is missing"):
         from_hugging_face({n: t for n, t in state.items() if "3.attention.self.key.bias" not in n})
-    with pytest.raises(ValueError, match=r"predictions.*bias is missing: .* \(BertForMaskedLM\)"):
+    with pytest.raises(
+        ValueError, match="predictions.*bias is missing: expected all weights of a BertForMaskedLM"
+    ):
         from_hugging_face({n: t for n, t in state.items() if n.startswith("bert.")})
     with pytest.raises(ValueError, match="word_embeddings.weight is missing"):
         from_hugging_face({})
-    with pytest.raises(ValueError, match="is not tied to its embedding"):
+    with pytest.raises(ValueError, match="needs a head that is tied to the embedding"):
         from_hugging_face(state | {"cls.predictions.decoder.weight": torch.ones(50, 8)})
 
 
@@ -159,7 +161,7 @@ def transformers() -> Any:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_outputs_and_gradients_are_those_of_transformers(transformers: Any, seed: int) -> None:
+def test_outputs_and_gradients_match_transformers(transformers: Any, seed: int) -> None:
     theirs, model = _both(transformers, seed)
     tokens = torch.randint(1, CONFIG.vocabulary, (3, 12))
     tokens[0, 7:] = 0
@@ -172,7 +174,7 @@ def test_outputs_and_gradients_are_those_of_transformers(transformers: Any, seed
     (got[real] * weight).sum().backward()
     (expected[real] * weight).sum().backward()
     gradients = {name: p.grad for name, p in theirs.named_parameters() if "pooler" not in name}
-    # named as weights are: a gradient of the tied weight is there once
+    # gradients have the names of weights; the tied weight has one gradient
     for name, gradient in from_hugging_face(gradients).items():
         torch.testing.assert_close(dict(model.named_parameters(remove_duplicate=False))[name].grad, gradient)
 
@@ -192,13 +194,13 @@ def _both(transformers: Any, seed: int) -> tuple[Any, torch.nn.Sequential]:
     theirs = transformers.BertForMaskedLM(config).double().eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))  # biases and normalisations too
+            parameter.add_(0.1 * torch.randn_like(parameter))  # also biases and normalization
     model = build_bert(CONFIG).double()
     model.load_state_dict(from_hugging_face(theirs.state_dict()))
     return theirs, model
 
 
-def test_a_saved_model_loads(transformers: Any, tmp_path: Any) -> None:
+def test_saved_model_loads(transformers: Any, tmp_path: Any) -> None:
     from safetensors.torch import load_file
 
     theirs, model = _both(transformers, 2)

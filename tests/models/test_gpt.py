@@ -1,4 +1,4 @@
-"""The GPT: its size, its first loss, that it looks back only, and gradients through tied weights."""
+"""The GPT: parameter count, initial loss, causality, tied weights and generation."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SMALL = GPTConfig(vocabulary=97, context=16, layers=2, heads=2, width=8)
 
 
 @pytest.mark.parametrize("config", [SMALL, GPTConfig(11, 5, 1, 1, 4), GPTConfig(50257, 1024, 12, 12, 768)])
-def test_the_formula_counts_the_parameters(config: GPTConfig) -> None:
+def test_parameter_count(config: GPTConfig) -> None:
     with torch.device("meta"):
         model = build_gpt(config)
     assert sum(p.numel() for p in model.parameters()) == config.parameters
 
 
-def test_gpt2_small_has_its_124_million_parameters_but_for_the_positions() -> None:
+def test_gpt2_small_has_124_million_parameters_minus_positions() -> None:
     assert GPTConfig(50257, 1024, 12, 12, 768).parameters == 124_439_808 - 1024 * 768  # openai's gpt2
 
 
-def test_an_untrained_model_knows_nothing() -> None:
+def test_initial_loss_is_that_of_a_uniform_guess() -> None:
     torch.manual_seed(0)
     model = build_gpt(SMALL)
     tokens = torch.randint(0, SMALL.vocabulary, (64, SMALL.context))
@@ -34,7 +34,7 @@ def test_an_untrained_model_knows_nothing() -> None:
     assert loss.item() == pytest.approx(math.log(SMALL.vocabulary), rel=0.01)
 
 
-def test_a_position_does_not_see_what_comes_after() -> None:
+def test_attention_is_causal() -> None:
     model = build_gpt(SMALL)
     tokens = torch.randint(0, SMALL.vocabulary, (1, SMALL.context))
     changed = tokens.clone()
@@ -44,25 +44,25 @@ def test_a_position_does_not_see_what_comes_after() -> None:
     assert not torch.allclose(before[:, 9:], after[:, 9:])
 
 
-def test_the_head_shares_the_embedding() -> None:
+def test_head_is_tied_to_the_embedding() -> None:
     model = build_gpt(SMALL)
     assert model[-1].weight is model[0].tokens.weight
 
 
-def test_what_adds_to_the_residual_stream_starts_smaller() -> None:
+def test_output_projections_have_smaller_initial_weights() -> None:
     torch.manual_seed(0)
     blocks = [b for b in build_gpt(GPTConfig(97, 16, 8, 2, 128)) if isinstance(b, TransformerBlock)]
     assert blocks[0].attention.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert blocks[0].feed_forward.down.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
 
 
-def test_a_width_that_heads_do_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="width 10 is not a multiple of twice heads 3"):
+def test_width_must_be_divisible_by_heads() -> None:
+    with pytest.raises(ValueError, match="width=10 is not a multiple of twice heads=3"):
         GPTConfig(97, 16, 1, 3, 10)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attention_by_products_is_attention(dtype: torch.dtype) -> None:
+def test_attention_with_explicit_products(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     qkv = [torch.randn(2, 3, 17, 8, dtype=dtype, requires_grad=True) for _ in range(3)]
     reference = [t.detach().double().requires_grad_() for t in qkv]
@@ -77,7 +77,7 @@ def test_attention_by_products_is_attention(dtype: torch.dtype) -> None:
         torch.testing.assert_close(got.grad.double(), expected.grad, atol=0.1, rtol=0.1)
 
 
-def test_generation_at_temperature_zero_takes_the_likeliest() -> None:
+def test_generation_at_temperature_zero_is_greedy() -> None:
     torch.manual_seed(0)
     model = build_gpt(SMALL)
     prompt = [1, 2, 3]
@@ -88,7 +88,7 @@ def test_generation_at_temperature_zero_takes_the_likeliest() -> None:
         tokens.append(token)
 
 
-def test_a_seed_gives_the_same_text_and_top_k_bounds_it() -> None:
+def test_generation_depends_on_seed_and_top_k() -> None:
     model = build_gpt(SMALL)
     options = {"context": SMALL.context, "temperature": 1.0}
     once = list(generate(model, [5], 30, seed=1, top_k=0, **options))
@@ -98,6 +98,6 @@ def test_a_seed_gives_the_same_text_and_top_k_bounds_it() -> None:
     assert only == list(generate(model, [5], 30, context=SMALL.context, temperature=0))
 
 
-def test_generation_needs_a_prompt() -> None:
+def test_generation_requires_a_prompt() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         next(generate(build_gpt(SMALL), [], 1, context=SMALL.context))

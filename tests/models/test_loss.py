@@ -1,4 +1,4 @@
-"""The cross-entropy in pieces against torch's own."""
+"""The chunked cross-entropy, compared with torch's."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from farandole.models.loss import masked_token_loss, next_token_loss
 
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 40), vocabulary=st.integers(2, 70), outer=st.sampled_from([1.0, 0.25, 1024.0]))
-def test_value_and_gradient_are_those_of_torch(rows: int, vocabulary: int, outer: float) -> None:
+def test_value_and_gradient_match_torch(rows: int, vocabulary: int, outer: float) -> None:
     torch.manual_seed(rows * 100 + vocabulary)
     logits = (3 * torch.randn(rows, vocabulary)).requires_grad_()
     targets = torch.randint(0, vocabulary, (rows,))
     reference = logits.detach().clone().requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PIECE_BYTES", 1 << 10)  # several pieces even here
+        patch.setattr(module, "CHUNK_BYTES", 1 << 10)  # several chunks even for these sizes
         ours = next_token_loss(logits, targets)
         (ours * outer).backward()
     theirs = F.cross_entropy(reference, targets)
@@ -30,7 +30,7 @@ def test_value_and_gradient_are_those_of_torch(rows: int, vocabulary: int, outer
     torch.testing.assert_close(logits.grad, reference.grad)
 
 
-def test_bf16_logits_get_bf16_gradients_of_fp32_quality() -> None:
+def test_bf16_gradients_are_rounded_from_fp32() -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, 8, 33, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(0, 33, (4, 8))
@@ -45,7 +45,7 @@ def test_bf16_logits_get_bf16_gradients_of_fp32_quality() -> None:
     torch.testing.assert_close(logits.grad, reference.grad.bfloat16())
 
 
-def test_without_gradients_the_value_is_the_same() -> None:
+def test_value_is_the_same_without_gradients() -> None:
     logits, targets = torch.randn(5, 7), torch.randint(0, 7, (5,))
     with_gradient = next_token_loss(logits.clone().requires_grad_(), targets)
     torch.testing.assert_close(next_token_loss(logits, targets), with_gradient.detach())
@@ -53,16 +53,14 @@ def test_without_gradients_the_value_is_the_same() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(windows=st.integers(1, 6), positions=st.integers(1, 9), share=st.sampled_from([0.0, 0.2, 1.0]))
-def test_sums_of_masked_tokens_over_their_count_are_torchs_mean(
-    windows: int, positions: int, share: float
-) -> None:
+def test_sums_divided_by_counts_match_torchs_mean(windows: int, positions: int, share: float) -> None:
     torch.manual_seed(windows * 10 + positions)
     head = nn.Linear(5, 31)
     hidden = torch.randn(windows, positions, 5, requires_grad=True)
     targets = torch.where(torch.rand(windows, positions) < share, 7, -100)
     sums, count = [], 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PIECE_BYTES", 1 << 9)
+        patch.setattr(module, "CHUNK_BYTES", 1 << 9)
         for part, wanted in zip(hidden.split(2), targets.split(2), strict=True):  # micro-batches
             total, some = masked_token_loss(head, (part, None), wanted)
             sums.append(total)
@@ -83,7 +81,7 @@ def test_sums_of_masked_tokens_over_their_count_are_torchs_mean(
     torch.testing.assert_close(total / count, loss.detach())
 
 
-def test_the_head_runs_where_something_is_masked_and_nowhere_else() -> None:
+def test_head_runs_only_at_masked_positions() -> None:
     rows: list[int] = []
     head = nn.Linear(5, 31)
     head.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
@@ -91,15 +89,15 @@ def test_the_head_runs_where_something_is_masked_and_nowhere_else() -> None:
     targets[1, 3] = targets[2, 9] = 0  # token 0 is a target
     _, count = masked_token_loss(head, torch.randn(4, 10, 5), targets)
     assert rows == [count] == [2]
-    with pytest.raises(ValueError, match=r"\(4, 9, 5\) do not go with targets \(4, 10\)"):
+    with pytest.raises(ValueError, match=r"\(4, 9, 5\) do not match targets \(4, 10\)"):
         masked_token_loss(head, torch.randn(4, 9, 5), targets)
 
 
-def test_a_divisor_is_not_rounded_to_bf16() -> None:
+def test_factor_is_not_rounded_to_bf16() -> None:
     logits = torch.randn(7, 33, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(0, 33, (7,))
     total, count = masked_token_loss(nn.Identity(), logits, targets)
-    factor = 1 + 3 * 2**-10  # in bf16 it is 1
+    factor = 1 + 3 * 2**-10  # rounds to 1 in bf16
     (whole,) = torch.autograd.grad(total, logits, retain_graph=True)
     (scaled,) = torch.autograd.grad(total * factor, logits)
     assert count == 7

@@ -1,4 +1,4 @@
-"""ResNet against torchvision's: parameter counts, names, one forward pass and its gradients."""
+"""ResNet, compared with torchvision's: parameter counts, names, a forward pass and its gradients."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ PUBLISHED = {
 TARGETS = torch.tensor([3, 700])
 
 
-def IMAGES() -> Tensor:  # noqa: N802 - a constant, made anew for each use
+def make_images() -> Tensor:
     return torch.sin(torch.arange(2 * 3 * 64 * 64, dtype=torch.float64) * 0.37).view(2, 3, 64, 64)
 
 
-def settle(name: str, tensor: Tensor) -> None:
-    """Fill a tensor of torchvision's state with values that depend on its name and shape alone."""
+def fill(name: str, tensor: Tensor) -> None:
+    """Fill a tensor of torchvision's state with values that depend only on its name and shape."""
     if not tensor.dtype.is_floating_point:
         return
     wave = torch.sin(torch.arange(tensor.numel(), dtype=torch.float64) * 0.7 + len(name)).view(tensor.shape)
@@ -47,7 +47,7 @@ def settle(name: str, tensor: Tensor) -> None:
     tensor.copy_(wave)
 
 
-# What torchvision 0.28 gives with these weights and images, in fp64 and training mode: every 250th logit of both
+# Results of torchvision 0.28 with these weights and images, in fp64 and training mode: every 250th logit of both
 # images, the cross-entropy to TARGETS, and the norms of some gradients (by torchvision's names).
 REFERENCE: dict[str, dict[str, Any]] = {
     "resnet18": {
@@ -93,17 +93,17 @@ REFERENCE: dict[str, dict[str, Any]] = {
 }
 
 
-def build_settled(name: str) -> nn.Sequential:
-    """Our model with the settled weights, which are keyed by torchvision's names."""
+def build_filled(name: str) -> nn.Sequential:
+    """Return our model with reproducible weights, which depend on torchvision's names."""
     model = build_resnet(resnet_config(name)).double()
     with torch.no_grad():
         for theirs, tensor in torchvision_names(model).items():
-            settle(theirs, tensor)
+            fill(theirs, tensor)
     return model
 
 
 def torchvision_names(model: nn.Sequential) -> dict[str, Tensor]:
-    """The state of our model by the names of torchvision, found by inverting `from_torchvision_names`."""
+    """Return our model's state by torchvision's names, found by inverting `from_torchvision_names`."""
     config = CONFIGS[next(name for name in PUBLISHED if CONFIGS[name].parameters == count(model))]
     ours = model.state_dict(keep_vars=True)
     prefixes = ["", *(f"layer{s + 1}.{b}." for s in range(4) for b in range(config.layers[s])), ""]
@@ -129,10 +129,10 @@ def test_parameter_count(name):
 
 
 @pytest.mark.parametrize("name", REFERENCE)
-def test_logits_and_gradients_are_torchvisions(name):
+def test_logits_and_gradients_match_recorded_torchvision(name):
     expected = REFERENCE[name]
-    model = build_settled(name)
-    logits = model(IMAGES())
+    model = build_filled(name)
+    logits = model(make_images())
     loss = F.cross_entropy(logits, TARGETS)
     loss.backward()
     torch.testing.assert_close(
@@ -149,23 +149,25 @@ def test_logits_and_gradients_are_torchvisions(name):
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-def test_a_model_of_torchvision_beside_ours(name):
+def test_outputs_match_torchvision(name):
     theirs = getattr(torchvision_models(), name)().double()
     ours = build_resnet(resnet_config(name)).double()
     ours.load_state_dict(from_torchvision_names(theirs.state_dict()))
-    torch.testing.assert_close(ours(IMAGES()), theirs(IMAGES()))
+    torch.testing.assert_close(ours(make_images()), theirs(make_images()))
     ours.eval(), theirs.eval()
-    torch.testing.assert_close(ours(IMAGES()), theirs(IMAGES()))
+    torch.testing.assert_close(ours(make_images()), theirs(make_images()))
 
 
-def test_names_left_by_ddp_and_foreign_ones():
+def test_ddp_prefix_is_removed_and_unknown_names_are_refused():
     state = {
         "module.conv1.weight": torch.ones(1),
         "module.layer4.1.bn2.bias": torch.ones(2),
         "fc.bias": torch.ones(3),
     }
     assert list(from_torchvision_names(state)) == ["0.conv1.weight", "2.bn2.bias", "3.fc.bias"]
-    with pytest.raises(ValueError, match="'classifier.weight' is not a name in a ResNet's state"):
+    with pytest.raises(
+        ValueError, match="unexpected name 'classifier.weight': expected the names of a ResNet"
+    ):
         from_torchvision_names({"classifier.weight": torch.ones(1)})
 
 
@@ -179,7 +181,7 @@ def test_initial_weights_have_the_variance_of_the_paper(name):
             assert weight.std().item() == pytest.approx(expected, rel=5 / math.sqrt(2 * weight.numel()))
 
 
-def test_with_zero_last_norm_every_block_passes_on_its_shortcut():
+def test_zero_last_norm_makes_blocks_return_their_shortcut():
     torch.manual_seed(0)
     model = build_resnet(resnet_config("tiny-bottleneck"), zero_last_norm=True)
     block, x = model[2], torch.randn(2, 32, 8, 8)
@@ -190,7 +192,7 @@ def test_with_zero_last_norm_every_block_passes_on_its_shortcut():
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-bottleneck"])
 @pytest.mark.parametrize("size", [(32, 32), (33, 65)])
-def test_shapes_of_odd_images_and_other_memory_format(name, size):
+def test_odd_image_sizes_and_memory_formats(name, size):
     model = build_resnet(resnet_config(name, classes=7)).eval()
     images = torch.randn(2, 3, *size)
     logits = model(images)
@@ -198,12 +200,12 @@ def test_shapes_of_odd_images_and_other_memory_format(name, size):
     torch.testing.assert_close(model(images.contiguous(memory_format=torch.channels_last)), logits)
 
 
-def test_unknown_models_name_the_nearest():
-    with pytest.raises(ValueError, match="no model 'resnet5'; nearest: resnet50"):
+def test_invalid_configurations_are_refused():
+    with pytest.raises(ValueError, match="unknown model 'resnet5'; nearest: resnet50"):
         resnet_config("resnet5")
-    with pytest.raises(ValueError, match=r"no model 'xyz' \(there are resnet18, "):
+    with pytest.raises(ValueError, match=r"unknown model 'xyz' \(known: resnet18, "):
         resnet_config("xyz")
-    with pytest.raises(ValueError, match="block 'wide' is neither of basic, bottleneck"):
+    with pytest.raises(ValueError, match="expected block basic or bottleneck, got 'wide'"):
         ResNetConfig("wide", (1, 1, 1, 1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="four stages"):
         ResNetConfig("basic", (1, 1, 0, 1))

@@ -1,4 +1,4 @@
-"""Rotary positions: lengths are kept, and only distance counts."""
+"""Rotary positions: a rotation under which products depend only on distance."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from farandole.models.rotary import rotate
 
 
-def test_a_rotation_is_a_complex_product() -> None:
+def test_rotation_is_a_complex_product() -> None:
     x = torch.randn(2, 3, 7, 8, dtype=torch.float64)
     frequencies = 10_000.0 ** -(torch.arange(4) / 4).double()
     turns = torch.polar(torch.ones(7, 4).double(), torch.arange(7).double()[:, None] * frequencies)
@@ -15,7 +15,7 @@ def test_a_rotation_is_a_complex_product() -> None:
     torch.testing.assert_close(rotate(x), torch.cat((expected.real, expected.imag), -1), atol=1e-6, rtol=1e-5)
 
 
-def test_products_depend_on_the_distance_alone() -> None:
+def test_products_depend_only_on_distance() -> None:
     query, key = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     products = rotate(query.expand(20, 8)) @ rotate(key.expand(20, 8)).T
     for distance in range(-19, 20):
@@ -23,6 +23,6 @@ def test_products_depend_on_the_distance_alone() -> None:
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-5, rtol=1e-5)
 
 
-def test_its_gradient_is_right() -> None:
+def test_gradient_of_the_rotation() -> None:
     x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(rotate, (x,))

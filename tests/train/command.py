@@ -1,4 +1,4 @@
-"""The real command in a process of its own, as a person runs it."""
+"""Run the `farandole` command in a separate process, as a user does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ END_S = 100.0
 
 
 class Command:
-    """`farandole WORDS...` in folder `folder`, with its output kept."""
+    """Runs `farandole WORDS...` in `folder` and captures its output."""
 
     def __init__(self, folder: Path, *words: str) -> None:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
@@ -26,43 +26,43 @@ class Command:
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
+        """The output so far."""
         return self._log.read_text()
 
     def end(self) -> int:
-        """Wait for the end; the exit status."""
+        """Wait for the command to end; return its exit status."""
         try:
             return self.process.wait(END_S)
         except subprocess.TimeoutExpired:
             self.process.terminate()
             self.process.wait(10)
-            raise AssertionError(f"no end within {END_S:g} s:\n{self.output}") from None
+            raise AssertionError(f"still running after {END_S:g} s:\n{self.output}") from None
 
     def wait_until(self, true: Callable[[], bool]) -> None:
-        """Wait until `true()`; fails where the command ends first."""
+        """Wait until `true()` holds; fail if the command ends first."""
         deadline = time.monotonic() + END_S
         while not true():
             assert self.process.poll() is None, f"ended too early:\n{self.output}"
-            assert time.monotonic() < deadline, f"waited in vain:\n{self.output}"
+            assert time.monotonic() < deadline, f"timed out:\n{self.output}"
             time.sleep(0.01)
 
     def ranks(self) -> list[int]:
-        """The process ids of its ranks (Linux)."""
+        """Return the process ids of the ranks (Linux)."""
         pid = self.process.pid
         return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def only_run(out: Path) -> Path:
-    """The folder of the only run in `out`."""
+    """Return the folder of the only run in `out`."""
     (run,) = out.iterdir()
     return run
 
 
 def losses(run: Path) -> dict[int, float]:
-    """The loss of every step of a run."""
+    """Return the loss of every step of a run."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("}")]
     steps = [int(r["step"]) for r in records if "loss" in r]
-    assert steps == sorted(set(steps)), "a step is there twice, or out of order"
+    assert steps == sorted(set(steps)), "steps are duplicated or out of order"
     return {int(r["step"]): r["loss"] for r in records if "loss" in r}

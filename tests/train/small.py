@@ -1,4 +1,4 @@
-"""A small run of `farandole train`, in ranks that are already running."""
+"""A small `farandole train` run on the pool's ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from farandole.train.trainer import Trainer
 
 
 def overrides(folder: Path) -> list[str]:
-    """Return overrides that name a small text, which is written to `folder`."""
+    """Write a small text to `folder`, and return the overrides to train on it."""
     lines = (f"{n} bottles of beer on the wall, {n} bottles of beer\n" for n in range(2000))
     (folder / "text.txt").write_text("".join(lines))
     return [f"data.path={folder / 'text.txt'}", f"data.cache={folder / 'cache'}"]
 
 
 def world() -> Communicator:
-    """All ranks."""
+    """Return the communicator of all ranks."""
     assert dist.group.WORLD is not None
     return Communicator(dist.group.WORLD)
 

@@ -1,4 +1,4 @@
-"""Training with compression between hosts goes on from a checkpoint as if it had not stopped."""
+"""Training with compression between hosts resumes exactly from a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def resumed(rank: int, size: int, folder: str, compression: str, precision: str) -> None:
+def resume(rank: int, size: int, folder: str, compression: str, precision: str) -> None:
     words = [f"data.path={folder}/text.txt", f"data.cache={folder}/cache", "batch=4"]
     config = load_config("tiny", [*words, f"plan.compression={compression}"])
     comm = Communicator(hierarchical_group([0, 1], rank))
@@ -42,10 +42,10 @@ def resumed(rank: int, size: int, folder: str, compression: str, precision: str)
     writer.save(trainer, 0.0)
     writer.wait()
     expected = [trainer.step().loss for _ in range(4)]
-    again = new()
-    load(again, writer.newest, comm)
-    assert again.engine.compression_state().keys() == trainer.engine.compression_state().keys()
-    assert [again.step().loss for _ in range(4)] == expected
+    resumed = new()
+    load(resumed, writer.newest, comm)
+    assert resumed.engine.compression_state().keys() == trainer.engine.compression_state().keys()
+    assert [resumed.step().loss for _ in range(4)] == expected
     assert trainer.scaler.scale == (2.0**11 if precision == "fp16" else 1.0)
     dist.destroy_process_group(comm.group)
 
@@ -53,5 +53,5 @@ def resumed(rank: int, size: int, folder: str, compression: str, precision: str)
 @pytest.mark.parametrize(
     ("compression", "precision"), [("int8", "fp32"), ("powersgd", "fp32"), ("topk", "fp16")]
 )
-def test_goes_on_with_the_same_losses(ranks, text, compression, precision):
-    ranks(2).run(resumed, str(text.parent), compression, precision)
+def test_resumed_run_has_the_same_losses(ranks, text, compression, precision):
+    ranks(2).run(resume, str(text.parent), compression, precision)

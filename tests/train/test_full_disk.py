@@ -1,4 +1,4 @@
-"""A run on a disk that fills up: one line that says so, nothing half-written, and a way to go on."""
+"""A run on a full disk fails with one line, leaves no partial files, and can be resumed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.train.command import Command, only_run
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small disk of its own, on which one checkpoint of the preset tiny has room and two have not."""
+    """A small disk with space for one checkpoint of the preset tiny, but not two."""
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("only root can mount a small disk, on Linux")
     folder = tmp_path / "disk"
@@ -28,9 +28,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_is_said_in_a_line_and_a_run_goes_on_when_there_is_room(
-    tmp_path: Path, disk: Path
-) -> None:
+def test_full_disk_is_reported_and_the_run_resumes_with_more_space(tmp_path: Path, disk: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
     words = ("data.path=text.txt", "data.cache=cache", "out=disk", "plan.precision=fp32")
     command = Command(tmp_path, "train", "tiny", *words, "steps=10", "checkpoint.every=5")
@@ -38,7 +36,7 @@ def test_a_full_disk_is_said_in_a_line_and_a_run_goes_on_when_there_is_room(
     run = only_run(disk)
     saved = Path("disk") / run.name / "checkpoints" / "step-000005"
     assert f"{saved.with_name('step-000010')}: no space left on the disk (about " in command.output
-    assert f" free); the last good one is {saved}\n" in command.output
+    assert f" free); the last good checkpoint is {saved}\n" in command.output
     assert f"step-000005 is saved; to go on: farandole train --resume disk/{run.name}\n" in command.output
     assert "Traceback" not in command.output
     assert not list(disk.rglob("*.tmp"))
@@ -46,15 +44,15 @@ def test_a_full_disk_is_said_in_a_line_and_a_run_goes_on_when_there_is_room(
     subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
     command = Command(tmp_path, "train", "--resume", "disk", "steps=11", "--ranks", "1")
     assert command.end() == 0, command.output
-    assert "going on after step 5" in command.output
+    assert "resuming after step 5" in command.output
 
 
-def test_a_run_that_saves_nothing_says_so(tmp_path: Path, disk: Path) -> None:
+def test_run_without_any_checkpoint_reports_it(tmp_path: Path, disk: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
     (disk / "ballast").write_bytes(b"x" * 900_000)
     words = ("data.path=text.txt", "data.cache=cache", "out=disk/runs", "plan.precision=fp32")
     command = Command(tmp_path, "train", "tiny", *words, "steps=5", "checkpoint.every=0", "--ranks", "1")
     assert command.end() == 1, command.output
     run = Path("disk/runs") / only_run(disk / "runs").name
-    assert "there is none before it" in command.output
+    assert "there is no earlier checkpoint" in command.output
     assert command.output.endswith(f"nothing is saved: run {run} ended before its first checkpoint\n")

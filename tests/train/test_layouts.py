@@ -1,4 +1,4 @@
-"""A checkpoint of any number of ranks and any stage of ZeRO is one of every other."""
+"""A checkpoint loads with any number of ranks and any ZeRO stage."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from farandole.train.checkpoint import CheckpointWriter, load
 from farandole.train.trainer import Trainer
 from tests.train.small import make_trainer, overrides, world
 
-Way = tuple[int, str]
-"""A stage of ZeRO, and where the optimizer's states are kept."""
+Setting = tuple[int, str]
+"""A ZeRO stage, and the offload of optimizer states."""
 STEPS = 3
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """Overrides that name a small text."""
+    """Overrides for a small text."""
     return overrides(tmp_path)
 
 
-def _make(words: list[str], way: Way) -> Trainer:
-    zero, offload = way
+def _make(words: list[str], setting: Setting) -> Trainer:
+    zero, offload = setting
     return make_trainer([*words, f"plan.zero={zero}", f"plan.offload={offload}"])
 
 
 def _contents(trainer: Trainer) -> dict[str, Tensor]:
-    """All weights and moments, whole, on every rank."""
+    """Return all complete weights and moments, on every rank."""
     whole: dict[str, Tensor] = {}
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     for name, parameter in trainer.model.named_parameters():
@@ -59,10 +59,10 @@ def _states(trainer: Trainer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
 
 
 def _save(
-    rank: int, size: int, words: list[str], run: Path, way: Way
+    rank: int, size: int, words: list[str], run: Path, setting: Setting
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """What was saved after some steps, and the losses that follow."""
-    trainer = _make(words, way)
+    """Return the saved contents, and the losses of the following steps."""
+    trainer = _make(words, setting)
     for _ in range(STEPS):
         trainer.step()
     writer = CheckpointWriter(run, trainer.task.files(), 2, world())
@@ -73,10 +73,10 @@ def _save(
 
 
 def _load(
-    rank: int, size: int, words: list[str], run: Path, way: Way
+    rank: int, size: int, words: list[str], run: Path, setting: Setting
 ) -> tuple[dict[str, Tensor], list[float]]:
-    trainer = _make([*words, "seed=5"], way)
-    trainer.sampler = _make(words, way).sampler
+    trainer = _make([*words, "seed=5"], setting)
+    trainer.sampler = _make(words, setting).sampler
     load(trainer, run / "checkpoints" / f"step-{STEPS:06d}", world())
     contents = _contents(trainer)
     return contents, [trainer.step().loss for _ in range(2)]
@@ -92,7 +92,7 @@ def _load(
         ((4, 1, ""), [(1, 0, "disk")]),
     ],
 )
-def test_from_any_layout_to_any_other(
+def test_checkpoint_loads_into_other_layouts(
     ranks: Any,
     words: list[str],
     tmp_path: Path,
@@ -103,8 +103,8 @@ def test_from_any_layout_to_any_other(
     size, zero, place = before
     results = ranks(size).run(_save, words, tmp_path / "run", (zero, places[place]))
     expected, losses = results[0]
-    said = json.loads((tmp_path / "run" / "checkpoints" / f"step-{STEPS:06d}" / "train.json").read_text())
-    assert said["topology"] == {"data": size, "zero": zero, "offload": places[place]}
+    metadata = json.loads((tmp_path / "run" / "checkpoints" / f"step-{STEPS:06d}" / "train.json").read_text())
+    assert metadata["topology"] == {"data": size, "zero": zero, "offload": places[place]}
     for size, zero, place in after:
         for contents, following in ranks(size).run(_load, words, tmp_path / "run", (zero, places[place])):
             assert contents.keys() == expected.keys()

@@ -1,4 +1,4 @@
-"""Checkpoints of models whose master weights are in records, as those of models on a CUDA device with offload."""
+"""Checkpoints of models with offloaded master weights, as on a CUDA device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from farandole.train.trainer import Trainer
 STEPS = 2
 
 
-def _made(comm: Communicator, zero: int, offload: str) -> Trainer:
+def _make(comm: Communicator, zero: int, offload: str) -> Trainer:
     words = [f"plan.zero={zero}", f"plan.offload={offload}", "batch=4", "model.context=32"]
     return make_trainer(load_config("tiny", words), "fp32", comm, torch.device("cpu"))
 
@@ -27,13 +27,13 @@ def _made(comm: Communicator, zero: int, offload: str) -> Trainer:
 def _round_trip(
     rank: int, size: int, run: Path, before: tuple[int, str], after: tuple[int, str]
 ) -> list[Any]:
-    """Keep offloaded masters apart from the weights, as on a CUDA device; save and load."""
+    """Save and load with offloaded master weights separate from the weights, as on a CUDA device."""
     assert dist.group.WORLD is not None
     comm = Communicator(dist.group.WORLD)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "is_accelerator", lambda _: True)
-        saved = _made(comm, *before)
+        saved = _make(comm, *before)
         if before[1] == "host":
             assert all(shards.weights.master is None for shards in saved.engine.shards_of_buckets)
         for _ in range(STEPS):
@@ -43,7 +43,7 @@ def _round_trip(
         writer.save(saved, 0.0)
         writer.wait()
         losses = [saved.step().loss for _ in range(2)]
-        loaded = _made(comm, *after)
+        loaded = _make(comm, *after)
         load(loaded, run / "checkpoints" / f"step-{STEPS:06d}", comm)
         found = [loaded.step().loss for _ in range(2)]
         for trainer in (saved, loaded):
@@ -60,7 +60,7 @@ def _round_trip(
         (2, (1, "host"), (2, "none")),
     ],
 )
-def test_weights_in_records_are_saved_and_loaded(
+def test_offloaded_weights_are_saved_and_loaded(
     ranks: Any, tmp_path: Path, size: int, before: tuple[int, str], after: tuple[int, str]
 ) -> None:
     for losses, found in ranks(size).run(_round_trip, tmp_path, before, after):

@@ -1,4 +1,4 @@
-"""The learning rate and the choice of a precision."""
+"""Automatic precision, the learning-rate schedule and weight decay."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ OLD = "processor : 0\nflags\t\t: fpu sse avx2\n"
 ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n"
 
 
-def _choose(rank: int, size: int, asked: str, processors: list[str], folder: Path) -> tuple[str, str]:
+def _choose(rank: int, size: int, configured: str, processors: list[str], folder: Path) -> tuple[str, str]:
     assert dist.group.WORLD is not None
     file = folder / f"cpuinfo-{rank}"
     file.write_text(processors[rank])
     with mock.patch.object(precision, "_CPUINFO", file):
-        choice = choose_precision(asked, Communicator(dist.group.WORLD), CPU)
+        choice = choose_precision(configured, Communicator(dist.group.WORLD), CPU)
     return choice.name, choice.reason
 
 
@@ -41,23 +41,23 @@ def _choose(rank: int, size: int, asked: str, processors: list[str], folder: Pat
         (["", OLD], ("fp32", "the CPU of rank 0 does not multiply bf16")),
     ],
 )
-def test_the_hardware_of_all_ranks_decides(
+def test_auto_precision_depends_on_all_ranks(
     ranks: Any, tmp_path: Path, processors: list[str], expected: tuple[str, str]
 ) -> None:
     assert ranks(2).run(_choose, "auto", processors, tmp_path) == [expected] * 2
 
 
-def test_what_is_asked_is_taken(ranks: Any, tmp_path: Path) -> None:
-    assert ranks(1).run(_choose, "fp16", [OLD], tmp_path) == [("fp16", "as asked")]
+def test_configured_precision_is_used(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(1).run(_choose, "fp16", [OLD], tmp_path) == [("fp16", "configured")]
 
 
-def test_the_processor_of_this_machine_is_read() -> None:
+def test_reads_this_machines_processor() -> None:
     assert precision.bf16_unit(CPU) in ("", "amx_bf16", "avx512_bf16", "bf16")
     with mock.patch.object(precision, "_CPUINFO", Path("/nowhere")):
         assert precision.bf16_unit(CPU) == ""
 
 
-def test_the_rate_warms_up_and_follows_a_cosine() -> None:
+def test_learning_rate_warms_up_and_decays_as_a_cosine() -> None:
     config = load_config("tiny", ["optimizer.warmup_steps=10", "optimizer.learning_rate=1.0"]).optimizer
     rates = [learning_rate(step, 110, config) for step in range(110)]
     assert rates[0] == pytest.approx(0.1)
@@ -67,7 +67,7 @@ def test_the_rate_warms_up_and_follows_a_cosine() -> None:
     assert rates[-1] == pytest.approx(config.final_share, rel=0.01)
 
 
-def test_only_matrices_decay() -> None:
+def test_weight_decay_applies_to_matrices_only() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     matrices, vectors = build_optimizer(model, load_config("tiny").optimizer).param_groups
     assert [p.dim() for p in matrices["params"]] == [2]

@@ -1,4 +1,4 @@
-"""What a person sees of a run: the progress line, the metrics, the curve."""
+"""The output of a run: progress line, metrics, loss curve and signals."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from farandole.train.run_folder import DiskError
 FULL = Path("/dev/full")
 
 
-def _board(run: Path) -> list[tuple[int, float]]:
-    """Steps and losses as TensorBoard reads them."""
+def _tensorboard_losses(run: Path) -> list[tuple[int, float]]:
+    """Return steps and losses as read by TensorBoard."""
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars("loss")]
 
 
-def test_metrics_are_lines_and_tensorboard(tmp_path: Path) -> None:
+def test_metrics_are_written_as_json_lines_and_for_tensorboard(tmp_path: Path) -> None:
     metrics = MetricsWriter(tmp_path, tensorboard=True)
     metrics.write(1, {"loss": 5.0})
     metrics.write(2, {"loss": 4.0, "tokens_per_s": 9.0})
     assert read_metrics(tmp_path / "metrics.jsonl")[1] == {"step": 2, "loss": 4.0, "tokens_per_s": 9.0}
-    assert _board(tmp_path) == [(1, 5.0), (2, 4.0)]
+    assert _tensorboard_losses(tmp_path) == [(1, 5.0), (2, 4.0)]
 
 
-def test_a_continued_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+def test_resumed_run_deletes_later_metrics(tmp_path: Path) -> None:
     metrics = MetricsWriter(tmp_path, tensorboard=True)
     for step in range(1, 6):
         metrics.write(step, {"loss": float(step)})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # killed while writing
     (events,) = (tmp_path / "tensorboard").iterdir()
-    events.rename(events.with_name("events.out.tfevents.1"))  # of an earlier second, and of another process
+    events.rename(events.with_name("events.out.tfevents.1"))  # as if written earlier by another process
     MetricsWriter(tmp_path, tensorboard=True, resumed_step=3).write(4, {"loss": 40.0})
     assert [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 3.0, 40.0]
-    assert _board(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+    assert _tensorboard_losses(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, a file on a disk that is always full")
-def test_a_full_disk_costs_tensorboard_a_remark_and_metrics_the_run(
+def test_full_disk_disables_tensorboard_but_ends_the_run_for_metrics(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     metrics = MetricsWriter(tmp_path, tensorboard=True)
@@ -58,9 +58,9 @@ def test_a_full_disk_costs_tensorboard_a_remark_and_metrics_the_run(
     for step in range(3):
         metrics.write(step, {"loss": 5.0})
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
-    said = capsys.readouterr().err
-    assert said.startswith("farandole: TensorBoard's files cannot be written: no space left on the disk (")
-    assert said.count("\n") == 1
+    warning = capsys.readouterr().err
+    assert warning.startswith("farandole: cannot write TensorBoard files: no space left on the disk (")
+    assert warning.count("\n") == 1
 
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").symlink_to(FULL)
@@ -70,7 +70,7 @@ def test_a_full_disk_costs_tensorboard_a_remark_and_metrics_the_run(
         metrics.write(3, {"loss": 5.0})
 
 
-def test_the_smoothed_curve_does_not_lag() -> None:
+def test_smoothed_curve_does_not_lag() -> None:
     falling = [(float(step), 100.0 - step) for step in range(90)]
     assert [value for _, value in _smooth(falling)[:87]] == pytest.approx(
         [value for _, value in falling[:87]]
@@ -81,7 +81,7 @@ def test_the_smoothed_curve_does_not_lag() -> None:
 
 
 @pytest.mark.parametrize(("steps", "validated"), [(1, False), (1, True), (50, True)])
-def test_a_curve_can_be_drawn_of_any_run(tmp_path: Path, steps: int, validated: bool) -> None:
+def test_loss_curve_of_short_and_long_runs(tmp_path: Path, steps: int, validated: bool) -> None:
     metrics = MetricsWriter(tmp_path, tensorboard=False)
     for step in range(1, steps + 1):
         metrics.write(step, {"loss": 5.0 / step})
@@ -90,10 +90,10 @@ def test_a_curve_can_be_drawn_of_any_run(tmp_path: Path, steps: int, validated: 
     assert draw_loss_curve(tmp_path, "a run").stat().st_size > 5000
 
 
-def test_without_a_terminal_progress_is_plain_lines() -> None:
+def test_progress_is_plain_lines_without_a_terminal() -> None:
     stream = io.StringIO()
     with ProgressLine(stream) as line:
-        assert not line.renews
+        assert not line.is_live
         line.note("[brackets] stay")
         line.show(Progress(5, 100, 3.25, 12345.6, 65.0, 0.031))
     assert stream.getvalue() == (
@@ -101,7 +101,7 @@ def test_without_a_terminal_progress_is_plain_lines() -> None:
     )
 
 
-def test_on_a_terminal_progress_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_one_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -110,7 +110,7 @@ def test_on_a_terminal_progress_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("COLUMNS", "80")
     stream = Terminal()
     with ProgressLine(stream) as line:
-        assert line.renews
+        assert line.is_live
         line.note("[brackets] stay")
         line.show(Progress(5, 100, 3.25, 12345.6, 65.0, 0.031))
     shown = stream.getvalue().replace("\r\n", "\n")
@@ -120,7 +120,7 @@ def test_on_a_terminal_progress_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
-def test_a_narrow_terminal_loses_the_least_important() -> None:
+def test_narrow_terminals_omit_the_last_parts() -> None:
     progress = Progress(5, 100, 3.25, 12345.6, 65.0, 0.031)
     assert progress.fit(100) == str(progress)
     assert progress.fit(60) == "step   5/100  loss 3.250  12,346 tokens/s  1:05 left"
@@ -135,16 +135,16 @@ def test_minutes(seconds: float, text: str) -> None:
     assert minutes(seconds) == text
 
 
-def test_the_first_signal_asks_and_a_later_ctrl_c_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_signal_requests_a_stop_and_later_ctrl_c_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGINT)
     with StopSignals() as stop:
         assert not stop.requested
         signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)  # passed on by a launcher: the same key press
+        signal.raise_signal(signal.SIGINT)  # the same key press, forwarded by a launcher
         signal.raise_signal(signal.SIGTERM)
         assert stop.received == signal.SIGINT
         ended = []
-        monkeypatch.setattr(StopSignals, "ONE_PRESS_S", -1.0)
+        monkeypatch.setattr(StopSignals, "DEBOUNCE_S", -1.0)
         monkeypatch.setattr(signal, "raise_signal", ended.append)
         handler = signal.getsignal(signal.SIGINT)
         assert callable(handler)
@@ -154,7 +154,7 @@ def test_the_first_signal_asks_and_a_later_ctrl_c_ends(monkeypatch: pytest.Monke
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_signal_that_is_ignored_stays_ignored() -> None:
+def test_ignored_signals_stay_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with StopSignals() as stop:

@@ -1,4 +1,4 @@
-"""Tasks: those that are built in, and a user's own, learn on any ranks and go on exactly where they stopped."""
+"""Built-in and custom tasks learn on any number of ranks and resume exactly."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ number = 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text, images and a module with a task."""
+    """A folder with text, images and a module of custom tasks."""
     folder = tmp_path_factory.mktemp("tasks")
     lines = (f"{n} bottles of beer on the wall, {n} bottles of beer\n" for n in range(2000))
     (folder / "text.txt").write_text("".join(lines))
@@ -135,35 +135,35 @@ def _learn(
     evaluated = trainer.evaluate()
     report = trainer.task.report(trainer.model)
     if run is not None:
-        again = _make(task, folder, *words)
-        load(again, writer.newest, Communicator(dist.group.WORLD))
-        assert [again.step().loss for _ in range(STEPS // 2)] == found[STEPS // 2 :], "it goes on differently"
-        assert again.evaluate() == evaluated
-        assert again.task.report(again.model) == report
+        resumed = _make(task, folder, *words)
+        load(resumed, writer.newest, Communicator(dist.group.WORLD))
+        assert [resumed.step().loss for _ in range(STEPS // 2)] == found[STEPS // 2 :]
+        assert resumed.evaluate() == evaluated
+        assert resumed.task.report(resumed.model) == report
     return found, evaluated, report
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_ranks_learn_what_one_process_learns_and_go_on_exactly(
+def test_ranks_match_one_process_and_resume_exactly(
     ranks: Any, folder: Path, tmp_path: Path, task: str
 ) -> None:
-    words = ["micro_batch=4"] if task == "images" else []  # batch norms see as much as one of two ranks
-    ((expected, evaluated, said),) = ranks(1).run(_learn, task, folder, words, tmp_path / "1")
+    words = ["micro_batch=4"] if task == "images" else []  # the same batch-norm batches as on two ranks
+    ((expected, evaluated, text),) = ranks(1).run(_learn, task, folder, words, tmp_path / "1")
     assert sum(expected[-3:]) < sum(expected[:3])
     for zero in (0, 2):
         results = ranks(2).run(_learn, task, folder, [*words, f"plan.zero={zero}"], tmp_path / f"2-{zero}")
         for found, metrics, report in results:
             assert found == pytest.approx(expected, rel=2e-3)
-            if task != "images":  # whose batch norms have averaged over fewer batches
+            if task != "images":  # batch-norm statistics average over fewer batches
                 assert metrics == pytest.approx(evaluated, rel=5e-2)
-            assert bool(report) == bool(said)
+            assert bool(report) == bool(text)
             assert (found, metrics, report) == results[0]
     assert set(evaluated) == {"loss"} | (
         {"accuracy"} if task == "images" else {"absolute"} if "own" in task else set()
     )
 
 
-def test_folders_of_images_are_the_same_as_arrays(ranks: Any, folder: Path) -> None:
+def test_learns_from_folders_of_images(ranks: Any, folder: Path) -> None:
     words = [f"data.path={folder}/photos"]
     found, evaluated, _ = ranks(1).run(_learn, "images", folder, words, None)[0]
     assert sum(found[-3:]) < sum(found[:3])
@@ -171,7 +171,7 @@ def test_folders_of_images_are_the_same_as_arrays(ranks: Any, folder: Path) -> N
 
 
 def _generate(rank: int, size: int, folder: Path) -> tuple[str, int, int]:
-    """A sample with gathered weights; the most parameters that are whole at a time, and how many there are."""
+    """Return a generated text, the largest number of gathered parameters, and the number of all parameters."""
     trainer = _make("text", folder, "plan.zero=3", "model.layers=6", "sample.tokens=8")
     trainer.step()
     whole = []
@@ -183,11 +183,11 @@ def _generate(rank: int, size: int, folder: Path) -> tuple[str, int, int]:
     text = trainer.task.report(trainer.model)
     for hook in hooks:
         hook.remove()
-    trainer.step()  # an order of collective calls was agreed, and still holds
+    trainer.step()  # the agreed order of collectives still holds
     return text, max(whole), trainer.parameters
 
 
-def test_the_sample_gathers_block_by_block(ranks: Any, folder: Path) -> None:
+def test_generation_gathers_block_by_block(ranks: Any, folder: Path) -> None:
     (expected, _, _), *_ = ranks(1).run(_generate, folder)
     for text, whole, parameters in ranks(2, "gloo").run(_generate, folder):
         assert text == expected
@@ -201,13 +201,15 @@ def _precisions(rank: int, size: int, task: str, folder: Path, precision: Precis
 
 @pytest.mark.parametrize("task", ["masked-text", "images"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_lower_precisions_learn_the_same(ranks: Any, folder: Path, task: str, precision: Precision) -> None:
+def test_reduced_precision_has_similar_losses(
+    ranks: Any, folder: Path, task: str, precision: Precision
+) -> None:
     expected = ranks(2).run(_precisions, task, folder, "fp32")[0]
     found = ranks(2).run(_precisions, task, folder, precision)[0]
     assert found == pytest.approx(expected, rel=0.1, abs=0.05)
 
 
-def test_a_task_of_ones_own_under_the_launcher(folder: Path) -> None:
+def test_custom_task_under_the_launcher(folder: Path) -> None:
     words = ("tiny", "task=own_tasks:Sums", "options.samples=50", "out=own", "log.tensorboard=false")
     command = Command(folder, "train", *words, "plan.precision=fp32", "checkpoint.every=10", "steps=20")
     assert command.end() == 0, command.output
@@ -228,7 +230,7 @@ def test_a_task_of_ones_own_under_the_launcher(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "says"),
     [
-        ("txt", "task='txt' is not known; did you mean text?"),
+        ("txt", "unknown task='txt'; did you mean text?"),
         ("nothing-like-it", "tasks are text, masked-text, images, or MODULE:FUNCTION"),
         ("own_task:Sums", "there is no module own_task in"),
         ("own_tasks:Sum", "module own_tasks has no Sum; did you mean Sums?"),
@@ -237,7 +239,7 @@ def test_a_task_of_ones_own_under_the_launcher(folder: Path) -> None:
         ("own_tasks:Lossless", "Lossless has no loss; a Task needs build, loss, train and validation"),
     ],
 )
-def test_a_task_that_cannot_be_is_refused(
+def test_invalid_tasks_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, task: str, says: str
 ) -> None:
     monkeypatch.syspath_prepend(folder)
@@ -246,7 +248,7 @@ def test_a_task_that_cannot_be_is_refused(
     assert says in str(error.value)
 
 
-def test_a_mistake_inside_of_a_task_is_not_hidden(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_error_inside_a_task_is_raised(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(folder)
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         make_task(load_config("tiny", ["task=own_tasks:Failing"]))
@@ -263,29 +265,29 @@ def _refused(rank: int, size: int, task: str, folder: Path) -> str:
     [
         (
             "own_tasks:Mean",
-            "expected loss(output, batch) to return a sum (a tensor without dimensions) and a count, got",
+            "expected loss(output, batch) to return a sum (a scalar tensor) and a count, got",
         ),
         (
             "own_tasks:Counts",
-            "the counts that loss(output, batch) returned on all ranks add up to 0 in step 1",
+            "to return a positive count on some rank, got a total of 0 in step 1",
         ),
     ],
 )
-def test_a_loss_that_is_no_sum_and_count_is_refused(ranks: Any, folder: Path, task: str, says: str) -> None:
-    for said in ranks(2).run(_refused, task, folder):
-        assert says in said
+def test_invalid_losses_are_refused(ranks: Any, folder: Path, task: str, says: str) -> None:
+    for message in ranks(2).run(_refused, task, folder):
+        assert says in message
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["data.path=nowhere"], "task=images needs a folder with a folder of images for each class"),
-        (["data.path={}/cache"], "expected one folder of images"),
+        (["data.path=nowhere"], "task=images needs a folder with one subfolder of images per class"),
+        (["data.path={}/cache"], "expected one subfolder of images"),
         (["data.path={}/text.txt"], "expected arrays 'images' and 'labels'"),
-        (["images.network=resnet19"], "images.network: there is no model 'resnet19'; nearest: resnet18"),
+        (["images.network=resnet19"], "images.network: unknown model 'resnet19'; nearest: resnet18"),
     ],
 )
-def test_images_that_cannot_be_are_refused(folder: Path, words: list[str], says: str) -> None:
+def test_invalid_images_are_refused(folder: Path, words: list[str], says: str) -> None:
     (folder / "cache").mkdir(exist_ok=True)
     settings = [word.format(folder) for word in [f"data.path={folder}/images.npz", *words]]
     with pytest.raises((ConfigError, DataError)) as error:
@@ -293,7 +295,7 @@ def test_images_that_cannot_be_are_refused(folder: Path, words: list[str], says:
     assert says in str(error.value)
 
 
-def test_the_base_class_collates_samples() -> None:
+def test_base_class_collates_samples() -> None:
     task = Task(load_config("tiny"))
     inputs, targets = task.batch(
         [(np.float32(n), n) for n in range(9)], np.array([3, 5]), np.zeros(2, np.int64)

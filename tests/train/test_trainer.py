@@ -1,4 +1,4 @@
-"""The trainer and its checkpoints, in ranks that are already running."""
+"""The trainer and its checkpoints, on the pool's ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from farandole.plan import Precision
 from farandole.train.checkpoint import CheckpointWriter, load
 from farandole.train.metrics import read_metrics
 from farandole.train.observer import Observer
-from farandole.train.precision import Choice
+from farandole.train.precision import PrecisionChoice
 from farandole.train.run_folder import CheckpointError, checkpoints
 from farandole.train.trainer import Trainer
 from tests.train.small import make_trainer, overrides, world
@@ -31,7 +31,7 @@ from tests.train.small import make_trainer, overrides, world
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """Overrides that name a small text."""
+    """Overrides for a small text."""
     return overrides(tmp_path)
 
 
@@ -44,7 +44,7 @@ def _losses(rank: int, size: int, words: list[str], precision: str, steps: int) 
     return [trainer.step().loss for _ in range(steps)] + [trainer.evaluate()["loss"]]
 
 
-def test_ranks_and_micro_batches_do_not_change_what_is_learned(ranks: Any, words: list[str]) -> None:
+def test_ranks_and_micro_batches_do_not_change_losses(ranks: Any, words: list[str]) -> None:
     alone = ranks(1).run(_losses, words, "fp32", 6)[0]
     for size, micro in ((2, 0), (2, 2), (4, 1)):
         results = ranks(size).run(_losses, [*words, f"micro_batch={micro}"], "fp32", 6)
@@ -53,7 +53,7 @@ def test_ranks_and_micro_batches_do_not_change_what_is_learned(ranks: Any, words
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_lower_precisions_learn_the_same(ranks: Any, words: list[str], precision: str) -> None:
+def test_reduced_precision_has_similar_losses(ranks: Any, words: list[str], precision: str) -> None:
     expected = ranks(2).run(_losses, words, "fp32", 10)[0]
     result = ranks(2).run(_losses, words, precision, 10)[0]
     assert result == pytest.approx(expected, rel=0.05)
@@ -62,7 +62,7 @@ def test_lower_precisions_learn_the_same(ranks: Any, words: list[str], precision
 def _overflow(rank: int, size: int, words: list[str]) -> None:
     trainer = make_trainer(words, "fp16")
     before = [p.clone() for p in trainer.model.parameters()]
-    trainer.scaler.scale = 2.0**40 if rank == 0 else 1.0  # one rank overflows: all must skip
+    trainer.scaler.scale = 2.0**40 if rank == 0 else 1.0  # only rank 0 overflows
     factor = trainer.scaler.scale
     result = trainer.step()
     assert result.skipped
@@ -74,29 +74,31 @@ def _overflow(rank: int, size: int, words: list[str]) -> None:
     assert not trainer.step().skipped
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, words: list[str]) -> None:
+def test_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, words: list[str]) -> None:
     ranks(2).run(_overflow, words)
 
 
-def _seen(rank: int, size: int, words: list[str], run: Path) -> str:
-    """What a person sees of a step that overflows, and of the one after it."""
+def _overflow_output(rank: int, size: int, words: list[str], run: Path) -> str:
+    """Return the output of two steps that overflow."""
     trainer = make_trainer([*words, "log.every=1000"], "fp16")
     runtime = init()  # the pool's own group
     run.mkdir(exist_ok=True)
     trainer.step_number = trainer.scaler.steps = 6
     trainer.scaler.scale = 2.0**50
     with (
-        contextlib.redirect_stdout(io.StringIO()) as said,
-        Observer(trainer.config, run, trainer, Choice("fp16", "as asked"), runtime, 0.0) as observer,
+        contextlib.redirect_stdout(io.StringIO()) as output,
+        Observer(
+            trainer.config, run, trainer, PrecisionChoice("fp16", "configured"), runtime, 0.0
+        ) as observer,
     ):
         for _ in range(2):
             observer.stepped(trainer.step(), 0.1)
-    return said.getvalue()
+    return output.getvalue()
 
 
-def test_an_overflow_is_seen(ranks: Any, words: list[str], tmp_path: Path) -> None:
-    said, _ = ranks(2).run(_seen, words, tmp_path / "run")
-    first, second = [line for line in said.splitlines() if line.startswith("OVERFLOW")]
+def test_overflows_are_reported(ranks: Any, words: list[str], tmp_path: Path) -> None:
+    output, _ = ranks(2).run(_overflow_output, words, tmp_path / "run")
+    first, second = [line for line in output.splitlines() if line.startswith("OVERFLOW")]
     scales = f"scale {2**50} -> {2**49}, step skipped"
     assert re.fullmatch(rf"OVERFLOW step 7: rank 0, 0\.tokens\.weight grad (inf|nan) \(.*\); {scales}", first)
     assert second.startswith("OVERFLOW step 8: ")
@@ -106,9 +108,10 @@ def test_an_overflow_is_seen(ranks: Any, words: list[str], tmp_path: Path) -> No
     assert eight["overflow"] == second
 
 
-def test_a_diagnosis_comes_with_the_first_overflow(ranks: Any, words: list[str], tmp_path: Path) -> None:
-    said, _ = ranks(2).run(_seen, [*words, "plan.precision=fp16", "log.diagnose=true"], tmp_path / "run")
-    first = next(line for line in said.splitlines() if line.startswith("OVERFLOW step 7"))
+def test_diagnose_explains_the_first_overflow(ranks: Any, words: list[str], tmp_path: Path) -> None:
+    words = [*words, "plan.precision=fp16", "log.diagnose=true"]
+    output, _ = ranks(2).run(_overflow_output, words, tmp_path / "run")
+    first = next(line for line in output.splitlines() if line.startswith("OVERFLOW step 7"))
     assert first.endswith("step skipped; the outputs of all blocks were finite")
 
 
@@ -121,10 +124,10 @@ def _diverge(rank: int, size: int, words: list[str]) -> str:
     return str(error.value)
 
 
-def test_divergence_is_said_by_all_ranks(ranks: Any, words: list[str]) -> None:
+def test_divergence_is_reported_on_all_ranks(ranks: Any, words: list[str]) -> None:
     for message in ranks(2).run(_diverge, words):
-        assert "step 1: the gradient is nan" in message
-        assert "at a loss of nan, rank 1, 0.tokens.weight grad nan (and " in message
+        assert "step 1: training diverged: gradient norm nan" in message
+        assert "at loss nan, rank 1, 0.tokens.weight grad nan (and " in message
         assert "lower optimizer.learning_rate=0.002" in message
 
 
@@ -133,7 +136,7 @@ def _stop(rank: int, size: int, words: list[str]) -> list[bool]:
     return [trainer.step(stop=rank == 1 and step == 2).stop for step in range(4)]
 
 
-def test_all_ranks_stop_at_the_step_at_which_one_was_asked(ranks: Any, words: list[str]) -> None:
+def test_all_ranks_stop_at_the_same_step(ranks: Any, words: list[str]) -> None:
     assert ranks(2).run(_stop, words) == [[False, False, True, False]] * 2
 
 
@@ -157,8 +160,8 @@ def _save_and_load(rank: int, size: int, words: list[str], run: Path, precision:
     kept = [path.name for path in checkpoints(run)]
 
     other = make_trainer([*words, "model.dropout=0.2"], precision)
-    facts = load(other, mark, world())
-    assert (facts.step, facts.consumed, facts.ranks) == (4, 4 * trainer.config.batch, size)
+    metadata = load(other, mark, world())
+    assert (metadata.step, metadata.consumed, metadata.ranks) == (4, 4 * trainer.config.batch, size)
     for _ in range(2):
         other.step()
     for (_, ours), theirs in zip(other.engine.whole_parameters(), weights.values(), strict=True):
@@ -177,7 +180,7 @@ def _save_and_load(rank: int, size: int, words: list[str], run: Path, precision:
         (2, "bf16", "plan.zero=3 plan.offload=disk:{} plan.offloaded=parameters plan.swap=disk:{}"),
     ],
 )
-def test_a_loaded_trainer_goes_on_bit_for_bit(
+def test_loaded_trainer_resumes_bit_for_bit(
     ranks: Any, words: list[str], tmp_path: Path, size: int, precision: Precision, plan: str
 ) -> None:
     words = [*words, *plan.format(tmp_path, tmp_path).split()]
@@ -211,17 +214,17 @@ def _earlier_version(rank: int, size: int, words: list[str], run: Path) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_the_loss_scale_of_this_and_an_earlier_version_is_loaded(
+def test_loss_scale_is_loaded_from_current_and_earlier_formats(
     ranks: Any, words: list[str], tmp_path: Path
 ) -> None:
     ranks(2).run(_earlier_version, words, tmp_path / "run")
 
 
-def _random_of_an_accelerator(rank: int, size: int, words: list[str], run: Path) -> None:
+def _accelerator_generator(rank: int, size: int, words: list[str], run: Path) -> None:
     trainer = make_trainer(words)
     trainer.step()
     writer = _writer(run, trainer)
-    trainer.engine.device = torch.device("cuda", 0)  # its generator is not: see the mocks
+    trainer.engine.device = torch.device("cuda", 0)  # its generator is mocked below
     mine = torch.tensor([rank, 7], dtype=torch.uint8)
     with mock.patch("torch.cuda.get_rng_state", return_value=mine):
         writer.save(trainer, 0.0)
@@ -245,17 +248,17 @@ def _random_of_an_accelerator(rank: int, size: int, words: list[str], run: Path)
         writer.wait()
         dist.barrier()
         restored.reset_mock()
-        load(other, writer.newest, world())  # what a CPU saved
+        load(other, writer.newest, world())  # saved on a CPU
         restored.assert_not_called()
     assert other.step_number == 2
 
 
-def test_the_generator_of_an_accelerator_is_saved_too(ranks: Any, words: list[str], tmp_path: Path) -> None:
-    ranks(2).run(_random_of_an_accelerator, words, tmp_path / "run")
+def test_accelerator_generator_is_saved(ranks: Any, words: list[str], tmp_path: Path) -> None:
+    ranks(2).run(_accelerator_generator, words, tmp_path / "run")
 
 
 def _deleted(rank: int, size: int, words: list[str], run: Path) -> list[str]:
-    """The names of the folders that a writer deletes, at that moment."""
+    """Return the names that folders have when the writer deletes them."""
     trainer = make_trainer(words)
     writer = _writer(run, trainer, keep=1)
     with mock.patch("farandole.train.checkpoint.shutil.rmtree") as rmtree:
@@ -266,16 +269,16 @@ def _deleted(rank: int, size: int, words: list[str], run: Path) -> list[str]:
     return [call.args[0].name for call in rmtree.call_args_list]
 
 
-def test_what_is_being_deleted_is_no_checkpoint(ranks: Any, words: list[str], tmp_path: Path) -> None:
+def test_checkpoints_are_renamed_before_deletion(ranks: Any, words: list[str], tmp_path: Path) -> None:
     assert ranks(1).run(_deleted, words, tmp_path / "run") == [["step-000001.tmp"]]
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000002"]
 
 
-def _fail_to_save(rank: int, size: int, words: list[str], run: Path, full: int) -> str:
+def _fail_to_save(rank: int, size: int, words: list[str], run: Path, failing: int) -> str:
     trainer = make_trainer(words)
     writer = _writer(run, trainer)
     dist.barrier()
-    if rank == full:
+    if rank == failing:
         writer._files = {"tokenizer.json": run / "gone.json"}
         shutil.rmtree(run / "checkpoints")
         (run / "checkpoints").touch()
@@ -286,13 +289,11 @@ def _fail_to_save(rank: int, size: int, words: list[str], run: Path, full: int) 
     return str(error.value)
 
 
-def test_a_checkpoint_that_cannot_be_written_fails_on_all_ranks(
-    ranks: Any, words: list[str], tmp_path: Path
-) -> None:
+def test_failed_save_raises_on_all_ranks(ranks: Any, words: list[str], tmp_path: Path) -> None:
     for message in ranks(2).run(_fail_to_save, words, tmp_path / "run", 0):
         assert f"cannot write checkpoint {tmp_path / 'run' / 'checkpoints' / 'step-000000'}: " in message
         assert "Traceback" not in message
-        assert message.endswith("there is none before it")
+        assert message.endswith("there is no earlier checkpoint")
 
 
 def _abandon(rank: int, size: int, words: list[str], run: Path) -> None:
@@ -307,7 +308,7 @@ def _abandon(rank: int, size: int, words: list[str], run: Path) -> None:
     writer.abandon()
 
 
-def test_where_training_fails_a_checkpoint_is_whole_or_gone(
+def test_after_a_failure_checkpoints_are_complete_or_removed(
     ranks: Any, words: list[str], tmp_path: Path
 ) -> None:
     ranks(2).run(_abandon, words, tmp_path / "run")
@@ -329,13 +330,13 @@ def _load_damaged(rank: int, size: int, words: list[str], run: Path) -> str:
     return str(error.value)
 
 
-def test_a_damaged_checkpoint_is_named_by_all_ranks(ranks: Any, words: list[str], tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_reported_on_all_ranks(ranks: Any, words: list[str], tmp_path: Path) -> None:
     for message in ranks(2).run(_load_damaged, words, tmp_path / "run"):
         assert "step-000001 is damaged" in message
 
 
 def _growth(rank: int, size: int, words: list[str], run: Path) -> int:
-    """By how many bytes this rank grows in 150 steps with checkpoints."""
+    """Return this rank's memory growth in bytes over 150 steps with checkpoints."""
     trainer = make_trainer(words)
     writer = _writer(run, trainer, keep=1)
     resident = []

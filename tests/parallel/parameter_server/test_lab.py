@@ -21,4 +21,4 @@ def test_the_lab_learns_in_all_modes(tmp_path):
     for name, points in curves.items():
         assert points[0]["accuracy"] < 0.3 and points[-1]["accuracy"] > 0.7, name
         assert points[-1]["epochs"] == pytest.approx(3, rel=0.05)
-    assert out.count("most lead") == 3
+    assert out.count("maximum lead") == 3
