@@ -34,8 +34,10 @@ class SetupError(Exception):
 
 
 def dependencies(root: Path = ROOT) -> list[str]:
-    """Return the requirements of the package, as in pyproject.toml."""
-    return list(tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"])
+    """Return the requirements of the package with the extra `train`, as in pyproject.toml."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    return [*project["dependencies"], *(each for each in extras["train"] if "[" not in each), *extras["plot"]]
 
 
 def name_of(requirement: str) -> str:

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.resident import in_shared_memory
 from farandole.comm.communicator import Communicator
 from farandole.parallel.bucket import Bucket
 from farandole.parallel.engine import Engine
@@ -239,13 +239,18 @@ def test_a_long_parameter_has_a_bucket_for_itself() -> None:
     assert filled() == []
 
 
-def test_a_bucket_is_where_its_parameters_are() -> None:
-    comm = mock.Mock(empty=mock.Mock(side_effect=torch.empty))
+def _memory_of_buckets(rank: int, size: int) -> None:
+    comm = _world()
     model = nn.Linear(3, 1, bias=False)
-    (plan,) = plan_sharding(model, data_mesh(2), replicated_layouts(model), 0).trained
-    bucket = Bucket(plan, 0, None, comm)
-    comm.empty.assert_called_once_with(mock.ANY, dtype=torch.float32, device=torch.device("cpu"))
-    assert bucket.reduced.device == torch.device("cpu")
+    for device in (torch.device("cpu"), torch.device("meta")):
+        (plan,) = plan_sharding(model.to(device), data_mesh(2), replicated_layouts(model), 0).trained
+        reduced = Bucket(plan, 0, None, comm).reduced
+        assert reduced.device == device
+        assert device.type == "meta" or in_shared_memory(reduced.data_ptr())
+
+
+def test_a_bucket_is_in_shared_memory_on_the_device_of_its_parameters(ranks: Any) -> None:
+    ranks(2).run(_memory_of_buckets)
 
 
 def _empty(rank: int, size: int) -> None:
@@ -253,15 +258,9 @@ def _empty(rank: int, size: int) -> None:
     shared = comm.empty(5, device=torch.device("cpu")).fill_(rank)
     comm.all_reduce(shared)
     assert shared.tolist() == [1.0] * 5
-    with (
-        mock.patch.object(comm.dispatcher, "allocate") as allocate,
-        mock.patch("farandole.comm.communicator.torch.empty") as ordinary,
-    ):
-        comm.empty(5, device=torch.device("cpu"))
-        allocate.assert_called_once_with((5,), torch.float32)
-        comm.empty(2, 3, device=torch.device("cuda", 0))
-        ordinary.assert_called_once_with(2, 3, dtype=torch.float32, device=torch.device("cuda", 0))
-        allocate.assert_called_once()
+    assert in_shared_memory(shared.data_ptr())
+    elsewhere = comm.empty(2, 3, device=torch.device("meta"))
+    assert (elsewhere.shape, elsewhere.device.type) == ((2, 3), "meta")
 
 
 def test_only_memory_of_the_cpu_is_shared(ranks: Any) -> None:

@@ -220,43 +220,6 @@ def test_loss_scale_is_loaded_from_current_and_earlier_formats(
     ranks(2).run(_earlier_version, words, tmp_path / "run")
 
 
-def _accelerator_generator(rank: int, size: int, words: list[str], run: Path) -> None:
-    trainer = make_trainer(words)
-    trainer.step()
-    writer = _writer(run, trainer)
-    trainer.engine.device = torch.device("cuda", 0)  # its generator is mocked below
-    mine = torch.tensor([rank, 7], dtype=torch.uint8)
-    with mock.patch("torch.cuda.get_rng_state", return_value=mine):
-        writer.save(trainer, 0.0)
-        writer.wait()
-    dist.barrier()
-
-    other = make_trainer(words)
-    load(other, writer.newest, world())  # on a machine without accelerators
-    other.engine.device = trainer.engine.device
-    with (
-        mock.patch("torch.cuda.get_rng_state", return_value=torch.zeros(2, dtype=torch.uint8)),
-        mock.patch("torch.cuda.set_rng_state") as restored,
-    ):
-        load(other, writer.newest, world())
-        (state, device), _ = restored.call_args
-        assert (state.tolist(), device) == (mine.tolist(), trainer.engine.device)
-
-        trainer.engine.device = torch.device("cpu")
-        trainer.step()
-        writer.save(trainer, 0.0)
-        writer.wait()
-        dist.barrier()
-        restored.reset_mock()
-        load(other, writer.newest, world())  # saved on a CPU
-        restored.assert_not_called()
-    assert other.step_number == 2
-
-
-def test_accelerator_generator_is_saved(ranks: Any, words: list[str], tmp_path: Path) -> None:
-    ranks(2).run(_accelerator_generator, words, tmp_path / "run")
-
-
 def _deleted(rank: int, size: int, words: list[str], run: Path) -> list[str]:
     """Return the names that folders have when the writer deletes them."""
     trainer = make_trainer(words)

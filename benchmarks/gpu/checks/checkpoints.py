@@ -92,6 +92,22 @@ def _layouts(
 
 
 @check(needs=_NEEDS, deadline_s=90.0)
+def random_numbers(context: Context) -> Figures:
+    """The generator of the device continues where the checkpoint was saved, and stays as it is where a CPU saved it."""
+    from farandole.train.checkpoint import load
+
+    saved = _make(context, context.device, 0, "none")
+    for _ in range(_STEPS):
+        saved.step()
+    folder = _save(context, saved, context.folder / "random-numbers")
+    expected = torch.rand(8, device=context.device)
+    load(_make(context, context.device, 0, "none"), folder, context.comm)
+    expect(torch.equal(torch.rand(8, device=context.device), expected), "other random numbers after loading")
+    load(_make(context, torch.device("cpu"), 0, "none"), folder, context.comm)  # has no generator of a device
+    return {}
+
+
+@check(needs=_NEEDS, deadline_s=90.0)
 def one_rank(context: Context) -> Figures:
     """Weights and the losses that follow, from and to the CPU, and with states on the host."""
     return {
