@@ -119,7 +119,7 @@ class Observer:
         """Plot the loss curve, write the task's report, and print their paths."""
         if not self._active:
             return
-        from farandole.train.report import draw_loss_curve  # importing matplotlib takes a second
+        from farandole.train.loss_curve import draw_loss_curve  # importing matplotlib takes a second
 
         title = f"{self._config.name}: {short(self._trainer.parameters)} parameters, {self._ranks}"
         done = f"{counted(self._config.steps, 'step')} in {minutes(self._saved_s)} on {self._ranks}"

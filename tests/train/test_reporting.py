@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from farandole.train.loss_curve import _smooth, draw_loss_curve
 from farandole.train.metrics import MetricsWriter, read_metrics
 from farandole.train.progress import Progress, ProgressLine, minutes
-from farandole.train.report import _smooth, draw_loss_curve
 from farandole.train.run import StopSignals
 from farandole.train.run_folder import DiskError
 
