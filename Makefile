@@ -1,6 +1,7 @@
 # make demo   train a small language model on 2 ranks, in an environment of its own
 # make test   lint, types and all tests
 # make test-torch TORCH=2.15.0   the tests of the process groups on that version of torch, in an environment of its own
+# make docs   build the documentation into site/, checking every link; make docs-serve shows it at 127.0.0.1:8000
 # make matrix the tests of the process groups on every Python found and on the versions TORCHES of torch
 # make wheels build the source distribution and wheels for x86_64 and aarch64 in dist/, and test them
 # make coverage  branch coverage of the Python code by all tests, in all ranks: some twenty minutes
@@ -33,7 +34,7 @@ INSTALL   := $(BIN)/pip install -qq --no-compile --disable-pip-version-check --c
 # Images of containers often set it. Without bytecode each process spends 2 to 3 s on compiling torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test types tests test-torch test-all coverage matrix wheels gpu sanitize clean
+.PHONY: demo test types tests test-torch test-all docs docs-serve coverage matrix wheels gpu sanitize clean
 
 demo: $(VENV)/train.stamp
 	$(BIN)/farandole train
@@ -41,9 +42,10 @@ demo: $(VENV)/train.stamp
 	@echo "The command is $(BIN)/farandole; after '. $(BIN)/activate' it is farandole. To let the model write:"
 	@echo "    $(BIN)/farandole generate runs --prompt 'def'"
 
-test: $(VENV)/test.stamp
+test: $(VENV)/docs.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory --jobs 2 types tests
 
 types:
@@ -83,6 +85,12 @@ wheels: $(VENV)/wheels.stamp
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/pytest -m slow --timeout=900 tests/packaging
 
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+docs-serve: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 coverage: $(VENV)/test.stamp
 	$(BIN)/pytest --numprocesses 3 --dist worksteal --cov --cov-report=term --timeout=900
 
@@ -105,6 +113,11 @@ $(VENV)/test.stamp: $(INSTALLED) | $(BIN)/pip
 	@$(INSTALL) '.[test]'
 	@touch $@ $(VENV)/train.stamp
 
+$(VENV)/docs.stamp: $(VENV)/test.stamp
+	@echo "Installing the tools of the documentation into $(VENV)"
+	@$(INSTALL) '.[test,docs]'
+	@touch $@
+
 $(VENV)/wheels.stamp: $(VENV)/test.stamp
 	@echo "Installing the tools that build and check wheels into $(VENV)"
 	@$(INSTALL) '.[test,wheels]'
@@ -115,5 +128,5 @@ $(BIN)/pip:
 	@$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist farandole.egg-info
+	rm -rf $(VENV) .venv-torch-* build dist site farandole.egg-info
 	rm -f farandole/native/_core.so

@@ -1,0 +1,59 @@
+"""The prose of the project: its pages, docstrings, comments and configuration, as (place, text) pairs."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"^(```|~~~).*?^\1[^\S\n]*$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`[^`\n]*`|<[^>\n]*>|\]\([^)]*\)")
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Return the files of the repository that match."""
+    listed = subprocess.run(
+        ["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [ROOT / name for name in listed.stdout.split()]
+
+
+def blank(match: re.Match[str]) -> str:
+    """Return as many lines without text, so that the numbers of later lines stay."""
+    return "\n" * match[0].count("\n") or " "
+
+
+def prose() -> Iterator[tuple[str, str]]:
+    """Yield each line of prose, without code, after its place as `file:line`."""
+    for path in tracked("*.md"):
+        yield from _lines(path, 1, CODE.sub(blank, FENCE.sub(blank, path.read_text())))
+    for path in tracked("*.py"):
+        yield from _lines_of_python(path)
+    for path in tracked("*.toml", "Makefile", "*.c", "*.h", "*.inc"):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if comment := re.search(
+                r"(?:^|\s)(?:#(?!include|define|if|el|end|pragma|un|error)|/\*|//| \*) (.*)", line
+            ):
+                yield from _lines(path, number, CODE.sub(blank, comment[1]))
+
+
+def _lines(path: Path, first: int, text: str) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(text.splitlines(), first):
+        if line.strip():
+            yield f"{path.relative_to(ROOT)}:{number}", line.strip()
+
+
+def _lines_of_python(path: Path) -> Iterator[tuple[str, str]]:
+    """Docstrings, strings below assignments, comments and the words of messages."""
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield from _lines(path, node.lineno, CODE.sub(blank, node.value))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield from _lines(path, token.start[0], CODE.sub(blank, token.string.lstrip("#!: ")))
