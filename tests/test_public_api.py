@@ -1,0 +1,68 @@
+"""The public names and signatures change only on purpose: they are listed in public_api.txt.
+
+python -m tests.test_public_api      # writes the list
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIST = Path(__file__).with_name("public_api.txt")
+MODULES = [
+    "farandole",
+    "farandole.comm",
+    "farandole.horovod.torch",
+    "farandole.parallel.lora",
+    "farandole.parallel.parameter_server",
+    "farandole.planner",
+]
+
+
+def signature(value: Any) -> str:
+    try:
+        found = str(inspect.signature(value)).replace("'", "")
+    except (TypeError, ValueError):
+        return ""
+    return re.sub(r"<(?:class )?(?:\w+\.)*(\w+)(?: object at \w+)?>", r"\1", found)
+
+
+def public_names() -> Iterator[str]:
+    """Yield a line for each public name, and for each public method of a class."""
+    for name in MODULES:
+        module = importlib.import_module(name)
+        for public in sorted(module.__all__):
+            value = getattr(module, public)
+            if not inspect.isclass(value):
+                yield f"{name}.{public}{signature(value) if callable(value) else ''}"
+                continue
+            yield f"class {name}.{public}{signature(value)}"
+            for method, member in sorted(vars(value).items()):
+                if not method.startswith("_") and not method.isupper():
+                    function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+                    yield f"    {method}{signature(function) if callable(function) else ''}"
+
+
+def test_the_public_names_are_those_listed() -> None:
+    found = list(public_names())
+    changes = [
+        line
+        for line in difflib.unified_diff(
+            LIST.read_text().splitlines(), found, "listed", "found", n=0, lineterm=""
+        )
+        if not line.startswith("@@")
+    ]
+    if changes:
+        update = "if that is intended: python -m tests.test_public_api, and an entry in CHANGELOG.md"
+        pytest.fail("\n".join(["the public API has changed;", update, *changes]), pytrace=False)
+
+
+if __name__ == "__main__":
+    LIST.write_text("\n".join(public_names()) + "\n")
