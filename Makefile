@@ -2,6 +2,7 @@
 # make test   lint, types and all tests
 # make test-torch TORCH=2.15.0   the tests of the process groups on that version of torch, in an environment of its own
 # make docs   build the documentation into site/, checking every link; make docs-serve shows it at 127.0.0.1:8000
+# make pictures   draw the pictures of the documentation whose data or code changed
 # make matrix the tests of the process groups on every Python found and on the versions TORCHES of torch
 # make wheels build the source distribution and wheels for x86_64 and aarch64 in dist/, and test them
 # make coverage  branch coverage of the Python code by all tests, in all ranks: some twenty minutes
@@ -34,7 +35,7 @@ INSTALL   := $(BIN)/pip install -qq --no-compile --disable-pip-version-check --c
 # Images of containers often set it. Without bytecode each process spends 2 to 3 s on compiling torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test types tests test-torch test-all docs docs-serve coverage matrix wheels gpu sanitize clean
+.PHONY: demo test types tests test-torch test-all docs docs-serve pictures coverage matrix wheels gpu sanitize clean
 
 demo: $(VENV)/train.stamp
 	$(BIN)/farandole train
@@ -90,6 +91,9 @@ docs: $(VENV)/docs.stamp
 
 docs-serve: $(VENV)/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+pictures: $(VENV)/test.stamp
+	PYTHONPATH=. $(BIN)/python docs/pictures/draw.py
 
 coverage: $(VENV)/test.stamp
 	$(BIN)/pytest --numprocesses 3 --dist worksteal --cov --cov-report=term --timeout=900

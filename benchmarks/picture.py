@@ -90,11 +90,32 @@ def draw_zero(result: dict[str, Any], path: Path) -> None:
     labels = [f"{f['name']}, stage {f['stage']}" for f in figures]
     colours = [ZERO_COLOURS.get(f["name"], "#888888") for f in figures]
     figure, (time, memory) = plt.subplots(
-        1, 2, figsize=(11, 0.8 + 0.42 * len(figures)), sharey=True, layout="constrained"
+        1, 2, figsize=(12, 0.8 + 0.42 * len(figures)), sharey=True, layout="constrained"
     )
-    time.barh(labels, [f["seconds"] / f["limit_seconds"] for f in figures], color=colours)
+    ratios, low, high = (
+        [f[key] / f["limit_seconds"] for f in figures]
+        for key in ("seconds", "fastest_seconds", "slowest_seconds")
+    )
+    spread = [
+        [r - a for r, a in zip(ratios, low, strict=True)],
+        [b - r for r, b in zip(ratios, high, strict=True)],
+    ]
+    time.barh(
+        labels,
+        ratios,
+        color=colours,
+        xerr=spread,
+        error_kw={"ecolor": "#555555", "elinewidth": 1, "capsize": 3},
+    )
+    for number, f in enumerate(figures):
+        words = f" {human_seconds(f['seconds'])}, limit {human_seconds(f['limit_seconds'])}"
+        time.text(max(high[number], ratios[number]) + 0.02, number, words, va="center", fontsize=8)
     time.axvline(1, color="#888888", linestyle=":")
-    time.set(xlabel="step, times that of ranks that do not communicate", title="time")
+    time.set_xlim(0, 1.5 * max(high))
+    time.set(
+        xlabel="step, times that of ranks that do not communicate (the limit); fastest to slowest",
+        title="time",
+    )
     memory.barh(labels, [(f["data_bytes"] - f["before_bytes"]) / (1 << 20) for f in figures], color=colours)
     memory.set(xlabel="MiB, all ranks together, at the peak of a step", title="memory")
     time.invert_yaxis()

@@ -1,0 +1,233 @@
+"""Draw every picture of the documentation again, from data and code in the repository: `make pictures`.
+
+A picture stores the digest of its sources.  A test compares it, and fails if a picture is older than its data or the code that draws it.
+Comments and docstrings do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.patches import FancyBboxPatch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+DATA = DOCS / "benchmarks"
+DIGEST = "sources"
+PLAN = [
+    "plan",
+    "gpt2-small",
+    "batch=16",
+    "-n",
+    "2",
+    "--memory",
+    "5GiB",
+    "--flops",
+    "100G",
+    "--bandwidth",
+    "8G",
+]
+
+ABOUT = {
+    "cli": "commands",
+    "bench": "benchmarks and measurements",
+    "horovod": "Horovod's interface",
+    "train": "training loop, tasks, reports",
+    "launch": "starts and finds ranks, divides cores",
+    "planner": "predicts memory and time",
+    "parallel": "engine, buckets, checkpoints, LoRA",
+    "memory": "offload, recomputation, swapping",
+    "comm": "collectives, groups, MPI, torch's backend",
+    "native": "the C core: shared memory, TCP",
+    "models": "GPT, BERT, ResNet",
+    "data": "text, tokens, sampling",
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture, the files that it depends on, and the function that draws it."""
+
+    path: Path
+    sources: tuple[Path, ...]
+    draw: Callable[[Path], None]
+
+    def digest(self) -> str:
+        """Return the digest of the sources."""
+        found = hashlib.sha256()
+        for source in self.sources:
+            found.update(code_of(source).encode() if source.suffix == ".py" else source.read_bytes())
+        return found.hexdigest()
+
+    def stored_digest(self) -> str | None:
+        """Return the digest of the sources from which the picture was drawn."""
+        with Image.open(self.path) as image:
+            return str(image.info[DIGEST]) if DIGEST in image.info else None
+
+
+def code_of(path: Path) -> str:
+    """Return the code of a Python file without comments and docstrings."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node, clean=False) is not None
+        ):
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.dump(tree)
+
+
+def pictures() -> list[Picture]:
+    """Return every picture of the documentation."""
+    from benchmarks import compression, parameter_server, picture
+
+    found = []
+    for data in sorted(DATA.glob("*.json")):
+        if not data.with_suffix(".png").exists():
+            continue
+        draw = picture.draw_zero if data.stem.startswith("zero") else picture.draw_latencies
+        found.append(
+            _of_data(
+                data, data.with_suffix(".png"), Path(picture.__file__), lambda d, p, draw=draw: draw(d, p)
+            )
+        )
+    here = DOCS / "pictures"
+    found += [
+        _of_data(
+            DATA / "compression.json", here / "compression.png", Path(compression.__file__),
+            lambda data, path: compression.draw(data["runs"], path),
+        ),
+        _of_data(
+            DATA / "parameter-server.json", here / "parameter_server.png", Path(parameter_server.__file__),
+            lambda data, path: parameter_server.draw(data["curves"], path),
+        ),
+        Picture(here / "plans.png", (ROOT / "farandole/bench/plan_picture.py", Path(__file__)), draw_plans),
+        Picture(here / "packages.png", (Path(__file__), ROOT / "tests/test_imports.py"), draw_packages),
+    ]  # fmt: skip
+    return found
+
+
+def _of_data(data: Path, path: Path, code: Path, draw: Callable[..., None]) -> Picture:
+    def read_and_draw(target: Path) -> None:
+        read = json.loads(data.read_text())
+        draw({"ranks": 2, **read} if data.stem == "point-to-point" else read, target)
+
+    return Picture(path, (data, code), read_and_draw)
+
+
+def draw_plans(path: Path) -> None:
+    """Draw the plans of a GPT on a machine with fixed speeds; some do not fit."""
+    command = [sys.executable, "-m", "farandole", *PLAN, "--picture", str(path)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def draw_packages(path: Path) -> None:
+    """Draw the packages in the order of their imports, with an arrow for each import that no other arrows imply."""
+    from tests.test_imports import FILES, LEVELS, LOW, PACKAGE, imported_packages
+
+    arrows = set()
+    for file in FILES:
+        own = file.relative_to(PACKAGE).parts[0]
+        arrows |= {
+            (own, other)
+            for _, other in imported_packages(file)
+            if own in ABOUT and other in ABOUT and own != other
+        }
+    levels = [[name for name in ABOUT if name in level] for level in LEVELS]
+    rows = [[*level] for level in reversed(levels) if level] + [sorted(LOW & ABOUT.keys())]
+    width, height = 3.3, 0.72
+    places = {
+        name: ((number - (len(row) - 1) / 2) * (width + 0.7), -level * 1.22)
+        for level, row in enumerate(rows)
+        for number, name in enumerate(row)
+    }
+    figure, axis = plt.subplots(figsize=(9.5, 10), layout="constrained")
+    for own, other in sorted(arrows - implied(arrows)):
+        (x, y), (to_x, to_y) = places[own], places[other]
+        if y == to_y:
+            continue
+        apart = y - to_y > 1.3  # passes other rows: bend around their boxes
+        side = 1 if x + to_x >= 0 else -1
+        axis.annotate(
+            "", xy=(to_x + (side * width / 2 if apart else 0), to_y + (0 if apart else height / 2)),
+            xytext=(x + (side * width / 2 if apart else 0), y - (0 if apart else height / 2)),
+            arrowprops={
+                "arrowstyle": "-|>", "color": "#9aa5ad", "linewidth": 0.9,
+                "connectionstyle": f"arc3,rad={-0.35 * side if apart else 0}",
+            },
+        )  # fmt: skip
+    for name, (x, y) in places.items():
+        colour = "#c8553d" if name in LOW else "#0b6e4f"
+        corner = (x - width / 2, y - height / 2)
+        axis.add_patch(
+            FancyBboxPatch(
+                corner,
+                width,
+                height,
+                boxstyle="round,pad=0,rounding_size=0.1",
+                fc=colour,
+                ec="none",
+                zorder=3,
+            )
+        )
+        axis.text(
+            x,
+            y + 0.13,
+            name,
+            color="white",
+            weight="bold",
+            family="monospace",
+            fontsize=12,
+            ha="center",
+            va="center",
+            zorder=4,
+        )
+        axis.text(x, y - 0.18, ABOUT[name], color="white", fontsize=8.5, ha="center", va="center", zorder=4)
+    axis.set(xlim=(-6.2, 6.2), ylim=(min(y for _, y in places.values()) - 0.6, 0.6))
+    axis.axis("off")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def implied(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Return the arrows between packages that a longer way connects too."""
+
+    def reachable(start: str) -> set[str]:
+        found: set[str] = set()
+        for own, other in arrows:
+            if own == start:
+                found |= {other} | reachable(other)
+        return found
+
+    return {(a, c) for a, c in arrows if any(a == own and c in reachable(b) for own, b in arrows)}
+
+
+def main() -> None:
+    """Draw the pictures whose sources have changed; with --all, every picture."""
+    for picture in pictures():
+        if "--all" not in sys.argv and picture.path.exists() and picture.stored_digest() == picture.digest():
+            continue
+        picture.draw(picture.path)
+        info = PngInfo()
+        info.add_text(DIGEST, picture.digest())
+        with Image.open(picture.path) as image:
+            image.load()
+        image.quantize(256).save(picture.path, pnginfo=info, optimize=True)
+        print(f"drew {picture.path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
