@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 
 import pytest
 
-from tests.docs.prose import ROOT, tracked
-
-spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "pictures" / "draw.py")
-assert spec is not None and spec.loader is not None
-draw = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(draw)
+from docs.pictures import draw
+from tests.docs.prose import tracked
 
 
 @pytest.mark.parametrize("picture", draw.pictures(), ids=lambda picture: picture.path.name)
