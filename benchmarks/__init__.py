@@ -1,1 +1,1 @@
-"""Measurements side by side with peers: each program here prints a table and writes JSON and a picture."""
+"""Benchmarks against peers: each program prints a table, and writes JSON and a picture."""

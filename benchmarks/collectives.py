@@ -1,9 +1,9 @@
-"""Collectives through the `farandole` backend next to Gloo and MPICH, in the same processes, turn by turn.
+"""Compare collectives of farandole, Gloo and MPICH in the same processes; implementations take turns.
 
     python -m benchmarks.collectives [--ranks 2] [--pin] [--quick]
 
-MPICH takes part where mpi4py and mpiexec are installed (`pip install mpi4py mpich`); the ranks are then
-started by mpiexec.  It runs with the thread level "serialized", its fastest that still allows for threads.
+MPICH is measured if mpi4py and mpiexec are installed (`pip install mpi4py mpich`); mpiexec then starts the ranks.  MPICH uses the
+thread level "serialized", the fastest one that allows threads.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ COLUMNS = ["persistent", "communicator", "farandole", "shared buffer", "core", "
 
 
 class Bench:
-    """The contenders of one rank."""
+    """The implementations on one rank."""
 
     def __init__(self, runtime: farandole.Runtime) -> None:
         self.comm = runtime.comm
@@ -63,7 +63,7 @@ class Bench:
         self.host = self.comm.group._host  # type: ignore[attr-defined]  # the core itself, below torch
 
     def all_reduce(self, size: int) -> dict[str, Callable[[], Any]]:
-        """An all-reduce of `size` bytes of fp32; `copy` is one rank's copy of as many, by all ranks at once."""
+        """Measure an all-reduce of `size` bytes of fp32; for `copy` all ranks copy as many bytes at once."""
         count = max(1, size // 4)
         ours, theirs, source = torch.zeros(count), torch.zeros(count), torch.zeros(count)
         shared = self.comm.empty(count).zero_()
@@ -73,7 +73,7 @@ class Bench:
             self.host.core.frd_all_reduce,
             self.host,
         )
-        contenders: dict[str, Callable[[], Any]] = {
+        implementations: dict[str, Callable[[], Any]] = {
             "persistent": self.comm.all_reduce_init(ours),
             "communicator": lambda: self.comm.all_reduce(ours),
             "farandole": lambda: dist.all_reduce(ours),
@@ -84,11 +84,11 @@ class Bench:
         }
         if self.mpi is not None:
             mpi, buffer = self.mpi, theirs.numpy()
-            contenders["mpich"] = lambda: mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, buffer)
-        return contenders
+            implementations["mpich"] = lambda: mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, buffer)
+        return implementations
 
     def other(self, operation: str, size: int) -> dict[str, Callable[[], Any]]:
-        """Another collective; `size` is the larger of a rank's input and output."""
+        """Measure another collective; `size` is the larger of a rank's input and output."""
         count = size // 4 // self.size * self.size
         whole, part, target = torch.zeros(count), torch.zeros(count // self.size), torch.zeros(count)
         shared = self.comm.empty(count).zero_()
@@ -106,7 +106,7 @@ class Bench:
             "all_to_all": (comm.all_to_all_init, lambda: comm.all_to_all(target, whole)),
         }[operation]
         arguments = {"all_gather": (whole, part), "reduce_scatter": (part, whole), "broadcast": (whole,)}
-        contenders: dict[str, Callable[[], Any]] = {
+        implementations: dict[str, Callable[[], Any]] = {
             "persistent": prepared(*arguments.get(operation, (target, whole))),
             "communicator": direct,
             "farandole": lambda: call(whole, None),
@@ -116,21 +116,21 @@ class Bench:
         }
         if self.mpi is not None:
             world, w, p, t = self.mpi.COMM_WORLD, whole.numpy(), part.numpy(), target.numpy()
-            contenders["mpich"] = {
+            implementations["mpich"] = {
                 "all_gather": lambda: world.Allgather(p, w),
                 "reduce_scatter": lambda: world.Reduce_scatter_block(w, p),
                 "broadcast": lambda: world.Bcast(w, 0),
                 "all_to_all": lambda: world.Alltoall(w, t),
             }[operation]
-        return contenders
+        return implementations
 
-    def measure(self, contenders: dict[str, Callable[[], Any]], size: int) -> dict[str, float]:
-        """Seconds per call of each."""
+    def measure(self, implementations: dict[str, Callable[[], Any]], size: int) -> dict[str, float]:
+        """Return the seconds per call of each."""
         crowded = self.size > (os.cpu_count() or 1)
         most, least = (10, 1) if crowded or size > 16 << 20 else (100, 5)
         calls = max(least, min(most, (1 << 20) // size))
         turns = 15 if size <= 16 << 20 else 7
-        return take_turns(contenders, self.comm.barrier, turns, calls, warm_ups=4 if crowded else 0)
+        return take_turns(implementations, self.comm.barrier, turns, calls, warm_ups=4 if crowded else 0)
 
 
 def _mpi() -> Any:
@@ -145,7 +145,7 @@ def _mpi() -> Any:
 
 
 def run_rank(quick: bool, pin: bool) -> None:
-    """Measure, as one rank; rank 0 reports."""
+    """Measure as one rank; rank 0 prints the report."""
     with one_thread_rank(pin) as runtime:
         bench = Bench(runtime)
         result: dict[str, Any] = {"ranks": runtime.size, "pinned": pin, "all_reduce": {}}
@@ -168,7 +168,7 @@ def run_rank(quick: bool, pin: bool) -> None:
 
 
 def table(operation: str, figures: dict[Any, dict[str, float]]) -> str:
-    """One operation: a line per size, and how many times faster than Gloo, MPICH and a plain copy."""
+    """Return the table of an operation: a line per size, with the speedup over Gloo, MPICH and a plain copy."""
     present = [column for column in COLUMNS if any(column in row for row in figures.values())]
     head = [operation, *present, "x gloo", "x gloo, shared"]
     if "core" in present:
@@ -190,7 +190,7 @@ def table(operation: str, figures: dict[Any, dict[str, float]]) -> str:
 
 
 def report(result: dict[str, Any], quick: bool) -> None:
-    """Print the tables; unless it was a quick look, keep them as JSON and draw the picture."""
+    """Print the tables; without --quick, write JSON and draw the picture."""
     for operation, figures in result.items():
         if isinstance(figures, dict):
             print(f"\n{table(operation, figures)}")
@@ -201,7 +201,7 @@ def report(result: dict[str, Any], quick: bool) -> None:
 
 
 def main() -> None:
-    """Start the ranks, by mpiexec where there is one, or be one of them."""
+    """Start the ranks, with mpiexec if there is one, or run as one of them."""
     parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
     parser.add_argument("--quick", action="store_true", help="a look at four sizes, kept nowhere")

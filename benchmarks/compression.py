@@ -1,9 +1,9 @@
-"""What compression costs in learning: a small GPT on two hosts of one rank, once with each.  Needs root.
+"""Train a small GPT on two hosts of one rank, once with each compression.  Needs root.
 
     python -m benchmarks.compression [--steps 300]
 
-The same model, text, order of samples and optimizer every time, in fp32; all runs in the same processes.  Prints the
-loss and how many bytes the link carried per step, as the kernel counts them.
+Every run has the same model, text, order of samples and optimizer in fp32, in the same processes.  The table shows the loss and the
+bytes per step that the kernel counted on the link.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ AVERAGED = 15
 
 
 def bytes_sent() -> int:
-    """By this host since it began."""
+    """Return the bytes that this host has sent."""
     interface = os.environ["GLOO_SOCKET_IFNAME"]
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     return next(int(line.split()[9]) for line in lines if line.strip().startswith(f"{interface}:"))
 
 
 def train(name: str, steps: int, runtime: Runtime, text: Text) -> dict[str, Any]:
-    """Losses, seconds and bytes of one run."""
+    """Return the losses, seconds and bytes of one run."""
     keys = [*MODEL, f"steps={steps}", "batch=16", f"plan.compression={name}"]
     config = load_config(overrides=keys)
     trainer = Trainer(config, TextTask(config, text=text), "fp32", runtime.comm, runtime.device)
@@ -52,7 +52,7 @@ def train(name: str, steps: int, runtime: Runtime, text: Text) -> dict[str, Any]
 
 
 def run_rank(steps: int, rate: str) -> None:
-    """Train with each compression, as one rank; rank 0 reports."""
+    """Train with each compression as one rank; rank 0 prints the report."""
     torch.set_num_threads(1)
     config = load_config(overrides=MODEL)
     with farandole.init() as runtime:
@@ -74,7 +74,7 @@ def run_rank(steps: int, rate: str) -> None:
 
 
 def table(runs: dict[str, dict[str, Any]]) -> str:
-    """A line per compression."""
+    """Return a line per compression."""
     plain = runs["none"]
     rows = [
         [
@@ -86,12 +86,12 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
         ]
         for name, run in runs.items()
     ]
-    head = ["compression", "validation loss", "beside none", "sent per step and host", "fewer bytes"]
+    head = ["compression", "validation loss", "relative to none", "sent per step and host", "fewer bytes"]
     return markdown_table(head, rows)
 
 
 def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """Training loss over steps, and over bytes."""
+    """Draw the training loss over steps, and over bytes."""
     colours = ["#222222", "#35b07f", "#0b6e4f", "#3d5a80", "#c8553d", "#e0a030"]
     figure, (by_step, by_bytes) = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True, layout="constrained")
     for (name, run), colour in zip(runs.items(), colours, strict=True):
@@ -111,7 +111,7 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Start the hosts and their ranks, or be one of these."""
+    """Start the hosts and their ranks, or run as one of them."""
     parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it (default 1gbit)")

@@ -1,10 +1,10 @@
-"""torch's FSDP2 (`fully_shard`) over the `farandole` backend and over Gloo: steps per second of one MLP.
+"""Compare FSDP2 (`fully_shard`) over farandole and over Gloo: steps per second of an MLP.
 
     python -m benchmarks.fsdp2 [--ranks 2]
 
-Eight layers of 1024 x 1024 (8.4 M parameters), 16 samples per rank, SGD, fp32.  The same model is sharded
-once over each backend, in the same processes, and all take turns step by step.  torch's `fake` backend, whose
-collectives do nothing, shows what FSDP2 itself takes: no backend can be faster.
+Eight layers of 1024 x 1024 (8.4 M parameters), 16 samples per rank, SGD, fp32.  The same model is sharded over each
+backend in the same processes, and the copies take turns step by step.  torch's `fake` backend, whose collectives do nothing, shows the time
+of FSDP2 itself, which no backend can beat.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDTH, LAYERS, BATCH, TURNS = 1024, 8, 16, 15
 
 
 def stepper(group: dist.ProcessGroup | None) -> Callable[[], None]:
-    """A training step of the MLP: sharded over a group, or whole on this rank."""
+    """Return a training step of the MLP: sharded over a group, or whole on this rank."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
     if group is not None:
@@ -44,16 +44,16 @@ def stepper(group: dist.ProcessGroup | None) -> Callable[[], None]:
 
 
 def run_rank() -> None:
-    """Measure, as one rank; rank 0 reports."""
+    """Measure as one rank; rank 0 prints the report."""
     torch.set_num_threads(1)
     with farandole.init() as runtime:
-        contenders = {
+        implementations = {
             "FSDP2 over farandole": stepper(runtime.comm.group),
             "FSDP2 over Gloo": stepper(dist.new_group(backend="gloo")),
             "FSDP2, communication left out": stepper(dist.new_group(backend="fake")),
             "no FSDP2, no communication": stepper(None),
         }
-        seconds = take_turns(contenders, runtime.comm.barrier, TURNS, 1)
+        seconds = take_turns(implementations, runtime.comm.barrier, TURNS, 1)
         if runtime.rank == 0:
             gloo = seconds["FSDP2 over Gloo"]
             rows = [

@@ -1,9 +1,9 @@
-"""Horovod's API beside torch's DDP: images per second of one network, by both, on the same ranks.
+"""Compare Horovod's interface with DDP on the same ranks: images per second of a ResNet-18.
 
     python -m benchmarks.horovod [--ranks 2]
 
 ResNet-18 (11.7 M parameters) on images of 64 x 64, 16 per rank, SGD with momentum, fp32, one thread per rank.  Every
-contender has a copy of the model and they take turns step by step.  `no communication` trains each rank alone.
+implementation has a copy of the model, and they take turns step by step.  `no communication` trains each rank alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BATCH, PIXELS, TURNS = 16, 64, 15
 
 
 def stepper(prepare: Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]) -> Callable[[], None]:
-    """A training step of a model that `prepare` has made parallel."""
+    """Return a training step of a model that `prepare` made parallel."""
     torch.manual_seed(0)
     model, optimizer = prepare(build_resnet(resnet_config("resnet18")))
     images, labels = torch.randn(BATCH, 3, PIXELS, PIXELS), torch.randint(1000, (BATCH,))
@@ -38,12 +38,12 @@ def stepper(prepare: Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimize
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """The same optimizer for all."""
+    """Return the optimizer of every implementation."""
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
 def with_ddp(group: dist.ProcessGroup) -> Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]:
-    """DDP over a group, with its default settings."""
+    """Use DDP over a group, with default settings."""
 
     def prepare(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
         return DistributedDataParallel(model, process_group=group), sgd(model)
@@ -52,25 +52,25 @@ def with_ddp(group: dist.ProcessGroup) -> Callable[[nn.Module], tuple[nn.Module,
 
 
 def with_horovod(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """`hvd.DistributedOptimizer`, with its default settings."""
+    """Use `hvd.DistributedOptimizer` with default settings."""
     optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     return model, optimizer
 
 
 def run_rank() -> None:
-    """Measure, as one rank; rank 0 reports."""
+    """Measure as one rank; rank 0 prints the report."""
     torch.set_num_threads(1)
     hvd.init()
     world = dist.group.WORLD
     assert world is not None
-    contenders = {
+    implementations = {
         "Horovod's API": stepper(with_horovod),
         "DDP over Gloo": stepper(with_ddp(dist.new_group(backend="gloo"))),
         "DDP over farandole": stepper(with_ddp(world)),
         "no communication": stepper(lambda model: (model, sgd(model))),
     }
-    seconds = take_turns(contenders, lambda: dist.barrier(world), TURNS, 1)
+    seconds = take_turns(implementations, lambda: dist.barrier(world), TURNS, 1)
     if hvd.rank() == 0:
         result = {"ranks": hvd.size(), "images_per_step": BATCH * hvd.size(), "seconds": seconds}
         print(table(result))
@@ -79,7 +79,7 @@ def run_rank() -> None:
 
 
 def table(result: dict) -> str:
-    """Images per second over all ranks."""
+    """Return the images per second over all ranks."""
     seconds, images = result["seconds"], result["images_per_step"]
     rows = [
         [what, human_seconds(s), f"{images / s:.1f}", f"{seconds['DDP over Gloo'] / s:.2f}"]

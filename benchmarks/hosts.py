@@ -1,9 +1,9 @@
-"""All-reduce over two hosts and a slow link: flat, in two levels, and compressed on the link.  Needs root.
+"""Compare all-reduces over two hosts and a slow link: flat, hierarchical, and compressed.  Needs root.
 
     python -m benchmarks.hosts [--rate 1gbit] [--per-host 2] [--quick]
 
-The hosts are network namespaces of this machine, joined by a link of the given rate (see `namespaces`), so all
-ranks share its cores.  The limit is a plain TCP stream of as many bytes in each direction at once, in the same run.
+The hosts are network namespaces of this machine, connected by a link of the given rate (see `namespaces`), so all ranks share the
+cores.  The limit is a TCP stream of as many bytes in both directions at once, in the same run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Stream:
             self._socket = socket.create_connection((address, port))
 
     def exchange(self, outgoing: memoryview, incoming: memoryview) -> None:
-        """Send all, receive as much."""
+        """Send the buffer, and receive as many bytes."""
         sender = threading.Thread(target=self._socket.sendall, args=(outgoing,))
         sender.start()
         at = 0
@@ -60,26 +60,26 @@ class Stream:
 
 
 def stream_of(rank: int, per_host: int, address: str, port: int) -> Stream | None:
-    """The stream between the first ranks of both hosts; None on other ranks."""
+    """Return the stream between the first ranks of both hosts; None on other ranks."""
     if rank in (0, per_host):
         return Stream(rank, per_host - rank, address, port)
     dist.barrier()
     return None
 
 
-def contenders_of(
+def implementations_of(
     size: int, comms: dict[str, Communicator], gloo: Any, stream: Stream | None
 ) -> dict[str, Callable[[], Any]]:
-    """All-reduces of `size` bytes of fp32."""
+    """Return all-reduces of `size` bytes of fp32."""
     tensor = torch.zeros(size // 4)
-    contenders: dict[str, Callable[[], Any]] = {FLAT: lambda: dist.all_reduce(tensor, group=gloo)}
+    implementations: dict[str, Callable[[], Any]] = {FLAT: lambda: dist.all_reduce(tensor, group=gloo)}
     for leaders, comm in comms.items():
         for name, compression in COMPRESSIONS.items():
             compressor = compression.for_tensor(tensor.numel()) if compression else None
-            contenders[name + leaders] = _all_reduce(comm, tensor, compressor)
+            implementations[name + leaders] = _all_reduce(comm, tensor, compressor)
     incoming, outgoing = memoryview(bytearray(size)), memoryview(bytes(size))
-    contenders[STREAM] = lambda: stream and stream.exchange(outgoing, incoming)
-    return contenders
+    implementations[STREAM] = lambda: stream and stream.exchange(outgoing, incoming)
+    return implementations
 
 
 def _all_reduce(comm: Communicator, tensor: torch.Tensor, compressor: Any) -> Callable[[], Any]:
@@ -87,7 +87,7 @@ def _all_reduce(comm: Communicator, tensor: torch.Tensor, compressor: Any) -> Ca
 
 
 def run_rank(per_host: int, rate: str, quick: bool) -> None:
-    """Measure, as one rank; rank 0 reports."""
+    """Measure as one rank; rank 0 prints the report."""
     torch.set_num_threads(1)
     port = int(os.environ["MASTER_PORT"]) + 1
     with farandole.init() as runtime:
@@ -98,9 +98,9 @@ def run_rank(per_host: int, rate: str, quick: bool) -> None:
         stream = stream_of(runtime.rank, per_host, os.environ["MASTER_ADDR"], port)
         figures: dict[int, dict[str, float]] = {}
         for size in QUICK if quick else SIZES:
-            contenders = contenders_of(size, comms, gloo, stream)
+            implementations = implementations_of(size, comms, gloo, stream)
             figures[size] = take_turns(
-                contenders, runtime.comm.barrier, 3 if quick else TURNS, max(1, (4 << 20) // size)
+                implementations, runtime.comm.barrier, 3 if quick else TURNS, max(1, (4 << 20) // size)
             )
         if runtime.rank == 0:
             result = {"ranks": runtime.size, "rate": rate, "all_reduce": figures}
@@ -112,7 +112,7 @@ def run_rank(per_host: int, rate: str, quick: bool) -> None:
 
 
 def table(figures: dict[Any, dict[str, float]]) -> str:
-    """A line per contender; with how many times as fast as flat Gloo it is, and as the stream."""
+    """Return a line per implementation, with its speed relative to flat Gloo and to the stream."""
     sizes = list(figures)
     rows = []
     for name in figures[sizes[0]]:
@@ -127,7 +127,7 @@ def table(figures: dict[Any, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """Start the hosts and their ranks, or be one of these."""
+    """Start the hosts and their ranks, or run as one of them."""
     parser = arguments(__doc__)
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it (default 1gbit)")
     parser.add_argument("--per-host", type=int, default=2, help="ranks on each host (default 2)")

@@ -1,7 +1,6 @@
-"""How the benchmarks measure: contenders take turns in one run, and each figure is a median over the turns.
+"""Measure implementations in turns: each value is a median over the turns of one run.
 
-Machines are shared and noisy.  What two contenders do within the same second can be compared; what they do
-in different runs cannot.
+Machines are shared and noisy.  Measurements within the same second are comparable, those of different runs are not.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from farandole.launch.runtime import Runtime
 RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks"
 """Where results are kept, as JSON and PNG."""
 
-Contender = Callable[[], Any]
+Implementation = Callable[[], Any]
 
 
 @contextmanager
 def one_thread_rank(pin: bool) -> Iterator[Runtime]:
-    """Start this rank with one thread, on a core of its own if `pin`."""
+    """Join the job with one thread, on a core of its own if `pin`."""
     torch.set_num_threads(1)
     with farandole.init() as runtime:
         if pin:
@@ -45,24 +44,28 @@ def one_thread_rank(pin: bool) -> Iterator[Runtime]:
 
 
 def take_turns(
-    contenders: dict[str, Contender], meet: Callable[[], Any], turns: int, calls: int, warm_ups: int = 0
+    implementations: dict[str, Implementation],
+    meet: Callable[[], Any],
+    turns: int,
+    calls: int,
+    warm_ups: int = 0,
 ) -> dict[str, float]:
-    """Seconds per call of each contender: the median over `turns` of the mean over `calls`.
+    """Return the seconds per call of each implementation: the median over `turns` of the mean over `calls`.
 
-    `meet` brings the ranks together before every measurement.  A turn begins with `warm_ups` calls that do not count:
-    where ranks share a core, the scheduler compensates for a while what threads of the contender before have used.
+    `meet` is a barrier before every measurement.  A turn begins with `warm_ups` calls that do not count, because the scheduler
+    compensates threads on a shared core for the time that the previous implementation used.
     """
-    for contender in contenders.values():
-        contender()
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for implementation in implementations.values():
+        implementation()
+    seconds: dict[str, list[float]] = {name: [] for name in implementations}
     for _ in range(turns):
-        for name, contender in contenders.items():
+        for name, implementation in implementations.items():
             for _ in range(warm_ups):
-                contender()
+                implementation()
             meet()
             start = time.perf_counter()
             for _ in range(calls):
-                contender()
+                implementation()
             seconds[name].append((time.perf_counter() - start) / calls)
     return {name: statistics.median(samples) for name, samples in seconds.items()}
 
@@ -77,7 +80,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def start(description: str, module: str, run_rank: Callable[[], None], *, pin: bool) -> None:
-    """Start the ranks of a benchmark, or run one of them, as the command line says."""
+    """Start the ranks of a benchmark, or run as one of them."""
     parser = arguments(description)
     parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
     options = parser.parse_args()
@@ -88,7 +91,7 @@ def start(description: str, module: str, run_rank: Callable[[], None], *, pin: b
 
 
 def start_with_mpi(module: str, ranks: int, flags: list[str]) -> int:
-    """Run a module as ranks started by mpiexec, where there is one; return the exit status."""
+    """Run a module on ranks that mpiexec starts, if there is one; return the exit status."""
     mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     crowded = ranks > (os.cpu_count() or 1)
     if mpiexec and importlib.util.find_spec("mpi4py") and not crowded:
@@ -107,7 +110,7 @@ def start_with_mpi(module: str, ranks: int, flags: list[str]) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return a description of the machine."""
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -125,7 +128,7 @@ def machine() -> dict[str, Any]:
 
 
 def save(name: str, result: dict[str, Any]) -> Path:
-    """Write a result as JSON, with the machine that it comes from."""
+    """Write a result and the machine as JSON."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
@@ -133,7 +136,7 @@ def save(name: str, result: dict[str, Any]) -> Path:
 
 
 def human_bytes(count: int) -> str:
-    """`4 MiB`."""
+    """Return bytes as `4 MiB`."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:g} {unit}"
@@ -141,7 +144,7 @@ def human_bytes(count: int) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """`12.3 us`."""
+    """Return seconds as `12.3 us`."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -149,7 +152,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def markdown_table(head: list[str], rows: list[list[str]]) -> str:
-    """A table as Markdown, its columns aligned for those who read the text itself."""
+    """Return a table in Markdown with aligned columns."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
 
     def line(cells: list[str]) -> str:

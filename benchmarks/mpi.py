@@ -1,9 +1,9 @@
-"""The backend `farandole-mpi` beside mpi4py's own calls on the same MPI, in the same processes, turn by turn.
+"""Compare the backend `farandole-mpi` with mpi4py's calls on the same MPI, in the same processes, in turns.
 
     python -m benchmarks.mpi [--ranks 2] [--quick]
 
-Which MPI: the one that mpi4py loads in this environment; run it in an environment of each.  mpi4py's calls use the
-thread level "serialized", as the backend does, and the same buffers.
+mpi4py selects the MPI library; run the benchmark in an environment for each library.  mpi4py's calls use the thread level
+"serialized", as the backend does, and the same buffers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OURS, WORK, THEIRS, NON_BLOCKING, HALF = "farandole-mpi", "async, waited", "mpi4
 
 
 def all_reduce(mpi: Any, size: int) -> dict[str, Callable[[], Any]]:
-    """An all-reduce of `size` bytes: fp32, and bf16, which MPI itself cannot reduce."""
+    """Measure an all-reduce of `size` bytes in fp32, and in bf16, which MPI cannot reduce."""
     ours, half = torch.zeros(max(1, size // 4)), torch.zeros(max(1, size // 2), dtype=torch.bfloat16)
     buffer, world = ours.numpy(), mpi.COMM_WORLD
 
@@ -52,7 +52,7 @@ def all_reduce(mpi: Any, size: int) -> dict[str, Callable[[], Any]]:
 
 
 def others(mpi: Any, size: int) -> dict[str, dict[str, Callable[[], Any]]]:
-    """Other collectives; `size` is the larger of a rank's input and output."""
+    """Measure other collectives; `size` is the larger of a rank's input and output."""
     ranks, world = mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD
     count = size // 4 // ranks * ranks
     whole, part, target = torch.zeros(count), torch.zeros(count // ranks), torch.zeros(count)
@@ -75,7 +75,7 @@ def others(mpi: Any, size: int) -> dict[str, dict[str, Callable[[], Any]]]:
 
 
 def table(operation: str, figures: dict[int, dict[str, float]]) -> str:
-    """A line per size, and how long ours takes as a part of mpi4py's time: below 1 it is faster."""
+    """Return a line per size, with our time divided by mpi4py's: a ratio below 1 is faster."""
     columns = list(next(iter(figures.values())))
     rows = [
         [human_bytes(size), *(human_seconds(row[name]) for name in columns), f"{row[OURS] / row[THEIRS]:.2f}"]
@@ -85,23 +85,23 @@ def table(operation: str, figures: dict[int, dict[str, float]]) -> str:
 
 
 def run_rank(quick: bool) -> None:
-    """Measure, as one rank; rank 0 reports."""
+    """Measure as one rank; rank 0 prints the report."""
     torch.set_num_threads(1)
     dist.init_process_group("farandole-mpi")
     mpi = engine().mpi
     library = describe_library(mpi)
     result: dict[str, Any] = {"ranks": dist.get_world_size(), "library": library, "all_reduce": {}}
 
-    def measure(contenders: dict[str, Callable[[], Any]], size: int) -> dict[str, float]:
+    def measure(implementations: dict[str, Callable[[], Any]], size: int) -> dict[str, float]:
         calls = max(3, min(200, (2 << 20) // size))
         turns = 5 if quick else 15 if size <= 16 << 20 else 7
-        return take_turns(contenders, dist.barrier, turns, calls)
+        return take_turns(implementations, dist.barrier, turns, calls)
 
     for size in QUICK if quick else SIZES:
         result["all_reduce"][size] = measure(all_reduce(mpi, size), size)
     for size in [] if quick else OTHER_SIZES:
-        for operation, contenders in others(mpi, size).items():
-            result.setdefault(operation, {})[size] = measure(contenders, size)
+        for operation, implementations in others(mpi, size).items():
+            result.setdefault(operation, {})[size] = measure(implementations, size)
     if dist.get_rank() == 0:
         print(f"{library}, {result['ranks']} ranks")
         for operation, figures in result.items():
@@ -115,7 +115,7 @@ def run_rank(quick: bool) -> None:
 
 
 def main() -> None:
-    """Start the ranks with the mpiexec of this environment, or be one of them."""
+    """Start the ranks with the mpiexec of this environment, or run as one of them."""
     parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
     parser.add_argument("--quick", action="store_true", help="a look at three sizes, kept nowhere")

@@ -1,7 +1,7 @@
-"""Hosts on one machine: network namespaces joined by a link of a given speed.  Needs root, ip and tc (iproute2).
+"""Simulate hosts on one machine: network namespaces, connected by a link of a given rate.  Needs root, ip and tc (iproute2).
 
 with two_hosts(rate="1gbit") as hosts:
-    process = hosts[1].start([sys.executable, "program.py"], env)     # its network is that of the second host
+    process = hosts[1].start([sys.executable, "program.py"], env)     # in the network of the second host
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NEW_NETWORK = 0x40000000  # linux/sched.h
 
 
 def why_not() -> str | None:
-    """Why hosts cannot be made here, or None."""
+    """Return why hosts cannot be created on this machine, or None."""
     if os.geteuid():
         return "only root can make network namespaces"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -34,7 +34,7 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace and its address on the link."""
+    """A namespace, with its address on the link."""
 
     name: str
     address: str
@@ -43,7 +43,7 @@ class Host:
     def start(
         self, command: Sequence[str], env: Mapping[str, str] | None = None, **options
     ) -> subprocess.Popen:
-        """Start a process whose network is that of this host."""
+        """Start a process in the network of this host."""
         return subprocess.Popen(["ip", "netns", "exec", self.name, *command], env=env, **options)
 
     def enter(self) -> None:
@@ -55,13 +55,13 @@ class Host:
             raise OSError(ctypes.get_errno(), f"no way into network namespace {self.name}")
 
     def link(self, state: str) -> None:
-        """Take its end of the link `up` or `down`."""
+        """Set the end of the link on this host `up` or `down`."""
         _run("ip", "-n", self.name, "link", "set", self.interface, state)
 
 
 @contextlib.contextmanager
 def two_hosts(rate: str | None = None) -> Iterator[list[Host]]:
-    """Two hosts, joined by a link of that rate in each direction (as `tc` writes it), or an unlimited one."""
+    """Create two hosts, connected by a link with `rate` in each direction (in the notation of `tc`), by default unlimited."""
     mark = f"frd{os.getpid() % 100_000}{next(_numbers)}"
     hosts = [
         Host(f"{mark}{side}", f"10.213.77.{number}", f"{mark}{side}") for number, side in ((1, "a"), (2, "b"))
@@ -85,7 +85,7 @@ def two_hosts(rate: str | None = None) -> Iterator[list[Host]]:
 
 
 def launch_on_hosts(module: str, arguments: Sequence[str], per_host: int, rate: str | None) -> int:
-    """Run a module as `per_host` ranks on each of two hosts; the worst exit code.  SystemExit where that cannot be."""
+    """Run a module on `per_host` ranks of each of two hosts; return the worst exit status, or raise SystemExit if hosts cannot be created."""
     if reason := why_not():
         raise SystemExit(f"no hosts here: {reason}")
     with two_hosts(rate) as hosts:
@@ -98,7 +98,7 @@ def launch_on_hosts(module: str, arguments: Sequence[str], per_host: int, rate: 
                 "LOCAL_RANK": rank % per_host,
                 "LOCAL_WORLD_SIZE": per_host,
                 "MASTER_ADDR": hosts[0].address,
-                "MASTER_PORT": 29600,  # free: the hosts' networks are new
+                "MASTER_PORT": 29600,  # free, because the hosts' networks are new
                 "GLOO_SOCKET_IFNAME": host.interface,
             }
             env = os.environ | {name: str(value) for name, value in place.items()}

@@ -1,10 +1,10 @@
-"""AdamW with its state on a disk, beside reading and writing the same bytes without a step.
+"""Compare AdamW with its state on a disk with reading and writing the same bytes without a step.
 
     python -m benchmarks.offload [--gib 2] [--folder /tmp] [--record-mib 96]
 
 One process.  In turns, each over the same bytes of one scratch file: a plain sequential test (all records read, then
 all written, several 4 MiB requests at a time, direct), the stream without work, and the step of an optimizer whose master
-weights and averages are the records; and that step with the state in memory.  The gradient is one tensor in memory
+weights and moments are the records; and that step with the state in memory.  The gradient is one tensor in memory
 for all units.
 """
 
@@ -29,7 +29,7 @@ from farandole.memory.offloaded_optimizer import OffloadedOptimizer
 from farandole.memory.record_stream import RecordStream, disk_records, host_records
 
 TURNS = 5
-BYTES_PER_ELEMENT = 12  # fp32: weights and AdamW's two averages
+BYTES_PER_ELEMENT = 12  # fp32: weights and AdamW's two moments
 PLAIN_BUFFERS = 8
 
 
@@ -45,7 +45,7 @@ class Setup:
         self.gradient = torch.randn(self.elements)
 
     def optimizer(self, open_stream: Callable[[Sequence[int]], RecordStream]) -> OffloadedOptimizer:
-        """A new one, with the first step, which makes the averages, behind it."""
+        """Return a new optimizer after its first step, which creates the moments."""
         pieces = [nn.Parameter(torch.zeros(1).expand(self.elements)) for _ in range(self.units)]
         optimizer = OffloadedOptimizer(
             torch.optim.AdamW(pieces, lr=1e-3), [[piece] for piece in pieces], open_stream
@@ -54,7 +54,7 @@ class Setup:
         return optimizer
 
     def step(self, optimizer: OffloadedOptimizer) -> None:
-        """One step with the gradient that all units share; what it wrote is with the disk."""
+        """Run one step with the gradient that all units share, and sync the disk."""
 
         def before(unit: int) -> None:
             optimizer.units[unit][0].grad = self.gradient
@@ -64,7 +64,7 @@ class Setup:
 
 
 def plain(stream: RecordStream, buffers: list[Tensor]) -> tuple[float, float]:
-    """Seconds to read every record in order, and then to write every record in order."""
+    """Return the seconds to read all records in order, then to write all records in order."""
     seconds = []
     for move in (stream.store.read, stream.store.write):
         start = time.perf_counter()
@@ -80,17 +80,17 @@ def plain(stream: RecordStream, buffers: list[Tensor]) -> tuple[float, float]:
 
 
 def compare(folder: str, nbytes: int, record_bytes: int, turns: int = TURNS) -> dict[str, Any]:
-    """Medians over the turns: seconds of each contender, and the shares that follow from them."""
+    """Return medians over the turns: the seconds of each implementation, and derived ratios."""
     setup = Setup(max(2, nbytes // record_bytes), record_bytes // BYTES_PER_ELEMENT)
     bandwidth = measure_bandwidth(folder)
     disk = setup.optimizer(lambda sizes: disk_records(folder, sizes))
     stream = disk.stream
     memory = setup.optimizer(host_records)
     total = 2 * sum(stream.record_bytes)
-    # What the plain test writes has no meaning, so that it has a file of its own, as large.
+    # The plain test overwrites its data, so it has a file of its own of the same size.
     other = disk_records(folder, stream.record_bytes, "plain test")
     buffers = [aligned_buffer(record_bytes + PART_BYTES).random_() for _ in range(3)]
-    plain(other, buffers)  # blocks that were never written are written otherwise
+    plain(other, buffers)  # the first write to a block differs from later ones
     taken: dict[str, list[float]] = {
         n: [] for n in ("plain read", "plain write", "stream", "step", "waited", "memory", "processor")
     }
@@ -140,7 +140,7 @@ def compare(folder: str, nbytes: int, record_bytes: int, turns: int = TURNS) -> 
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line per contender."""
+    """Return a line per implementation."""
     seconds, moved = result["seconds"], result["moved_bytes"]
     rows = []
     for what, name in [
@@ -157,8 +157,8 @@ def table(result: dict[str, Any]) -> str:
     return markdown_table(head, rows)
 
 
-def remarks(result: dict[str, Any]) -> str:
-    """Where the time of a step goes."""
+def notes(result: dict[str, Any]) -> str:
+    """Return lines that explain the time of a step."""
     seconds = result["seconds"]
     step = seconds["step"]
     return (
@@ -172,7 +172,7 @@ def remarks(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, print the table and keep it."""
+    """Measure, print the table and write JSON."""
     parser = arguments(__doc__)
     parser.add_argument("--gib", type=float, default=2.0, help="of state (default 2)")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to use")
@@ -180,7 +180,7 @@ def main() -> None:
     options = parser.parse_args()
     result = compare(options.folder, int(options.gib * 2**30), options.record_mib << 20)
     print(table(result))
-    print(remarks(result))
+    print(notes(result))
     print(f"written to {save('offload', result)}")
 
 

@@ -1,4 +1,4 @@
-"""What else communication costs: groups, objects, 16-bit types, and asynchronous calls next to a computation.
+"""Measure other costs of communication: groups, objects, 16-bit types, and asynchronous calls during computation.
 
     python -m benchmarks.overheads
 
@@ -32,20 +32,20 @@ TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Bench:
-    """The measurements of one rank."""
+    """The measurements on one rank."""
 
     def __init__(self, runtime: farandole.Runtime) -> None:
         self.runtime, self.comm = runtime, runtime.comm
         self.gloo = dist.new_group(backend="gloo")
 
     def turns(
-        self, contenders: dict[str, Callable[[], Any]], calls: int, turns: int = 15
+        self, implementations: dict[str, Callable[[], Any]], calls: int, turns: int = 15
     ) -> dict[str, float]:
-        """Seconds per call of each."""
-        return take_turns(contenders, self.comm.barrier, turns, calls)
+        """Return the seconds per call of each."""
+        return take_turns(implementations, self.comm.barrier, turns, calls)
 
     def groups(self) -> dict[str, float]:
-        """Seconds in which `GROUPS` groups of two ranks are made."""
+        """Measure the seconds to create `GROUPS` groups of two ranks."""
         seconds = {}
         for name in ("farandole", "gloo"):
             self.comm.barrier()
@@ -57,7 +57,7 @@ class Bench:
         return seconds
 
     def objects(self) -> dict[str, dict[str, float]]:
-        """An all-gather of a list of tensors, and of an object."""
+        """Measure an all-gather of a list of tensors, and of an object."""
         tensor, parts = torch.zeros(256), [torch.empty(256) for _ in range(2)]
         thing = {"text": "x" * 1000}
         found: list[Any] = [None, None]
@@ -81,16 +81,16 @@ class Bench:
         }
 
     def types(self, group: dist.ProcessGroup | None, sizes: list[int]) -> dict[int, dict[str, float]]:
-        """An all-reduce of as many bytes of each type."""
+        """Measure an all-reduce of as many bytes of each type."""
         found = {}
         for size in sizes:
             tensors = {name: torch.zeros(size // kind.itemsize, dtype=kind) for name, kind in TYPES.items()}
-            contenders = {name: _all_reduce(tensor, group) for name, tensor in tensors.items()}
-            found[size] = self.turns(contenders, max(2, (4 << 20) // size))
+            implementations = {name: _all_reduce(tensor, group) for name, tensor in tensors.items()}
+            found[size] = self.turns(implementations, max(2, (4 << 20) // size))
         return found
 
     def overlap(self) -> dict[str, float]:
-        """An asynchronous all-reduce of 4 MiB, matrix products, each alone and at the same time."""
+        """Measure an asynchronous all-reduce of 4 MiB and matrix products, separately and together."""
         tensor, matrix = torch.zeros(1 << 20), torch.ones(512, 512)
 
         def product() -> None:
@@ -118,7 +118,7 @@ def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> Callab
 
 
 def run_rank() -> None:
-    """Measure, as one rank; rank 0 reports."""
+    """Measure as one rank; rank 0 prints the report."""
     with one_thread_rank(pin=True) as runtime:
         bench = Bench(runtime)
         result: dict[str, Any] = {
@@ -138,7 +138,7 @@ def run_rank() -> None:
 
 
 def table(operation: str, result: dict[str, Any]) -> str:
-    """One kind of measurement."""
+    """Return the table of one kind of measurement."""
     figures = result[operation]
     if operation == "types":
         rows = [

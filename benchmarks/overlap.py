@@ -1,9 +1,9 @@
-"""An asynchronous all-reduce between two hosts next to matrix products of as much time.  Needs root.
+"""Overlap an asynchronous all-reduce between two hosts with matrix products of the same duration.  Needs root.
 
     python -m benchmarks.overlap [--rate 1gbit]
 
 The hosts are network namespaces of this machine with one rank each, pinned to a core, and joined by a link of the
-given rate.  *Overlapped* is the part of the shorter one's time that is saved: (all-reduce + products - both) / shorter.
+given rate.  *Overlapped* is the saved part of the shorter time: (all-reduce + products - both) / shorter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIZES = [1 << 20, 4 << 20, 16 << 20]
 
 
 def run_rank(rate: str) -> None:
-    """Measure, as one rank; rank 0 reports."""
+    """Measure as one rank; rank 0 prints the report."""
     with one_thread_rank(pin=True) as runtime:
         groups = {"farandole": None, "gloo": dist.new_group(backend="gloo")}
         result: dict[str, Any] = {"ranks": runtime.size, "rate": rate, "overlap": {}}
@@ -80,7 +80,7 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def table(figures: dict[str, dict[str, float]]) -> str:
-    """A line per size and backend."""
+    """Return a line per size and backend."""
     rows = []
     for name, seconds in figures.items():
         alone, products, both = seconds["all_reduce"], seconds["products"], seconds["both"]
@@ -90,7 +90,7 @@ def table(figures: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """Start the hosts and their ranks, or be one of these."""
+    """Start the hosts and their ranks, or run as one of them."""
     parser = arguments(__doc__)
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it (default 1gbit)")
     options = parser.parse_args()

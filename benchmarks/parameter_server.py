@@ -1,10 +1,10 @@
-"""Accuracy over epochs and over time of parameter servers, with one slow worker among four.
+"""Measure accuracy over epochs and over time with parameter servers; one of four workers is slow.
 
     python -m benchmarks.parameter_server
 
-Runs labs/parameter_server_digits.py (which needs scikit-learn) and draws docs/pictures/parameter_server.png.  A batch
-takes every worker 4 ms more than its computation, and the last worker another 12: time asleep, so that
-the figure shows the waiting between workers and not how many of them share a core.
+Runs labs/parameter_server_digits.py (which needs scikit-learn) and draws docs/pictures/parameter_server.png.  Every
+worker sleeps 4 ms per batch and the last one another 12 ms, so the picture shows how workers wait for each other, not how they
+share cores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STYLES = {
 
 
 def main() -> None:
-    """Run, keep the points, draw."""
+    """Run the lab, write its points, and draw them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "curves.json")
         numbers = {
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def draw(curves: dict[str, Any], path: Path) -> None:
-    """Accuracy over epochs on the left, over seconds on the right."""
+    """Draw accuracy over epochs on the left, over seconds on the right."""
     figure, axes = plt.subplots(1, 2, figsize=(10.4, 4.0), sharey=True, layout="constrained")
     for axis, key, label in zip(
         axes, ("epochs", "seconds"), ("epochs (of all workers together)", "seconds"), strict=True
@@ -78,7 +78,7 @@ def draw(curves: dict[str, Any], path: Path) -> None:
                 markersize=4,
                 label=words,
             )
-            # from here on only slower workers train
+            # from this point only slower workers train
             tail = [own[-1], end]
             axis.plot([p[key] for p in tail], [p["accuracy"] for p in tail], ":", color=colour)
             axis.plot(end[key], end["accuracy"], "o", color=colour, markerfacecolor="white", markersize=6)

@@ -1,4 +1,4 @@
-"""The pictures of the benchmarks."""
+"""Draw the pictures of the benchmarks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NAMES = {
 
 
 def draw_latencies(result: dict[str, Any], path: Path) -> None:
-    """Time over message size, one line per contender, one panel per operation."""
+    """Draw time over message size: one line per implementation, one panel per operation."""
     operations = [name for name, figures in result.items() if isinstance(figures, dict) and name != "machine"]
     columns = min(3, len(operations))
     rows = -(-len(operations) // columns)
@@ -85,8 +85,8 @@ def draw_latencies(result: dict[str, Any], path: Path) -> None:
 
 
 def draw_zero(result: dict[str, Any], path: Path) -> None:
-    """Seconds per step and memory of the contenders of each ZeRO stage, as bars."""
-    figures = [f for f in result["contenders"] if f["name"] != "no communication"]
+    """Draw seconds per step and memory of the implementations of each ZeRO stage, as bars."""
+    figures = [f for f in result["implementations"] if f["name"] != "no communication"]
     labels = [f"{f['name']}, stage {f['stage']}" for f in figures]
     colours = [ZERO_COLOURS.get(f["name"], "#888888") for f in figures]
     figure, (time, memory) = plt.subplots(

@@ -1,9 +1,9 @@
-"""Messages between two ranks: farandole, Gloo and MPICH in the same processes, turn by turn.
+"""Compare messages between two ranks over farandole, Gloo and MPICH, in the same processes, in turns.
 
     python -m benchmarks.point_to_point
 
-Each rank is pinned to a core.  Latency is half the time of a ping-pong, bandwidth that of 64 messages at once.  MPICH takes
-part where mpi4py and mpiexec are installed (`pip install mpi4py mpich`), with its default thread level.
+Each rank is pinned to a core.  Latency is half the time of a ping-pong; bandwidth is measured with 64 messages at once.  MPICH is
+measured if mpi4py and mpiexec are installed (`pip install mpi4py mpich`), with its default thread level.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COLUMNS = ["communicator", "farandole", "gloo", "mpich"]
 
 
 class Peer:
-    """The messages of one rank with the other one, by every contender."""
+    """Messages between this rank and the other one, by every implementation."""
 
     def __init__(self, runtime: farandole.Runtime) -> None:
         self.comm, self.rank, self.other = runtime.comm, runtime.rank, 1 - runtime.rank
@@ -48,7 +48,7 @@ class Peer:
             self.mpi = MPI.COMM_WORLD
 
     def latency(self, size: int) -> dict[str, Callable[[], Any]]:
-        """One round trip of `size` bytes, for each contender."""
+        """Measure one round trip of `size` bytes, for each implementation."""
         tensor = torch.zeros(size // 4)
         array, comm, other = tensor.numpy(), self.comm, self.other
         calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
@@ -73,7 +73,7 @@ class Peer:
         return trip
 
     def bandwidth(self, size: int, messages: int = IN_FLIGHT) -> dict[str, Callable[[], Any]]:
-        """Many messages of `size` bytes one way, and an answer, for each contender."""
+        """Measure many messages of `size` bytes one way, and an answer, for each implementation."""
         tensor, answer = torch.zeros(size // 4), torch.zeros(1)
         array, answer_array, comm, other = tensor.numpy(), answer.numpy(), self.comm, self.other
 
@@ -104,13 +104,13 @@ class Peer:
             calls["mpich"] = by_mpi
         return calls
 
-    def measure(self, contenders: dict[str, Callable[[], Any]], calls: int) -> dict[str, float]:
-        """Seconds per call of each contender."""
-        return take_turns(contenders, self.comm.barrier, 15, calls)
+    def measure(self, implementations: dict[str, Callable[[], Any]], calls: int) -> dict[str, float]:
+        """Return the seconds per call of each implementation."""
+        return take_turns(implementations, self.comm.barrier, 15, calls)
 
 
 def run_rank() -> None:
-    """Measure, as one rank; rank 0 reports."""
+    """Measure as one rank; rank 0 prints the report."""
     with one_thread_rank(pin=True) as runtime:
         peer = Peer(runtime)
         result: dict[str, Any] = {"ranks": runtime.size, "latency": {}, "bandwidth": {}}
@@ -132,7 +132,7 @@ def run_rank() -> None:
 
 
 def table(operation: str, figures: dict[Any, dict[str, float]]) -> str:
-    """A line per size: latencies, or bandwidths; and how many times better than MPICH and Gloo."""
+    """Return a line per size: latencies or bandwidths, and the ratios to MPICH and Gloo."""
     present = [column for column in COLUMNS if any(column in row for row in figures.values())]
     head = [
         operation,

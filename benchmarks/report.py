@@ -1,4 +1,4 @@
-"""Puts the tables of the last results into docs/benchmarks/results.md, between their markers.
+"""Write the tables of the last results into docs/benchmarks/results.md, between their markers.
 
 python -m benchmarks.report
 """
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def tables(name: str, operation: str, result: dict[str, Any]) -> str:
-    """The table of one operation of a result."""
+    """Return the table of one operation of a result."""
     if name.startswith("collectives"):
         return table(operation, result[operation])
     if name == "point-to-point":
@@ -50,7 +50,7 @@ def tables(name: str, operation: str, result: dict[str, Any]) -> str:
     if name.startswith("mpi"):
         return mpi.table(operation, {int(size): row for size, row in result[operation].items()})
     if name == "offload":
-        return f"{offload.table(result)}\n\n{offload.remarks(result)}"
+        return f"{offload.table(result)}\n\n{offload.notes(result)}"
     seconds = result["seconds"]
     if name.startswith("fsdp2"):
         gloo = seconds["FSDP2 over Gloo"]
@@ -65,7 +65,7 @@ def tables(name: str, operation: str, result: dict[str, Any]) -> str:
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """What the figures were measured on."""
+    """Return a line that describes the machine."""
     return (
         f"Measured on {machine['cores']} cores of an {machine['processor']} (a virtual machine), torch "
         f"{machine['torch']}, farandole {machine['farandole']}, {machine['date']}."

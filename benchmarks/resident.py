@@ -1,4 +1,4 @@
-"""Memory of other processes as Linux counts it, while they run: see `farandole.bench.resident`."""
+"""Read the memory of running processes from Linux: see `farandole.bench.resident`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from farandole.bench import resident
 
 
 def data_bytes(pid: int) -> int:
-    """The proportional size of a process without files: its own memory, and its part of what is shared."""
+    """Return the proportional size of a process without files: its private memory and its part of shared memory."""
     return resident.data_bytes(Path("/proc", str(pid)))
 
 
 def peak_resident_bytes(pid: int) -> int:
-    """The most that has been resident since the process began (VmHWM), libraries and shared memory in full."""
+    """Return the peak resident bytes of a process (VmHWM), with libraries and all shared memory."""
     return resident.fields(Path("/proc", str(pid), "status"))["VmHWM"]
 
 
 def available_bytes() -> int:
-    """What the machine can give to new processes."""
+    """Return the bytes available to new processes."""
     return resident.fields(Path("/proc/meminfo"))["MemAvailable"]
 
 
 def in_shared_memory(address: int) -> bool:
-    """Whether this process has mapped the memory at `address` as shared, so that other processes may have it too."""
+    """Return whether the mapping at `address` is shared, so that other processes may map it too."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         extent, access, *_ = line.split()
         low, high = (int(end, 16) for end in extent.split("-"))
@@ -36,7 +36,7 @@ def in_shared_memory(address: int) -> bool:
 
 
 class PeakOf:
-    """The most data bytes of some processes together while a `with` block runs, sampled by a thread.
+    """The peak data bytes of several processes together within a `with` block, sampled by a thread.
 
     with PeakOf(pids) as memory:
         ...

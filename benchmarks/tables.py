@@ -1,9 +1,9 @@
-"""Measure the package's own table of algorithms anew: farandole/comm/algorithms/table.json.  Needs root, ip and tc.
+"""Measure the shipped table of algorithms again: farandole/comm/algorithms/table.json.  Needs root, ip and tc.
 
     python -m benchmarks.tables
 
-Two links, both on this machine: two network namespaces with 1 Gbit/s between them, and four hosts (UTS namespaces)
-that share one network, whose messages go over loopback.
+Both links are on this machine: 1 Gbit/s between two network namespaces, and loopback between four hosts (UTS namespaces) that
+share one network.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Start = Callable[[Sequence[str]], subprocess.Popen]
 
 
 def measure(starts: list[Start], address: str, link: str) -> Table:
-    """Have `farandole tune` measure on as many hosts as there are ways to start a process."""
+    """Run `farandole tune` on one host per command in `starts`."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "table.json")
         processes = []

@@ -1,7 +1,7 @@
-"""Bytes of the tensors that are alive while a step runs, and the most of them at any one time.
+"""Track the bytes of live tensors during a step, and their peak.
 
-What the operating system says of a process holds its libraries, the allocator's leftovers and pages that were
-never touched; this is what the program itself asked to keep.  Two tensors on one storage count once.
+The memory that the operating system reports includes libraries, freed memory that the allocator keeps, and excludes untouched pages.  This
+counts the memory that the program keeps.  Two tensors on one storage count once.
 """
 
 from __future__ import annotations
@@ -21,35 +21,34 @@ Reference = weakref.ref[torch.UntypedStorage]
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The memory of a tensor, of a DTensor what this rank has of it; None where it has none."""
+    """Return the storage of a tensor, or of the local part of a DTensor; None for a tensor without memory."""
     local = getattr(tensor, "_local_tensor", tensor)
     if local.device.type == "meta" or local.layout != torch.strided:
         return None
     storage = local.untyped_storage()
     try:
         storage.data_ptr()
-    except RuntimeError:  # a subclass of Tensor whose values are elsewhere, as those of a sharded gradient
+    except RuntimeError:  # a subclass of Tensor without memory, such as a sharded gradient
         return None
     return storage
 
 
 class TensorBytes(TorchDispatchMode):
-    """Counts the bytes of all storages alive after each operator that runs inside of it.
+    """Counts the bytes of all live storages after each operator in its context.
 
         with TensorBytes(model.parameters()) as tracked:
             step()
         print(tracked.before, tracked.peak)
 
-    `kept` are tensors to look at besides those that Python's collector knows, with their gradients.  The storages are
-    summed anew after each operator, because one may change its size in place, as FSDP2 frees its
-    parameters; that takes milliseconds, so a step inside of it is not to be timed.  What an operator takes and
-    gives back before it returns is not seen.
+    `kept` are tensors that Python's garbage collector may not know, and whose gradients count.  All storages are summed after each
+    operator, because an operator may resize a storage in place, as FSDP2 frees parameters.  That takes milliseconds, so do not time a
+    step in this context.  Memory that an operator allocates and frees is not seen.
     """
 
     def __init__(self, kept: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._alive: dict[int, Reference] = {}
-        # not `[*gc.get_objects()]`: that list would be in itself, and keep all that is in it until the next collection
+        # not `[*gc.get_objects()]`: that list would contain itself, and keep its elements until the next collection
         for tensor in chain(gc.get_objects(), kept):
             if issubclass(type(tensor), Tensor):  # `isinstance` would ask a proxy for its class
                 self._add(tensor)
@@ -61,7 +60,7 @@ class TensorBytes(TorchDispatchMode):
         """The most bytes alive at once, so far."""
 
     def now(self) -> int:
-        """Bytes alive at this moment."""
+        """Return the live bytes."""
         storages = [reference() for reference in self._alive.values()]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
@@ -78,7 +77,7 @@ class TensorBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator, and look."""
+        """Run the operator, and update the peak."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):

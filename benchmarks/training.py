@@ -1,10 +1,10 @@
-"""Training speed of the default preset: two ranks beside one, and beside torch's DDP.
+"""Compare the training speed of the default preset on two ranks with one rank and with DDP.
 
     python -m benchmarks.training [--ranks 2]
 
-One thread per rank, the same model, batch, precision and optimizer everywhere; the batch is that of the
-preset, divided among the ranks.  All contenders take turns in one run.  The figure is tokens per second of
-all ranks together; `one rank` is rank 0 alone with the whole batch while the others sleep.
+All implementations have one thread per rank and the same model, batch, precision and optimizer, and take turns in one run.  The ranks divide
+the batch of the preset.  The result is tokens per second of all ranks together; `one rank` is rank 0 with the whole batch while the
+others sleep.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TURNS, STEPS = 11, 4
 
 
 def ddp_stepper(config: TrainConfig, text: Text, precision: str, group: Any) -> Callable[[], None]:
-    """A step with torch's DistributedDataParallel: what a careful user writes."""
+    """Return a step with DistributedDataParallel."""
     device = torch.device("cpu")
     torch.manual_seed(config.seed)
     replica = DistributedDataParallel(
@@ -59,10 +59,10 @@ def ddp_stepper(config: TrainConfig, text: Text, precision: str, group: Any) -> 
     return step
 
 
-def contenders_of(
+def implementations_of(
     runtime: Runtime, config: TrainConfig, text: Text, precision: Precision
 ) -> dict[str, Callable[[], Any]]:
-    """Everything that takes a turn on this rank."""
+    """Return the implementations that take turns on this rank."""
     groups = [dist.new_group([rank]) for rank in range(runtime.size)]
     alone_comm, task = Communicator(groups[runtime.rank]), TextTask(config, text=text)
     alone = Trainer(config, task, precision, alone_comm, runtime.device)
@@ -76,7 +76,7 @@ def contenders_of(
 
 
 def run_rank() -> None:
-    """Measure, as one rank; rank 0 reports."""
+    """Measure as one rank; rank 0 prints the report."""
     config = load_config()
     torch.set_num_threads(1)
     with farandole.init() as runtime:
@@ -85,14 +85,14 @@ def run_rank() -> None:
         runtime.comm.barrier()
         text = open_text(config)
         precision = choose_precision(config.plan.precision, runtime.comm, runtime.device).name
-        contenders = contenders_of(runtime, config, text, precision)
-        seconds = take_turns(contenders, runtime.comm.barrier, TURNS, STEPS)
+        implementations = implementations_of(runtime, config, text, precision)
+        seconds = take_turns(implementations, runtime.comm.barrier, TURNS, STEPS)
         if runtime.rank == 0:
             report(runtime.size, config, precision, seconds)
 
 
 def report(ranks: int, config: TrainConfig, precision: str, seconds: dict[str, float]) -> None:
-    """Print the table and keep it."""
+    """Print the table and write JSON."""
     per_step = config.batch * config.model.context
     one = seconds["one rank"]
     rows = [

@@ -1,20 +1,20 @@
-"""ZeRO stages beside the peers: seconds per step and memory of a GPT, by DeepSpeed, FSDP2, DDP and Farandole.
+"""Compare the ZeRO stages of Farandole, DeepSpeed, FSDP2 and DDP: seconds per step and memory of a GPT.
 
     python -m benchmarks.zero [--model 10M] [--precision fp32] [--ranks 2] [--deepspeed PYTHON]
 
-One thread per rank, each on a core of its own; the same weights, batch and AdamW for all.  Every contender has processes of
-its own, since DeepSpeed has its own environment:
+One thread per rank, each on a core of its own; the same weights, batch and AdamW for all.  Every implementation has its own
+processes, because DeepSpeed has its own environment:
 
     python -m venv /tmp/deepspeed && . /tmp/deepspeed/bin/activate
     pip install torch==2.13.0
     pip install numpy setuptools wheel ninja && DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed
 
-All contenders of a stage are alive together and take turns; those that wait sleep.  Beside them `no
-communication`, where each rank trains alone, is the limit.  Before anything is measured, the losses of the first
-steps are compared with those of one process that has the whole batch.
+All implementations of a stage run at the same time and take turns; waiting ones sleep.  The limit is `no communication`, where each rank
+trains alone.  Before the measurements the losses of the first steps are compared with those of one process that has the whole
+batch.
 
-Memory is measured in steps of its own: what the ranks hold together, counting what they share once, and without
-libraries; and the bytes of tensors in one rank, which has its part of weights that ranks have in common.
+Memory is measured in separate steps: the bytes of all ranks without libraries, counting shared memory once, and the bytes of tensors
+of one rank, with its share of shared weights.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import Any
 
 from benchmarks.measure import arguments, human_seconds, markdown_table, save
 from benchmarks.picture import draw_zero
+from benchmarks.process_set import ProcessSet
 from benchmarks.resident import PeakOf, available_bytes, data_bytes, peak_resident_bytes
-from benchmarks.troupe import Troupe
-from benchmarks.zero_contenders import Setting
+from benchmarks.zero_implementations import Setting
 from farandole.models.gpt import GPTConfig
 
 MODELS = {
@@ -68,7 +68,7 @@ BYTES_PER_PARAMETER = 20
 
 
 class DisagreementError(RuntimeError):
-    """The contenders do not compute the same."""
+    """The losses of implementations differ."""
 
 
 class Benchmark:
@@ -80,74 +80,76 @@ class Benchmark:
         self.samples = per_two * options.ranks // 2
         self.reference: list[float] = []
 
-    def troupe(self, setting: Setting, ranks: int) -> Troupe:
-        """The ranks of a contender, started."""
+    def process_set(self, setting: Setting, ranks: int) -> ProcessSet:
+        """Start the ranks of an implementation."""
         order = {
             "setting": asdict(setting),
             "model": asdict(self.config),
             "samples": self.samples,
             "keep_freed_memory": not self.options.default_allocator,
         }
-        python = self.options.deepspeed if setting.contender == "DeepSpeed" else sys.executable
-        return Troupe("benchmarks.zero_rank", order, ranks, python, not self.options.no_pin)
+        python = self.options.deepspeed if setting.implementation == "DeepSpeed" else sys.executable
+        return ProcessSet("benchmarks.zero_rank", order, ranks, python, not self.options.no_pin)
 
     def refer(self) -> None:
-        """The losses of one process with the whole batch, in fp32."""
-        with self.troupe(YARDSTICK, 1) as troupe:
-            troupe.ready()
-            troupe.ask("build")
-            self.reference = troupe.ask(f"steps {self.options.checked}")[0]["losses"]
+        """Return the losses of one process with the whole batch, in fp32."""
+        with self.process_set(YARDSTICK, 1) as process_set:
+            process_set.ready()
+            process_set.ask("build")
+            self.reference = process_set.ask(f"steps {self.options.checked}")[0]["losses"]
         if not self.reference[-1] <= self.reference[0] - LEARNT:
             raise DisagreementError(
                 f"the losses {self.reference} fall too little to compare others with them"
             )
 
-    def stage(self, contenders: dict[str, Setting]) -> dict[str, dict[str, Any]]:
-        """Measure contenders that take turns; gives their figures by name."""
-        needed = BYTES_PER_PARAMETER * self.config.parameters * self.options.ranks * len(contenders)
+    def stage(self, implementations: dict[str, Setting]) -> dict[str, dict[str, Any]]:
+        """Measure implementations in turns; return their figures by name."""
+        needed = BYTES_PER_PARAMETER * self.config.parameters * self.options.ranks * len(implementations)
         if needed > available_bytes():
             raise MemoryError(
-                f"{len(contenders)} contenders with {self.config.parameters:,} parameters on {self.options.ranks} "
+                f"{len(implementations)} implementations with {self.config.parameters:,} parameters on {self.options.ranks} "
                 f"ranks want {needed >> 20} MiB, and {available_bytes() >> 20} MiB are available"
             )
         with ExitStack() as stack:
             started = {
-                name: stack.enter_context(self.troupe(setting, self.options.ranks))
-                for name, setting in contenders.items()
+                name: stack.enter_context(self.process_set(setting, self.options.ranks))
+                for name, setting in implementations.items()
             }
             if not self.reference:
-                self.refer()  # while the others load their libraries
-            troupes: dict[str, Troupe] = {}
-            for name, troupe in started.items():
-                lacking = troupe.ready()[0].get("missing")
+                self.refer()  # while others load their libraries
+            process_sets: dict[str, ProcessSet] = {}
+            for name, process_set in started.items():
+                lacking = process_set.ready()[0].get("missing")
                 if lacking:
                     print(f"without {name}: {lacking}")
                 else:
-                    troupes[name] = troupe
-            figures = {name: self.first_steps(name, troupe) for name, troupe in troupes.items()}
-            for name, times in self.times(troupes).items():
+                    process_sets[name] = process_set
+            figures = {
+                name: self.first_steps(name, process_set) for name, process_set in process_sets.items()
+            }
+            for name, times in self.times(process_sets).items():
                 figures[name] |= times
-            for name, troupe in troupes.items():
-                figures[name] |= memory_of(troupe)
+            for name, process_set in process_sets.items():
+                figures[name] |= memory_of(process_set)
         return figures
 
-    def first_steps(self, name: str, troupe: Troupe) -> dict[str, Any]:
-        """Have a contender build its model and take the steps whose losses are compared."""
-        before = sum(data_bytes(pid) for pid in troupe.pids)
-        troupe.ask("build")
-        answers = troupe.ask(f"steps {self.options.checked}")
+    def first_steps(self, name: str, process_set: ProcessSet) -> dict[str, Any]:
+        """Make an implementation build its model and run the steps whose losses are compared."""
+        before = sum(data_bytes(pid) for pid in process_set.pids)
+        process_set.ask("build")
+        answers = process_set.ask(f"steps {self.options.checked}")
         losses = [statistics.mean(ranks) for ranks in zip(*(a["losses"] for a in answers), strict=True)]
         if name != LIMIT:
             self.compare(name, losses)
         return {"losses": losses, "before_bytes": before}
 
-    def times(self, troupes: dict[str, Troupe]) -> dict[str, dict[str, float]]:
-        """Let the contenders take turns; medians of seconds per step, and their spread."""
-        seconds: dict[str, list[float]] = {name: [] for name in troupes}
-        busy: dict[str, list[float]] = {name: [] for name in troupes}
+    def times(self, process_sets: dict[str, ProcessSet]) -> dict[str, dict[str, float]]:
+        """Run the implementations in turns; return medians of seconds per step, and their spread."""
+        seconds: dict[str, list[float]] = {name: [] for name in process_sets}
+        busy: dict[str, list[float]] = {name: [] for name in process_sets}
         for _ in range(self.options.turns):
-            for name, troupe in troupes.items():
-                answers = troupe.ask(f"steps {self.options.steps}")
+            for name, process_set in process_sets.items():
+                answers = process_set.ask(f"steps {self.options.steps}")
                 seconds[name].append(max(answer["seconds"] for answer in answers))
                 busy[name].append(statistics.mean(answer["processor_seconds"] for answer in answers))
         limit = statistics.median(seconds[LIMIT])
@@ -163,7 +165,7 @@ class Benchmark:
         }
 
     def compare(self, name: str, losses: list[float]) -> None:
-        """Raise where a contender's losses are not those of one process."""
+        """Raise DisagreementError if the losses differ from those of one process."""
         close = CLOSE[self.options.precision]
         if not all(abs(loss - wanted) <= close for loss, wanted in zip(losses, self.reference, strict=True)):
             raise DisagreementError(
@@ -172,8 +174,8 @@ class Benchmark:
             )
 
     def run(self) -> dict[str, Any]:
-        """Everything."""
-        contenders = []
+        """Measure every stage."""
+        implementations = []
         for stage in self.options.stages:
             only = self.options.only
             settings = {name: s for name, s in STAGES[stage].items() if not only or name in only}
@@ -182,7 +184,7 @@ class Benchmark:
                 name: replace(setting, precision=self.options.precision) for name, setting in settings.items()
             }
             for name, figures in self.stage(settings).items():
-                contenders.append({"name": name, "stage": stage} | figures)
+                implementations.append({"name": name, "stage": stage} | figures)
         return {
             "model": self.options.model,
             "parameters": self.config.parameters,
@@ -190,16 +192,16 @@ class Benchmark:
             "precision": self.options.precision,
             "ranks": self.options.ranks,
             "reference_losses": self.reference,
-            "contenders": contenders,
+            "implementations": implementations,
         }
 
 
-def memory_of(troupe: Troupe) -> dict[str, int]:
-    """What the ranks hold at the peak of a step, all together, and the tensors of the first."""
-    with PeakOf(troupe.pids) as memory:
-        troupe.ask("steps 2")
-    resident = sum(peak_resident_bytes(pid) for pid in troupe.pids)
-    tensors = troupe.ask("track")[0]
+def memory_of(process_set: ProcessSet) -> dict[str, int]:
+    """Return the bytes of all ranks at the peak of a step, and of the tensors of rank 0."""
+    with PeakOf(process_set.pids) as memory:
+        process_set.ask("steps 2")
+    resident = sum(peak_resident_bytes(pid) for pid in process_set.pids)
+    tensors = process_set.ask("track")[0]
     return {
         "data_bytes": memory.peak,
         "resident_bytes": resident,
@@ -209,21 +211,21 @@ def memory_of(troupe: Troupe) -> dict[str, int]:
 
 
 def variants(stage: int, given: list[list[str]]) -> dict[str, Setting]:
-    """Contenders with other settings, as the command line names them."""
+    """Return the implementations with other settings that the command line names."""
     settings = {}
-    for contender, of_stage, options in given:
+    for implementation, of_stage, options in given:
         if int(of_stage) == stage:
             chosen = json.loads(options)
-            backend = chosen.pop("backend", "farandole" if contender == "Farandole" else "gloo")
-            settings[f"{contender} {options}"] = Setting(contender, stage, "fp32", backend, chosen)
+            backend = chosen.pop("backend", "farandole" if implementation == "Farandole" else "gloo")
+            settings[f"{implementation} {options}"] = Setting(implementation, stage, "fp32", backend, chosen)
     return settings
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line per contender: its step, beside the limit in the same run, and its memory."""
+    """Return a line per implementation: its step, the ratio to the limit in the same run, and its memory."""
     rows = []
-    for figures in result["contenders"]:
-        if figures["name"] == LIMIT and figures["stage"] != result["contenders"][0]["stage"]:
+    for figures in result["implementations"]:
+        if figures["name"] == LIMIT and figures["stage"] != result["implementations"][0]["stage"]:
             continue
         rows.append(
             [
@@ -253,33 +255,33 @@ def table(result: dict[str, Any]) -> str:
 
 
 def mebibytes(count: int) -> str:
-    """`1,234 MiB`."""
+    """Return bytes as `1,234 MiB`."""
     return f"{count / (1 << 20):,.0f} MiB"
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = arguments(__doc__)
     parser.add_argument("--model", choices=MODELS, default="10M", help="parameters (default 10M)")
     parser.add_argument("--precision", choices=CLOSE, default="fp32", help="(default fp32)")
     parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
     parser.add_argument(
-        "--turns", type=int, default=7, help="how often each contender has its turn (default 7)"
+        "--turns", type=int, default=7, help="how often each implementation has its turn (default 7)"
     )
     parser.add_argument("--steps", type=int, default=2, help="in one turn (default 2)")
     parser.add_argument("--checked", type=int, default=6, help="steps whose losses are compared (default 6)")
     parser.add_argument(
         "--stages", type=int, nargs="+", choices=STAGES, default=list(STAGES), help="only these; kept nowhere"
     )
-    names = sorted({name for contenders in STAGES.values() for name in contenders})
-    parser.add_argument("--only", nargs="*", choices=names, help="only these contenders; kept nowhere")
+    names = sorted({name for implementations in STAGES.values() for name in implementations})
+    parser.add_argument("--only", nargs="*", choices=names, help="only these implementations; kept nowhere")
     parser.add_argument(
         "--variant",
         nargs=3,
         action="append",
         default=[],
-        metavar=("CONTENDER", "STAGE", "OPTIONS"),
-        help='one more contender with other settings, such as DeepSpeed 2 \'{"adam": "cpu"}\'; kept nowhere',
+        metavar=("IMPLEMENTATION", "STAGE", "OPTIONS"),
+        help='one more implementation with other settings, such as DeepSpeed 2 \'{"adam": "cpu"}\'; kept nowhere',
     )
     parser.add_argument(
         "--deepspeed", default="/tmp/deepspeed/bin/python", help="the interpreter that has it"

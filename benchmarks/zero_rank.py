@@ -1,9 +1,9 @@
-"""One rank of one contender of the benchmark of ZeRO stages: computes when told to, and sleeps otherwise.
+"""One rank of an implementation in the benchmark of ZeRO stages: runs commands, and sleeps in between.
 
     python -m benchmarks.zero_rank ORDER    # started by benchmarks.zero, with the environment of torchrun
 
-ORDER is JSON.  Commands come as lines through standard input, answers go as JSON lines to the descriptor that ORDER names;
-so contenders with different interpreters can take turns.
+ORDER is JSON.  Commands are lines on the standard input, and answers are JSON lines to the descriptor that ORDER names, so
+implementations with different interpreters can take turns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.resident import in_shared_memory
 from benchmarks.tracked import TensorBytes, storage_of
-from benchmarks.zero_contenders import Setting, build, join, missing
+from benchmarks.zero_implementations import Setting, build, join, missing
 from farandole._startup import keep_freed_memory
 from farandole.models.gpt import GPTConfig, build_gpt
 
@@ -30,7 +30,7 @@ BATCHES = 2
 
 
 def batches_of(config: GPTConfig, samples: int, first: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and targets of samples `first` to `first + count` of each batch, the same however they are divided."""
+    """Return inputs and targets of samples `first` to `first + count` of each batch, independent of the division."""
     generator = torch.Generator().manual_seed(1)
     shape = (BATCHES, samples, config.context + 1)
     tokens = torch.randint(config.vocabulary, shape, generator=generator)[:, first : first + count]
@@ -38,7 +38,7 @@ def batches_of(config: GPTConfig, samples: int, first: int, count: int) -> list[
 
 
 class Rank:
-    """A contender's part on this rank."""
+    """An implementation on this rank."""
 
     def __init__(self, setting: Setting, config: GPTConfig, samples: int) -> None:
         rank, self._size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -49,13 +49,13 @@ class Rank:
         self._steps = 0
 
     def step(self) -> float:
-        """A step; gives the loss."""
+        """Run a step; return the loss."""
         inputs, targets = self._batches[self._steps % BATCHES]
         self._steps += 1
         return self._step(inputs, targets)
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Some steps: seconds for each of them, those of the processor, and the losses."""
+        """Run `count` steps; return wall-clock and processor seconds per step, and the losses."""
         start, busy = time.perf_counter(), time.process_time()
         losses = [self.step() for _ in range(count)]
         return {
@@ -65,7 +65,7 @@ class Rank:
         }
 
     def track(self) -> dict[str, Any]:
-        """A step in which the tensors are counted; weights that ranks have in common are divided among them."""
+        """Run a step and count the tensors; of shared weights a rank counts its share."""
         gc.collect()
         with TensorBytes(self.model.parameters()) as tracked:
             self.step()
@@ -74,21 +74,21 @@ class Rank:
 
 
 def _common_bytes(model: nn.Module) -> int:
-    """Weights in memory that processes share."""
+    """Return the bytes of weights in shared memory."""
     storages = [storage for parameter in model.parameters() if (storage := storage_of(parameter)) is not None]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
     return sum(size for address, size in sizes.items() if in_shared_memory(address))
 
 
 def warm_up(precision: str) -> None:
-    """Have torch load now what it loads at the first step of any model: this is no contender's memory."""
+    """Make torch load the libraries that it loads at the first step of any model, which no implementation should be charged for."""
     config = GPTConfig(vocabulary=8, context=8, layers=1, heads=1, width=8)
     step = build(Setting("alone", 0, precision), build_gpt(config))
     step(*batches_of(config, 1, 0, 1)[0])
 
 
 def main() -> None:
-    """Take commands until there are no more."""
+    """Run commands until the input ends."""
     order = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     if order["keep_freed_memory"]:

@@ -1,4 +1,4 @@
-"""Contenders that cannot share a process: each has processes of its own, which sleep while another computes."""
+"""Run implementations that cannot share a process: each has its own processes, which sleep while another one computes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ ROOT = Path(__file__).parent.parent
 PATIENCE_S = 120.0
 
 
-class Troupe:
-    """The ranks of one contender, each a process of one thread on a core of its own.
+class ProcessSet:
+    """The ranks of one implementation, each a process with one thread and a core of its own.
 
-    with Troupe("benchmarks.zero_rank", order, ranks=2) as troupe:
-        troupe.ready()
-        answers = troupe.ask("steps 3")     # one answer per rank
+    with ProcessSet("benchmarks.zero_rank", order, ranks=2) as process_set:
+        process_set.ready()
+        answers = process_set.ask("steps 3")     # one answer per rank
 
-    The module is started as `python -m MODULE ORDER` with torchrun's environment variables; it reads commands from
-    its standard input and writes a line of JSON for each to the descriptor `order["answers"]`, the first when it is ready.
+    Each rank runs `python -m MODULE ORDER` with torchrun's environment variables.  It reads commands from its standard input, and
+    writes a line of JSON for each to the descriptor `order["answers"]`, the first one when it is ready.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Troupe:
                 "WORLD_SIZE": str(ranks),
                 "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(ranks),
-                "LOCAL_SIZE": str(ranks),  # DeepSpeed's name for it
+                "LOCAL_SIZE": str(ranks),  # read by DeepSpeed
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": str(ROOT),
-                # Tools that a peer builds with are in its own environment (ninja).
+                # build tools such as ninja are in the environment of the implementation
                 "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
             }
             with self._said[rank].open("w") as said:
@@ -74,7 +74,7 @@ class Troupe:
 
     @property
     def pids(self) -> list[int]:
-        """The processes, by rank."""
+        """Return the process numbers, by rank."""
         return [process.pid for process in self._processes]
 
     def ready(self) -> list[Any]:
@@ -82,7 +82,7 @@ class Troupe:
         return self._hear()
 
     def ask(self, command: str) -> list[Any]:
-        """Give all ranks a command and wait for their answers."""
+        """Send a command to all ranks and return their answers."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(command + "\n")
@@ -104,11 +104,11 @@ class Troupe:
 
     def _complaint(self, rank: int, what: str) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._processes[rank].wait(5)  # until it has said why
+            self._processes[rank].wait(5)  # until it has printed the reason
             what += f" with exit code {self._processes[rank].returncode}"
         return f"rank {rank} {what}; its last words:\n{self._said[rank].read_text()[-4000:]}"
 
-    def __enter__(self) -> Troupe:
+    def __enter__(self) -> ProcessSet:
         return self
 
     def __exit__(

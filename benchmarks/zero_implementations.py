@@ -1,8 +1,8 @@
-"""The contenders of the benchmark of ZeRO stages: each makes a `Step` of a GPT, in a process of its own.
+"""The implementations of the benchmark of ZeRO stages: each builds a `Step` of a GPT in its own process.
 
-They train one model on one batch with AdamW.  In bf16 they compute in bf16 with master weights, gradients' sums and
-optimizer state in fp32; DDP and a rank alone, which know no such thing, with autocast.  Settings are the fastest
-found for each; see docs/benchmarks/results.md.
+They train one model on one batch with AdamW.  In bf16 they compute in bf16 and keep master weights,
+reduced gradients and optimizer states in fp32; DDP and a single rank use autocast instead.  Settings are the fastest found for each: see
+docs/benchmarks/results.md.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ Step = Callable[[Tensor, Tensor], float]
 
 @dataclass(frozen=True)
 class Setting:
-    """Which contender, and in what way it computes."""
+    """An implementation, with its settings."""
 
-    contender: str
+    implementation: str
     """One of `BUILDERS`."""
     zero: int
     precision: str
     """`fp32` or `bf16`."""
     backend: str = "gloo"
     options: dict[str, Any] | None = None
-    """Changes to the settings of the contender, to try them out."""
+    """Changes to the settings of the implementation, to try them out."""
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """The optimizer of all; fused, which is the fastest of torch's three on a CPU, too."""
+    """Return the optimizer of every implementation; the fused one is the fastest on a CPU too."""
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **{"fused": True, **options})
 
 
 def join(setting: Setting) -> None:
-    """Meet the other ranks, by the environment variables of torchrun."""
-    if setting.contender == "DeepSpeed":
+    """Join the job from the environment variables of torchrun."""
+    if setting.implementation == "DeepSpeed":
         deepspeed: Any = importlib.import_module("deepspeed")
         deepspeed.init_distributed(dist_backend=setting.backend, auto_mpi_discovery=False)
     elif setting.backend == "farandole":
@@ -60,12 +60,12 @@ def join(setting: Setting) -> None:
 
 
 def build(setting: Setting, model: nn.Sequential) -> Step:
-    """Make the model parallel."""
-    return BUILDERS[setting.contender](setting, model)
+    """Return a step of the model under a setting."""
+    return BUILDERS[setting.implementation](setting, model)
 
 
 def with_farandole(setting: Setting, model: nn.Sequential) -> Step:
-    """`farandole.parallelize`."""
+    """Use `farandole.parallelize`."""
     import farandole
 
     plan = farandole.Plan(zero=setting.zero, precision=setting.precision, **(setting.options or {}))
@@ -74,7 +74,7 @@ def with_farandole(setting: Setting, model: nn.Sequential) -> Step:
 
 
 def with_fsdp2(setting: Setting, model: nn.Sequential) -> Step:
-    """torch's `fully_shard`, of each block and of the rest; stage 2 keeps the weights for the backward pass."""
+    """Use `fully_shard` for each block and the rest; stage 2 keeps the weights for the backward pass."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -88,7 +88,7 @@ def with_fsdp2(setting: Setting, model: nn.Sequential) -> Step:
 
 
 def with_ddp(setting: Setting, model: nn.Sequential) -> Step:
-    """torch's DistributedDataParallel."""
+    """Use DistributedDataParallel."""
     replica = nn.parallel.DistributedDataParallel(
         model, gradient_as_bucket_view=True, **(setting.options or {})
     )
@@ -96,12 +96,12 @@ def with_ddp(setting: Setting, model: nn.Sequential) -> Step:
 
 
 def alone(setting: Setting, model: nn.Sequential) -> Step:
-    """One rank that knows no others."""
+    """Train this rank without communication."""
     return _stepper(model, adamw(model), autocast=setting.precision == "bf16")
 
 
 def with_deepspeed(setting: Setting, model: nn.Sequential) -> Step:
-    """DeepSpeed, ZeRO stage 2 or 3; `options` update its configuration, and `adam` is whose AdamW it is."""
+    """Use DeepSpeed with ZeRO stage 2 or 3; `options` update its configuration, and `adam` selects its AdamW or torch's."""
     deepspeed: Any = importlib.import_module("deepspeed")
     options = dict(setting.options or {})
     adam = options.pop("adam", "torch")
@@ -113,7 +113,7 @@ def with_deepspeed(setting: Setting, model: nn.Sequential) -> Step:
         "stage3_prefetch_bucket_size": BUCKET,
     } | ({"compute_grad_norm": False} if setting.zero < 3 else {})
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # only reported
+        "train_micro_batch_size_per_gpu": 1,  # only in reports
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
         "bf16": {"enabled": bf16},
@@ -168,11 +168,11 @@ BUILDERS: dict[str, Callable[[Setting, nn.Sequential], Step]] = {
 
 
 def missing(setting: Setting) -> str | None:
-    """What a contender lacks in this process, if anything."""
-    if setting.contender == "DeepSpeed":
+    """Return what an implementation needs and this process lacks, or None."""
+    if setting.implementation == "DeepSpeed":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         return None if importlib.util.find_spec("deepspeed") else "DeepSpeed is not installed"
-    if setting.contender == "Farandole":
+    if setting.implementation == "Farandole":
         import farandole
 
         return None if hasattr(farandole, "parallelize") else "farandole.parallelize does not exist"
