@@ -80,7 +80,7 @@ def _failure(error: Exception) -> str:
     cause = " ".join(f"{type(error).__name__}: {error}".split())
     return (
         f"farandole: cannot register its backends with torch {torch.__version__}: {cause}; "
-        f"farandole {__version__} is {tested()}, so install one of those"
+        f"farandole {__version__} is {tested()}; install one of these versions"
     )
 
 
@@ -188,7 +188,7 @@ def _advice(backend: str, placed: bool) -> str | None:
     import torch.distributed as dist
 
     if backend == "mpi" and not dist.is_mpi_available():
-        return 'farandole has a backend "mpi" for the stock wheel: call farandole.comm.mpi.enable() before'
+        return 'this torch has no MPI of its own: call farandole.comm.mpi.enable() before init_process_group("mpi")'
     started = {"PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys()
     if (
         "farandole" in backend
@@ -198,7 +198,7 @@ def _advice(backend: str, placed: bool) -> str | None:
         and "RANK" not in os.environ
     ):
         return (
-            f"mpirun and srun do not set RANK ({min(started)} is set): farandole.init() finds its place under them, "
-            f'and so does init_process_group("{OVER_MPI}")'
+            f"mpirun and srun do not set RANK ({min(started)} is set): use farandole.init() or "
+            f'init_process_group("{OVER_MPI}"), which take the rank from MPI or Slurm'
         )
     return None

@@ -24,7 +24,7 @@ def job_key() -> str | None:
     key = os.environ.get(VARIABLE) or None
     if key is not None and len(key) < SHORTEST:
         raise ValueError(
-            f"{VARIABLE} has {len(key)} characters, expected at least {SHORTEST}; make a key with: openssl rand -hex 32"
+            f"{VARIABLE}: expected at least {SHORTEST} characters, got {len(key)}; create a key with: openssl rand -hex 32"
         )
     return key
 

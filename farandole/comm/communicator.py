@@ -102,7 +102,9 @@ class Communicator:
         if core is not None:
             return Communicator.over(Dispatcher(core, f"{self.dispatcher.name}, ranks {list(members)}"))
         if group is None or not in_order:
-            raise NotImplementedError("expected keys in the order of ranks; torch's groups keep that order")
+            raise NotImplementedError(
+                "expected members in increasing order of rank, got another order; torch cannot reorder the ranks of this backend"
+            )
         return Communicator(local_group(group, world))
 
     def close(self) -> None:
@@ -425,7 +427,9 @@ class Communicator:
             existing_rank(name, what, peer, self.size)
         core = self.dispatcher.core_for([tensor])
         if peer == self.rank and not core.returns_work:
-            raise ValueError(f"rank {peer} cannot exchange messages with itself")
+            raise ValueError(
+                f"expected the rank of another process, got this rank, {peer}; copy the tensor instead"
+            )
         return core.post_send(tensor, peer, tag) if sends else core.post_recv(tensor, peer, tag)
 
     # ---- Python objects ----
@@ -505,4 +509,6 @@ def _in_place(tensor: Array, output: Array | None = None) -> tuple[list[Tensor],
 
 def _no_average(op: str) -> None:
     if op == "avg":
-        raise ValueError("scan: expected sum, product, min, max, and, or, xor, got avg; try sum and divide")
+        raise ValueError(
+            "scan: expected one of sum, product, min, max, and, or, xor, got avg; use sum and divide the result"
+        )

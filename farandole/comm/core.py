@@ -227,7 +227,7 @@ class GroupCore:
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Raise: ranks that do not share memory have no common tensor."""
-        raise CommunicationError("expected ranks that share memory; try `empty`")
+        raise CommunicationError("the ranks of this group do not share memory; use `empty` instead")
 
     def subgroup(self, members: Sequence[int]) -> Core | None:
         """Form a group of some of the ranks over the same endpoint."""

@@ -34,8 +34,8 @@ def separate_elements(call: str, outputs: Sequence[Tensor]) -> None:
             not stride and length > 1 for stride, length in zip(output.stride(), output.shape, strict=True)
         ):
             raise ValueError(
-                f"{call}: elements of the output share memory (shape {list(output.shape)}, strides "
-                f"{list(output.stride())}), as in an expanded tensor; try clone()"
+                f"{call}: expected an output whose elements do not overlap, got shape {list(output.shape)} with strides "
+                f"{list(output.stride())}; pass output.clone()"
             )
 
 
@@ -48,8 +48,8 @@ def plain(tensor: Tensor) -> Tensor:
     wait = getattr(tensor, "trigger_wait", None)  # AsyncCollectiveTensor
     if wait is None:
         raise TypeError(
-            f"a {type(tensor).__name__} has no memory of its own to communicate; pass the tensor that it "
-            f"wraps, for a DTensor its to_local()"
+            f"expected a tensor with memory of its own, got {type(tensor).__name__}, which wraps another tensor; pass the "
+            f"wrapped tensor (of a DTensor: to_local())"
         )
     inner: Tensor = wait()
     return inner

@@ -88,7 +88,7 @@ def failure_to_error(
 
     if status is Status.DIED:
         return RankDied(
-            f"{culprit} died (killed, or crashed) {_place(theirs, reported, membership)}; {waiting}"
+            f"{culprit} died (killed or crashed) {_place(theirs, reported, membership)}; {waiting}"
         )
     if status is Status.LEFT:
         why = f" ({note})" if note else ""
@@ -107,17 +107,17 @@ def failure_to_error(
         )
     if status is Status.CLOSED:
         return RankDied(
-            f"{culprit} is gone: its connection to {membership.rank(failure.reporter)} was closed; {waiting}"
+            f"{culprit} died or lost its network: its connection to {membership.rank(failure.reporter)} was closed; {waiting}"
         )
     if status is Status.SILENT:
         host = membership.hosts[failure.culprit]
         return RankDied(
-            f"{culprit} cannot be reached: {host} has given no sign of life for {SILENCE_S:g} s, so it is down, or the link "
-            f"to it is; {waiting}"
+            f"{culprit} cannot be reached: {host} has not responded for {SILENCE_S:g} s, so the host or the link to the "
+            f"host is down; {waiting}"
         )
     if status is Status.INTERRUPTED:
         return CommunicationError(
-            f"{culprit} was interrupted (Ctrl-C, or another signal's handler) in {_numbered(reported, membership)}"
+            f"{culprit} was interrupted (Ctrl-C or the handler of another signal) in {_numbered(reported, membership)}"
         )
     return CommunicationError(f"{culprit}: {status.name.lower()}; {waiting}")
 
@@ -142,12 +142,12 @@ def describe_whereabouts(calls: Mapping[int, Call], reader: int, membership: Mem
     """Return the ranks for which rank `reader` waits, from the last calls of the ranks of its host."""
     own = calls[reader]
     behind = [
-        f"{membership.rank(rank)} has not arrived, its last call was {describe_call(call, membership)}"
+        f"{membership.rank(rank)} has not arrived (its last call was {describe_call(call, membership)})"
         for rank, call in calls.items()
         if call.index < own.index
     ]
     what = f"{_numbered(own, membership)}, " if own.operation else ""
-    return what + ("; ".join(behind) if behind else "which all ranks have begun")
+    return what + ("; ".join(behind) if behind else "which all ranks have started")
 
 
 def describe_stalled_message(
@@ -168,7 +168,7 @@ def describe_stalled_message(
         call = theirs
     if call.root != reader:
         return text
-    advice = "they wait for each other; post one of the receives first, or use isend and irecv"
+    advice = "these ranks wait for each other; post one of the receives first, or use isend and irecv"
     return f"{text}: {advice}" if reader == min(ranks) else ""
 
 
@@ -199,16 +199,17 @@ def _late(failure: Failure, membership: Membership, timeout_s: float) -> RankLat
         else "it has made no call"
     )
     if not membership.knows_calls(failure.reporter, failure.culprit):
-        doing = "what it does is not known here"
+        doing = "its current call is unknown on this host"
     if reported.operation in _MESSAGES:
         if reported.root < 0:
             return RankLate(
-                f"no rank sent, within the timeout of {timeout_s:g} s, what {waiter} was waiting for in {_numbered(reported, membership)}"
+                f"no rank sent a message within the timeout of {timeout_s:g} s to {waiter}, which was waiting in "
+                f"{_numbered(reported, membership)}"
             )
-        verb = "take" if reported.operation == Operation.SEND else "send"
+        verb = "receive" if reported.operation == Operation.SEND else "send"
         return RankLate(
-            f"{who} did not {verb}, within the timeout of {timeout_s:g} s, the message of {waiter} in "
-            f"{_numbered(reported, membership)}; {doing}"
+            f"{who} did not {verb} the message of {waiter} in {_numbered(reported, membership)} within the timeout of "
+            f"{timeout_s:g} s; {doing}"
         )
     others = f" and {failure.missing - 1} more" if failure.missing > 1 else ""
     return RankLate(
@@ -231,7 +232,7 @@ def _difference(a: Call, b: Call) -> str:
     reduces_all = a.operation == Operation.ALL_REDUCE
     layout = "compression" if reduces_all else "split of the elements among the ranks"
     parts = {
-        "type of elements": (a.type, b.type),
+        "element type": (a.type, b.type),
         "reduction": (a.op, b.op),
         "root": (a.root, b.root),
         "number of elements": (a.count, b.count),
@@ -240,4 +241,8 @@ def _difference(a: Call, b: Call) -> str:
     if a.operation in _MESSAGES:
         del parts["root"]
     different = [name for name, (one, other) in parts.items() if one != other]
-    return f"they differ in {' and '.join(different)}" if different else "their calls are out of step"
+    return (
+        f"they differ in {' and '.join(different)}"
+        if different
+        else "the ranks have made different numbers of calls"
+    )

@@ -63,7 +63,7 @@ class Dispatcher:
         if self._invalid:
             raise CommunicationError(f"group {self.name!r}: {self._invalid}")
         if self.core.closed:
-            raise RuntimeError(f"group {self.name!r} was destroyed; make a new one")
+            raise RuntimeError(f"group {self.name!r} was destroyed; create a new group")
         return all(self.core.supports(each) for each in tensors)
 
     def core_for(self, *tensors: Sequence[Tensor]) -> Core:

@@ -124,7 +124,7 @@ class Endpoint:
                 handle = core.frd_endpoint_open(rank, size)
                 base = core.frd_group_reserve()
                 if not handle or not base:
-                    raise OSError("no memory for the endpoint")
+                    raise OSError("cannot allocate the endpoint of this process: out of memory")
                 own = Process(
                     host_identity(), gethostname(), os.getpid(), segment.name, arena_bytes,
                     core.frd_endpoint_block(handle), base, visible_devices(),
@@ -208,7 +208,7 @@ class Endpoint:
             process = self.processes[lonely[0]]
             raise OSError(
                 f"rank {lonely[0]} (process {process.pid} on {process.name}) has no address that other hosts can reach; "
-                f"bring a network interface of its host up, or name one in GLOO_SOCKET_IFNAME"
+                f"enable a network interface of that host, or set GLOO_SOCKET_IFNAME to the name of an interface"
             )
         own, secret = socket_address(self.address, 0), derive(key or "", f"session {places[0]['session']}")
         failed = self.core.frd_tcp_open(
@@ -219,7 +219,9 @@ class Endpoint:
                 address = socket_address(each["address"], each["port"])
                 failed = failed or self.core.frd_tcp_add(self._handle, rank, address, len(address))
         if failed or self.core.frd_tcp_start(self._handle):
-            raise MemoryError("no memory, or no thread, for the connections to other hosts")
+            raise MemoryError(
+                "cannot create the connections to other hosts: out of memory or threads; check `ulimit -u` and free memory"
+            )
 
     def _check_keys(self, fingerprints: Sequence[str]) -> None:
         """Raise ValueError unless all ranks have the same key, or none has one."""
@@ -228,8 +230,8 @@ class Endpoint:
             without = [r for r in (0, other) if not fingerprints[r]]
             found = f"rank {without[0]} has none" if without else "they differ"
             raise ValueError(
-                f"ranks 0 and {other} (on {self.processes[0].name} and {self.processes[other].name}) do not have the same "
-                f"{VARIABLE}: {found}; set the same key on all hosts, or on none"
+                f"ranks 0 and {other} (on {self.processes[0].name} and {self.processes[other].name}) expected the same "
+                f"{VARIABLE}, but {found}; set the same key on all hosts, or on none"
             )
 
     # ---- groups ----
@@ -258,7 +260,9 @@ class Endpoint:
         try:
             block = self.core.frd_group_reserve()
             if not block:
-                raise MemoryError("no shared memory for a group")
+                raise MemoryError(
+                    "cannot allocate shared memory for a group; destroy groups or free buffers of `Communicator.empty`"
+                )
             try:
                 context, blocks = self._agree(members, name, who, timeout, block, signature)
                 handle = self._open_group(context, members, blocks)
@@ -343,7 +347,7 @@ class Endpoint:
                 if how
                 else "another algorithm or table of measurements than rank 0; give all ranks the same Options"
             )
-            raise ValueError(f"{who} could not be made: rank {differs} of it was given {what}")
+            raise ValueError(f"cannot create {who}: its rank {differs} was given {what}")
         return context, list(blocks)
 
     def _open_group(self, context: int, members: Sequence[int], blocks: Sequence[int]) -> int:
@@ -357,7 +361,7 @@ class Endpoint:
             (ctypes.c_uint64 * size)(*blocks),
         )
         if not handle:
-            raise MemoryError("no memory for a group")
+            raise MemoryError("cannot allocate a group: out of memory")
         return handle
 
     # ---- messages in the group of all ranks, whose failures break nothing ----
@@ -371,7 +375,7 @@ class Endpoint:
         post = self.core.frd_post_send if sends else self.core.frd_post_recv
         message = post(self._base, buffer, len(data), _BYTE, peer, tag)
         if message is not None and message < LAST_STATUS:
-            raise MemoryError("no memory for a message")
+            raise MemoryError("cannot allocate a message: out of memory")
         return message, buffer
 
     def _wait(

@@ -294,7 +294,7 @@ class TorchCore:
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Raise: torch's groups share no memory."""
-        raise NotImplementedError("expected ranks that share memory; try `empty`")
+        raise NotImplementedError("torch's process groups do not share memory; use `empty` instead")
 
     def subgroup(self, members: Sequence[int]) -> None:
         """Return None: torch makes the group."""

@@ -74,8 +74,10 @@ def open_segment(name: SegmentName) -> int:
     if found.st_ino != name.inode or found.st_uid != user:
         os.close(descriptor)
         if found.st_ino != name.inode:
-            raise OSError(f"process {name.pid} no longer has the memory that it announced")
-        raise OSError(f"the memory of process {name.pid} belongs to user {found.st_uid}, not to {user}")
+            raise OSError(f"process {name.pid} has closed the shared memory that it announced")
+        raise OSError(
+            f"cannot map the memory of process {name.pid}: expected user {user} as its owner, got user {found.st_uid}"
+        )
     return descriptor
 
 
@@ -124,8 +126,8 @@ class Rendezvous:
                 if rank != self._rank and not self.store.check([key if rank else everything])
             ]
             raise RankLate(
-                f"{self._who} could not be made: of its {self._size} ranks, number {', '.join(missing)} did not "
-                f"come within the timeout of {self._timeout.total_seconds():g} s"
+                f"cannot create {self._who}: of its {self._size} ranks, rank {', '.join(missing)} did not arrive within "
+                f"the timeout of {self._timeout.total_seconds():g} s"
             ) from error
         texts = json.loads(self.store.get(everything))
         return texts

@@ -34,7 +34,7 @@ from farandole.comm.ending import remember_failure, with_cause
 from farandole.comm.errors import CommunicationError
 from farandole.comm.failure_consensus import FailureConsensus
 from farandole.comm.host import Segment, SegmentName, open_and_map
-from farandole.comm.notices import print_notice
+from farandole.comm.notices import warn
 from farandole.native import Call, Failure, Status
 
 if TYPE_CHECKING:
@@ -111,11 +111,13 @@ class HostGroup:
         if status == Status.OK:
             return
         if status == Status.UNSUPPORTED:
-            raise ValueError("the core does not have this reduction for this type of elements")
+            raise ValueError("the C core does not support this reduction for this element type")
         if status == Status.NO_MEMORY:
-            raise MemoryError("no shared memory for a collective")
+            raise MemoryError(
+                "cannot allocate shared memory for a collective; free buffers of `Communicator.empty`"
+            )
         if status == Status.INVALID:
-            raise ValueError(f"the group has ranks 0 to {self.size - 1}; a root or peer is outside of them")
+            raise ValueError(f"expected a root or peer between 0 and {self.size - 1}, the ranks of the group")
         failure = Failure()
         self.core.frd_get_failure(self.handle, ctypes.byref(failure))
         error = failure_to_error(failure, self.group_rank, self.membership, self.call_timeout_s)
@@ -208,15 +210,15 @@ class HostGroup:
     def _link_to(self, peer: int, silence_s: float) -> str:
         host = self.membership.hosts[peer]
         if silence_s > _NOTICEABLE_SILENCE_S:
-            return f"{host} has given no sign of life for {silence_s:.0f} s: it is down, or the link to it is"
-        return f"{host} answers, so the link to it is up"
+            return f"{host} has not responded for {silence_s:.0f} s: the host or the link to the host is down"
+        return f"{host} responds, so the link to the host is up"
 
     def whereabouts(self) -> str:
         """Describe the ranks that have not arrived, and their last calls."""
         calls = {member: Call() for member in self.members}
         with self._closing:
             if not self.handle:
-                return "the group was destroyed meanwhile"
+                return "the group was destroyed during the call"
             for rank, call in enumerate(calls.values()):
                 self.core.frd_get_call(self.handle, rank, ctypes.byref(call))
         return describe_whereabouts(calls, self.group_rank, self.membership)
@@ -228,7 +230,7 @@ class HostGroup:
         else:
             text = self.whereabouts()
         if text:
-            print_notice(f"{self.membership.rank(self.group_rank)} waits in {text}")
+            warn(f"{self.membership.rank(self.group_rank)} waits in {text}")
 
     def _waited_message(self, rank: int) -> Call | None:
         """Return the call in which a rank of this host has waited for a message for long."""
@@ -261,8 +263,8 @@ class HostGroup:
         address = self.core.frd_alloc(length)
         if not address:
             raise OSError(
-                f"no shared buffer of {length} bytes: {self.core.frd_arena_used()} of the "
-                f"{self.core.frd_arena_bytes()} bytes of this process's arena are in use"
+                f"cannot allocate {length} bytes of shared memory: {self.core.frd_arena_used()} of the "
+                f"{self.core.frd_arena_bytes()} bytes of this process's arena are in use; free tensors of `empty`"
             )
         part = (ctypes.c_char * length).from_address(address)
         weakref.finalize(part, self.core.frd_free, address).atexit = False
@@ -297,7 +299,9 @@ class HostGroup:
             if own:
                 own.close()
         if memory is None or failed.item():
-            raise OSError(f"no shared buffer of {size} bytes: {problem or 'another rank could not map it'}")
+            raise OSError(
+                f"cannot allocate {size} bytes of shared memory: {problem or 'another rank cannot map the memory'}"
+            )
         return memory
 
     def leave(self, note: str) -> None:

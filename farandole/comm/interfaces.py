@@ -51,7 +51,9 @@ def own_address(store: Any, interface: str | None) -> str:
     source = _source_address(host) if host else None
     found = [*([source] if source else []), *interface_addresses().values()]
     if not found:
-        raise OSError("this host has no network interface that is up, not even its loopback")
+        raise OSError(
+            "expected a network interface that is up, got none; enable one, at least the loopback interface"
+        )
     return next((address for address in found if not is_loopback(address)), found[0])
 
 

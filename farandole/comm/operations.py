@@ -111,7 +111,7 @@ class Operation:
         if self.writes == "parts" == self.reads:
             if len(outputs) == len(inputs) == 1 and own_input % size:
                 raise ValueError(
-                    f"{name}: expected a multiple of {size} elements, got {own_input}; try splits"
+                    f"{name}: expected a multiple of {size} elements, got {own_input}; pass splits"
                 )
             same_count(name, "this rank's part of the input", own_input, "of the output", own_output)
         elif self.writes == "parts" and len(outputs) == 1:
@@ -149,7 +149,7 @@ class Operation:
             expected = own.numel() if counts is None else counts[rank]
             if part.numel() != expected:
                 hint = (
-                    "give `counts`, on all ranks, for tensors of different lengths"
+                    "pass `counts` on all ranks for tensors of different lengths"
                     if counts is None
                     else "fix `counts`"
                 )
@@ -218,18 +218,23 @@ def reduction_number(op: Any, dtype: torch.dtype) -> int:
     else:
         number = REDUCTIONS.get(hash(op))
     if number is None:
-        raise ValueError(f"reduction {op} is not supported; these are: {', '.join(REDUCTION_NAMES)}")
+        name = getattr(op, "op", op)  # the `ReduceOp` itself prints its address
+        raise ValueError(f"expected a reduction, one of {', '.join(REDUCTION_NAMES)}, got {name}")
     name = REDUCTION_NAMES[number]
     exists = name in ("sum", "avg") if dtype.is_complex else reducible(dtype, number)
     if not exists:
-        raise ValueError(f"reduction {name} does not exist for {dtype}")
+        raise ValueError(
+            f"the reduction {name} does not support {dtype}; convert the tensor or use another reduction"
+        )
     return number
 
 
 def existing_rank(call: str, what: str, rank: int, size: int) -> int:
     """Return `rank`; ValueError unless the group has it."""
     if not 0 <= rank < size:
-        raise ValueError(f"{call}: {what} is rank {rank}; the group has ranks 0 to {size - 1}")
+        raise ValueError(
+            f"{call}: expected {what} between 0 and {size - 1}, the ranks of the group, got {rank}"
+        )
     return rank
 
 
@@ -245,7 +250,7 @@ def same_type(call: str, tensors: Sequence[Tensor]) -> None:
 def same_count(call: str, what: str, found: int, which: str, expected: int) -> None:
     """Raise ValueError unless two counts are equal."""
     if found != expected:
-        raise ValueError(f"{call}: {what} has {found}, {which} {expected}; make them equal")
+        raise ValueError(f"{call}: expected equal counts, but {what} has {found}, {which} {expected}")
 
 
 def split_rows(tensor: Tensor, splits: Sequence[int] | None, ranks: int, what: str) -> list[Tensor]:
@@ -255,12 +260,12 @@ def split_rows(tensor: Tensor, splits: Sequence[int] | None, ranks: int, what: s
     if not splits:
         if rows % ranks:
             raise ValueError(
-                f"all_to_all: the {rows} rows of the {what} do not divide among {ranks} ranks; give splits"
+                f"all_to_all: expected a multiple of {ranks} rows in the {what}, got {rows}; pass splits"
             )
         splits = [rows // ranks] * ranks
     if len(splits) != ranks or sum(splits) != rows or min(splits) < 0:
         raise ValueError(
-            f"all_to_all: the {what} splits {list(splits)} must be {ranks} numbers whose sum is its {rows} rows"
+            f"all_to_all: expected {ranks} {what} splits with the sum {rows}, its number of rows, got {list(splits)}"
         )
     return list(tensor.split(list(splits)))
 

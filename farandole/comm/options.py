@@ -38,13 +38,13 @@ class Options:
         for name, kind in kinds.items():
             value, allowed = getattr(self, name), get_args(kind)
             if value not in allowed:
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+                raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
         if self.leaders is not None and self.leaders < 1:
-            raise ValueError(f"leaders={self.leaders}: at least one rank of a host leads")
+            raise ValueError(f"leaders: expected at least 1, got {self.leaders}")
         if self.table is not None:
             if self.algorithm != "auto":
                 raise ValueError(
-                    f"table={self.table!r} is of no use with algorithm={self.algorithm!r}; omit one of them"
+                    f"table={self.table!r} has no effect with algorithm={self.algorithm!r}; omit one of them"
                 )
             self.measurements()
 
@@ -52,9 +52,7 @@ class Options:
     def of(cls, given: Any) -> Options:
         """What the user gave, or the defaults; TypeError if it is something else."""
         if given is not None and not isinstance(given, cls):
-            raise TypeError(
-                f"the backend takes farandole.comm.Options as pg_options, found {type(given).__name__}"
-            )
+            raise TypeError(f"pg_options: expected farandole.comm.Options, got {type(given).__name__}")
         options = given or cls()
         if options.interface is None and (named := os.environ.get("GLOO_SOCKET_IFNAME")):
             options = replace(options, interface=named)

@@ -14,7 +14,7 @@ from torch import Tensor
 from farandole.comm.dtypes import TYPES
 from farandole.comm.errors import RankLate
 from farandole.comm.host_group import HostGroup
-from farandole.comm.notices import STALL_WARNING_S, print_notice
+from farandole.comm.notices import STALL_WARNING_S, warn
 from farandole.comm.work import flags_here
 from farandole.native import TRY, Status
 
@@ -72,7 +72,7 @@ class WireMessage:
                 return wait(self._message, max(0.0, timeout_s - waited), flags)
             status = wait(self._message, max(0.0, warn_after_s - waited), flags | TRY)
             if status == Status.PENDING:
-                print_notice(self._host.late_peer(self._peer, warn_after_s))
+                warn(self._host.late_peer(self._peer, warn_after_s))
                 warn_after_s *= 2
         return status
 

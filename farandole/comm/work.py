@@ -158,7 +158,7 @@ class QueuedWork(FarandoleWork):
                     call(flags)
         except BaseException as error:  # raised by `wait`, KeyboardInterrupt too
             self._error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-            words = f"an asynchronous call failed, and nothing waited for it: {type(error).__name__}: {error}"
+            words = f"an asynchronous call failed, and no `wait()` reported the error: {type(error).__name__}: {error}"
             self._unseen = weakref.finalize(self, self._queue.raise_at_next_call, words)
             self._unseen.atexit = False
         with self._outcome_lock:
@@ -231,7 +231,9 @@ class Tickets:
         core = native.library()
         handle = core.frd_tickets_new()
         if not handle:
-            raise OSError("no memory or no file descriptor for asynchronous calls")
+            raise OSError(
+                "cannot create the queue of asynchronous calls: out of memory or file descriptors; check `ulimit -n`"
+            )
         weakref.finalize(self, core.frd_tickets_free, handle).atexit = False  # a thread may use it to the end
         # by index: functions without argument types, which convert nothing
         names = ("post", "take", "close", "wait")
@@ -313,7 +315,7 @@ class WorkQueue:
     def submit(self, call: Call, tensors: Sequence[torch.Tensor]) -> QueuedWork:
         """Queue a call; a call of a callback runs at once."""
         if self.closed:
-            raise CommunicationError(self.invalid or "the group was destroyed; no call can be made any more")
+            raise CommunicationError(self.invalid or "the group was destroyed; create a new group")
         if self._unseen_error is not None:
             words, self._unseen_error = self._unseen_error, None
             self.acquire = self._running.acquire
@@ -340,8 +342,8 @@ class WorkQueue:
         """Raise CommunicationError in a signal handler that has interrupted a call of this queue, which waits for the handler."""
         if self.holder == _thread.get_ident() and not self.is_mine():
             raise CommunicationError(
-                f"a signal handler called the group in whose call it runs ({self.whereabouts()}): that call waits for "
-                f"the handler; set a flag in the handler and call the group later, or use another group"
+                f"a signal handler called the group whose call it interrupted ({self.whereabouts()}), and the interrupted "
+                f"call waits for the handler; set a flag in the handler and call the group later, or use another group"
             )
 
     def help(self) -> bool:

@@ -205,7 +205,7 @@ def available() -> bool:
 def why_unavailable() -> str | None:
     """The reason why the core cannot be used here, or None if it can."""
     if not sys.platform.startswith("linux"):
-        return f"the C core needs Linux, this is {sys.platform}"
+        return f"the C core needs Linux, got {sys.platform}"
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         return "this Python was built without memfd_create and pidfd_open"
     if _path() is None:
@@ -226,7 +226,9 @@ def library() -> ctypes.CDLL:
     """The opened library.  OSError where `why_unavailable` has a reason."""
     path = _path()
     if path is None:
-        raise OSError("the C core of farandole was not compiled")
+        raise OSError(
+            "the C core of farandole was not compiled; install a C compiler and reinstall the package"
+        )
     core = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(core, name)
@@ -234,7 +236,7 @@ def library() -> ctypes.CDLL:
         function.argtypes = arguments
     if core.frd_abi() != ABI:
         raise OSError(
-            f"{path.name} was built for version {core.frd_abi()} of the interface, not {ABI}: reinstall"
+            f"{path.name}: expected version {ABI} of the interface, got version {core.frd_abi()}; reinstall the package"
         )
     _connect_signals(core)
     return core

@@ -24,7 +24,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from farandole.comm.notices import print_once
+from farandole.comm.notices import warn_once
 from farandole.data.wording import disk_failure
 from farandole.train.run_folder import DiskError
 
@@ -76,8 +76,8 @@ class MetricsWriter:
     def _do_without_tensorboard(self, error: OSError) -> None:
         self._tensorboard = None
         why = disk_failure(error, self._path.parent)
-        print_once(
-            f"TensorBoard's files cannot be written: {why}; training goes on, its numbers are in {self._path}"
+        warn_once(
+            f"TensorBoard's files cannot be written: {why}; training continues and writes its metrics to {self._path}"
         )
 
 

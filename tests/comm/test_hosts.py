@@ -233,7 +233,7 @@ def test_messages(ranks, layout):
 
 
 def too_many_leaders(rank: int, size: int) -> None:
-    with pytest.raises(ValueError, match="1 to 2 can lead"):
+    with pytest.raises(ValueError, match="expected leaders between 1 and 2"):
         hierarchical_group([0, 0, 1, 1], rank, leaders=3)
 
 

@@ -65,7 +65,7 @@ def test_sends_that_wait_for_each_other_are_named():
         for rank in range(3)
     )
     assert said[0][0].startswith(
-        f"farandole: {calls}: they wait for each other; post one of the receives first"
+        f"farandole: {calls}: these ranks wait for each other; post one of the receives first"
     )
 
 

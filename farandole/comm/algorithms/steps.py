@@ -80,7 +80,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 def power_of_two(ranks: int) -> int:
     """The number itself; ValueError if it is no power of two."""
     if ranks & (ranks - 1):
-        raise ValueError(f"{ranks} ranks are no power of 2; ring takes any number")
+        raise ValueError(f"expected a power of 2 as the number of ranks, got {ranks}; try ring")
     return ranks
 
 

@@ -144,8 +144,8 @@ class Table:
             content = json.loads(text)
             if content["version"] != VERSION:
                 raise TableError(
-                    f"{name} has version {content['version']} and this installation reads {VERSION}; make it again with "
-                    f"farandole tune"
+                    f"{name}: expected version {VERSION} of the table, got version {content['version']}; create the table "
+                    f"again with farandole tune"
                 )
             links = tuple(_link(each) for each in content["links"])
             complete = bool(links) and all(link.complete for link in links)
@@ -153,10 +153,10 @@ class Table:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise TableError(
-                f"{name} is not a table of farandole tune: {type(error).__name__}: {error}"
+                f"{name}: expected a table written by farandole tune ({type(error).__name__}: {error})"
             ) from error
         if not complete:
-            raise TableError(f"{name} lacks measurements of one of {', '.join(COSTS)}")
+            raise TableError(f"{name}: expected measurements of {', '.join(COSTS)}, got only some of them")
         return Table(links)
 
     @staticmethod
@@ -166,7 +166,7 @@ class Table:
             with open(path) as file:
                 return Table.parse(file.read(), path)
         except OSError as error:
-            raise TableError(f"table={path!r} cannot be read: {error.strerror or error}") from error
+            raise TableError(f"cannot read table={path!r}: {error.strerror or error}") from error
 
     @staticmethod
     def default() -> Table:
@@ -206,7 +206,7 @@ def _link(content: Mapping[str, Any]) -> Link:
         for hosts, sizes in content["seconds"].items()
     }
     if any(hosts < 2 for hosts in seconds):
-        raise ValueError("a number of hosts is less than 2")
+        raise ValueError("expected measurements on 2 or more hosts, got fewer")
     leaders = {
         int(size): {int(count): _time(each) for count, each in times.items()}
         for size, times in content.get("leaders", {}).items()
@@ -216,5 +216,5 @@ def _link(content: Mapping[str, Any]) -> Link:
 
 def _time(seconds: Any) -> float:
     if not isinstance(seconds, float | int) or not 0 < seconds < math.inf:
-        raise ValueError(f"{seconds!r} is not a number of seconds")
+        raise ValueError(f"expected a positive number of seconds, got {seconds!r}")
     return float(seconds)

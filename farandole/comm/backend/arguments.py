@@ -77,7 +77,7 @@ def torch_keywords(method: Method) -> Method:
             for keyword in keywords.keys() & _KEYWORDS.keys() - set(names):
                 name = _KEYWORDS[keyword]
                 if name in keywords or name in names[1 : 1 + len(args)]:
-                    raise TypeError(f"{method.__name__}() got several values for the argument {keyword!r}")
+                    raise TypeError(f"{method.__name__}() got multiple values for argument {keyword!r}")
                 keywords[name] = keywords.pop(keyword)
         return method(self, *args, **keywords)
 

@@ -22,7 +22,7 @@ from farandole.comm.hierarchical.core import HierarchicalCore
 from farandole.comm.hierarchical.hosts import Hosts
 from farandole.comm.host_group import HostGroup
 from farandole.comm.native_core import NativeCore
-from farandole.comm.notices import print_once
+from farandole.comm.notices import warn_once
 from farandole.comm.options import Options
 from farandole.comm.transport import DeviceTransport, TorchTransport, Transport
 
@@ -46,7 +46,7 @@ def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
             endpoint = Endpoint.bootstrap(opts.store, rank, size, timeout, who, options.interface)
         except CannotShareMemory as reason:
             if rank == 0:
-                print_once(f"{who} communicates through Gloo: {reason}")
+                warn_once(f"{who} communicates through Gloo: {reason}")
             return FarandoleProcessGroup(opts.store, rank, size, timeout, name, None, None)
     core = form(endpoint, members, ranks, name, who, timeout, options)
     return FarandoleProcessGroup(core.host.store, rank, size, timeout, name, core, endpoint.address)
@@ -110,7 +110,7 @@ def _inter_node_transport(
         return None
     if options.transport == "nccl" and not has_nccl():
         raise ValueError(
-            "transport='nccl': torch finds no CUDA device, or was built without NCCL; try transport='tcp'"
+            "transport='nccl' needs a CUDA device and a torch with NCCL, got no device or no NCCL; try transport='tcp'"
         )
     number = host.rank
     if number >= min(len(ranks) for ranks in hosts):

@@ -195,7 +195,9 @@ class FarandoleProcessGroup(dist.ProcessGroup):
 
     def _native_host(self) -> Any:
         if self._host is None:
-            raise RuntimeError(f"group {self._group_name!r} communicates without the C core")
+            raise RuntimeError(
+                f"group {self._group_name!r}: this operation needs the C core, but the group communicates through Gloo"
+            )
         return self._host
 
     def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -33,7 +33,7 @@ class Compression(ABC):
         `parameters` says of what a flat tensor consists; only PowerSGD makes use of it.
         """
         if count < 0 or not 0 <= exact <= count:
-            raise ValueError(f"exact={exact} of {count} elements: it must be between 0 and their number")
+            raise ValueError(f"expected exact between 0 and {count} elements, got {exact}")
         ends = [first + torch.Size(shape).numel() for first, shape in parameters]
         starts = [first for first, _ in parameters]
         if any(a > b for a, b in zip([0, *ends], [*starts, count - exact], strict=True)):
@@ -68,9 +68,13 @@ class Compressor(ABC):
             self._use = weakref.ref(group), op
         before, op_before = self._use
         if before() is not group:
-            raise ValueError("a compressor is for one group: make another one (`for_tensor`) for this group")
+            raise ValueError(
+                "this compressor belongs to another group; create one for this group with `for_tensor`"
+            )
         if op != op_before:
-            raise ValueError(f"this compressor was used for {op_before!r}: make another one for {op!r}")
+            raise ValueError(
+                f"expected reduction {op_before!r} as in earlier calls of this compressor, got {op!r}; create another compressor"
+            )
 
     def windows(self, leaders: int, length: int) -> Iterator[list[int]]:
         """Pieces of about `length` elements: the bounds of the leaders' shares of each."""

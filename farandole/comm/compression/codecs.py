@@ -27,7 +27,7 @@ class Cast(Compression):
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float16):
-            raise ValueError(f"Cast({self.dtype}): what works is torch.bfloat16 and torch.float16")
+            raise ValueError(f"Cast: expected torch.bfloat16 or torch.float16, got {self.dtype}")
 
     def _compressor(self, count: int, parameters: Parameters, exact: int) -> Compressor:
         return CodecCompressor(self, Codec(self.dtype, _BLOCKS[0]), count, parameters, exact)
@@ -45,7 +45,9 @@ class Int8(Compression):
 
     def __post_init__(self) -> None:
         if self.block not in _BLOCKS:
-            raise ValueError(f"block={self.block}: {_BLOCKS[0]} to {_BLOCKS[-1]} values can share a scale")
+            raise ValueError(
+                f"Int8: expected block between {_BLOCKS[0]} and {_BLOCKS[-1]} values, got {self.block}"
+            )
 
     def _compressor(self, count: int, parameters: Parameters, exact: int) -> Compressor:
         return CodecCompressor(self, Codec(torch.int8, self.block), count, parameters, exact)

@@ -35,7 +35,7 @@ class PowerSGD(Compression):
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ValueError(f"rank={self.rank}: it must be 1 at least")
+            raise ValueError(f"PowerSGD: expected rank >= 1, got {self.rank}")
 
     def _compressor(self, count: int, parameters: Parameters, exact: int) -> Compressor:
         return PowerSGDCompressor(self, count, parameters, exact)

@@ -28,7 +28,7 @@ class TopK(Compression):
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
-            raise ValueError(f"ratio={self.ratio}: it must be above 0, and 1 at most")
+            raise ValueError(f"TopK: expected 0 < ratio <= 1, got {self.ratio}")
 
     def _compressor(self, count: int, parameters: Parameters, exact: int) -> Compressor:
         return TopKCompressor(self, count, parameters, exact)

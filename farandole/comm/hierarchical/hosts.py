@@ -41,8 +41,9 @@ class Hosts:
         fewest = min(len(ranks) for ranks in members)
         self.leaders = fewest if leaders is None else leaders
         if not 1 <= self.leaders <= fewest:
-            can = "1 rank, which leads" if fewest == 1 else f"{fewest} ranks, so that 1 to {fewest} can lead"
-            raise ValueError(f"leaders={leaders}: a host of the group has {can}")
+            raise ValueError(
+                f"expected leaders between 1 and {fewest}, the number of ranks on the smallest host, got {leaders}"
+            )
         self.leads = host.rank < self.leaders
         self.all = WireTransport(host, range(self.ranks), _ALL)
         self._agreement: WireTransport | None = None

@@ -80,7 +80,9 @@ def rendezvous(
     """Serve `init_method="mpi://"`: rank and size are MPI's, and rank 0 keeps a store."""
     world = engine().mpi.COMM_WORLD
     yield _world_store(timeout), world.Get_rank(), world.Get_size()
-    raise RuntimeError("ranks of MPI cannot connect a second time through one rendezvous")
+    raise RuntimeError(
+        "expected one rendezvous per MPI process group, got a second request; call init_process_group again"
+    )
 
 
 def _world_store(timeout: timedelta) -> dist.Store:

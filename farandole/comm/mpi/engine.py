@@ -25,6 +25,7 @@ from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 from farandole.comm.mpi.library import load, loaded
+from farandole.comm.notices import warn
 
 SPINS = 30
 """Tests in a row before a waiting thread yields its core."""
@@ -143,11 +144,7 @@ class Engine:
             time.sleep(GUARD_S)
             limit = self._limit
             if limit is not None and time.monotonic() > limit[0]:
-                print(
-                    f"farandole: {limit[1]()}; MPI does not return from the call, so this process ends",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                warn(f"{limit[1]()}; MPI does not return from the call, so this process ends")
                 os._exit(1)
 
     @contextmanager
@@ -217,9 +214,7 @@ class Engine:
             unfinished = any(not pending.advance() for pending in self._open)
         if (failed or unfinished) and self.mpi.COMM_WORLD.Get_size() > 1 and not self.mpi.Is_finalized():
             if unfinished and not failed:
-                print(
-                    "farandole: calls that were given up are still open in MPI: the job ends", file=sys.stderr
-                )
+                warn("abandoned calls have not completed in MPI, so the job ends")
             sys.stdout.flush()
             sys.stderr.flush()
             self.mpi.COMM_WORLD.Abort(1)

@@ -83,7 +83,7 @@ class MpiGroup:
             libraries = sorted({text.split(maxsplit=3)[3] for text in told})
             if len(libraries) > 1:
                 raise MpiUnavailable(
-                    f"the ranks of {name} have loaded different MPIs: {', '.join(libraries)}"
+                    f"expected one MPI library for all ranks of {name}, got {', '.join(libraries)}; load the same library on all hosts"
                 )
             if len(set(numbers)) < size or world.Get_size() < size:
                 raise MpiUnavailable(
@@ -207,7 +207,7 @@ class MpiGroup:
             raise self._failed(error) from error
         except BaseException:
             self._broken = CommunicationError(
-                f"{self.membership.group} was interrupted in {self._in_words()} and cannot be used any more"
+                f"{self.membership.group} was interrupted in {self._in_words()} and cannot be used again; destroy the group and create a new one"
             )
             self.engine.abandon(request)
             raise
@@ -219,7 +219,7 @@ class MpiGroup:
     def _each_turn(self, warning: StallWarning, waited_s: float) -> None:
         """Between the tests of a call that takes longer."""
         if self._given_up:
-            raise CommunicationError(f"the group was destroyed in {self._in_words()}")
+            raise CommunicationError(f"the group was destroyed during {self._in_words()}")
         seconds = self._call_timeout_s or self.timeout_s
         if waited_s > min(SLOW_S, seconds / 2) and self.waiting.recorded < self._index:
             self.waiting.record(self._index)
@@ -290,8 +290,8 @@ class MpiGroup:
         waiting = f"in {self._in_words()}, call number {self._index} of {self.membership.group}"
         if not missing:
             return RankLate(
-                f"all ranks have arrived, and the transfer did not end within the timeout of {seconds:g} s, {waiting}: a rank is "
-                f"stopped, or the network is"
+                f"all ranks have arrived, but the transfer did not end within the timeout of {seconds:g} s, {waiting}: a rank "
+                f"or the network has stopped"
             )
         names = ", ".join(self.membership.rank(rank) for rank in missing)
         return RankLate(

@@ -161,7 +161,9 @@ class Messages:
         group, engine = self.group, self.group.engine
         largest = group.comm.Get_attr(engine.mpi.TAG_UB) - 1
         if not 0 <= tag <= largest:
-            raise ValueError(f"tag {tag}: this MPI has tags from 0 to {largest}")
+            raise ValueError(
+                f"expected a tag between 0 and {largest}, the largest tag of this MPI, got {tag}"
+            )
         call = Call(operation=operation, type=kind, count=nbytes // (kind >> 8), root=peer, layout=tag)
         source = engine.mpi.ANY_SOURCE if peer < 0 else peer
         request = group.start(begin, group.message_buffer(address, nbytes), source, tag)

@@ -62,10 +62,12 @@ class MpiTransport:
     def _begin(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> MpiPending:
         if not tensor.is_cpu or not tensor.is_contiguous():
             raise ValueError(
-                f"a transport moves contiguous CPU tensors, not a {tensor.device} tensor of strides {tensor.stride()}"
+                f"expected a contiguous CPU tensor, got a {tensor.device} tensor of strides {tensor.stride()}"
             )
         if not 0 <= peer < self.size or peer == self.rank:
-            raise ValueError(f"rank {self.rank} of {self.size} has no peer {peer}")
+            raise ValueError(
+                f"expected a peer between 0 and {self.size - 1} other than this rank, {self.rank}, got {peer}"
+            )
         post = self._group.post_send if sends else self._group.post_recv
         nbytes, kind = tensor.numel() * tensor.element_size(), 1 << 8
         return MpiPending(post(tensor.data_ptr(), nbytes, kind, peer, tag), tensor)
