@@ -234,9 +234,9 @@ def check_refusals(rank: int, size: int) -> None:
         ValueError, match=r"expected 2 .* splits with the sum 8, its number of rows, got \[1, 9\]"
     ):
         dist.all_to_all_single(torch.zeros(8), torch.zeros(8), [4, 4], [1, 9])
-    with pytest.raises(ValueError, match="PREMUL_SUM|not supported"):
+    with pytest.raises(ValueError, match="got RedOpType.PREMUL_SUM$"):
         dist.all_reduce(torch.zeros(8), dist._make_nccl_premul_sum(2.0))
-    with pytest.raises(ValueError, match="with itself"):
+    with pytest.raises(ValueError, match="expected the rank of another process"):
         dist.group.WORLD.send([torch.zeros(2)], rank, 0)
     mesh = init_device_mesh("cpu", (size,))
     with pytest.raises(TypeError, match="expected a tensor with memory of its own, got DTensor.*to_local"):
