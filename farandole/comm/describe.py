@@ -19,11 +19,11 @@ _ROOTED = {
 }
 _MESSAGES = (Operation.SEND, Operation.RECV)
 SPARSE_LAYOUT = 1 << 63
-"""The `layout` of the call record of a sparse tensor, which a torch process group communicates after the ranks agree."""
+"""The `layout` of the call record of a sparse tensor, which torch communicates after the ranks have agreed."""
 
 
 class Membership:
-    """The ranks of a group as messages name them: global ranks, process ids, hosts."""
+    """The names of a group's ranks in messages: global ranks, process ids, hosts."""
 
     def __init__(
         self,
@@ -41,17 +41,17 @@ class Membership:
         self._shares_calls = shares_calls  # with the ranks of the same host
 
     def rank(self, rank: int) -> str:
-        """`rank 3 (process 4711)`, with its host where there are several."""
+        """Return `rank 3 (process 4711)`, with the host if the group has several hosts."""
         where = f" on {self.hosts[rank]}" if self._several else ""
         return f"rank {self.ranks[rank]} (process {self.pids[rank]}{where})"
 
     def knows_calls(self, reader: int, rank: int) -> bool:
-        """Whether rank `reader` knows the last call of another rank."""
+        """Return whether rank `reader` knows the last call of another rank."""
         return self._shares_calls and self.hosts[reader] == self.hosts[rank]
 
 
 def describe_call(call: Call, membership: Membership) -> str:
-    """`all_reduce(sum, 1024 x float32)`."""
+    """Return a call as text, such as `all_reduce(sum, 1024 x float32)`."""
     operation = Operation(call.operation)
     if operation is Operation.NOTHING:
         return "nothing yet"
@@ -76,7 +76,7 @@ def describe_call(call: Call, membership: Membership) -> str:
 def failure_to_error(
     failure: Failure, reader: int, membership: Membership, timeout_s: float
 ) -> CommunicationError:
-    """The exception for a broken group, from the record that all its ranks share; rank `reader` will raise it."""
+    """Return the exception of a broken group for rank `reader`, from the failure record that all ranks share."""
     status = Status(failure.status or Status.DIED)
     culprit = membership.rank(failure.culprit)
     if failure.culprit == reader and status is Status.LEFT:
@@ -125,7 +125,7 @@ def failure_to_error(
 def with_own_call(
     error: CommunicationError, failure: Failure, own: Call, membership: Membership
 ) -> CommunicationError:
-    """Return an error that names the reader's call as well, if that is not one of the two calls in the record."""
+    """Return the error; add the reader's call unless the record already contains that call."""
     known = failure.culprit_call, failure.reporter_call
     if not own.operation or any(same_call(own, call) for call in known):
         return error
@@ -153,10 +153,10 @@ def describe_whereabouts(calls: Mapping[int, Call], reader: int, membership: Mem
 def describe_stalled_message(
     own: Call, reader: int, waited_message: Callable[[int], Call | None], membership: Membership
 ) -> str:
-    """Describe a message that does not move, and the calls of the ranks that wait for each other, if it is a cycle.
+    """Describe a stalled message and, in a cycle, the calls of all ranks that wait for each other.
 
-    `waited_message(rank)` is the message for which a rank waits.  Only the first rank of a cycle describes it; the
-    others return "".
+    `waited_message(rank)` returns the message for which a rank waits.  Only the lowest rank of a cycle describes the
+    cycle; the other ranks return "".
     """
     text, ranks, call = describe_call(own, membership), [reader], own
     while (peer := call.root) >= 0 and peer not in ranks:
@@ -179,7 +179,7 @@ def _numbered(call: Call, membership: Membership) -> str:
 
 
 def _place(theirs: Call, reported: Call, membership: Membership) -> str:
-    """Where a rank was when it ended."""
+    """Describe the call in which a rank ended."""
     if theirs.operation == Operation.NOTHING:
         return f"before its first call in {membership.group}"
     call = describe_call(theirs, membership)

@@ -1,8 +1,8 @@
 """The C core: collectives between the processes of one host, in shared memory.
 
-The library is built with the package when there is a C compiler, and opened here with ctypes, which
-releases the interpreter lock during every call.  Where it is missing, or the platform lacks a system
-call that it needs, `available` is False and `why_unavailable` says why.
+The library is built with the package if a C compiler is available.  This module opens it with ctypes, which releases
+the interpreter lock during every call.  If the library or a required system call is missing, `available` returns False
+and `why_unavailable` returns the reason.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ MAX_RANKS = 256
 NOTE_BYTES = 160
 KEY_BYTES = 32
 SILENCE_S = 15.0
-"""After so many seconds without a sign of life another host counts as unreachable."""
+"""Seconds without a response after which another host is treated as unreachable."""
 BACKGROUND, MAIN_THREAD, TRY = 1, 2, 4
 """Flags of a call: sleep early while waiting; serve signals while waiting; at the deadline of a
 message return `Status.PENDING` and leave the group whole."""
 
 
 class Status(IntEnum):
-    """What a call of the core returns."""
+    """The result of a call of the core."""
 
     OK = 0
     DIED = 1
@@ -61,7 +61,7 @@ class Status(IntEnum):
 
 
 class Operation(IntEnum):
-    """What a rank can be doing."""
+    """The operation that a rank runs."""
 
     NOTHING = 0
     ALL_REDUCE = 1
@@ -80,7 +80,7 @@ class Operation(IntEnum):
 
 
 LAST_STATUS = 64
-"""Posting a message returns a status, as a pointer, below this number."""
+"""A function that posts a message returns a status, as a pointer below this number, if it fails."""
 
 
 class VectorLevel(IntEnum):
@@ -92,7 +92,7 @@ class VectorLevel(IntEnum):
 
 
 class Call(ctypes.Structure):
-    """`struct frd_call`: what a rank says it is doing."""
+    """`struct frd_call`: the call that a rank has announced."""
 
     _fields_ = [
         ("index", c_uint64),
@@ -109,7 +109,7 @@ class Call(ctypes.Structure):
 
 
 class Failure(ctypes.Structure):
-    """`struct frd_failure`: why a group broke."""
+    """`struct frd_failure`: why a group failed."""
 
     _fields_ = [
         ("status", c_uint32),
@@ -197,13 +197,13 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 def available() -> bool:
-    """Whether ranks of one host can communicate through shared memory here."""
+    """Return whether the ranks of this host can communicate through shared memory."""
     return why_unavailable() is None
 
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """The reason why the core cannot be used here, or None if it can."""
+    """Return why the core cannot be used on this machine, or None if it can."""
     if not sys.platform.startswith("linux"):
         return f"the C core needs Linux, got {sys.platform}"
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
@@ -223,7 +223,7 @@ def why_unavailable() -> str | None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The opened library.  OSError where `why_unavailable` has a reason."""
+    """Return the opened library; raise OSError if `why_unavailable` returns a reason."""
     path = _path()
     if path is None:
         raise OSError(
@@ -243,12 +243,12 @@ def library() -> ctypes.CDLL:
 
 
 def vector_level() -> VectorLevel:
-    """The instruction set that reductions use on this processor."""
+    """Return the instruction set that reductions use on this processor."""
     return VectorLevel(library().frd_vector_level())
 
 
 def raise_pending_interrupt() -> None:
-    """Raise what a signal handler raised while the core was waiting (after `Status.INTERRUPTED`)."""
+    """Raise the exception of a signal handler that ran while the core waited (after `Status.INTERRUPTED`)."""
     kept = [c_void_p(), c_void_p(), c_void_p()]
     library().frd_pending_interrupt(*(ctypes.byref(pointer) for pointer in kept))
     restore = ctypes.pythonapi.PyErr_Restore
@@ -265,6 +265,6 @@ def _path() -> Path | None:
 
 
 def _connect_signals(core: ctypes.CDLL) -> None:
-    """Let a waiting main thread run Python's signal handlers, so that Ctrl-C works in a collective."""
+    """Allow a waiting main thread to run Python's signal handlers, so that Ctrl-C works in a collective."""
     names = ("PyGILState_Ensure", "PyGILState_Release", "PyErr_CheckSignals", "PyErr_Fetch")
     core.frd_set_interrupts(*(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in names))

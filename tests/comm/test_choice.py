@@ -130,11 +130,14 @@ def _changed(**change: object) -> str:
         ),
         (
             _changed(links=[{"name": "x", "seconds": {"2": {"64": {"ring": 0}}}}]),
-            "0 is not a number of seconds",
+            "positive number of seconds, got 0",
         ),
-        (_changed(links=[{"name": "x", "seconds": {"2": {"64": {"ring": "1"}}}}]), "'1' is not a number"),
-        (_changed(links=[{"name": "x", "seconds": {"1": {"64": {"ring": 1.0}}}}]), "less than 2"),
-        (_changed(links=[{"name": "x", "seconds": {"two": {}}}]), "is not a table"),
+        (
+            _changed(links=[{"name": "x", "seconds": {"2": {"64": {"ring": "1"}}}}]),
+            "positive number of seconds, got '1'",
+        ),
+        (_changed(links=[{"name": "x", "seconds": {"1": {"64": {"ring": 1.0}}}}]), "2 or more hosts"),
+        (_changed(links=[{"name": "x", "seconds": {"two": {}}}]), "written by farandole tune"),
     ],
 )
 def test_what_is_no_table_is_refused(tmp_path, text, message):

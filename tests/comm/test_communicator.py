@@ -341,7 +341,7 @@ def check_invalid(rank: int, size: int) -> None:
             (lambda comm: comm.gather(three, [four] * size, 0, counts=[4] * size), "this rank's tensor has 3"),
             (lambda comm: comm.all_to_all(torch.zeros(2 * size + 1), torch.zeros(2 * size + 1)), "expected a multiple of"),
             (lambda comm: comm.all_to_all([three] * size, [four] * size), "part of the input has 4"),
-            (lambda comm: comm.scan(three, "avg"), "scan: expected sum"),
+            (lambda comm: comm.scan(three, "avg"), "scan: expected one of sum"),
             (lambda comm: comm.all_reduce_init(three, "xor"), "xor does not support"),
             (lambda comm: comm.broadcast_init(three, size), "expected the root between 0 and"),
             (lambda comm: comm.send(three, size), "send: expected the destination between"),

@@ -39,7 +39,7 @@ def test_a_late_rank_is_named_after_five_seconds(size, hosts):
         rf"rank 0 \(process \d+.*all_reduce\(sum, 5 x float32\).*{rank} has not arrived", line
     ) or (
         re.search(
-            rf"rank 0 .* has waited 5 s for {rank} in all_reduce\(sum, 5 x float32\); host1 answers", line
+            rf"rank 0 .* has waited 5 s for {rank} in all_reduce\(sum, 5 x float32\); host1 responds", line
         )
     ), line
 

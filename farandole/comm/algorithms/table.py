@@ -1,11 +1,11 @@
 """Measured times of the algorithms, and predictions for other sizes and numbers of hosts.
 
 For a measured number of hosts, times between two sizes are interpolated linearly.  For other numbers of hosts, the cost
-model of each algorithm predicts the time, with the latency and the seconds per byte that fit all measurements of the link
-best.
+model of each algorithm predicts the time, with the latency and the seconds per byte that fit all measurements of the
+link best.
 
-All hosts of a group must make the same decision.  This module therefore uses only + - * / and sums that are rounded once,
-which give the same bits on every machine.
+All hosts of a group must make the same decision.  This module therefore uses only + - * / and sums that are rounded
+once, which give the same bits on every machine.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ class Fit:
 class Link:
     """The measurements of one kind of link.
 
-    `seconds[hosts][size][algorithm]` is the time of an all-reduce of `size` bytes.  `measured` describes the measurement.
-    `leaders[size][leaders]` is the time in seconds of an all-reduce among all ranks of all hosts, for information only.
+    `seconds[hosts][size][algorithm]` is the time of an all-reduce of `size` bytes.  `measured` describes the
+    measurement.  `leaders[size][leaders]` is the time in seconds of an all-reduce among all ranks of all hosts, for
+    information only.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A compressed all-reduce: which tensors can be compressed, and on which groups."""
+"""The compressed all-reduce: validation of tensors and groups, and the call."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check(comm: Communicator, tensor: Tensor) -> None:
 def compressed_all_reduce(
     comm: Communicator, tensor: Tensor, op: str, compression: Compressor | Compression, async_op: bool
 ) -> dist.Work | None:
-    """See `Communicator.all_reduce`.  Raises ValueError or TypeError for what cannot be compressed."""
+    """Run a compressed all-reduce, as `Communicator.all_reduce`; raise ValueError or TypeError for invalid arguments."""
     if op not in ("sum", "avg"):
         raise ValueError(
             f"compression: expected the reduction 'sum' or 'avg', got {op!r}; reduce without compression"

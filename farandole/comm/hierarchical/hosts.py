@@ -1,4 +1,4 @@
-"""The hosts of a group: which ranks each has, which of them lead, and the transports between hosts."""
+"""The hosts of a group: their ranks, their leaders, and the transports between them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _LEADERS, _ALL = 1, 2  # channels
 class Hosts:
     """The ranks of a group, by host: `members[h]` are those of host h.
 
-    `transport` carries messages between the leaders of the same number on all hosts, where this rank is one (`leads`);
-    `all` between any two ranks.  Its ranks are the numbers of hosts, or of ranks.
+    If this rank is a leader (`leads`), `transport` carries messages between the leaders of the same number on all
+    hosts; its ranks are host numbers.  `all` carries messages between any two ranks of the group.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Hosts:
         return blocks
 
     def agree(self) -> Steps:
-        """Compare the declared call with that of the host before; with all of them in a ring, all are compared.
+        """Compare the declared call with the call of the previous host; the ring of hosts compares all calls.
 
-        What is sent next need not wait for it, so that it costs no time of its own.
+        Later messages need not wait for the comparison, so it adds no latency.
         """
         if self._agreement is None:
             return
@@ -114,7 +114,7 @@ class Hosts:
         host.fail(failure_to_error(failure, host.group_rank, host.membership, host.call_timeout_s), culprit)
 
     def release(self) -> None:
-        """After a collective: give up what an error has left under way."""
+        """Abandon the messages that an error has left pending; called after a collective."""
         self.all.release()
         if self._agreement is not None:
             self._agreement.release()

@@ -27,7 +27,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
-    """Make a group; `init_process_group("farandole-mpi")` and `new_group` call this on every rank of the group."""
+    """Create a group; `init_process_group("farandole-mpi")` and `new_group` call this on every rank of the group."""
     ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
     return _make_group(
         opts.store, opts.group_rank, ranks, opts.timeout or DEFAULT_TIMEOUT, str(opts.group_id)
@@ -35,7 +35,7 @@ def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
 
 
 def core_over(comm: Any, timeout: timedelta) -> MpiCore:
-    """Return the implementation over the ranks of an mpi4py communicator, which is duplicated; a collective call."""
+    """Duplicate an mpi4py communicator and return an implementation over its ranks; a collective call."""
     way = engine()
     with way.making_group(), way.lock:
         copy = comm.Dup()
@@ -55,7 +55,7 @@ def _make_group(
     name: str,
     backend: str = "farandole-mpi",
 ) -> FarandoleProcessGroup:
-    """Return a process group of `ranks` of the world, called by all of them; `rank` is this one's number in it."""
+    """Return a process group of `ranks` of the world, called by all of them; `rank` is this rank in the group."""
     report_untested(ranks[rank])
     is_default = name in ("0", "default", "default_pg")
     who = "the default group" if is_default else f"group {name!r} (ranks {', '.join(map(str, ranks))})"
@@ -77,7 +77,7 @@ def _core(group: MpiGroup, name: str = "farandole-mpi") -> MpiCore:
 def rendezvous(
     url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any
 ) -> Iterator[tuple[dist.Store, int, int]]:
-    """Serve `init_method="mpi://"`: rank and size are MPI's, and rank 0 keeps a store."""
+    """Serve `init_method="mpi://"`: MPI defines rank and size, and rank 0 hosts the store."""
     world = engine().mpi.COMM_WORLD
     yield _world_store(timeout), world.Get_rank(), world.Get_size()
     raise RuntimeError(
@@ -86,7 +86,7 @@ def rendezvous(
 
 
 def _world_store(timeout: timedelta) -> dist.Store:
-    """Return a part of the store of the job's ranks, a new one at each call; called by all ranks."""
+    """Return a new part of the job's store at each call; called by all ranks."""
     number = next(_rendezvous_numbers())
     return dist.PrefixStore(f"rendezvous-{number}/", _job_store(timeout))
 
@@ -104,7 +104,7 @@ def _job_store(timeout: timedelta) -> dist.Store:
 
 
 def _store_over(comm: Any, timeout: timedelta) -> dist.Store:
-    """Return a store that rank 0 of an MPI communicator keeps at a free port."""
+    """Return a store that rank 0 of an MPI communicator hosts at a free port."""
     if comm.Get_size() == 1:
         return dist.HashStore()
     hosts = comm.allgather(socket.gethostname())
@@ -128,16 +128,18 @@ def _store_over(comm: Any, timeout: timedelta) -> dist.Store:
 
 
 def enable(timeout_s: float = DEFAULT_TIMEOUT.total_seconds()) -> None:
-    """Let `init_process_group("mpi")` make our groups, and `is_mpi_available()` return True.
+    """Make `init_process_group("mpi")` create groups of this package and `is_mpi_available()` return True.
 
-    torch makes such groups through a class of its own builds, which takes this process's rank and the world's size
-    from MPI, and gets no timeout: `timeout_s`, in seconds, applies to all groups made after this call.
-    A torch that was built with MPI uses this instead from here on.
+    This replaces torch's class for MPI groups, also in a torch that was built with MPI.  The class takes rank and world
+    size from MPI and receives no timeout.
+
+    Args:
+        timeout_s: The timeout, in seconds, of all groups created after this call.
     """
     timeout = timedelta(seconds=timeout_s)
 
     class ProcessGroupMPI:
-        """The class by which torch makes a group."""
+        """The class with which torch creates a group."""
 
         @staticmethod
         def create(ranks: list[int]) -> FarandoleProcessGroup:
@@ -157,4 +159,4 @@ def enable(timeout_s: float = DEFAULT_TIMEOUT.total_seconds()) -> None:
 
 
 _stores: list[dist.Store] = []
-"""The store of the default group, through which sub-groups connect: torch passes such groups no store."""
+"""The store of the default group, through which subgroups connect, because torch passes them no store."""

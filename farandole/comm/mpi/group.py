@@ -1,7 +1,7 @@
 """A group of ranks in MPI: membership, deadlines, messages, and errors that name ranks.
 
-`MpiGroup` has the methods of `HostGroup` that `GroupCore` and `comm/messages.py` use, and the message functions of the C
-core under their names (`core`), so that point-to-point work is that of the shared-memory backend.
+`MpiGroup` has the methods of `HostGroup` that `GroupCore` and `comm/messages.py` use, and message functions with the
+names of the C core (`core`), so that it shares the point-to-point code of the shared-memory backend.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from farandole.native import Call, Failure, Status
 
 PIECE_BYTES = 1 << 30
 GRACE_S = 0.5
-"""How long a rank whose deadline has passed waits for others to record that they have arrived."""
+"""How long, in seconds, a rank waits after its timeout for other ranks to record their arrival."""
 
 
 class MpiGroup:
-    """The ranks of one group and their communicator.  Made by every rank of the group at once with `connect`."""
+    """The ranks of one group and their communicator, created by all ranks with `connect`."""
 
     def __init__(
         self, comm: Any, way: Engine, membership: Membership, store: dist.Store, timeout: timedelta
@@ -68,10 +68,13 @@ class MpiGroup:
     def connect(
         cls, rendezvous: Rendezvous, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
     ) -> MpiGroup:
-        """Make it with the other ranks.
+        """Create the group; called by all its ranks.
 
-        `ranks` are for messages: how people number them.  MPI's numbers are exchanged, as the program may
-        have chosen others.  `RankLate` if a rank does not come; `MpiUnavailable` if MPI does not know them all.
+        `ranks` are the rank numbers for messages to users.  The ranks exchange their MPI ranks, which may differ.
+
+        Raises:
+            RankLate: A rank did not arrive in time.
+            MpiUnavailable: A rank of the group is not in MPI's world.
         """
         way = engine()
         world, mpi = way.mpi.COMM_WORLD, way.mpi
@@ -99,7 +102,7 @@ class MpiGroup:
         return cls(comm, way, membership, rendezvous.store, timeout)
 
     def subgroup(self, members: Sequence[int]) -> MpiGroup:
-        """Return a group of some ranks, in this order; called by them."""
+        """Return a group of `members`, in this order; called by these ranks."""
         way, name = self.engine, f"ranks {', '.join(str(self.membership.ranks[rank]) for rank in members)}"
         number = self._subgroups[tuple(members)]
         self._subgroups[tuple(members)] += 1
@@ -118,11 +121,11 @@ class MpiGroup:
         return MpiGroup(comm, way, membership, store, timedelta(seconds=self.timeout_s))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long a call waits for the other ranks."""
+        """Set how long a call waits for the other ranks."""
         self.timeout_s = timeout.total_seconds()
 
     def within(self, timeout_s: float, call: Callable[[int], None]) -> Callable[[int], None]:
-        """A call with a timeout of its own."""
+        """Return a call with its own timeout, in seconds."""
 
         def timed(flags: int) -> None:
             self._call_timeout_s = timeout_s
@@ -139,7 +142,7 @@ class MpiGroup:
             raise status
 
     def whereabouts(self) -> str:
-        """Describe the call under way and the ranks that are not known to be in it."""
+        """Describe the current call and the ranks that have not recorded their arrival."""
         what = f"{self._in_words()}, call number {self._index} of {self.membership.group}"
         behind = [
             f"{self.membership.rank(rank)} has not said that it arrived"
@@ -148,18 +151,18 @@ class MpiGroup:
         return "; ".join([what, *behind])
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
-        """An ordinary tensor: MPI has no better memory to offer."""
+        """Return a tensor in private memory."""
         return torch.empty(*shape, dtype=dtype, device="cpu")
 
     def leave(self, note: str) -> None:
-        """MPI has no way to tell the others."""
+        """Do nothing; MPI cannot notify the other ranks."""
 
     def give_up(self) -> None:
-        """Have this process's calls under way return, with an error."""
+        """Make the pending calls of this process fail."""
         self._given_up = True
 
     def close(self) -> None:
-        """Give the communicator back.  No call may be under way."""
+        """Free the communicator; no call may be pending."""
         if not self.handle or self._owner != os.getpid():
             return
         self.handle = None
@@ -170,7 +173,7 @@ class MpiGroup:
     # ---- for the core ----
 
     def begin(self, operation: int, kind: int, op: int, count: int, root: int = 0) -> None:
-        """A collective begins; raises the error of a group that is broken."""
+        """Record the start of a collective; raise the error of a failed group."""
         if self._owner != os.getpid():
             raise MpiUnavailable(NO_FORK)
         if self._broken is not None:
@@ -179,7 +182,7 @@ class MpiGroup:
         self._call = (operation, kind, op, count, root)
 
     def start(self, begin: Callable[..., Any], *arguments: Any) -> Any:
-        """Call MPI; an error of its becomes one of ours."""
+        """Call MPI and convert its errors to `CommunicationError`."""
         try:
             with self.engine.lock:
                 return begin(*arguments)
@@ -193,7 +196,7 @@ class MpiGroup:
             self.start(call, *arguments)
 
     def finish(self, request: Any, transfer: int, *, background: bool) -> None:
-        """Wait for a part of the call under way.  `RankLate` at the deadline, after which the group is broken."""
+        """Wait for a request of the current call; at the timeout the group fails with `RankLate`."""
         seconds = self._call_timeout_s or self.timeout_s
         try:
             if self.engine.complete_soon(request, 3 if background else SPINS):
@@ -217,7 +220,7 @@ class MpiGroup:
             raise self._broken
 
     def _each_turn(self, warning: StallWarning, waited_s: float) -> None:
-        """Between the tests of a call that takes longer."""
+        """Check for stalls and for `give_up` between two tests of a request."""
         if self._given_up:
             raise CommunicationError(f"the group was destroyed during {self._in_words()}")
         seconds = self._call_timeout_s or self.timeout_s
@@ -226,13 +229,13 @@ class MpiGroup:
         warning.after(waited_s)
 
     def _stalled(self) -> str:
-        """The stall warning, on the first rank that waits."""
+        """Return the stall warning on the first waiting rank, "" on the other ranks."""
         if set(range(self.rank)) - set(self.waiting.missing(self._index)):
             return ""
         return f"{self.membership.rank(self.rank)} waits in {self.whereabouts()}"
 
     def compare(self, background: bool) -> None:
-        """With TORCH_DISTRIBUTED_DEBUG=DETAIL: `CallMismatch` unless all ranks make the same call here."""
+        """Raise `CallMismatch` unless all ranks make the same call (with TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
         mine = torch.tensor([self._index, *self._call], device="cpu")
         calls = torch.empty(self.size, mine.numel(), dtype=mine.dtype, device="cpu")
         request = self.start(self.comm.Iallgather, mine.numpy(), calls.numpy())

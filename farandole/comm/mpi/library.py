@@ -1,7 +1,7 @@
-"""The MPI library that mpi4py has loaded: initialised here, and checked against the launcher.
+"""Initialization of the MPI library that mpi4py has loaded, and comparison with the launcher.
 
-The thread level is "serialized": one thread at a time is in MPI, whichever it is (see `engine.py`).  With
-"multiple", the level that mpi4py asks for by itself, MPICH gives up its collectives in shared memory.
+The thread level is "serialized": any thread may call MPI, one at a time (see `engine.py`).  With "multiple", the
+default of mpi4py, MPICH does not use its shared-memory collectives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SIZES = {
     "WORLD_SIZE": "torchrun (or another program that set WORLD_SIZE)",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
-"""Where launchers say how many ranks they started, the innermost first."""
+"""The variables in which launchers pass the number of ranks, the innermost launcher first."""
 
 NO_FORK = (
     "this process was forked from one that uses MPI, which does not survive that; start it with the method 'spawn' "
@@ -31,12 +31,12 @@ NO_FORK = (
 
 
 class MpiUnavailable(CommunicationError):
-    """There is no MPI that could be used; the message says what to install, load or set."""
+    """MPI cannot be used; the message says what to install, load or set."""
 
 
 @functools.cache
 def load() -> Any:
-    """The module `mpi4py.MPI`, initialised.  `MpiUnavailable` with the remedy where that cannot be."""
+    """Return the initialised module `mpi4py.MPI`; raise `MpiUnavailable` with the remedy on failure."""
     try:
         import mpi4py
     except ImportError as error:
@@ -76,7 +76,7 @@ _process: list[int] = []
 
 
 def loaded() -> Any:
-    """The same, in the process that loaded it: MPI does not survive a fork."""
+    """Return the module as `load`; raise `MpiUnavailable` in a forked child."""
     mpi = load()
     if _process[0] != os.getpid():
         raise MpiUnavailable(NO_FORK)
@@ -84,16 +84,16 @@ def loaded() -> Any:
 
 
 def describe_library(mpi: Any) -> str:
-    """`MPICH 5.0.2`."""
+    """Return name and version of the library, such as `MPICH 5.0.2`."""
     name, version = mpi.get_vendor()
     return f"{name} {'.'.join(map(str, version))}"
 
 
 def check_world(environ: Mapping[str, str], size: int, library: str) -> None:
-    """`MpiUnavailable` where a launcher started several ranks and MPI sees a world of one.
+    """Raise `MpiUnavailable` if a launcher started several ranks but MPI finds a single rank.
 
-    That happens when the mpirun of one MPI starts a Python that has loaded another, and each process would
-    run the whole job.
+    This happens if the mpirun of one MPI starts a Python that has loaded another MPI.  Each process would run the whole
+    job.
     """
     variable = next((name for name in _SIZES if environ.get(name, "").isdecimal()), None)
     if size != 1 or variable is None or int(environ[variable]) <= 1:
@@ -105,7 +105,7 @@ def check_world(environ: Mapping[str, str], size: int, library: str) -> None:
 
 
 def _warn_of_launcher(environ: Mapping[str, str], library: str) -> None:
-    """Before MPI begins: most builds of other MPIs end the process there, under Open MPI's mpirun."""
+    """Warn before MPI_Init, because most builds of other MPIs exit there under Open MPI's mpirun."""
     variable = "OMPI_COMM_WORLD_SIZE"
     if environ.get(variable, "1") != "1" and not library.startswith("Open MPI"):
         warn_once(

@@ -164,7 +164,7 @@ dist.init_process_group("farandole-mpi")
     ("case", "words"),
     [
         ("no mpi4py", r"needs mpi4py 4 or later and an MPI library; run pip install 'farandole\[mpi\]'"),
-        ("one thread", "initialised MPI for one thread.*mpi4py.rc.thread_level = 'serialized'"),
+        ("one thread", "MPI initialised for one thread.*mpi4py.rc.thread_level = 'serialized'"),
     ],
 )
 def test_what_is_missing_is_said(tmp_path, case, words):
