@@ -23,7 +23,7 @@ def visible_devices() -> list[str]:
 
 
 def must_share(hosts: Iterable[Sequence[Sequence[str]]]) -> bool:
-    """Return whether a host has fewer devices than ranks; `hosts` lists the visible devices of each rank of each host."""
+    """Return whether a host has fewer devices than ranks; `hosts` lists the devices of each rank of each host."""
     for ranks in hosts:
         visible = {name for names in ranks for name in names}
         if visible and len(visible) < len(ranks):

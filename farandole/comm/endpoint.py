@@ -406,14 +406,14 @@ class Endpoint:
             native.raise_pending_interrupt()
         process = self.processes[peer]
         raise CommunicationError(
-            f"{who} could not be made: rank {list(members).index(peer)} of it (process {process.pid} on {process.name}) "
+            f"cannot create {who}: its rank {list(members).index(peer)} (process {process.pid} on {process.name}) "
             f"{'left' if status == Status.LEFT else 'died'}"
         )
 
     def _late(self, late: Sequence[int], members: Sequence[int], who: str, timeout: timedelta) -> RankLate:
         numbers = ", ".join(str(list(members).index(member)) for member in late)
         return RankLate(
-            f"{who} could not be made: of its {len(members)} ranks, number {numbers} did not come within "
+            f"cannot create {who}: of its {len(members)} ranks, rank {numbers} did not arrive within "
             f"the timeout of {timeout.total_seconds():g} s"
         )
 

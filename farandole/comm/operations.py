@@ -1,6 +1,6 @@
-"""The operations of a communicator: what each one reads and writes, and how a call of it is made.
+"""The table of operations: the tensors that each operation reads and writes, and the validation of its calls.
 
-A row of the table states which ranks read and write which tensors.  From that `Operation.call` validates the tensors,
+A row of the table states which ranks read and write which tensors.  From this, `Operation.call` validates the tensors,
 makes them dense, passes complex numbers to reductions as pairs of real numbers, and copies results back.
 """
 
@@ -30,7 +30,7 @@ from farandole.comm.dtypes import REDUCTION_NAMES, REDUCTIONS, reducible
 from farandole.comm.work import Call
 
 Form = Literal["nothing", "one tensor", "parts"]
-"""`parts` are one tensor per rank, or a single tensor that holds equal parts for all ranks."""
+"""`parts` are one tensor per rank, or a single tensor with equal parts for all ranks."""
 Who = Literal["all", "root", "others"]
 
 
