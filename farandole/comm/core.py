@@ -103,10 +103,10 @@ class Core(Protocol):
     # ---- point-to-point ----
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Begin to send."""
+        """Start to send."""
 
     def post_recv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Begin to receive; `peer` -1 receives from any rank."""
+        """Start to receive; `peer` -1 receives from any rank."""
 
     # ---- memory ----
 
@@ -214,11 +214,11 @@ class GroupCore:
         """
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Begin to send."""
+        """Start to send."""
         return self.messages.post(tensor, peer, tag, sends=True)
 
     def post_recv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Begin to receive; `peer` -1 receives from any rank."""
+        """Start to receive; `peer` -1 receives from any rank."""
         return self.messages.post(tensor, peer, tag, sends=False)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:

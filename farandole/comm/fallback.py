@@ -263,11 +263,11 @@ class TorchCore:
     # ---- point-to-point ----
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Begin to send."""
+        """Start to send."""
         return self.group.send([tensor], peer, tag)
 
     def post_recv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Begin to receive; `peer` -1 receives from any rank."""
+        """Start to receive; `peer` -1 receives from any rank."""
         return self.group.recv([tensor], peer, tag) if peer >= 0 else self.group.recv_anysource([tensor], tag)
 
     def post_batch(self, messages: Sequence[tuple[bool, Tensor, int, int]]) -> list[dist.Work]:

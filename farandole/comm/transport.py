@@ -107,11 +107,11 @@ class WireTransport:
             self._host.core.frd_connect(self._host.handle, rank)
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> WireMessage:
-        """Begin to send."""
+        """Start to send."""
         return self._post(tensor, peer, tag, sends=True)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> WireMessage:
-        """Begin to receive."""
+        """Start to receive."""
         return self._post(tensor, peer, tag, sends=False)
 
     def _post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> WireMessage:
@@ -140,11 +140,11 @@ class Tagged:
         self._tag = tag
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
-        """Begin to send."""
+        """Start to send."""
         return self._transport.send(tensor, peer, self._tag + tag)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
-        """Begin to receive."""
+        """Start to receive."""
         return self._transport.recv(tensor, peer, self._tag + tag)
 
 
@@ -185,11 +185,11 @@ class TorchTransport:
         self._group = group
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> TorchMessage:
-        """Begin to send."""
+        """Start to send."""
         return TorchMessage(self._group.send([tensor], peer, tag))
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> TorchMessage:
-        """Begin to receive."""
+        """Start to receive."""
         return TorchMessage(self._group.recv([tensor], peer, tag))
 
 
@@ -212,12 +212,12 @@ class DeviceTransport:
         self._device = device
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> TorchMessage:
-        """Begin to send."""
+        """Start to send."""
         group = self._upward if peer > self.rank else self._downward
         return TorchMessage(group.send([tensor.to(self._device)], peer, tag))
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> TorchMessage:
-        """Begin to receive."""
+        """Start to receive."""
         staged = torch.empty_like(tensor, device=self._device)
         group = self._upward if peer < self.rank else self._downward
         return TorchMessage(group.recv([staged], peer, tag), lambda: tensor.copy_(staged))

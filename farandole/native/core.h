@@ -7,8 +7,8 @@
  *     endpoint   this process's connection to the other processes of a job: their arenas, TCP, progress
  *     group      a communicator: some processes of an endpoint, their collectives and messages
  *
- * A group runs one collective at a time (the caller keeps the order).  Collectives of different groups and point-to-point
- * operations of any group may run concurrently on any thread.
+ * A group runs one collective at a time (the caller keeps the order).  Collectives of different groups and
+ * point-to-point operations of any group may run concurrently on any thread.
  */
 #ifndef FARANDOLE_CORE_H
 #define FARANDOLE_CORE_H
@@ -60,7 +60,7 @@ struct frd_call {
     uint64_t count;      /* elements */
     uint64_t layout;     /* fingerprint of uneven counts; for point-to-point the tag */
     uint64_t stage;      /* 1 + offset of its staging slot in this rank's arena; 0: the payload follows the record */
-    uint64_t source;     /* address of its tensor in this process if the tensor is in its arena: other ranks may read it */
+    uint64_t source;     /* address, in this rank's process, of its tensor in its arena: other ranks may read it */
     uint64_t target;     /* likewise for the tensor that other ranks may write */
 };
 
@@ -96,7 +96,7 @@ int frd_arena_open(int descriptor, size_t bytes);
 size_t frd_arena_bytes(void);          /* 0: this process has no arena */
 void *frd_alloc(size_t bytes);         /* whole pages of this process's arena; NULL: the arena is full */
 void frd_free(void *);                 /* frees the memory once no other process uses it */
-size_t frd_arena_used(void);           /* bytes allocated by frd_alloc, including those whose release is deferred after frd_free */
+size_t frd_arena_used(void);           /* allocated by frd_alloc, or freed but not released yet */
 
 /* ---- endpoints ---- */
 
@@ -104,15 +104,15 @@ size_t frd_arena_used(void);           /* bytes allocated by frd_alloc, includin
  * arena on this host, its address on another host) before it opens the first group. */
 struct frd_endpoint *frd_endpoint_open(int rank, int ranks);
 uint64_t frd_endpoint_block(struct frd_endpoint *);   /* offset of the endpoint's block in this process's arena */
-/* Add a process of this host (including this one), with a descriptor of its arena, which the caller closes, and the offset
- * of its block.  Returns 0 or the errno of a failed system call. */
+/* Add a process of this host (including this one), with a descriptor of its arena, which the caller closes, and the
+ * offset of its block.  Returns 0 or the errno of a failed system call. */
 int frd_endpoint_add(struct frd_endpoint *, int rank, int descriptor, size_t bytes, uint64_t block, int64_t pid);
 void frd_endpoint_close(struct frd_endpoint *);       /* after all its groups */
-void frd_endpoint_forked(struct frd_endpoint *);      /* closes the sockets of a forked child, which has no other thread */
+void frd_endpoint_forked(struct frd_endpoint *);      /* in a forked child (one thread): closes its sockets */
 
-/* Connect to processes of other hosts over TCP.  The endpoint takes ownership of `listener`, a listening socket.  `own` is
- * the source address of connections.  `key` is a secret of FRD_KEY_BYTES shared by the processes of the job.  Addresses are
- * struct sockaddr. */
+/* Connect to processes of other hosts over TCP.  The endpoint takes ownership of `listener`, a listening socket.  `own`
+ * is the source address of connections.  `key` is a secret of FRD_KEY_BYTES shared by the processes of the job.
+ * Addresses are struct sockaddr. */
 int frd_tcp_open(struct frd_endpoint *, int listener, const void *own, size_t own_bytes,
                  const unsigned char *key, double timeout);
 int frd_tcp_add(struct frd_endpoint *, int rank, const void *address, size_t bytes);
@@ -123,8 +123,9 @@ int frd_tcp_start(struct frd_endpoint *);             /* after all addresses */
 /* Reserve this process's part of a group in its arena. */
 uint64_t frd_group_reserve(void);
 void frd_group_unreserve(uint64_t block);             /* of a group that was not opened */
-/* `members` are ranks of the endpoint, `blocks` the memory reserved by each member on this host.  `context` is a number that
- * no other group shared by two of these processes has.  In the group of context 0, failures do not break the group. */
+/* `members` are ranks of the endpoint, `blocks` the memory reserved by each member on this host.  `context` is a number
+ * that no other group shared by two of these processes has.  In the group of context 0, failures do not break the
+ * group. */
 struct frd_group *frd_group_open(struct frd_endpoint *, uint64_t context, int rank, int ranks, const int *members,
                                  const uint64_t *blocks);
 void frd_leave(struct frd_group *, const char *note);  /* notifies the other ranks; keeps the memory */
@@ -141,20 +142,21 @@ void frd_connect(struct frd_group *, int rank);        /* open the connection be
 double frd_silence(struct frd_group *, int rank);      /* seconds since its host last responded; -1: unknown */
 void frd_break(struct frd_group *, int culprit);       /* apply a failure found on another host to this host */
 void frd_tell_broken(struct frd_group *);              /* propagate the failure to all hosts of the group */
-/* Declare a user's call that consists of several collectives on this host.  The ranks agree on the call first, and errors
- * name it until frd_undeclare. */
+/* Declare a user's call that consists of several collectives on this host.  The ranks agree on the call first, and
+ * errors name it until frd_undeclare. */
 int frd_declare(struct frd_group *, const struct frd_call *, int flags);
 void frd_undeclare(struct frd_group *);
 
-/* Collectives among the ranks of a group on this host.  Flags: FRD_BACKGROUND sleeps early while waiting, FRD_MAIN_THREAD
- * handles signals while waiting, FRD_TRY makes frd_message_wait return FRD_PENDING at the timeout without breaking the
- * group.  Counts are elements. */
+/* Collectives among the ranks of a group on this host.  Flags: FRD_BACKGROUND sleeps early while waiting,
+ * FRD_MAIN_THREAD handles signals while waiting, FRD_TRY makes frd_message_wait return FRD_PENDING at the timeout
+ * without breaking the group.  Counts are elements. */
 enum frd_flags { FRD_BACKGROUND = 1, FRD_MAIN_THREAD = 2, FRD_TRY = 4 };
 int frd_barrier(struct frd_group *, int flags);
 int frd_all_reduce(struct frd_group *, void *data, size_t count, int type, int op, int flags);
 int frd_all_reduce_to(struct frd_group *, const void *in, void *out, size_t count, int type, int op, int flags);
 int frd_reduce(struct frd_group *, void *data, size_t count, int type, int op, int root, int flags);
-/* out = reduction of the values of all ranks up to this one, excluding this one if `exclusive` (rank 0 keeps its out) */
+/* out = reduction of the values of all ranks up to this one, excluding this one if `exclusive` (rank 0 keeps its out)
+ * */
 int frd_scan(struct frd_group *, const void *in, void *out, size_t count, int type, int op, int exclusive, int flags);
 /* in[d] has counts[d] elements for rank d */
 int frd_reduce_scatter(struct frd_group *, const void *const *in, const size_t *counts, void *out, int type,
@@ -175,9 +177,10 @@ int frd_reduce_scatter_even(struct frd_group *, const void *in, void *out, size_
 int frd_all_gather_even(struct frd_group *, const void *in, void *out, size_t count, int type, int flags);
 int frd_all_to_all_even(struct frd_group *, const void *in, void *out, size_t count, int type, int flags);
 
-/* Point-to-point: post, then test or wait.  `peer` -1 receives from any rank.  Tags below 0 are reserved for collectives.
- * Posting returns NULL for a complete send, a message, or a status below FRD_LAST_STATUS as a pointer.  Test and wait return
- * the status and the source shifted by 8 bits; unless the status is FRD_PENDING, they free the message. */
+/* Point-to-point: post, then test or wait.  `peer` -1 receives from any rank.  Tags below 0 are reserved for
+ * collectives.  Posting returns NULL for a complete send, a message, or a status below FRD_LAST_STATUS as a pointer.
+ * Test and wait return the status and the source shifted by 8 bits; unless the status is FRD_PENDING, they free the
+ * message. */
 #define FRD_LAST_STATUS 64
 struct frd_message *frd_post_send(struct frd_group *, const void *data, size_t bytes, int type, int peer, int tag);
 struct frd_message *frd_post_recv(struct frd_group *, void *data, size_t bytes, int type, int peer, int tag);
@@ -186,7 +189,7 @@ int frd_message_wait(struct frd_group *, struct frd_message *, double timeout, i
 /* Post and wait; the group's timeout applies. */
 int frd_send(struct frd_group *, const void *data, size_t bytes, int type, int peer, int tag, int flags);
 int frd_recv(struct frd_group *, void *data, size_t bytes, int type, int peer, int tag, int flags);
-void frd_message_cancel(struct frd_group *, struct frd_message *); /* abandons it; an error if its transfer has started */
+void frd_message_cancel(struct frd_group *, struct frd_message *); /* an error if its transfer has started */
 
 /* Calls of a work queue, which its thread runs unless another thread takes them first.  No group is involved. */
 struct frd_tickets;
@@ -197,14 +200,14 @@ void frd_tickets_take(struct frd_tickets *);
 void frd_tickets_close(struct frd_tickets *);
 int frd_tickets_wait(struct frd_tickets *); /* 1: a ticket has not been taken for a while; 0: closed, and none is left */
 
-/* Compression of fp32.  `type` is the element type of a message: bf16, fp16 or int8.  An int8 message starts with a scale in
- * fp32, amax / 127, for each `block` of values; the codes follow.  See codecs.h.  No group is involved. */
+/* Compression of fp32.  `type` is the element type of a message: bf16, fp16 or int8.  An int8 message starts with a
+ * scale in fp32, amax / 127, for each `block` of values; the codes follow.  See codecs.h.  No group is involved. */
 int frd_encode(int type, const float *x, float factor, float *residual, void *message, float *decoded, size_t count,
                size_t block);
 int frd_decode(int type, const void *message, float *x, float factor, size_t count, size_t block);
-/* For low-rank compression: Gram-Schmidt orthonormalization of the columns of a column-major matrix (a column that depends on
- * earlier ones becomes zero), and x = p q^T of such matrices.  The order of every sum is fixed, so all processors get the
- * same bits. */
+/* For low-rank compression: Gram-Schmidt orthonormalization of the columns of a column-major matrix (a column that
+ * depends on earlier ones becomes zero), and x = p q^T of such matrices.  The order of every sum is fixed, so all
+ * processors get the same bits. */
 void frd_orthonormalise(float *p, size_t rows, size_t rank);
 void frd_outer(float *x, const float *p, const float *q, size_t rows, size_t columns, size_t rank);
 

@@ -147,7 +147,7 @@ static void tell_of_space(struct peer *peer)
     ring_bell(peer);
 }
 
-/* In pieces, after each of which the writer may go on. */
+/* Reads in pieces, after each of which the writer may continue. */
 static size_t take(struct peer *peer, char *data, size_t bytes)
 {
     void *(*copy)(void *, const void *, size_t) = peer->in.header.bytes >= UNCACHED_BYTES ? copy_uncached : memcpy;

@@ -25,7 +25,7 @@
 #include "tcp.h"
 
 #define EVENTS 64
-#define TIMER_S 0.1 /* how often to look at the timers of handshakes */
+#define TIMER_S 0.1 /* interval between checks of the handshake timers */
 
 void watch(struct tcp_state *tcp, int socket, enum subject subject, uint64_t which, uint32_t events)
 {
@@ -35,7 +35,7 @@ void watch(struct tcp_state *tcp, int socket, enum subject subject, uint64_t whi
 
 static void end_stream(struct peer *peer, bool *ended)
 {
-    if (!*ended) ring_own_bell(peer->endpoint); /* threads that wait for it look again */
+    if (!*ended) ring_own_bell(peer->endpoint); /* wake threads that wait for the peer */
     *ended = true;
 }
 
@@ -91,7 +91,7 @@ static void on_inward(struct peer *peer, uint32_t events)
     if (closed && !peer->in.blocked) end_inward(peer);
 }
 
-/* Continues streams that were left so that others had their turn. */
+/* Continues streams that were interrupted to let others progress. */
 static void on_wake(struct frd_endpoint *e)
 {
     uint64_t times;
@@ -212,7 +212,7 @@ double frd_silence(struct frd_group *g, int rank)
         struct tcp_info info;
         socklen_t bytes = sizeof info;
         if (sockets[i] < 0 || getsockopt(sockets[i], IPPROTO_TCP, TCP_INFO, &info, &bytes)) continue;
-        if (info.tcpi_state == TCP_SYN_SENT) continue; /* it has not been connected */
+        if (info.tcpi_state == TCP_SYN_SENT) continue; /* not connected yet */
         const double heard = 1e-3 * (double)smaller(info.tcpi_last_ack_recv, info.tcpi_last_data_recv);
         if (silence < 0 || heard < silence) silence = heard;
     }

@@ -41,8 +41,7 @@ class Compression(ABC):
         starts = [first for first, _ in parameters]
         if any(a > b for a, b in zip([0, *ends], [*starts, count - exact], strict=True)):
             raise ValueError(
-                f"the parameters {list(parameters)} are not in order, or not within the {count - exact} "
-                f"elements that are compressed"
+                f"expected parameters in order and within the {count - exact} elements that are compressed"
             )
         return self._compressor(count, parameters, exact)
 
