@@ -100,7 +100,7 @@ def failure_to_error(
             f"{culprit} called {describe_call(theirs, membership)} where {_witness(failure, membership)} "
             f"{_numbered(reported, membership)}: {_difference(theirs, reported)}"
         )
-    if status in (Status.UNEVEN, Status.MISFIT):
+    if status in (Status.COUNT_MISMATCH, Status.PART_COUNT_MISMATCH):
         return CallMismatch(
             f"{culprit} sends {reported.count} elements to {membership.rank(reported.root)}, which expects "
             f"{reported.layout} from it, in {_numbered(theirs, membership)}"

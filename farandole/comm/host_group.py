@@ -193,7 +193,7 @@ class HostGroup:
         assert self.consensus is not None
         found = None
         late_elsewhere = failure.status == Status.LATE and failure.culprit not in self.members
-        if late_elsewhere or failure.status in (Status.CLOSED, Status.ELSEWHERE, Status.MISFIT):
+        if late_elsewhere or failure.status in (Status.CLOSED, Status.ELSEWHERE, Status.PART_COUNT_MISMATCH):
             # the other host may know the cause
             found = self.consensus.find(failure.culprit if failure.status == Status.CLOSED else None)
         found = self.consensus.publish(found or self._with_link(failure, error))

@@ -48,13 +48,13 @@ class Status(IntEnum):
     LEFT = 2
     LATE = 3
     MISMATCH = 4
-    UNEVEN = 5
+    COUNT_MISMATCH = 5
     INTERRUPTED = 6
     UNSUPPORTED = 7
     PENDING = 8
     CLOSED = 9
     ELSEWHERE = 10
-    MISFIT = 11
+    PART_COUNT_MISMATCH = 11
     INVALID = 12
     NO_MEMORY = 13
     SILENT = 14

@@ -38,11 +38,11 @@ enum frd_operation {
     FRD_GATHER, FRD_SCATTER, FRD_ALL_TO_ALL, FRD_BARRIER, FRD_SEND, FRD_RECV, FRD_SCAN, FRD_EXSCAN
 };
 enum frd_status {
-    FRD_OK, FRD_DIED, FRD_LEFT, FRD_LATE, FRD_MISMATCH, FRD_UNEVEN, FRD_INTERRUPTED, FRD_UNSUPPORTED,
+    FRD_OK, FRD_DIED, FRD_LEFT, FRD_LATE, FRD_MISMATCH, FRD_COUNT_MISMATCH, FRD_INTERRUPTED, FRD_UNSUPPORTED,
     FRD_PENDING,
     FRD_CLOSED,     /* the connection to a rank of another host was closed */
     FRD_ELSEWHERE,  /* the group has failed on another host */
-    FRD_MISFIT,     /* count mismatch between a part of a hierarchical collective and the expected size */
+    FRD_PART_COUNT_MISMATCH, /* the same between a part of a hierarchical collective and its receiver */
     FRD_INVALID,    /* a root or peer outside the group */
     FRD_NO_MEMORY,
     FRD_SILENT      /* the host of a rank has not responded for FRD_SILENCE_S */
@@ -60,7 +60,7 @@ struct frd_call {
     uint64_t count;      /* elements */
     uint64_t layout;     /* fingerprint of uneven counts; for point-to-point the tag */
     uint64_t stage;      /* 1 + offset of its staging slot in this rank's arena; 0: the payload follows the record */
-    uint64_t source;     /* address, in this rank's process, of its tensor in its arena: other ranks may read it */
+    uint64_t source;     /* address in this process of its tensor in its arena: other ranks may read it */
     uint64_t target;     /* likewise for the tensor that other ranks may write */
 };
 
@@ -198,7 +198,7 @@ void frd_tickets_free(struct frd_tickets *);
 void frd_tickets_post(struct frd_tickets *);
 void frd_tickets_take(struct frd_tickets *);
 void frd_tickets_close(struct frd_tickets *);
-int frd_tickets_wait(struct frd_tickets *); /* 1: a ticket has not been taken for a while; 0: closed, and none is left */
+int frd_tickets_wait(struct frd_tickets *); /* 1: a ticket has been open for a while; 0: closed, no ticket is open */
 
 /* Compression of fp32.  `type` is the element type of a message: bf16, fp16 or int8.  An int8 message starts with a
  * scale in fp32, amax / 127, for each `block` of values; the codes follow.  See codecs.h.  No group is involved. */

@@ -1,11 +1,11 @@
 /* Collectives that only move data: barrier, broadcast, gather, all-gather, scatter,
  * all-to-all.
  *
- * Three ways, by size and place:
- *   pulled   from tensors in shared memory: each receiver copies its part from there to its place.  One copy, two phases.
- *   pushed   all-gather into tensors that all lie in shared memory: every rank writes its part into all of them.
- *   staged   the rest, in windows that stay in cache, one phase per window: offer window k while the others take window
- *            k - 1.  The first window arrives with the call, so one phase serves a small call.
+ * Three algorithms, selected by size and memory:
+ *   pulled   tensors in shared memory: each receiver copies its part to its own tensor.  One copy, two phases.
+ *   pushed   all-gather into tensors that are all in shared memory: every rank writes its part into all of them.
+ *   staged   otherwise, in windows that stay in cache, one phase per window: a rank offers window k while the others
+ *            read window k - 1.  The first window arrives with the call, so one phase serves a small call.
  * Staged calls have two patterns.  `spread`: some ranks have one stream each that several ranks want (broadcast, gather,
  * all-gather).  `deliver`: some ranks have one stream for every other rank (scatter, all-to-all).
  */
@@ -292,7 +292,7 @@ static int check_pairs(struct frd_group *g, const struct table *tables, size_t *
                 call.count = sent;
                 call.layout = tables[to].receives[from];
                 call.root = g->rank_of[to];
-                return break_group(g, FRD_UNEVEN, g->rank_of[from], &call);
+                return break_group(g, FRD_COUNT_MISMATCH, g->rank_of[from], &call);
             }
             if (from != to && sent > *longest) *longest = sent;
         }

@@ -1,5 +1,5 @@
-/* A group breaks once.  The first rank that sees why writes it down for all the others of its host, and every
- * call on the group from then on fails with the same reason. */
+/* A group fails once.  The first rank that detects a failure records it for all other ranks of its host, and every
+ * later call on the group fails with the same reason. */
 #include <string.h>
 #include <time.h>
 

@@ -179,7 +179,7 @@ static void refuse(struct frd_message *m, int source, const struct header *h)
     int status = FRD_MISMATCH;
     own.root = source;
     if (m->tag < 0) { /* a part of a collective: as where shared memory finds uneven counts */
-        status = FRD_MISFIT;
+        status = FRD_PART_COUNT_MISMATCH;
         own.count = theirs.count;
         own.layout = m->bytes / element_bytes(m->type);
         own.root = g->group_rank;

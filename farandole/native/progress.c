@@ -1,8 +1,8 @@
-/* Messages as the caller sees them: post, then test or wait.
+/* The caller's interface to messages: post, then test or wait.
  *
- * A waiting thread advances all messages of its endpoint.  While no thread waits, the progress thread advances them.  At
- * first it checks at short intervals, because most messages are waited for soon; then it sleeps until another process
- * rings the bell or a socket is ready.  Without messages under way it sleeps until one is posted.
+ * A waiting thread advances all messages of its endpoint.  While no thread waits, the progress thread advances them.
+ * At first it checks at short intervals, because threads soon wait for most messages; then it sleeps until another
+ * process rings the bell or a socket is ready.  Without pending messages it sleeps until one is posted.
  */
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -246,8 +246,8 @@ static bool has_failed(const struct frd_group *g, int rank, int end)
     return end == FRD_DIED || end == FRD_SILENT || (end == FRD_CLOSED && !member->gone && tcp_has_been_cut(member->peer));
 }
 
-/* How the ranks ended that could complete the message; FRD_OK if one has not ended.  A receive from any rank fails when the first of
- * them fails: it may be the one that would have sent. */
+/* How the ranks ended that could complete the message; FRD_OK if one has not ended.  A receive from any rank fails when
+ * the first of them fails: it may be the one that would have sent. */
 static int end_of_peers(const struct frd_message *m, int *gone)
 {
     struct frd_group *g = m->group;
@@ -292,8 +292,8 @@ static int inspect(struct frd_message *m, double deadline, int flags)
     return break_group(g, FRD_LATE, m->peer >= 0 ? m->peer : (g->group_rank + 1) % g->group_ranks, &call);
 }
 
-/* Publishes the call in which this rank waits.  The stall warning comes later, when the ranks that wait for each other have
- * published theirs. */
+/* Publishes the call in which this rank waits.  The stall warning comes later, when the ranks that wait for each other
+ * have published theirs. */
 static void show_wait(const struct frd_message *m, double begun, double *warn_at)
 {
     struct frd_group *g = m->group;

@@ -1,7 +1,7 @@
 /* All-reduce, reduce, reduce-scatter and scan.
  *
- * Three ways, by size and place (S bytes per rank, n ranks):
- *   small    every rank offers everything and reduces everything: one phase, two cache-line round trips.
+ * Three algorithms, selected by size and memory (S bytes per rank, n ranks):
+ *   small    every rank offers all its values and reduces all of them: one phase, two cache-line round trips.
  *   chunked  rank d owns part d.  In windows that stay in cache: offer the others' parts, reduce the own
  *            one, take the others' results.  The three run as a pipeline, so a window costs one phase.
  *            Beyond the cache a rank reads S and writes S of memory; all else stays in cache.  A result

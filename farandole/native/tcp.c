@@ -1,15 +1,15 @@
 /* The transport to processes of other hosts: TCP.
  *
- * A process opens a connection to every process that it sends to, and sends on it only; what it receives comes on
- * connections that others opened to it.  handshake.c opens and accepts connections.
+ * A process opens a connection to every process to which it sends, and only sends on it.  It receives on connections
+ * that other processes have opened.  handshake.c opens and accepts connections.
  *
- * Sockets are edge-triggered: the progress thread gets one event per change.  That is enough, because a stream is always
- * moved until the socket is empty, or until the message at its head has no receive, and then posting the receive
- * moves it on.
+ * Sockets are edge-triggered: the progress thread gets one event per change.  This suffices, because a stream is always
+ * read until the socket is empty or until the message at its head has no receive; posting the receive then continues
+ * the stream.
  *
- * The two directions end separately: a process that has sent its last message closes both connections, and its last data
- * may still be on a slow link when the end of the other connection is seen.  A receive fails at the end of the inward
- * stream, after all its data; a send fails at the end of the outward one.  The caller finds out why they ended.
+ * The two directions end separately: a process that has sent its last message closes both connections, and its last
+ * data may still be on a slow link when the end of the other connection is seen.  A receive fails at the end of the
+ * inward stream, after all its data; a send fails at the end of the outward one.  The caller determines why they ended.
  */
 #define _GNU_SOURCE
 #include <errno.h>

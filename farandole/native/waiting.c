@@ -1,7 +1,7 @@
 /* How a rank waits: spin briefly, then yield the core, then sleep until woken.
  *
- * Ranks may outnumber cores, and a rank's own computation may want the core on which its communication
- * waits, so no rank spins for long.  A sleeper wakes every few milliseconds to see that the others live.
+ * Ranks may outnumber cores, and a rank's own computation may need the core on which its communication waits, so no
+ * rank spins for long.  A sleeping rank wakes every few milliseconds to check that the other ranks are alive.
  */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -95,7 +95,7 @@ class Hosts:
     def fail_uneven(self, sender: int, receiver: int, sent: int, expected: int) -> NoReturn:
         """Break the group: `sender` sends `sent` elements to `receiver`, which expects another number."""
         call, counts = self._own_call(), Call(count=sent, layout=expected, root=receiver)
-        self._fail(Status.UNEVEN, sender, call, counts)
+        self._fail(Status.COUNT_MISMATCH, sender, call, counts)
 
     def _own_call(self) -> Call:
         call = Call()

@@ -36,15 +36,15 @@ def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
 
 def core_over(comm: Any, timeout: timedelta) -> MpiCore:
     """Duplicate an mpi4py communicator and return an implementation over its ranks; a collective call."""
-    way = engine()
-    with way.making_group(), way.lock:
+    mpi_engine = engine()
+    with mpi_engine.making_group(), mpi_engine.lock:
         copy = comm.Dup()
-        copy.Set_errhandler(way.mpi.ERRORS_RETURN)
+        copy.Set_errhandler(mpi_engine.mpi.ERRORS_RETURN)
         told = copy.allgather((os.getpid(), socket.gethostname()))
         store = _store_over(copy, timeout)
     pids, hosts = [pid for pid, _ in told], [host for _, host in told]
     membership = Membership("the MPI communicator", range(len(told)), pids, hosts)
-    return _core(MpiGroup(copy, way, membership, store, timeout))
+    return _core(MpiGroup(copy, mpi_engine, membership, store, timeout))
 
 
 def _make_group(
@@ -98,9 +98,9 @@ def _rendezvous_numbers() -> Iterator[int]:
 
 @functools.cache
 def _job_store(timeout: timedelta) -> dist.Store:
-    way = engine()
-    with way.lock:
-        return _store_over(way.mpi.COMM_WORLD, timeout)
+    mpi_engine = engine()
+    with mpi_engine.lock:
+        return _store_over(mpi_engine.mpi.COMM_WORLD, timeout)
 
 
 def _store_over(comm: Any, timeout: timedelta) -> dist.Store:

@@ -37,10 +37,10 @@ class MpiGroup:
     """The ranks of one group and their communicator, created by all ranks with `connect`."""
 
     def __init__(
-        self, comm: Any, way: Engine, membership: Membership, store: dist.Store, timeout: timedelta
+        self, comm: Any, mpi_engine: Engine, membership: Membership, store: dist.Store, timeout: timedelta
     ) -> None:
         self.comm = comm
-        self.engine = way
+        self.engine = mpi_engine
         self.rank: int = comm.Get_rank()
         self.group_rank = self.rank
         self.size: int = comm.Get_size()
@@ -76,9 +76,9 @@ class MpiGroup:
             RankLate: A rank did not arrive in time.
             MpiUnavailable: A rank of the group is not in MPI's world.
         """
-        way = engine()
-        world, mpi = way.mpi.COMM_WORLD, way.mpi
-        with way.making_group():
+        mpi_engine = engine()
+        world, mpi = mpi_engine.mpi.COMM_WORLD, mpi_engine.mpi
+        with mpi_engine.making_group():
             told = rendezvous.exchange(
                 "mpi", f"{world.Get_rank()} {os.getpid()} {gethostname()} {describe_library(mpi)}"
             )
@@ -93,22 +93,25 @@ class MpiGroup:
                     f"{name} has {size} ranks, and {libraries[0]} knows of {world.Get_size()}; start them with mpiexec"
                 )
             tag = sum((i + 1) * number for i, number in enumerate(numbers)) % 32768
-            with way.lock:
+            with mpi_engine.lock:
                 members = world.Get_group()
                 comm = world.Create_group(members.Incl(numbers), tag)
                 comm.Set_errhandler(mpi.ERRORS_RETURN)
         pids, hosts = [int(text.split()[1]) for text in told], [text.split()[2] for text in told]
         membership = Membership(name, ranks, pids, hosts, shares_calls=False)
-        return cls(comm, way, membership, rendezvous.store, timeout)
+        return cls(comm, mpi_engine, membership, rendezvous.store, timeout)
 
     def subgroup(self, members: Sequence[int]) -> MpiGroup:
         """Return a group of `members`, in this order; called by these ranks."""
-        way, name = self.engine, f"ranks {', '.join(str(self.membership.ranks[rank]) for rank in members)}"
+        mpi_engine, name = (
+            self.engine,
+            f"ranks {', '.join(str(self.membership.ranks[rank]) for rank in members)}",
+        )
         number = self._subgroups[tuple(members)]
         self._subgroups[tuple(members)] += 1
-        with way.making_group(), way.lock:
+        with mpi_engine.making_group(), mpi_engine.lock:
             comm = self.comm.Create_group(self.comm.Get_group().Incl(list(members)), number % 32768)
-            comm.Set_errhandler(way.mpi.ERRORS_RETURN)
+            comm.Set_errhandler(mpi_engine.mpi.ERRORS_RETURN)
         old = self.membership
         membership = Membership(
             f"{old.group}, {name}",
@@ -118,7 +121,7 @@ class MpiGroup:
             shares_calls=False,
         )
         store = dist.PrefixStore(f"{'-'.join(map(str, members))}/{number}/", self._store)
-        return MpiGroup(comm, way, membership, store, timedelta(seconds=self.timeout_s))
+        return MpiGroup(comm, mpi_engine, membership, store, timedelta(seconds=self.timeout_s))
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a call waits for the other ranks."""
