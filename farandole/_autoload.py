@@ -1,8 +1,8 @@
 """The entry points of torch: `autoload` in the group `torch.backends`, `register` in `torch.distributed.backends`.
 
-They make `torch.distributed.init_process_group("farandole")`, and "farandole-mpi", work in a program that never
-imports this package.  torch calls `autoload` at `import torch`, so this module only registers names; the rest
-loads when a group is made.
+With them, `torch.distributed.init_process_group("farandole")` and "farandole-mpi" work in a program that does not
+import this package.  torch calls `autoload` at `import torch`, so this module only registers names; other modules load
+when a group is created.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ REPLACE_GLOO = "FARANDOLE_REPLACE_GLOO"
 _log = logging.getLogger("farandole")
 _registered = False
 _devices = ["cpu", "cuda"]
-"""The devices of our backends; torch keeps this list, and prefers any accelerator in it to the CPU."""
+"""The devices of the backends; torch keeps this list and prefers an accelerator in it to the CPU."""
 
 
 def autoload() -> None:
-    """Register our backends at `import torch`, which an exception would stop.
+    """Register the backends at `import torch`, without raising an exception.
 
-    A failure is logged in one line, and `init_process_group` raises it for our backends.
+    A failure is logged as one line, and `init_process_group` raises it for these backends.
     """
     try:
         register()
@@ -41,7 +41,7 @@ def autoload() -> None:
 
 
 def register() -> None:
-    """Register our backends with `torch.distributed`; a repeated call does nothing.
+    """Register the backends with `torch.distributed`; a repeated call has no effect.
 
     Raises:
         RuntimeError: This version of torch lacks a function that a backend needs.
@@ -84,12 +84,12 @@ def _failure(error: Exception) -> str:
     cause = " ".join(f"{type(error).__name__}: {error}".split())
     return (
         f"farandole: cannot register its backends with torch {torch.__version__}: {cause}; "
-        f"farandole {__version__} is {tested()}, so install one of those"
+        f"farandole {__version__} is {tested()}; install one of these versions"
     )
 
 
 def _raise_when_used(failure: Exception) -> None:
-    """Make `init_process_group` raise `failure` for our backends, and for no others."""
+    """Make `init_process_group` raise `failure` for the backends of this package only."""
     import torch.distributed as dist
 
     init = dist.init_process_group
@@ -123,14 +123,14 @@ def _rendezvous_over_mpi(url: str, **options: Any) -> Iterator[Any]:
 
 
 def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
-    """Return `monitored_barrier` for our backends as well: torch refuses all but Gloo."""
+    """Return a `monitored_barrier` that also accepts the backends of this package; torch's accepts only Gloo."""
 
     @functools.wraps(original)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         import torch.distributed as dist
 
         own: Any = group or dist.group.WORLD
-        if hasattr(own, "communicator"):  # a group of ours that has this rank
+        if hasattr(own, "communicator"):  # a group of this package that contains this rank
             own.monitored_barrier(timeout, wait_all_ranks)
         else:
             original(group, timeout, wait_all_ranks)
@@ -139,14 +139,14 @@ def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `batch_isend_irecv` that posts CUDA messages of our groups together; torch posts those of Python groups one by one."""
+    """Return a `batch_isend_irecv` that posts CUDA messages together; torch posts those of Python groups singly."""
 
     @functools.wraps(original)
     def batch_isend_irecv(p2p_op_list: Any) -> Any:
         try:
             post = p2p_op_list[0].group.post_batch if p2p_op_list[0].tensor.is_cuda else None
         except (AttributeError, IndexError, KeyError, TypeError):
-            post = None  # another group, or a mistake: torch explains it
+            post = None  # another group or invalid arguments: torch raises the error
         if post is None:
             return original(p2p_op_list)
         import torch.distributed as dist
@@ -158,9 +158,9 @@ def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _init_process_group(init: Callable[..., None]) -> Callable[..., None]:
-    """Return `init_process_group`, whose default for the backend over MPI is the init_method "mpi://".
+    """Return an `init_process_group` whose default init_method for the backend over MPI is "mpi://".
 
-    For all backends but its own "mpi", torch looks for ranks in the variables of torchrun, before it asks the backend.
+    Except for its own "mpi", torch reads the rank from the variables of torchrun before it calls the backend.
     """
     signature = inspect.signature(init)
 
@@ -196,11 +196,11 @@ def _replace_gloo(backend: str | None) -> str:
 
 
 def _advice(backend: str, placed: bool) -> str | None:
-    """What torch, whose words for it are no help, does not know of two mistakes with MPI."""
+    """Return advice on two common mistakes with MPI, for which torch's error message is not specific."""
     import torch.distributed as dist
 
     if backend == "mpi" and not dist.is_mpi_available():
-        return 'farandole has a backend "mpi" for the stock wheel: call farandole.comm.mpi.enable() before'
+        return 'this torch has no MPI of its own: call farandole.comm.mpi.enable() before init_process_group("mpi")'
     started = {"PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys()
     if (
         "farandole" in backend
@@ -210,7 +210,7 @@ def _advice(backend: str, placed: bool) -> str | None:
         and "RANK" not in os.environ
     ):
         return (
-            f"mpirun and srun do not set RANK ({min(started)} is set): farandole.init() finds its place under them, "
-            f'and so does init_process_group("{OVER_MPI}")'
+            f"mpirun and srun do not set RANK ({min(started)} is set): use farandole.init() or "
+            f'init_process_group("{OVER_MPI}"), which take the rank from MPI or Slurm'
         )
     return None

@@ -1,7 +1,7 @@
-"""The key of a job, by which its ranks recognize each other on the network.  Imports no torch.
+"""The key of a job, with which its ranks authenticate each other on the network.  Does not import torch.
 
-`farandole launch` makes a key for each job and passes it to the ranks in the variable FARANDOLE_JOB_KEY, which only
-processes of the same user can read.  Under other launchers the user can set the variable.
+`farandole launch` creates a key for each job and passes it to the ranks in the variable FARANDOLE_JOB_KEY, which only
+processes of the same user can read.  With other launchers the user can set the variable.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import os
 
 VARIABLE = "FARANDOLE_JOB_KEY"
 SHORTEST = 32
-"""The fewest characters of a key that a user sets: 128 bits in hexadecimal digits."""
+"""The minimum length of a key in characters: 128 bits as hexadecimal digits."""
 
 
 def job_key() -> str | None:
-    """Return the key in the environment, if there is one.
+    """Return the key in the environment, or None.
 
     Raises:
         ValueError: The key is too short to be secret.
@@ -24,11 +24,11 @@ def job_key() -> str | None:
     key = os.environ.get(VARIABLE) or None
     if key is not None and len(key) < SHORTEST:
         raise ValueError(
-            f"{VARIABLE} has {len(key)} characters, expected at least {SHORTEST}; make a key with: openssl rand -hex 32"
+            f"{VARIABLE}: expected at least {SHORTEST} characters, got {len(key)}; create a key with: openssl rand -hex 32"
         )
     return key
 
 
 def derive(key: str, purpose: str) -> bytes:
-    """Return 32 bytes that follow from a key, and from which neither the key nor other derived bytes follow."""
+    """Derive 32 bytes from a key; they reveal neither the key nor other derived bytes."""
     return hmac.digest(key.encode(), purpose.encode(), hashlib.sha256)

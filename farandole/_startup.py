@@ -1,7 +1,7 @@
-"""Settings of the interpreter and the C library with which processes start, run and end faster.
+"""Settings of the interpreter and the C library that make processes start, run and exit faster.
 
-Torch is a thousand modules.  While they are imported there is no garbage, but the collector traverses them repeatedly, which
-takes a fifth of the time; at the end the interpreter destroys every one, which takes another fifth.
+Torch is a thousand modules.  While they are imported there is no garbage, but the collector traverses them repeatedly,
+which takes a fifth of the time; at the end the interpreter destroys every one, which takes another fifth.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _paused = False
 
 
 def pause_collection() -> None:
-    """Look for no garbage until `resume_collection`, unless that is switched off anyway."""
+    """Disable garbage collection until `resume_collection`, if it is enabled."""
     global _paused
     if gc.isenabled():
         gc.disable()
@@ -32,9 +32,9 @@ def pause_collection() -> None:
 
 
 def resume_collection() -> None:
-    """Look for garbage again after `pause_collection`, but not among what there is by now: it stays.
+    """Enable garbage collection after `pause_collection`, and exclude all existing objects from it.
 
-    A collection that looks at all of torch takes a tenth of a second, in which the other ranks wait.
+    A collection that traverses all of torch takes a tenth of a second, during which the other ranks wait.
     """
     global _paused
     if _paused:
@@ -45,7 +45,7 @@ def resume_collection() -> None:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Import, in this block, without looking for garbage."""
+    """Disable garbage collection in a block of imports."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -56,10 +56,10 @@ def uncollected() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed blocks of up to 32 MiB; without effect on other C libraries.
+    """Make glibc keep freed blocks of up to 32 MiB; other C libraries are not affected.
 
-    Glibc returns large blocks to the kernel, which clears every page of them when they are allocated again.  A training step
-    frees and allocates the same activations each time: this took a tenth of a step on a CPU.
+    Glibc returns large blocks to the kernel, which clears every page of them when they are allocated again.  A training
+    step frees and allocates the same activations each time: this took a tenth of a step on a CPU.
     """
     if sys.platform != "linux":
         return
@@ -70,9 +70,9 @@ def keep_freed_memory() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process as `sys.exit` would, but for taking the interpreter apart.
+    """End this process like `sys.exit`, but without the shutdown of the interpreter.
 
-    Threads are waited for, and what was registered with `atexit` is called; what is printed arrives.
+    The function joins the threads, calls the `atexit` functions and flushes the standard streams.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its processes
     atexit._run_exitfuncs()

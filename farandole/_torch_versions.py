@@ -28,7 +28,7 @@ def report_untested(global_rank: int) -> None:
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or not OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
         _log.warning(
-            "farandole: torch %s is untested; this release is %s, so install one of those if a call fails",
+            "farandole: torch %s is untested; this release is %s; if a call fails, install one of these versions",
             version,
             tested(),
         )

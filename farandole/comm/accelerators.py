@@ -1,4 +1,4 @@
-"""CUDA devices that ranks share: NCCL refuses two ranks on one device, so their tensors are copied to the host."""
+"""Support for ranks that share a CUDA device: NCCL refuses such ranks, so their tensors are copied to the host."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from farandole.comm import dense
 def visible_devices() -> list[str]:
     """Return a name for each CUDA device that this process sees, without initializing CUDA.
 
-    Processes of one host that see the same device have the same name for it, if CUDA_VISIBLE_DEVICES uses one notation
-    in all of them.
+    A device has the same name in all processes of a host if CUDA_VISIBLE_DEVICES uses the same notation in all of them.
     """
     count = torch.cuda.device_count()
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if count else []
@@ -24,7 +23,7 @@ def visible_devices() -> list[str]:
 
 
 def must_share(hosts: Iterable[Sequence[Sequence[str]]]) -> bool:
-    """Return whether some host has fewer devices than ranks; `hosts` lists the devices that each rank of a host sees."""
+    """Return whether a host has fewer devices than ranks; `hosts` lists the devices of each rank of each host."""
     for ranks in hosts:
         visible = {name for names in ranks for name in names}
         if visible and len(visible) < len(ranks):
@@ -33,7 +32,7 @@ def must_share(hosts: Iterable[Sequence[Sequence[str]]]) -> bool:
 
 
 def lacks_nccl() -> bool:
-    """Return whether there are CUDA devices, and a torch without NCCL."""
+    """Return whether this host has CUDA devices but torch has no NCCL."""
     return torch.cuda.device_count() > 0 and not dist.is_nccl_available()
 
 
@@ -46,7 +45,7 @@ def wait_for_kernels(tensors: Iterable[Tensor]) -> None:
 def staged(tensors: Sequence[Tensor]) -> bool:
     """Return whether tensors can be communicated through copies on the host; wait until kernels have written them.
 
-    The copies are made by the thread that runs the call, which knows nothing of the stream that the caller uses.
+    The thread that runs the call makes the copies, and this thread does not know the caller's stream.
     """
     if "cuda" in dense.reachable:  # an MPI that takes device addresses is in use; the C core takes none
         return False

@@ -1,4 +1,4 @@
-"""NumPy arrays as tensors in the same memory."""
+"""Conversion of NumPy arrays to tensors in the same memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = Tensor | np.ndarray[Any, Any]
 
 
 def read(value: Array) -> Tensor:
-    """Return a tensor with the values of an array; memory that NumPy forbids to write is copied."""
+    """Return a tensor that shares memory with an array; a read-only array is copied."""
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, np.ndarray):
@@ -25,17 +25,17 @@ def read(value: Array) -> Tensor:
 
 
 def written(value: Array) -> Tensor:
-    """Return a tensor in the memory of an array that receives results."""
+    """Return a tensor that shares memory with an array for results."""
     if isinstance(value, np.ndarray) and not value.flags.writeable:
         raise ValueError("expected a writable array for results, got a read-only one; try a copy")
     return read(value)
 
 
 def read_list(values: Array | Sequence[Array]) -> list[Tensor]:
-    """Return the tensors of a list of arrays, or of one."""
+    """Return the tensors of one array or of a list of arrays."""
     return [read(each) for each in values] if isinstance(values, (list, tuple)) else [read(values)]  # type: ignore[arg-type]
 
 
 def written_list(values: Array | Sequence[Array]) -> list[Tensor]:
-    """Return the tensors of a list of arrays that receive results, or of one."""
+    """Return the tensors of one array or of a list of arrays, for results."""
     return [written(each) for each in values] if isinstance(values, (list, tuple)) else [written(values)]  # type: ignore[arg-type]

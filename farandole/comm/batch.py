@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 
 class Batch:
-    """Messages that are posted together; see `Communicator.batch`."""
+    """A batch of messages that are posted together; see `Communicator.batch`."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._messages: list[tuple[bool, Tensor, int, int]] = []
 
     def send(self, tensor: Array, to: int, tag: int = 0) -> None:
-        """Send `tensor` to rank `to`."""
+        """Add a send of `tensor` to rank `to`."""
         self._messages.append((True, read(tensor), to, tag))
 
     def recv(self, tensor: Array, source: int, tag: int = 0) -> None:
-        """Receive into `tensor` from rank `source`."""
+        """Add a receive into `tensor` from rank `source`."""
         self._messages.append((False, written(tensor), source, tag))
 
     def start(self) -> list[dist.Work]:
-        """Post the messages and return their works."""
+        """Post the messages and return one work per message, or one per device for NCCL."""
         messages, self._messages = self._messages, []
         if not any(tensor.is_cuda for _, tensor, _, _ in messages):
             return self._post(messages)

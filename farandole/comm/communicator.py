@@ -1,4 +1,4 @@
-"""A group of ranks and the operations among them."""
+"""The communicator: a group of ranks and the operations among them."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ __all__ = ["Array", "Batch", "Communicator", "PersistentOperation", "ReduceName"
 class Communicator:
     """The operations among the ranks of one group.
 
-    All ranks call the collectives of a group in the same order.  Methods block; with `async_op=True` they return a
-    `torch.distributed.Work` at once, and its `wait()` ends the use of the tensors.  NumPy arrays are accepted wherever
-    tensors are; results appear in the array.
+    All ranks call the collectives of a group in the same order.  Methods block.  With `async_op=True` they return a
+    `torch.distributed.Work` immediately, and the tensors are in use until its `wait()` returns.  Every method accepts
+    NumPy arrays instead of tensors and writes the results to the arrays.
 
         comm = farandole.init().comm
         gradients = comm.empty(1_000_000)          # shared memory: reduced in place, no copies
         comm.all_reduce(gradients, "avg")
 
-    Each `*_init` method returns a `PersistentOperation`: validated once, run by `op()` as often as needed.
+    Each `*_init` method validates an operation once and returns a `PersistentOperation`, which runs at each call
+    `op()`.
 
     Args:
-        group: A process group of any backend.  Communicators on the same `farandole` group share its order.
+        group: A process group of any backend.  Communicators over the same `farandole` group share one order of calls.
     """
 
     group: dist.ProcessGroup
-    """The process group of torch; not present on communicators of `from_mpi` and their `split`."""
+    """The process group of torch; absent from communicators created by `from_mpi` and from their `split`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         ours: Communicator | None = getattr(group, "communicator", None)
@@ -65,7 +66,12 @@ class Communicator:
 
     @classmethod
     def from_mpi(cls, comm: Intracomm, timeout_s: float = 1800.0) -> Communicator:
-        """Return a communicator over the ranks of an mpi4py communicator, which is duplicated; a collective call."""
+        """Duplicate an mpi4py communicator and return a communicator over its ranks; a collective call.
+
+        Args:
+            comm: The communicator of mpi4py.
+            timeout_s: How long a call waits for the other ranks, in seconds.
+        """
         from farandole.comm.mpi.backend import core_over  # loads MPI
 
         return cls.over(Dispatcher(core_over(comm, timedelta(seconds=timeout_s)), "of MPI"))
@@ -81,7 +87,7 @@ class Communicator:
         """Divide the ranks into groups of equal `color`, ordered by `key` and rank; a collective call.
 
         Returns:
-            The communicator of this rank's group; None where `color` is None.
+            The communicator of this rank's group, or None if `color` is None.
         """
         colors = self.all_gather_object((color, key))
         if color is None:
@@ -93,20 +99,22 @@ class Communicator:
         return self.create_group(members)
 
     def create_group(self, members: Sequence[int]) -> Communicator:
-        """Return a communicator among some ranks of this one, in this order; called by these ranks only."""
+        """Return a communicator among `members`, ranks of this communicator; only these ranks call the method."""
         group: dist.ProcessGroup | None = getattr(self, "group", None)
         world = [] if group is None else [dist.get_global_rank(group, rank) for rank in members]
         in_order = group is not None and world == sorted(world)
-        # over a group of torch CUDA tensors go through NCCL, else through the host
+        # a torch group uses NCCL for CUDA tensors; every other group copies CUDA tensors to the host
         core = None if in_order and has_nccl() else self.dispatcher.core.subgroup(members)
         if core is not None:
             return Communicator.over(Dispatcher(core, f"{self.dispatcher.name}, ranks {list(members)}"))
         if group is None or not in_order:
-            raise NotImplementedError("expected keys in the order of ranks; torch's groups keep that order")
+            raise NotImplementedError(
+                "expected members in increasing order of rank, got another order; torch cannot reorder the ranks of this backend"
+            )
         return Communicator(local_group(group, world))
 
     def close(self) -> None:
-        """Leave the group; use it on communicators of `split` and `from_mpi`.  torch destroys its own groups."""
+        """Leave a group created by `split`, `create_group` or `from_mpi`; torch destroys its own groups."""
         self.dispatcher.close()
 
     # ---- memory ----
@@ -116,8 +124,8 @@ class Communicator:
     ) -> Tensor:
         """Return an uninitialized tensor in memory that the ranks of this group share; a collective call.
 
-        Every rank passes the same shape and type.  Where the group cannot share memory (another backend, several
-        hosts, a device other than the CPU), the tensor is an ordinary one.
+        Every rank passes the same shape and type.  If the group cannot share memory (another backend, several hosts, a
+        device other than the CPU), the tensor is in private memory.
         """
         if self.dispatcher.core.returns_work or (device is not None and device.type != "cpu"):
             return torch.empty(*shape, dtype=dtype, device=device)
@@ -126,10 +134,14 @@ class Communicator:
     def common(
         self, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> Tensor | None:
-        """Return one uninitialized tensor for all ranks: every rank sees what another one writes; a collective call.
+        """Return one uninitialized tensor that all ranks share; a collective call.
 
-        Every rank passes the same shape and type.  The callers coordinate their writes, for example with `barrier`.
-        None where the ranks do not share memory (another backend, several hosts, a device other than the CPU).
+        A write of one rank is visible to all ranks, so the callers synchronize, for example with `barrier`.  Every rank
+        passes the same shape and type.
+
+        Returns:
+            The tensor, or None if the ranks do not share memory (another backend, several hosts, a device other than
+            the CPU).
         """
         if not self.shares_memory(device):
             return None
@@ -137,12 +149,12 @@ class Communicator:
         return self.dispatcher.made(lambda flags: core.allocate_common(shape, dtype, flags))
 
     def shares_memory(self, device: torch.device | None = None) -> bool:
-        """Return whether `common` has tensors on this device."""
+        """Return whether `common` can allocate tensors on this device."""
         self.dispatcher.serves()
         return (device is None or device.type == "cpu") and self.dispatcher.core.shares_memory
 
     def algorithm(self, operation: str, nbytes: int) -> str:
-        """Return how an operation on `nbytes` bytes per rank is done.
+        """Return the algorithm of an operation on `nbytes` bytes per rank.
 
         Args:
             operation: The name of a collective method, such as "all_reduce".
@@ -150,7 +162,7 @@ class Communicator:
 
         Returns:
             The name of the algorithm between hosts for a group on several hosts, "shared memory" for a group on one
-            host, or the library that chooses.
+            host, or the name of the library that selects the algorithm.
         """
         if not hasattr(self, f"{operation}_init"):
             raise ValueError(f"expected the name of a collective, such as 'all_reduce', got {operation!r}")
@@ -172,10 +184,13 @@ class Communicator:
         Args:
             tensor: The values of this rank.
             op: The reduction.
-            output: Of the same size and type; by default `tensor`.
-            compression: For a sum or an average of fp32, bf16 or fp16, where it crosses hosts: a `Compressor` of this
-                tensor (`Int8().for_tensor(n)`), or settings without memory between calls.
-            async_op: Return work at once.
+            output: A tensor of the same size and type for the results; by default `tensor`.
+            compression: How values are compressed between hosts, for a sum or an average of fp32, bf16 or fp16: a
+                `Compressor` of this tensor (`Int8().for_tensor(n)`), or settings without error feedback.
+            async_op: Return the work immediately.
+
+        Returns:
+            The work with `async_op`, else None.
         """
         if output is None and compression is None:
             work: dist.Work | None = self._path(async_op).all_reduce(tensor, op)
@@ -192,15 +207,15 @@ class Communicator:
     def reduce(
         self, tensor: Array, root: int = 0, op: ReduceName = "sum", *, async_op: bool = False
     ) -> dist.Work | None:
-        """Reduce `tensor` over all ranks into the one of rank `root`; the others keep their values."""
+        """Reduce `tensor` over all ranks into the tensor of rank `root`; the other tensors keep their values."""
         return self._reducing(table.REDUCE, *_in_place(tensor), op, root, async_op=async_op)
 
     def reduce_scatter(
         self, output: Array, input: Array | Sequence[Array], op: ReduceName = "sum", *, async_op: bool = False
     ) -> dist.Work | None:
-        """Reduce `input` and keep this rank's part in `output`.
+        """Reduce `input` over all ranks and store this rank's part in `output`.
 
-        `input` has `size` equal parts along dimension 0, or is a list of one tensor per rank, of any lengths.
+        `input` has `size` equal parts along dimension 0, or is a list with one tensor of any length per rank.
         """
         if work := self._path(async_op).reduce_scatter(output, input, op):
             return work if async_op else None
@@ -217,9 +232,9 @@ class Communicator:
         output: Array | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce the tensors of ranks 0 to this one, in place or into `output` (MPI_Scan).
+        """Reduce the tensors of ranks 0 to `rank`, in place or into `output` (MPI_Scan).
 
-        With `exclusive` this rank's own tensor is not included, and rank 0 keeps its values (MPI_Exscan).
+        With `exclusive` the reduction excludes this rank's tensor, and rank 0 keeps its values (MPI_Exscan).
         """
         _no_average(op)
         return self._reducing(table.SCAN, *_in_place(tensor, output), op, exclusive, async_op=async_op)
@@ -231,7 +246,7 @@ class Communicator:
     ) -> dist.Work | None:
         """Collect every rank's `input` in `output`, in rank order.
 
-        `output` is `size` times as large as `input`, or is a list of one tensor per rank, of any lengths.
+        `output` is `size` times as large as `input`, or is a list with one tensor of any length per rank.
         """
         if work := self._path(async_op).all_gather(output, input):
             return work if async_op else None
@@ -252,7 +267,7 @@ class Communicator:
         counts: Sequence[int] | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Collect every rank's `tensor` in `outputs` of rank `root` (None elsewhere).
+        """Collect every rank's `tensor` in `outputs` of rank `root`; `outputs` is None on other ranks.
 
         Tensors of different lengths need `counts`, the number of elements of each rank, on all ranks.
         """
@@ -269,7 +284,7 @@ class Communicator:
         counts: Sequence[int] | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Give rank i the tensor `inputs[i]` of rank `root` (None elsewhere).
+        """Send the tensor `inputs[i]` of rank `root` to `tensor` of rank i; `inputs` is None on other ranks.
 
         Tensors of different lengths need `counts`, the number of elements of each rank, on all ranks.
         """
@@ -288,7 +303,7 @@ class Communicator:
     ) -> dist.Work | None:
         """Send part j of `input` to rank j and receive part i of `output` from rank i.
 
-        Parts are equal along dimension 0, or have the numbers of rows of the splits, or are lists of tensors.
+        Tensors are split along dimension 0, evenly or by the given numbers of rows; lists have one tensor per rank.
         """
         even = not (output_splits or input_splits)
         if even and (work := self._path(async_op).all_to_all(output, input)):
@@ -297,7 +312,7 @@ class Communicator:
         return self._run(table.ALL_TO_ALL, *pair, async_op=async_op)
 
     def barrier(self, *, async_op: bool = False) -> dist.Work | None:
-        """Wait until every rank of the group has called it."""
+        """Wait until every rank of the group has called `barrier`."""
         if work := self._path(async_op).barrier():
             return work if async_op else None
         return self._run(table.BARRIER, [], [], async_op=async_op)
@@ -379,13 +394,13 @@ class Communicator:
     # ---- point-to-point ----
 
     def isend(self, tensor: Array, to: int, tag: int = 0) -> dist.Work:
-        """Begin to send `tensor` to rank `to`; it may be changed after `wait()`."""
+        """Start to send `tensor` to rank `to`; the tensor may be changed after `wait()`."""
         if isinstance(tensor, Tensor) and (work := self._direct.post(tensor, to, tag, sends=True)):
             return work
         return self.post(read(tensor), to, tag, sends=True)
 
     def irecv(self, tensor: Array, source: int | None = None, tag: int = 0) -> dist.Work:
-        """Begin to receive into `tensor` from rank `source`, or from any rank."""
+        """Start to receive into `tensor` from rank `source`, or from any rank if `source` is None."""
         work = None
         if source is not None and isinstance(tensor, Tensor):
             work = self._direct.post(tensor, source, tag, sends=False)
@@ -394,13 +409,13 @@ class Communicator:
         return self.post(written(tensor), source or 0, tag, sends=False, any_rank=source is None)
 
     def send(self, tensor: Array, to: int, tag: int = 0) -> None:
-        """Send `tensor` to rank `to`; return when it may be changed."""
+        """Send `tensor` to rank `to`; block until the tensor may be changed."""
         if isinstance(tensor, Tensor) and self._direct.send(tensor, to, tag):
             return
         self.isend(tensor, to, tag).wait()
 
     def recv(self, tensor: Array, source: int | None = None, tag: int = 0) -> int:
-        """Receive into `tensor` from rank `source`, or from any rank; return the sender."""
+        """Receive into `tensor` from rank `source`, or from any rank if `source` is None; return the sender."""
         if source is not None and isinstance(tensor, Tensor) and self._direct.recv(tensor, source, tag):
             return source
         work = self.irecv(tensor, source, tag)
@@ -408,7 +423,7 @@ class Communicator:
         return int(work._source_rank()) if source is None else source
 
     def batch(self) -> Batch:
-        """Return a context in which messages are collected; they are posted together and waited for at its end.
+        """Return a context that collects messages, posts them together at its end and waits for them.
 
         with comm.batch() as batch:
             batch.send(halo, right)
@@ -417,7 +432,7 @@ class Communicator:
         return Batch(self)
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool, any_rank: bool = False) -> dist.Work:
-        """Begin a message; with `any_rank` a receive from any rank."""
+        """Post a send or a receive; with `any_rank` a receive from any rank."""
         if any_rank:
             peer = -1
         else:
@@ -425,7 +440,9 @@ class Communicator:
             existing_rank(name, what, peer, self.size)
         core = self.dispatcher.core_for([tensor])
         if peer == self.rank and not core.returns_work:
-            raise ValueError(f"rank {peer} cannot exchange messages with itself")
+            raise ValueError(
+                f"expected the rank of another process, got this rank, {peer}; copy the tensor instead"
+            )
         return core.post_send(tensor, peer, tag) if sends else core.post_recv(tensor, peer, tag)
 
     # ---- Python objects ----
@@ -441,7 +458,7 @@ class Communicator:
     # ---- calls ----
 
     def _path(self, async_op: bool) -> Any:
-        """Return the direct calls for common cases."""
+        """Return the fast path for common cases."""
         return self._direct_async if async_op else self._direct
 
     def _run(
@@ -496,7 +513,7 @@ class Communicator:
 
 
 def _in_place(tensor: Array, output: Array | None = None) -> tuple[list[Tensor], list[Tensor]]:
-    """Return outputs and inputs of an operation that writes `output`, by default its input."""
+    """Return the outputs and inputs of an operation that writes `output`, by default its input."""
     if output is not None:
         return [written(output)], [read(tensor)]
     both = written(tensor)
@@ -505,4 +522,6 @@ def _in_place(tensor: Array, output: Array | None = None) -> tuple[list[Tensor],
 
 def _no_average(op: str) -> None:
     if op == "avg":
-        raise ValueError("scan: expected sum, product, min, max, and, or, xor, got avg; try sum and divide")
+        raise ValueError(
+            "scan: expected one of sum, product, min, max, and, or, xor, got avg; use sum and divide the result"
+        )

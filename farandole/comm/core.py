@@ -1,4 +1,4 @@
-"""What communicates: the interface between a communicator and its implementations.
+"""The interface between a communicator and its implementations.
 
 | implementation | ranks | file |
 | --- | --- | --- |
@@ -34,32 +34,32 @@ Parts = Sequence[Tensor]
 class Core(Protocol):
     """The operations of one group of ranks, on dense tensors.
 
-    Every method blocks until this rank's part is complete; `returns_work` marks an implementation whose methods
-    return a `torch.distributed.Work` under way instead.  Reductions are numbers of `dtypes.REDUCTION_NAMES`, and
-    reduced tensors are real.  The last argument, `flags`, holds those of `farandole.native`.  The caller runs one
-    collective at a time and has validated the arguments (`operations.py`).
+    Every method blocks until this rank's part is complete.  The methods of an implementation with `returns_work` return
+    a pending `torch.distributed.Work` instead.  Reductions are indices into `dtypes.REDUCTION_NAMES`, and reduced
+    tensors are real.  The last argument, `flags`, holds flags of `farandole.native`.  The caller runs one collective at
+    a time and has validated the arguments (`operations.py`).
     """
 
     name: str
     rank: int
     size: int
     returns_work: bool
-    completes_at_exit: bool  # when the program ends, the other ranks still complete calls under way
+    completes_at_exit: bool  # whether the other ranks still complete pending calls when this program ends
 
     def supports(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether tensors of these devices and layouts can be communicated."""
+        """Return whether the implementation supports the devices and layouts of these tensors."""
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a call of an operation, with all arguments but the flags, that may be made many times.
+        """Return a reusable call of an operation that takes only the flags.
 
-        A result other than None or 0 is for `check`.
+        The caller passes a result other than None or 0 to `check`.
         """
 
     def algorithm(self, operation: str, nbytes: int) -> str:
-        """Return how an operation on `nbytes` bytes per rank is done, as text for users."""
+        """Return the algorithm of an operation on `nbytes` bytes per rank, as text for users."""
 
     def check(self, status: Any) -> None:
-        """Raise the error that a result of `prepare`'s call stands for."""
+        """Raise the error for a result of a call returned by `prepare`."""
 
     # ---- collectives ----
 
@@ -67,7 +67,7 @@ class Core(Protocol):
         """Reduce `input` over all ranks into `output`, which may be `input` itself."""
 
     def reduce(self, output: Tensor | None, input: Tensor, reduction: int, root: int, flags: int) -> Any:
-        """Reduce `input` into `output` of rank `root`, which may be its `input`; None elsewhere."""
+        """Reduce `input` into `output` of rank `root`, which may be its `input`; `output` is None on other ranks."""
 
     def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> Any:
         """Reduce `inputs` and keep this rank's part; parts of different ranks may differ in length."""
@@ -76,7 +76,7 @@ class Core(Protocol):
         """Collect every rank's `input` in `outputs`; inputs of different ranks may differ in length."""
 
     def broadcast(self, output: Tensor | None, input: Tensor | None, root: int, flags: int) -> Any:
-        """Copy `input` of rank `root` (None elsewhere) to `output` of the others (None on the root)."""
+        """Copy `input` of rank `root` to `output` of the other ranks; the unused argument of a rank is None."""
 
     def gather(
         self, outputs: Sequence[Tensor], input: Tensor, root: int, counts: Sequence[int] | None, flags: int
@@ -89,13 +89,13 @@ class Core(Protocol):
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
     ) -> Any:
-        """Give rank r the tensor `inputs[r]` of rank `root`, of `counts[r]` elements (all equal without)."""
+        """Send `inputs[r]` of rank `root`, with `counts[r]` elements, to rank r; without `counts` lengths are equal."""
 
     def all_to_all(self, outputs: Parts, inputs: Parts, flags: int) -> Any:
         """Send input j to rank j and receive output i from rank i."""
 
     def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> Any:
-        """Reduce the inputs of ranks 0 to this one; with `exclusive` without this one, on rank 0 unchanged."""
+        """Reduce the inputs of ranks 0 to `rank`, or to `rank - 1` if `exclusive` (rank 0 keeps its output)."""
 
     def barrier(self, flags: int) -> Any:
         """Wait until every rank has called it."""
@@ -103,63 +103,63 @@ class Core(Protocol):
     # ---- point-to-point ----
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Begin to send."""
+        """Start to send."""
 
     def post_recv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Begin to receive; `peer` -1 receives from any rank."""
+        """Start to receive; `peer` -1 receives from any rank."""
 
     # ---- memory ----
 
     @property
     def shares_memory(self) -> bool:
-        """Whether `allocate_common` has memory."""
+        """Whether `allocate_common` is supported."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Return a tensor in memory that makes operations fastest; a collective call."""
+        """Return a tensor in the memory with the fastest operations; a collective call."""
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Return one tensor for all ranks; a collective call."""
+        """Return one tensor that all ranks share; a collective call."""
 
-    # ---- life ----
+    # ---- state and shutdown ----
 
     def subgroup(self, members: Sequence[int]) -> Core | None:
-        """Return an implementation among some ranks, in this order, called by them; None where torch must make it."""
+        """Return an implementation among `members`, called by these ranks; None if torch must create the group."""
 
     @property
     def closed(self) -> bool:
         """Whether the group was destroyed."""
 
     def whereabouts(self) -> str:
-        """Describe the call under way and the ranks that it waits for."""
+        """Describe the current call and the ranks for which it waits."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a call waits for the other ranks."""
 
     def within(self, timeout_s: float, call: Call) -> Call:
-        """Return a call with a timeout of its own."""
+        """Return a call with its own timeout, in seconds."""
 
     def leave(self, note: str) -> None:
-        """Tell the other ranks that this one makes no further call."""
+        """Notify the other ranks that this rank makes no further call."""
 
     def give_up(self) -> None:
-        """Make this process's calls under way return, with an error."""
+        """Make the pending calls of this process fail."""
 
     def rest(self, patience_s: float) -> bool:
         """Complete or withdraw messages under way; return whether none is left after `patience_s`."""
 
     def close(self) -> None:
-        """Release the resources; no call may be under way."""
+        """Release the resources; no call may be pending."""
 
 
 class GroupCore:
-    """The parts that all implementations over a `HostGroup` (or an `MpiGroup`) share."""
+    """The base class of all implementations over a `HostGroup` or an `MpiGroup`."""
 
     name = "farandole"
     returns_work = False
     completes_at_exit = False
     shares_memory = False
     takes_devices = False
-    """Whether CUDA tensors are communicated too, through copies on the host."""
+    """Whether CUDA tensors are supported, through copies on the host."""
     form_subgroup: Callable[[Sequence[int]], Any]
     """Set by `backend.form`."""
 
@@ -180,17 +180,17 @@ class GroupCore:
         return self.host.handle is None
 
     def supports(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether all tensors are strided, and on the CPU unless the group takes those of devices."""
+        """Return whether all tensors are strided and on a supported device."""
         if all(tensor.is_cpu and tensor.layout is torch.strided for tensor in tensors):
             return True
         return self.takes_devices and staged(tensors)
 
     def algorithm(self, operation: str, nbytes: int) -> str:
-        """Return what the ranks communicate through, where there is no choice of algorithms."""
+        """Return "shared memory": there is no choice of algorithms."""
         return "shared memory"
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a call of an operation with all arguments but the flags."""
+        """Return a reusable call of an operation that takes only the flags."""
         method = partial(getattr(self, operation), *arguments)
 
         def call(flags: int) -> None:
@@ -200,7 +200,7 @@ class GroupCore:
         return call
 
     def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> None:
-        """Reduce the inputs of ranks 0 to this one (without this one if `exclusive`)."""
+        """Reduce the inputs of ranks 0 to `rank`, or to `rank - 1` if `exclusive`."""
         rows = input.new_empty(self.size, input.numel())
         cast(Core, self).all_gather([rows], input, flags)
         last = self.rank - exclusive
@@ -208,34 +208,34 @@ class GroupCore:
             output.copy_(reduce_rows(rows[: last + 1], reduction).view(output.shape))
 
     def agree(self, call: CallRecord, flags: int) -> None:
-        """Compare a call with those of the other ranks before a torch process group serves it.
+        """Compare a call with the calls of the other ranks before a torch process group serves the call.
 
         Groups over MPI do not compare calls.
         """
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Begin to send."""
+        """Start to send."""
         return self.messages.post(tensor, peer, tag, sends=True)
 
     def post_recv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Begin to receive; `peer` -1 receives from any rank."""
+        """Start to receive; `peer` -1 receives from any rank."""
         return self.messages.post(tensor, peer, tag, sends=False)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Return a tensor that the ranks of this host can reach."""
+        """Return a tensor in memory that the ranks of this host share."""
         return self.host.allocate(shape, dtype, flags)
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Raise: ranks that do not share memory have no common tensor."""
-        raise CommunicationError("expected ranks that share memory; try `empty`")
+        """Raise CommunicationError: the ranks do not share memory."""
+        raise CommunicationError("the ranks of this group do not share memory; use `empty` instead")
 
     def subgroup(self, members: Sequence[int]) -> Core | None:
-        """Form a group of some of the ranks over the same endpoint."""
+        """Return an implementation among `members` over the same endpoint."""
         core: Core = self.form_subgroup(members)
         return core
 
     def invalidate(self, reason: str) -> None:
-        """Forget the group in a forked child, whose handle is the parent's."""
+        """Drop the group in a forked child, whose handle belongs to the parent."""
         self.host.handle = None
         self.messages.invalidate(reason)
 

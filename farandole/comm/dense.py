@@ -1,4 +1,4 @@
-"""Dense tensors: values in order in one piece of memory.  Others are copied to such ones, and back."""
+"""Dense tensors, whose values are contiguous in memory, and copies of other tensors to dense ones and back."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 reachable = {"cpu"}
-"""The devices whose memory is used by its address; tensors of others are copied to the host and back."""
+"""The devices whose memory the library can address; tensors on other devices are copied to the host and back."""
 
 
 def is_dense(tensor: Tensor, any_device: bool = False) -> bool:
-    """Return whether the values are in order at `data_ptr`, with no lazy sign or conjugation, and within reach."""
+    """Return whether a tensor is contiguous and addressable, without a lazy sign or conjugation."""
     if any_device and tensor.layout is not torch.strided:
         return True  # torch's own groups take sparse tensors
     return (
@@ -26,7 +26,7 @@ def is_dense(tensor: Tensor, any_device: bool = False) -> bool:
 
 
 def separate_elements(call: str, outputs: Sequence[Tensor]) -> None:
-    """Raise ValueError if elements of an output share memory, as in an expanded tensor: results would overwrite others."""
+    """Raise ValueError if elements of an output overlap in memory, as in an expanded tensor."""
     for output in outputs:
         if output.layout is not torch.strided:
             continue
@@ -34,13 +34,13 @@ def separate_elements(call: str, outputs: Sequence[Tensor]) -> None:
             not stride and length > 1 for stride, length in zip(output.stride(), output.shape, strict=True)
         ):
             raise ValueError(
-                f"{call}: elements of the output share memory (shape {list(output.shape)}, strides "
-                f"{list(output.stride())}), as in an expanded tensor; try clone()"
+                f"{call}: expected an output whose elements do not overlap, got shape {list(output.shape)} with strides "
+                f"{list(output.stride())}; pass output.clone()"
             )
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the tensor that holds the memory: itself, or the result that a functional collective stands for."""
+    """Return the tensor that owns the memory: the tensor itself, or the result of a functional collective."""
     if type(tensor) is Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
         return tensor
     if not tensor.numel() or tensor.data_ptr():
@@ -48,15 +48,15 @@ def plain(tensor: Tensor) -> Tensor:
     wait = getattr(tensor, "trigger_wait", None)  # AsyncCollectiveTensor
     if wait is None:
         raise TypeError(
-            f"a {type(tensor).__name__} has no memory of its own to communicate; pass the tensor that it "
-            f"wraps, for a DTensor its to_local()"
+            f"expected a tensor with memory of its own, got {type(tensor).__name__}, which wraps another tensor; pass the "
+            f"wrapped tensor (of a DTensor: to_local())"
         )
     inner: Tensor = wait()
     return inner
 
 
 def readable(tensor: Tensor, any_device: bool = False) -> Tensor:
-    """Return a dense tensor of the same values; the tensor itself where it is dense."""
+    """Return a dense tensor with the same values; the tensor itself if it is dense."""
     if is_dense(tensor, any_device):
         return tensor
     values = tensor.resolve_conj().resolve_neg()
@@ -66,7 +66,7 @@ def readable(tensor: Tensor, any_device: bool = False) -> Tensor:
 
 
 def writable(tensor: Tensor, any_device: bool = False) -> Tensor:
-    """Return a dense tensor of the same shape, to be copied back; the tensor itself where it is dense."""
+    """Return a dense tensor of the same shape for `copy_back`; the tensor itself if it is dense."""
     if is_dense(tensor, any_device):
         return tensor
     if any_device or tensor.device.type in reachable:
@@ -75,14 +75,14 @@ def writable(tensor: Tensor, any_device: bool = False) -> Tensor:
 
 
 def copy_back(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    """Copy buffers made by `writable` to the tensors that they stand for."""
+    """Copy buffers returned by `writable` to their tensors."""
     for tensor, buffer in zip(tensors, buffers, strict=True):
         if buffer is not tensor:
             tensor.copy_(buffer)
 
 
 def separate_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors, with copies of those that share memory with one before."""
+    """Return the tensors; a tensor that overlaps an earlier one is replaced by a copy."""
     taken: list[tuple[int, int]] = []
     separate = []
     for tensor in tensors:

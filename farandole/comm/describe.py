@@ -19,11 +19,11 @@ _ROOTED = {
 }
 _MESSAGES = (Operation.SEND, Operation.RECV)
 SPARSE_LAYOUT = 1 << 63
-"""The `layout` of the call record of a sparse tensor, which a torch process group communicates after the ranks agree."""
+"""The `layout` of the call record of a sparse tensor, which torch communicates after the ranks have agreed."""
 
 
 class Membership:
-    """The ranks of a group as messages name them: global ranks, process ids, hosts."""
+    """The names of a group's ranks in messages: global ranks, process ids, hosts."""
 
     def __init__(
         self,
@@ -41,17 +41,17 @@ class Membership:
         self._shares_calls = shares_calls  # with the ranks of the same host
 
     def rank(self, rank: int) -> str:
-        """`rank 3 (process 4711)`, with its host where there are several."""
+        """Return `rank 3 (process 4711)`, with the host if the group has several hosts."""
         where = f" on {self.hosts[rank]}" if self._several else ""
         return f"rank {self.ranks[rank]} (process {self.pids[rank]}{where})"
 
     def knows_calls(self, reader: int, rank: int) -> bool:
-        """Whether rank `reader` knows the last call of another rank."""
+        """Return whether rank `reader` knows the last call of another rank."""
         return self._shares_calls and self.hosts[reader] == self.hosts[rank]
 
 
 def describe_call(call: Call, membership: Membership) -> str:
-    """`all_reduce(sum, 1024 x float32)`."""
+    """Return a call as text, such as `all_reduce(sum, 1024 x float32)`."""
     operation = Operation(call.operation)
     if operation is Operation.NOTHING:
         return "nothing yet"
@@ -76,7 +76,7 @@ def describe_call(call: Call, membership: Membership) -> str:
 def failure_to_error(
     failure: Failure, reader: int, membership: Membership, timeout_s: float
 ) -> CommunicationError:
-    """The exception for a broken group, from the record that all its ranks share; rank `reader` will raise it."""
+    """Return the exception of a broken group for rank `reader`, from the failure record that all ranks share."""
     status = Status(failure.status or Status.DIED)
     culprit = membership.rank(failure.culprit)
     if failure.culprit == reader and status is Status.LEFT:
@@ -88,7 +88,7 @@ def failure_to_error(
 
     if status is Status.DIED:
         return RankDied(
-            f"{culprit} died (killed, or crashed) {_place(theirs, reported, membership)}; {waiting}"
+            f"{culprit} died (killed or crashed) {_place(theirs, reported, membership)}; {waiting}"
         )
     if status is Status.LEFT:
         why = f" ({note})" if note else ""
@@ -100,24 +100,24 @@ def failure_to_error(
             f"{culprit} called {describe_call(theirs, membership)} where {_witness(failure, membership)} "
             f"{_numbered(reported, membership)}: {_difference(theirs, reported)}"
         )
-    if status in (Status.UNEVEN, Status.MISFIT):
+    if status in (Status.COUNT_MISMATCH, Status.PART_COUNT_MISMATCH):
         return CallMismatch(
             f"{culprit} sends {reported.count} elements to {membership.rank(reported.root)}, which expects "
             f"{reported.layout} from it, in {_numbered(theirs, membership)}"
         )
     if status is Status.CLOSED:
         return RankDied(
-            f"{culprit} is gone: its connection to {membership.rank(failure.reporter)} was closed; {waiting}"
+            f"{culprit} died or lost its network: its connection to {membership.rank(failure.reporter)} was closed; {waiting}"
         )
     if status is Status.SILENT:
         host = membership.hosts[failure.culprit]
         return RankDied(
-            f"{culprit} cannot be reached: {host} has given no sign of life for {SILENCE_S:g} s, so it is down, or the link "
-            f"to it is; {waiting}"
+            f"{culprit} cannot be reached: {host} has not responded for {SILENCE_S:g} s, so the host or the link to the "
+            f"host is down; {waiting}"
         )
     if status is Status.INTERRUPTED:
         return CommunicationError(
-            f"{culprit} was interrupted (Ctrl-C, or another signal's handler) in {_numbered(reported, membership)}"
+            f"{culprit} was interrupted (Ctrl-C or the handler of another signal) in {_numbered(reported, membership)}"
         )
     return CommunicationError(f"{culprit}: {status.name.lower()}; {waiting}")
 
@@ -125,7 +125,7 @@ def failure_to_error(
 def with_own_call(
     error: CommunicationError, failure: Failure, own: Call, membership: Membership
 ) -> CommunicationError:
-    """Return an error that names the reader's call as well, if that is not one of the two calls in the record."""
+    """Return the error; add the reader's call unless the record already contains that call."""
     known = failure.culprit_call, failure.reporter_call
     if not own.operation or any(same_call(own, call) for call in known):
         return error
@@ -142,21 +142,21 @@ def describe_whereabouts(calls: Mapping[int, Call], reader: int, membership: Mem
     """Return the ranks for which rank `reader` waits, from the last calls of the ranks of its host."""
     own = calls[reader]
     behind = [
-        f"{membership.rank(rank)} has not arrived, its last call was {describe_call(call, membership)}"
+        f"{membership.rank(rank)} has not arrived (its last call was {describe_call(call, membership)})"
         for rank, call in calls.items()
         if call.index < own.index
     ]
     what = f"{_numbered(own, membership)}, " if own.operation else ""
-    return what + ("; ".join(behind) if behind else "which all ranks have begun")
+    return what + ("; ".join(behind) if behind else "which all ranks have started")
 
 
 def describe_stalled_message(
     own: Call, reader: int, waited_message: Callable[[int], Call | None], membership: Membership
 ) -> str:
-    """Describe a message that does not move, and the calls of the ranks that wait for each other, if it is a cycle.
+    """Describe a stalled message and, in a cycle, the calls of all ranks that wait for each other.
 
-    `waited_message(rank)` is the message for which a rank waits.  Only the first rank of a cycle describes it; the
-    others return "".
+    `waited_message(rank)` returns the message for which a rank waits.  Only the lowest rank of a cycle describes the
+    cycle; the other ranks return "".
     """
     text, ranks, call = describe_call(own, membership), [reader], own
     while (peer := call.root) >= 0 and peer not in ranks:
@@ -168,7 +168,7 @@ def describe_stalled_message(
         call = theirs
     if call.root != reader:
         return text
-    advice = "they wait for each other; post one of the receives first, or use isend and irecv"
+    advice = "these ranks wait for each other; post one of the receives first, or use isend and irecv"
     return f"{text}: {advice}" if reader == min(ranks) else ""
 
 
@@ -179,7 +179,7 @@ def _numbered(call: Call, membership: Membership) -> str:
 
 
 def _place(theirs: Call, reported: Call, membership: Membership) -> str:
-    """Where a rank was when it ended."""
+    """Describe the call in which a rank ended."""
     if theirs.operation == Operation.NOTHING:
         return f"before its first call in {membership.group}"
     call = describe_call(theirs, membership)
@@ -199,16 +199,17 @@ def _late(failure: Failure, membership: Membership, timeout_s: float) -> RankLat
         else "it has made no call"
     )
     if not membership.knows_calls(failure.reporter, failure.culprit):
-        doing = "what it does is not known here"
+        doing = "its current call is unknown on this host"
     if reported.operation in _MESSAGES:
         if reported.root < 0:
             return RankLate(
-                f"no rank sent, within the timeout of {timeout_s:g} s, what {waiter} was waiting for in {_numbered(reported, membership)}"
+                f"no rank sent a message within the timeout of {timeout_s:g} s to {waiter}, which was waiting in "
+                f"{_numbered(reported, membership)}"
             )
-        verb = "take" if reported.operation == Operation.SEND else "send"
+        verb = "receive" if reported.operation == Operation.SEND else "send"
         return RankLate(
-            f"{who} did not {verb}, within the timeout of {timeout_s:g} s, the message of {waiter} in "
-            f"{_numbered(reported, membership)}; {doing}"
+            f"{who} did not {verb} the message of {waiter} in {_numbered(reported, membership)} within the timeout of "
+            f"{timeout_s:g} s; {doing}"
         )
     others = f" and {failure.missing - 1} more" if failure.missing > 1 else ""
     return RankLate(
@@ -231,7 +232,7 @@ def _difference(a: Call, b: Call) -> str:
     reduces_all = a.operation == Operation.ALL_REDUCE
     layout = "compression" if reduces_all else "split of the elements among the ranks"
     parts = {
-        "type of elements": (a.type, b.type),
+        "element type": (a.type, b.type),
         "reduction": (a.op, b.op),
         "root": (a.root, b.root),
         "number of elements": (a.count, b.count),
@@ -240,4 +241,8 @@ def _difference(a: Call, b: Call) -> str:
     if a.operation in _MESSAGES:
         del parts["root"]
     different = [name for name, (one, other) in parts.items() if one != other]
-    return f"they differ in {' and '.join(different)}" if different else "their calls are out of step"
+    return (
+        f"they differ in {' and '.join(different)}"
+        if different
+        else "the ranks have made different numbers of calls"
+    )

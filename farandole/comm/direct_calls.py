@@ -1,7 +1,7 @@
-"""The shortest path from a call in Python to the C core.
+"""The fast path from a call in Python to the C core.
 
-The table of `operations.py` validates, arranges and dispatches every case.  For a small tensor that costs more than the
-operation itself, so the common case calls the C functions directly.
+`operations.py` validates, prepares and dispatches every case.  For a small tensor this takes longer than the operation
+itself, so the common case calls the C functions directly.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _STRIDED = torch.strided
 class DirectCalls:
     """Blocking operations on dense tensors.
 
-    Every method returns None, without effect, where this path does not apply: calls are under way, or a tensor is
-    not an ordinary dense CPU tensor of the right size.  `Operation.call` then serves the call or explains its mistake.
-    A reduction is a name or the hash of a torch `ReduceOp` (comparing `ReduceOp`s takes a microsecond).
+    Every method returns None without effect if the fast path does not apply: other calls are pending, or a tensor is
+    not a plain dense CPU tensor of the expected size.  `Operation.call` then runs the call or raises the error.  A
+    reduction is a name or the hash of a torch `ReduceOp` (comparing two `ReduceOp`s takes a microsecond).
     """
 
     _group: Any = None
@@ -52,7 +52,9 @@ class DirectCalls:
     _all_to_all: Any
 
     def __init__(self, core: NativeCore, queue: WorkQueue) -> None:
-        library = core.host.core  # by index: functions without argument types, which convert nothing
+        library = (
+            core.host.core
+        )  # indexing returns functions without argument types, which skip the conversion of arguments
         self._group = c_void_p(core.host.handle)  # freed only after the queue has been closed
         self._size, self._check = core.size, core.check
         self._queue, self._enter, self._leave = queue, queue.enter, queue.leave
@@ -71,7 +73,7 @@ class DirectCalls:
         return None if plan is None else self._in_place(self._all_reduce, tensor, plan)
 
     def reduce(self, tensor: Tensor, reduction: object, root: int) -> Work | None:
-        """Reduce `tensor` into the one of rank `root`."""
+        """Reduce `tensor` into the tensor of rank `root`."""
         plan = _REDUCING.get((getattr(tensor, "dtype", None), reduction))
         if plan is None or root not in self._ranks:
             return None
@@ -132,7 +134,7 @@ class DirectCalls:
         )
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> Work | None:
-        """Begin a message; None where this path does not apply."""
+        """Post a message; return None if the fast path does not apply."""
         if not self._is_message(tensor, peer):
             return None
         return self._messages.begin(
@@ -208,7 +210,9 @@ class DirectCalls:
             return None
         try:
             status = function(self._group, *arguments, flags_here())
-            if status:  # while the queue is held: afterwards another thread may destroy the group
+            if (
+                status
+            ):  # while this thread holds the queue, because another thread may destroy the group later
                 self._check(status)
         finally:
             self._leave()
@@ -216,7 +220,7 @@ class DirectCalls:
 
 
 class AsyncDirectCalls(DirectCalls):
-    """The same for asynchronous operations: the methods return work under way."""
+    """The fast path of asynchronous operations, whose methods return pending work."""
 
     def _execute(
         self, outputs: Sequence[Tensor], input: Tensor | None, function: Any, *arguments: Any
@@ -234,7 +238,7 @@ class AsyncDirectCalls(DirectCalls):
 
 
 class DirectMethods(DirectCalls):
-    """The same over the methods of an implementation that does not take addresses."""
+    """The fast path over an implementation that takes tensors instead of addresses."""
 
     def __init__(self, core: GroupCore, queue: WorkQueue) -> None:
         own: Any = core  # with the operations of `Core`
@@ -287,7 +291,7 @@ class DirectMethods(DirectCalls):
 
 
 class NoDirectCalls:
-    """The direct path of an implementation that has none."""
+    """The fast path of an implementation that has none."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None

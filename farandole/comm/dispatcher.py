@@ -1,4 +1,4 @@
-"""Runs the operations of one group: in order, on its implementation, until the group is destroyed."""
+"""The dispatcher, which runs the operations of one group in order until the group is destroyed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from farandole.comm.operations import Operation
 from farandole.comm.work import Call, WorkQueue, flags_here
 
 PATIENCE_S = 1.0
-"""How long work that nobody waited for may take when its group is destroyed."""
+"""How long, in seconds, destroying a group waits for pending work."""
 
 
 class Dispatcher:
-    """Passes calls to the implementation that can serve them, through the work queue of the group.
+    """Passes each call to an implementation that supports it, through the work queue of the group.
 
     Args:
         core: The implementation for the group.
@@ -59,11 +59,11 @@ class Dispatcher:
     # ---- calls ----
 
     def serves(self, *tensors: Sequence[Tensor]) -> bool:
-        """Return whether `core` supports all tensors; RuntimeError if the group was destroyed."""
+        """Return whether `core` supports all tensors; raise RuntimeError if the group was destroyed."""
         if self._invalid:
             raise CommunicationError(f"group {self.name!r}: {self._invalid}")
         if self.core.closed:
-            raise RuntimeError(f"group {self.name!r} was destroyed; make a new one")
+            raise RuntimeError(f"group {self.name!r} was destroyed; create a new group")
         return all(self.core.supports(each) for each in tensors)
 
     def core_for(self, *tensors: Sequence[Tensor]) -> Core:
@@ -88,7 +88,7 @@ class Dispatcher:
         *constants: Any,
         async_op: bool = False,
     ) -> dist.Work:
-        """Run an operation, after those issued before; with `async_op` return its work at once."""
+        """Run an operation after all earlier ones; with `async_op` return its work immediately."""
         core = self.core_for(outputs, inputs)
         return self.issue(operation.call(core, outputs, inputs, *constants), outputs, async_op, core=core)
 
@@ -101,7 +101,7 @@ class Dispatcher:
         timeout_s: float | None = None,
         core: Core | None = None,
     ) -> dist.Work:
-        """Run a call that writes `tensors`, after those issued before."""
+        """Run a call that writes `tensors` after all earlier calls."""
         core = core or self.core
         if core.returns_work:
             work: dist.Work = call(0)
@@ -115,19 +115,19 @@ class Dispatcher:
     def prepare(
         self, operation: Operation, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *constants: Any
     ) -> PersistentOperation:
-        """Return an operation whose arguments are fixed."""
+        """Return a persistent operation with these arguments."""
         core = self.core_for(outputs, inputs)
         call = operation.prepare(core, outputs, inputs, *constants)
         return PersistentOperation(self, core, call, outputs, inputs)
 
     def made(self, make: Callable[[int], Tensor]) -> Tensor:
-        """Return the tensor that a collective call makes, in its turn."""
+        """Run a collective allocation after all earlier calls and return its tensor."""
         made: list[Tensor] = []
         self.queue.run(lambda flags: made.append(make(flags)), [])
         return made[0]
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor in memory that makes operations fastest; a collective call."""
+        """Return a tensor in the memory with the fastest operations; a collective call."""
         core = self.core_for()
         if core.returns_work:
             return torch.empty(*shape, dtype=dtype, device="cpu")
@@ -136,9 +136,9 @@ class Dispatcher:
     # ---- life ----
 
     def close(self) -> None:
-        """Leave the group; ranks that wait for this one are told.
+        """Leave the group and notify the ranks that wait for this one.
 
-        Work that nobody waited for completes if the other ranks take part soon, else it fails.
+        Pending work completes if the other ranks take part within `PATIENCE_S`; otherwise it fails.
         """
         if self._invalid:
             return
@@ -147,21 +147,21 @@ class Dispatcher:
             if not at_rest:
                 self.core.give_up()
                 at_rest = self._rest(PATIENCE_S)
-            if at_rest:  # else a thread still runs a callback that does not end, and needs the memory
+            if at_rest:  # otherwise a thread still runs a callback that needs the memory
                 self.core.close()
         for fallback in (self.fallback, self.device_fallback):
             if fallback is not None:
                 fallback.close()
 
     def abort(self) -> None:
-        """Leave the group at once: calls under way, of other threads too, fail."""
+        """Leave the group immediately; pending calls of all threads fail."""
         if self._invalid:
             return
         self.core.give_up()
         self.close()
 
     def abandon(self, note: str, patience_s: float) -> None:
-        """Tell the other ranks how the program ends, and stop the threads; the process frees the memory."""
+        """Notify the other ranks of the end of the program and stop the threads; the process exit frees the memory."""
         if self._invalid:
             return
         if self.core.completes_at_exit:
@@ -180,19 +180,19 @@ class Dispatcher:
             self.core.invalidate(reason)
 
     def _rest(self, patience_s: float) -> bool:
-        """Return whether no call is under way after `patience_s` at most (for calls, and for messages)."""
+        """Wait up to `patience_s` each for calls and for messages; return whether none is pending."""
         return self.queue.close(patience_s) and self.core.rest(patience_s)
 
 
 class PersistentOperation:
-    """An operation whose arguments are fixed: validated and converted once, run many times (MPI-4's `*_init`).
+    """An operation with fixed arguments, which are validated and converted once (`*_init` of MPI-4).
 
     op = comm.all_reduce_init(buffer)
     op()                    # blocks
     work = op.start()       # returns at once
 
-    The operation keeps its tensors alive and reads them at every run.  Their memory must stay where it is: after
-    `resize_` or `set_` of a tensor make a new operation.
+    The operation keeps its tensors alive and uses their memory at every run.  After `resize_` or `set_` of a tensor,
+    create a new operation.
     """
 
     __slots__ = (
@@ -222,7 +222,7 @@ class PersistentOperation:
         self._on_device = any(tensor.is_cuda for tensor in (*outputs, *inputs))
 
     def __call__(self) -> None:
-        """Run the operation after those issued before, and return when this rank's part is complete."""
+        """Run the operation after all earlier ones and return when this rank's part is complete."""
         if self._waiting or not self._queue.acquire(False):  # as `WorkQueue.enter`, without a call
             self._in_turn(async_op=False)
             return
@@ -235,7 +235,7 @@ class PersistentOperation:
             self._queue.leave()
 
     def start(self) -> dist.Work:
-        """Issue the operation and return its work at once."""
+        """Issue the operation and return its work immediately."""
         return self._in_turn(async_op=True)
 
     def _in_turn(self, async_op: bool) -> dist.Work:

@@ -1,4 +1,4 @@
-"""Element types and reductions as the C core numbers them."""
+"""The numbers of element types and reductions in the C core."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALL = _REDUCIBLE + [
 TYPES: dict[torch.dtype, int] = {
     kind: kind.itemsize << 8 | number for number, kind in enumerate(_ALL) if kind.itemsize
 }
-"""The core's number of a type: (bytes per element << 8) | code."""
+"""The C core's number of each type: (bytes per element << 8) | code."""
 
 TYPE_NAMES = {number: str(kind).removeprefix("torch.") for kind, number in TYPES.items()}
 
@@ -40,16 +40,16 @@ REDUCE_OPS = {
     "or": dist.ReduceOp.BOR,
     "xor": dist.ReduceOp.BXOR,
 }
-"""torch's reductions by name, in the order of the core's numbers."""
+"""The names of torch's reductions, in the order of the C core's numbers."""
 
 REDUCTION_NAMES = tuple(REDUCE_OPS)
 
 REDUCTIONS: dict[int, int] = {hash(op): number for number, op in enumerate(REDUCE_OPS.values())}
-"""The core's number of a reduction, by the hash of torch's `ReduceOp` (comparing those takes a microsecond)."""
+"""The C core's number of a reduction, by the hash of torch's `ReduceOp` (a comparison takes a microsecond)."""
 
 
 def reducible(dtype: torch.dtype, reduction: int) -> bool:
-    """Whether the core has this reduction for this type: bits are for integers, averages not for bool."""
+    """Return whether the C core supports a reduction of a type: no bit operations on floats, no average of bool."""
     if dtype not in _REDUCIBLE:
         return False
     name = REDUCTION_NAMES[reduction]

@@ -3,8 +3,8 @@
 While a compiled function runs, Dynamo intercepts every Python frame, also those that C++ code starts: DDP's reducer
 calls `broadcast` of the process group.  Dynamo refuses to trace the attributes of a process group.
 
-`torch.compiler.disable` is no choice here: it imports `torch._dynamo`, which takes a second, and it wraps each
-method, which makes each call slower.  `exclude_from_dynamo` marks code objects instead: a mark costs nothing at a call.
+`torch.compiler.disable` would import `torch._dynamo`, which takes a second, and wrap each method, which makes each call
+slower.  `exclude_from_dynamo` marks code objects instead, which does not slow down calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def exclude_from_dynamo(cls: _Class) -> _Class:
-    """Exclude the methods that a class defines, and all that they call, from Dynamo; a class decorator.
+    """Exclude the methods of a class, and all functions that they call, from Dynamo; a class decorator.
 
     Traced code may read properties: Dynamo takes their values as constants, as torch 2.11 does with `group_name`.
     """
@@ -53,7 +53,7 @@ def _functions(member: Any) -> list[FunctionType]:
 
 
 def _skip(function: Callable[..., Any]) -> None:
-    """Have the frames of a function, and the frames below them, run without Dynamo."""
+    """Run a function and all functions that it calls without Dynamo."""
     if hasattr(eval_frame, "set_code_exec_strategy"):
         skip = eval_frame._FrameAction.SKIP
         strategy = eval_frame._FrameExecStrategy(skip, skip)

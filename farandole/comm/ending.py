@@ -1,8 +1,8 @@
-"""Leave the groups of a process at the end of its program, if it has not destroyed them.
+"""Clean-up of groups that the program has not destroyed when it ends.
 
-The other ranks are told, so that a rank that ends early is named at once, with the exception that ended it if that is
-known.  Then the threads of the groups are stopped: a thread in torch's C++ code when the interpreter shuts down would
-abort the process.
+A process notifies the other ranks, so that their errors name the rank that ended early and, if known, its exception.
+Then the process stops the threads of its groups: a thread in torch's C++ code during interpreter shutdown aborts the
+process.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from farandole.comm.errors import CommunicationError
 
 REST_S = 1.0
 LOCK_S = 0.01
-"""For so long the interpreter lock is free before the interpreter shuts down.
+"""Seconds for which this thread releases the interpreter lock before the interpreter shuts down.
 
-A thread of Gloo frees the tensors of a completed operation after it has reported the completion, and needs the lock for it.
+A thread of Gloo frees the tensors of an operation after it has reported its completion, and needs the lock to do so.
 If it gets the lock during the shutdown, the process aborts ("terminate called without an active exception").
 """
 
 
 CAUSE_S = 10.0
-"""A program that ends within so many seconds after a failure ends because of the failure."""
+"""Seconds after a failure within which the end of the program is attributed to the failure."""
 _BECAUSE = ", because "
 _failure: tuple[float, str] | None = None  # when, and the first cause
 
 
 class Abandonable(Protocol):
-    """A group that can be left in a hurry."""
+    """A group that can be left at program exit."""
 
     def abandon(self, note: str, patience_s: float) -> None:
-        """Tell the others, and have this process's calls return."""
+        """Notify the other ranks and make the pending calls of this process fail."""
 
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -43,23 +43,23 @@ _prepared: int | None = None  # the process in which the end is prepared; a fork
 
 
 def remember_failure(error: BaseException, note: str) -> None:
-    """Note why a group of this process broke; `note` is how the culprit explained its end, if it did."""
+    """Record why a group of this process failed; `note` is the explanation of the failed rank, if any."""
     global _failure
     cause = note.partition(_BECAUSE)[2] or str(error).partition(" after ")[0].partition(";")[0]
     _failure = time.monotonic(), cause
 
 
 def with_cause(note: str) -> str:
-    """Return a note on the end of this rank, with the failure that caused it.
+    """Return a note on the end of this rank that includes the failure that caused it.
 
-    A rank that waits for this one then reads which rank failed first.
+    The error of a rank that waits for this one then names the rank that failed first.
     """
     recent = _failure is not None and time.monotonic() < _failure[0] + CAUSE_S
     return f"{note}{_BECAUSE}{_failure[1]}" if recent and _failure is not None else note
 
 
 def leave_at_end(group: Abandonable) -> None:
-    """Have `group.abandon` called when the program ends."""
+    """Register `group.abandon` to be called when the program ends."""
     global _prepared
     if _prepared != os.getpid():
         _prepared = os.getpid()

@@ -1,9 +1,10 @@
-"""This process's connection to the other processes of its job, on which all its groups stand.
+"""The endpoint: the connection of a process to the other processes of its job, shared by all its groups.
 
-An endpoint is bootstrapped once, through the store of the job.  Every rank says who it is.  The ranks of a host map each
-other's arena, the shared memory of a process; where there are several hosts, every rank listens at a port and tells the
-others where.  Groups are then formed over the endpoint: their first rank collects what the members have reserved in
-their arenas, numbers the group and tells the members, in messages of a few bytes.
+An endpoint is bootstrapped once, through the store of the job, where every rank publishes its identity.  The ranks of a
+host map each other's arena, the shared memory of a process.  If there are several hosts, every rank listens at a port
+and publishes its address.  Groups are created over the endpoint.  The first rank of a group collects the memory that
+the members have reserved in their arenas, assigns a number to the group and sends both to the members in small
+messages.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from farandole.comm.interfaces import is_loopback, own_address, socket_address
 from farandole.native import LAST_STATUS, TRY, Status
 
 ARENA_BYTES = 1 << 38
-"""Address space of an arena; memory is taken by pages that are used.  256 ranks of a host map 2^46 bytes."""
+"""Address space of an arena in bytes; only used pages take memory.  256 ranks of a host map 2^46 bytes."""
 LEAST_ARENA_BYTES = 1 << 26
 _BYTE = 1 << 8 | 5
 
 
 class CannotShareMemory(Exception):
-    """The ranks of a job cannot use the core; the message says why."""
+    """The ranks of a job cannot use the C core; the message states the reason."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """What a rank tells the others."""
+    """The identity that a rank publishes."""
 
     host: str
     name: str
@@ -59,16 +60,16 @@ class Process:
     arena: SegmentName
     arena_bytes: int
     block: int
-    """Where the endpoint's part of the arena begins."""
+    """The offset of the endpoint's part in the arena."""
     base: int
-    """Where its part of the group of all ranks begins."""
+    """The offset of its part of the group of all ranks."""
     devices: Sequence[str] = ()
-    """The CUDA devices that it sees."""
+    """The CUDA devices that are visible to the process."""
 
 
 @functools.cache
 def _arena(process: int) -> tuple[Segment, int]:
-    """The arena of this process, which it keeps to its end; a forked child makes its own."""
+    """Return the arena of this process, which lives as long as the process; a forked child creates its own."""
     core, size = native.library(), ARENA_BYTES
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)]
     for limit in limits:
@@ -89,9 +90,9 @@ def _arena(process: int) -> tuple[Segment, int]:
 
 
 class Endpoint:
-    """The processes of a job as this one reaches them.
+    """The connection of this process to the processes of its job.
 
-    `hosts` lists the ranks of each host; `address` is where the other hosts reach this one, if there are any.
+    `hosts` lists the ranks of each host.  `address` is the address for other hosts; None if the job has one host.
     """
 
     def __init__(self, store: dist.Store, rank: int, processes: Sequence[Process]) -> None:
@@ -114,7 +115,7 @@ class Endpoint:
     def bootstrap(
         cls, store: dist.Store, rank: int, size: int, timeout: timedelta, who: str, interface: str | None
     ) -> Endpoint:
-        """Connect to the other ranks.  `CannotShareMemory`, on all ranks alike, if the core cannot serve them."""
+        """Connect to the other ranks; raise `CannotShareMemory` on all ranks if one of them cannot use the C core."""
         rendezvous = Rendezvous(store, rank, size, timeout, who)
         reason, handle, fields = native.why_unavailable() or "", None, {}
         if not reason:
@@ -124,7 +125,7 @@ class Endpoint:
                 handle = core.frd_endpoint_open(rank, size)
                 base = core.frd_group_reserve()
                 if not handle or not base:
-                    raise OSError("no memory for the endpoint")
+                    raise OSError("cannot allocate the endpoint of this process: out of memory")
                 own = Process(
                     host_identity(), gethostname(), os.getpid(), segment.name, arena_bytes,
                     core.frd_endpoint_block(handle), base, visible_devices(),
@@ -162,7 +163,7 @@ class Endpoint:
         # a rank that uses the endpoint may be heard by one that has not opened it: what it says is kept until then
 
     def _map_local_arenas(self) -> str:
-        """Map the arenas of this host's ranks; the reason why one could not be mapped, or nothing."""
+        """Map the arenas of this host's ranks; return the reason of a failure, or ""."""
         for rank in next(ranks for ranks in self.hosts if self.rank in ranks):
             process, descriptor = self.processes[rank], -1
             try:
@@ -181,10 +182,10 @@ class Endpoint:
         return ""
 
     def _listen(self, rendezvous: Rendezvous, timeout: timedelta) -> None:
-        """Listen, tell the others where, and learn where they do.
+        """Listen for connections and exchange addresses with the other ranks.
 
-        The ranks recognize each other's connections by the key of the job.  Without one, rank 0 makes a key and publishes it in
-        the store.
+        The ranks authenticate connections with the key of the job.  Without a key, rank 0 creates one and publishes it
+        in the store.
         """
         assert self.address is not None
         size, family = len(self.processes), socket.AF_INET6 if ":" in self.address else socket.AF_INET
@@ -194,7 +195,7 @@ class Endpoint:
         key, place["key_error"] = None, ""
         try:
             key = job_key()
-        except ValueError as error:  # the other ranks must read it as well
+        except ValueError as error:  # all ranks must raise this error
             place["key_error"] = f"rank {self.rank}: {error}"
         place["key"] = derive(key, "fingerprint").hex() if key else ""
         if self.rank == 0:
@@ -208,7 +209,7 @@ class Endpoint:
             process = self.processes[lonely[0]]
             raise OSError(
                 f"rank {lonely[0]} (process {process.pid} on {process.name}) has no address that other hosts can reach; "
-                f"bring a network interface of its host up, or name one in GLOO_SOCKET_IFNAME"
+                f"enable a network interface of that host, or set GLOO_SOCKET_IFNAME to the name of an interface"
             )
         own, secret = socket_address(self.address, 0), derive(key or "", f"session {places[0]['session']}")
         failed = self.core.frd_tcp_open(
@@ -219,23 +220,25 @@ class Endpoint:
                 address = socket_address(each["address"], each["port"])
                 failed = failed or self.core.frd_tcp_add(self._handle, rank, address, len(address))
         if failed or self.core.frd_tcp_start(self._handle):
-            raise MemoryError("no memory, or no thread, for the connections to other hosts")
+            raise MemoryError(
+                "cannot create the connections to other hosts: out of memory or threads; check `ulimit -u` and free memory"
+            )
 
     def _check_keys(self, fingerprints: Sequence[str]) -> None:
-        """Raise ValueError unless all ranks have the same key, or none has one."""
+        """Raise ValueError unless all ranks have the same key or no rank has a key."""
         other = next((r for r, each in enumerate(fingerprints) if each != fingerprints[0]), None)
         if other is not None:
             without = [r for r in (0, other) if not fingerprints[r]]
             found = f"rank {without[0]} has none" if without else "they differ"
             raise ValueError(
-                f"ranks 0 and {other} (on {self.processes[0].name} and {self.processes[other].name}) do not have the same "
-                f"{VARIABLE}: {found}; set the same key on all hosts, or on none"
+                f"ranks 0 and {other} (on {self.processes[0].name} and {self.processes[other].name}) expected the same "
+                f"{VARIABLE}, but {found}; set the same key on all hosts, or on none"
             )
 
     # ---- groups ----
 
     def can_form(self, ranks: Sequence[int]) -> bool:
-        """Whether a group of these ranks can be formed here: not after a fork, nor in another set of namespaces."""
+        """Return whether a group of these ranks can be created: not after a fork or in other namespaces."""
         usable = self._base is not None and os.getpid() == self._owner and host_identity() == self.identity
         return usable and all(0 <= rank < len(self.processes) for rank in ranks)
 
@@ -248,17 +251,23 @@ class Endpoint:
         timeout: timedelta,
         signature: int = 0,
     ) -> HostGroup:
-        """Make a group of these ranks with all of them.
+        """Create a group of these ranks; called by all of them.
 
-        `name` tells groups apart that are made at the same time.  `RankLate` if a rank does not come, `ValueError` if one
-        gives another `signature`, a number of 32 bits.
+        `name` distinguishes groups that are created at the same time.  `signature` is a 32-bit number that must be
+        equal on all ranks.
+
+        Raises:
+            RankLate: A rank did not arrive in time.
+            ValueError: The signature of a rank differs.
         """
         with self._lock:
             self._users += 1
         try:
             block = self.core.frd_group_reserve()
             if not block:
-                raise MemoryError("no shared memory for a group")
+                raise MemoryError(
+                    "cannot allocate shared memory for a group; destroy groups or free buffers of `Communicator.empty`"
+                )
             try:
                 context, blocks = self._agree(members, name, who, timeout, block, signature)
                 handle = self._open_group(context, members, blocks)
@@ -282,13 +291,13 @@ class Endpoint:
             raise
 
     def hosts_of(self, members: Sequence[int]) -> list[list[int]]:
-        """The members on each host, as ranks of their group."""
+        """Return the members on each host, as ranks of their group."""
         return _by_host([self.processes[member] for member in members])
 
     def shares_devices(self, members: Sequence[int]) -> bool:
-        """Whether a host of these ranks has fewer CUDA devices than the job has ranks there.
+        """Return whether a host of these ranks has fewer CUDA devices than ranks of the job.
 
-        All ranks of a host count, members or not: which device a rank uses is not known.
+        All ranks of a host count, because the device of a rank is unknown.
         """
         used = {self.processes[member].host for member in members}
         hosts = [[self.processes[rank].devices for rank in ranks] for ranks in self.hosts]
@@ -301,7 +310,7 @@ class Endpoint:
     def _agree(
         self, members: Sequence[int], name: str, who: str, timeout: timedelta, block: int, signature: int
     ) -> tuple[int, list[int]]:
-        """The number of a group, and what every member has reserved; its first rank collects and spreads them."""
+        """Return the number of a group and the memory reserved by each member, collected by its first rank."""
         leader, tag = members[0], zlib.crc32(name.encode()) & 0x7FFFFFFF
         deadline = time.monotonic() + timeout.total_seconds()
         record = struct.Struct("=QII")  # block, signature, number of members
@@ -343,7 +352,7 @@ class Endpoint:
                 if how
                 else "another algorithm or table of measurements than rank 0; give all ranks the same Options"
             )
-            raise ValueError(f"{who} could not be made: rank {differs} of it was given {what}")
+            raise ValueError(f"cannot create {who}: its rank {differs} was given {what}")
         return context, list(blocks)
 
     def _open_group(self, context: int, members: Sequence[int], blocks: Sequence[int]) -> int:
@@ -357,7 +366,7 @@ class Endpoint:
             (ctypes.c_uint64 * size)(*blocks),
         )
         if not handle:
-            raise MemoryError("no memory for a group")
+            raise MemoryError("cannot allocate a group: out of memory")
         return handle
 
     # ---- messages in the group of all ranks, whose failures break nothing ----
@@ -371,7 +380,7 @@ class Endpoint:
         post = self.core.frd_post_send if sends else self.core.frd_post_recv
         message = post(self._base, buffer, len(data), _BYTE, peer, tag)
         if message is not None and message < LAST_STATUS:
-            raise MemoryError("no memory for a message")
+            raise MemoryError("cannot allocate a message: out of memory")
         return message, buffer
 
     def _wait(
@@ -397,18 +406,18 @@ class Endpoint:
             native.raise_pending_interrupt()
         process = self.processes[peer]
         raise CommunicationError(
-            f"{who} could not be made: rank {list(members).index(peer)} of it (process {process.pid} on {process.name}) "
+            f"cannot create {who}: its rank {list(members).index(peer)} (process {process.pid} on {process.name}) "
             f"{'left' if status == Status.LEFT else 'died'}"
         )
 
     def _late(self, late: Sequence[int], members: Sequence[int], who: str, timeout: timedelta) -> RankLate:
         numbers = ", ".join(str(list(members).index(member)) for member in late)
         return RankLate(
-            f"{who} could not be made: of its {len(members)} ranks, number {numbers} did not come within "
+            f"cannot create {who}: of its {len(members)} ranks, rank {numbers} did not arrive within "
             f"the timeout of {timeout.total_seconds():g} s"
         )
 
-    # ---- its end ----
+    # ---- shutdown ----
 
     def invalidate(self, reason: str) -> None:
         """Close the sockets of a forked child."""
@@ -417,7 +426,7 @@ class Endpoint:
             self.core.frd_endpoint_forked(handle)
 
     def release(self) -> None:
-        """A group has been closed; with the last one the endpoint closes."""
+        """Record that a group was closed; close the endpoint after its last group."""
         with self._lock:
             self._users -= 1
             if self._users or os.getpid() != self._owner:
@@ -430,7 +439,7 @@ class Endpoint:
 
 
 def _by_host(processes: Sequence[Process]) -> list[list[int]]:
-    """The ranks of each host; hosts in the order of their first ranks."""
+    """Return the ranks of each host, in the order of the first ranks of the hosts."""
     hosts: dict[str, list[int]] = {}
     for rank, process in enumerate(processes):
         hosts.setdefault(process.host, []).append(rank)

@@ -1,6 +1,6 @@
-"""What goes wrong between ranks, as exceptions that say who and in which call.
+"""Exceptions for failures between ranks; each names the rank and the call.
 
-All of them are `CommunicationError`s, which are `RuntimeError`s, as torch's own are.
+All are `CommunicationError`s, which are `RuntimeError`s like torch's own errors.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ class RankDied(CommunicationError):
 
 
 class RankLeft(CommunicationError):
-    """A rank ended, or destroyed the group, while others still wait for it."""
+    """A rank ended or destroyed the group while other ranks wait for it."""
 
 
 class RankLate(CommunicationError):
-    """A rank did not arrive within the deadline of the call."""
+    """A rank did not arrive within the timeout of the call."""
 
 
 class CallMismatch(CommunicationError):
-    """Ranks made different calls at the same place: operation, shape, type or root."""
+    """Ranks made different calls at the same position: another operation, shape, type or root."""

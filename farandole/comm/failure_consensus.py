@@ -1,4 +1,4 @@
-"""Agree over all hosts on the reason for which a group failed.
+"""Agreement of all hosts on the reason of a group's failure.
 
 Inside a host, shared memory holds the reason.  Between hosts, a closed connection does not carry one.  So the rank
 that detects a failure writes the reason to the store of the group, unless the store has a reason already, and then
@@ -39,7 +39,7 @@ class FailureConsensus:
         self._size = size
 
     def publish(self, error: CommunicationError) -> CommunicationError:
-        """Publish this failure unless another one was published before; return the published one."""
+        """Publish this failure unless another failure was published earlier; return the published failure."""
         mine = json.dumps({"kind": type(error).__name__, "text": str(error)})
         found = self._ask(lambda: self._store.compare_set(_KEY, "", mine))
         return error if found is None or _as_bytes(found) == mine.encode() else _to_error(_as_bytes(found))
@@ -48,7 +48,7 @@ class FailureConsensus:
         """Return the failure published by another rank, waiting briefly for it.
 
         Args:
-            gone: The rank that closed its connection.
+            gone: The rank whose connection was closed.
         """
 
         def poll() -> bytes | CommunicationError | None:
@@ -65,7 +65,7 @@ class FailureConsensus:
         return _to_error(found) if isinstance(found, bytes) else found
 
     def leave(self, words: str) -> None:
-        """Publish that this rank leaves, with a sentence that says why; the last rank deletes the keys of the group."""
+        """Publish that this rank leaves, with a reason; the last rank deletes the keys of the group."""
 
         def publish() -> None:
             self._store.set(f"left/{self._rank}", words)

@@ -1,4 +1,4 @@
-"""torch's own process groups: where the C core is missing, for tensors that it does not support, and as a `Core`."""
+"""torch's process groups: a replacement for a missing C core, a fallback for unsupported tensors, and a `Core`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _REDUCE_OPS = list(REDUCE_OPS.values())
 
 
 def has_nccl() -> bool:
-    """Return whether CUDA tensors can be communicated here."""
+    """Return whether NCCL and a CUDA device are available."""
     return torch.cuda.is_available() and dist.is_nccl_available()
 
 
 def gloo_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None
 ) -> dist.ProcessGroupGloo:
-    """Return a Gloo group that listens at `address`; without one at the address of the host's name."""
+    """Return a Gloo group that listens at `address`, by default at the address of the host's name."""
     if address is None:
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
@@ -50,7 +50,7 @@ def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
 def torch_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, address: str | None
 ) -> dist.ProcessGroup:
-    """Return a Gloo group over the same ranks, for CPU tensors; it connects every rank with every other one."""
+    """Return a Gloo group over the same ranks, for CPU tensors; it connects every pair of ranks."""
     kinds = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(dist.PrefixStore("torch/", store), rank, size)
     gloo = gloo_group(dist.PrefixStore("gloo/", store), rank, size, timeout, address)
@@ -78,10 +78,10 @@ def torch_device_group(
 
 
 def local_group(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a group of torch among some ranks of the world, members of `parent`; called by these ranks only.
+    """Return a group of torch among some members of `parent`, given as global ranks; called by these ranks only.
 
-    `new_group(use_local_synchronization=True)` names a group after the number of groups that a rank has, so that ranks with
-    different histories wait for each other under different names.  Here the name counts the groups of the same ranks.
+    `new_group(use_local_synchronization=True)` names a group by the number of groups of the rank.  Ranks with different
+    numbers of groups would wait under different names, so this function counts only the groups of the same ranks.
     """
     assert dist.group.WORLD is not None
     made = _made.setdefault(dist.group.WORLD, Counter())
@@ -99,15 +99,18 @@ def local_group(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.Process
 
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
-"""How many groups of the same ranks were made in a world."""
+"""How many groups of the same ranks have been created in a world."""
 
 
 class TorchCore:
     """A `Core` over any process group of torch, such as Gloo or NCCL; its methods return torch's works.
 
     Args:
-        make: Returns the group; called when it is first needed, by all ranks.
-        cpu_only: The group takes no CUDA tensors.
+        make: Returns the group; all ranks call it on first use of the group.
+        rank: This rank in the group.
+        size: The number of ranks.
+        name: The name of the backend, for messages.
+        cpu_only: The group does not support CUDA tensors.
     """
 
     returns_work = True
@@ -133,7 +136,7 @@ class TorchCore:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group, made now if need be."""
+        """The group, created on first use."""
         with self._making:
             if self._group is None:
                 self._group = self._make()
@@ -142,11 +145,11 @@ class TorchCore:
             return self._group
 
     def supports(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the group may have the tensors; torch refuses what it does not support."""
+        """Return whether to pass the tensors to the group; torch raises an error for unsupported ones."""
         return not (self._cpu_only and any(tensor.is_cuda for tensor in tensors))
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a call of an operation with all arguments but the flags."""
+        """Return a reusable call of an operation that takes only the flags."""
         return partial(getattr(self, operation), *arguments)
 
     def algorithm(self, operation: str, nbytes: int) -> str:
@@ -244,7 +247,7 @@ class TorchCore:
         return _unpad(outputs, output.split(received))
 
     def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> dist.Work:
-        """Reduce the inputs of ranks 0 to this one (without this one if `exclusive`)."""
+        """Reduce the inputs of ranks 0 to `rank`, or to `rank - 1` if `exclusive`."""
         rows = [torch.empty_like(input) for _ in range(self.size)]
         self.group.allgather([rows], [input]).wait()
         last = self.rank - exclusive
@@ -260,18 +263,17 @@ class TorchCore:
     # ---- point-to-point ----
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Begin to send."""
+        """Start to send."""
         return self.group.send([tensor], peer, tag)
 
     def post_recv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Begin to receive; `peer` -1 receives from any rank."""
+        """Start to receive; `peer` -1 receives from any rank."""
         return self.group.recv([tensor], peer, tag) if peer >= 0 else self.group.recv_anysource([tensor], tag)
 
     def post_batch(self, messages: Sequence[tuple[bool, Tensor, int, int]]) -> list[dist.Work]:
-        """Begin messages (whether it is a send, tensor, peer, tag) together.
+        """Post messages together; each is a tuple (True for a send, tensor, peer, tag).
 
-        NCCL runs messages that are not in one batch one after the other: two ranks that both send first would wait
-        for each other.
+        NCCL runs messages outside a batch one after the other, so two ranks that both send first would deadlock.
         """
         group, device = self.group, messages[0][1].device
         coalesces = getattr(group._get_backend(device), "supports_coalescing", False)
@@ -289,18 +291,18 @@ class TorchCore:
     # ---- memory and life ----
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Return an ordinary tensor."""
+        """Return a tensor in private memory."""
         return torch.empty(*shape, dtype=dtype, device="cpu")
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Raise: torch's groups share no memory."""
-        raise NotImplementedError("expected ranks that share memory; try `empty`")
+        """Raise NotImplementedError: torch's groups do not share memory."""
+        raise NotImplementedError("torch's process groups do not share memory; use `empty` instead")
 
     def subgroup(self, members: Sequence[int]) -> None:
         """Return None: torch makes the group."""
 
     def whereabouts(self) -> str:
-        """Return the name of the backend: torch knows no more."""
+        """Return the name of the backend; torch does not expose the current call."""
         return f"a call of {self.name}"
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -310,21 +312,21 @@ class TorchCore:
             self._group.set_timeout(timeout)
 
     def within(self, timeout_s: float, call: Call) -> Call:
-        """Return the call itself: torch takes timeouts with its options."""
+        """Return the call itself; torch takes timeouts in its options."""
         return call
 
     def leave(self, note: str) -> None:
-        """Do nothing: torch's groups do not tell the other ranks."""
+        """Do nothing; torch's groups cannot notify the other ranks."""
 
     def give_up(self) -> None:
-        """Do nothing: torch's calls end at their timeout."""
+        """Do nothing; torch's calls end at their timeout."""
 
     def rest(self, patience_s: float) -> bool:
-        """Return True: torch's threads end with the group."""
+        """Return True; torch's threads end with the group."""
         return True
 
     def close(self) -> None:
-        """Shut the group down, if it was made here."""
+        """Shut down the group if it has been created."""
         group, self._group = self._group, None
         if group is not None:
             group.shutdown()
@@ -349,7 +351,7 @@ def _pad(tensor: Tensor, count: int) -> Tensor:
 
 
 def _padded(parts: Sequence[Tensor]) -> list[Tensor] | None:
-    """Return tensors of one length for Gloo, which takes no others; None where the lengths are equal."""
+    """Return tensors padded to one length, as Gloo requires; None if the lengths are equal."""
     longest = max(part.numel() for part in parts)
     if all(part.numel() == longest for part in parts):
         return None

@@ -1,4 +1,4 @@
-"""Host identity, memory files that processes share, and the exchange of texts before ranks are connected."""
+"""Host identity, shared memory files, and the exchange of texts before ranks are connected."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from farandole.comm.errors import RankLate
 
 @functools.cache
 def host_identity() -> str:
-    """Equal for two processes exactly if they run under one kernel, in one set of namespaces, as one user.
+    """Return a text that is equal for two processes exactly if they share a kernel, all namespaces and a user.
 
-    Containers and network namespaces of one machine count as different hosts: they stand for hosts in
-    tests, and processes of another process namespace cannot be found by their number.
+    Containers and network namespaces of one machine count as different hosts: tests use them as hosts, and a process id
+    is not valid in another process namespace.
     """
     namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "uts")]
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -30,7 +30,7 @@ def host_identity() -> str:
 
 @dataclass(frozen=True)
 class SegmentName:
-    """Where the owner of a memory file keeps it open, and which file that is."""
+    """The process and the descriptor that hold a memory file open, and the inode of the file."""
 
     pid: int
     descriptor: int
@@ -40,8 +40,8 @@ class SegmentName:
 class Segment:
     """An anonymous memory file (`memfd_create`) that this process keeps open until `close`.
 
-    It has no name that could be left behind.  Other processes open it through `/proc/<owner>/fd/`, which the kernel
-    allows to the same user only.
+    The file has no name that could remain after a crash.  Other processes of the same user open the file through
+    `/proc/<owner>/fd/`.
     """
 
     def __init__(self, size: int, label: str) -> None:
@@ -55,7 +55,7 @@ class Segment:
 
     @property
     def name(self) -> SegmentName:
-        """What other processes need to open it."""
+        """The name with which other processes open the file."""
         return SegmentName(os.getpid(), self.descriptor, os.fstat(self.descriptor).st_ino)
 
     def close(self) -> None:
@@ -67,20 +67,22 @@ def open_segment(name: SegmentName) -> int:
     """Return a descriptor of another process's memory file.
 
     Raises:
-        OSError: The file is not there, is not open to this user, or belongs to another user (root may open any).
+        OSError: The file does not exist, is not accessible, or belongs to another user (root may open any file).
     """
     descriptor = os.open(f"/proc/{name.pid}/fd/{name.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     found, user = os.fstat(descriptor), os.geteuid()
     if found.st_ino != name.inode or found.st_uid != user:
         os.close(descriptor)
         if found.st_ino != name.inode:
-            raise OSError(f"process {name.pid} no longer has the memory that it announced")
-        raise OSError(f"the memory of process {name.pid} belongs to user {found.st_uid}, not to {user}")
+            raise OSError(f"process {name.pid} has closed the shared memory that it announced")
+        raise OSError(
+            f"cannot map the memory of process {name.pid}: expected user {user} as its owner, got user {found.st_uid}"
+        )
     return descriptor
 
 
 def open_and_map(name: SegmentName, size: int) -> mmap.mmap:
-    """Map `size` bytes of another process's memory file for reading and writing.  OSError as in `open_segment`."""
+    """Map `size` bytes of another process's memory file for reading and writing; raise OSError as `open_segment`."""
     descriptor = open_segment(name)
     try:
         return mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -91,9 +93,9 @@ def open_and_map(name: SegmentName, size: int) -> mmap.mmap:
 class Rendezvous:
     """Exchange of texts among the ranks of a job through a store.
 
-    A store may outlive a group, and a group of the same name bootstrap through it again (torchrun keeps one store for
-    a job), so every key carries a number, which each rank counts in the store.  Rank 0 collects what the others say, so
-    the traffic grows with the number of ranks, not with its square.
+    torchrun keeps one store for a job, so a later group with the same name may use the same store.  Every key therefore
+    has a number, which each rank counts in the store.  Rank 0 collects the texts, so the traffic is linear in the
+    number of ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, who: str) -> None:
@@ -105,7 +107,7 @@ class Rendezvous:
         self.store = dist.PrefixStore(f"rendezvous-{number}/", store)
 
     def exchange(self, topic: str, text: str) -> list[str]:
-        """All-gather a text.  `RankLate` if a rank does not come in time."""
+        """All-gather a text; raise `RankLate` if a rank does not arrive in time."""
         keys = [f"{topic}/{rank}" for rank in range(self._size)]
         everything = f"{topic}/all"
         if self._rank:
@@ -124,8 +126,8 @@ class Rendezvous:
                 if rank != self._rank and not self.store.check([key if rank else everything])
             ]
             raise RankLate(
-                f"{self._who} could not be made: of its {self._size} ranks, number {', '.join(missing)} did not "
-                f"come within the timeout of {self._timeout.total_seconds():g} s"
+                f"cannot create {self._who}: of its {self._size} ranks, rank {', '.join(missing)} did not arrive within "
+                f"the timeout of {self._timeout.total_seconds():g} s"
             ) from error
         texts = json.loads(self.store.get(everything))
         return texts

@@ -1,7 +1,7 @@
-"""The ranks of a group on this host: the C core's collectives on addresses, with errors that name ranks.
+"""The ranks of a group on this host: the C core's operations on addresses, with errors that name ranks.
 
-This is the layer below tensors: who is in the group, the shared segment, and status codes made into
-exceptions.  `core.py` puts tensors and asynchronous work on top.
+This layer is below tensors.  It manages membership and shared memory, and converts status codes to exceptions.
+`core.py` adds tensors, and `work.py` adds asynchronous work.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from farandole.comm.ending import remember_failure, with_cause
 from farandole.comm.errors import CommunicationError
 from farandole.comm.failure_consensus import FailureConsensus
 from farandole.comm.host import Segment, SegmentName, open_and_map
-from farandole.comm.notices import print_notice
+from farandole.comm.notices import warn
 from farandole.native import Call, Failure, Status
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ _NOTICEABLE_SILENCE_S = 4.0
 class HostGroup:
     """The ranks of one group that are on this host.
 
-    `members` are their numbers in the whole group, in which this one is `group_rank`; `rank` and `size` count
-    on this host only, as the core's collectives do.  Messages go to any rank of the whole group.
+    `members` are their ranks in the whole group, and `group_rank` is this rank there.  `rank` and `size` refer to this
+    host only, as the core's collectives do.  Messages go to any rank of the whole group.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class HostGroup:
         self._stall_warning = native.StallWarning(_weakly(self, HostGroup._warn_of_stall))
         self.core.frd_set_stall_warning(self.handle, self._stall_warning)
         self._group = c_void_p(handle)
-        # by index: functions without argument types, which convert nothing
+        # indexing returns functions without argument types, which skip the conversion of arguments
         self._post_send, self._post_recv = self.core["frd_post_send"], self.core["frd_post_recv"]
         self._post_send.restype = self._post_recv.restype = c_void_p
         self._send, self._recv = self.core["frd_send"], self.core["frd_recv"]
         self._wait_message, self._test_message = self.core["frd_message_wait"], self.core["frd_message_test"]
         self._left = False
-        self._call_timeout_s: float | None = None  # of the collective under way, if it has its own
+        self._call_timeout_s: float | None = None  # timeout of the current collective, if it has its own
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long a call waits for the other ranks."""
+        """Set how long a call waits for the other ranks."""
         self.timeout = timeout
         self.timeout_s = timeout.total_seconds()
         with self._closing:
@@ -93,7 +93,7 @@ class HostGroup:
                 self.core.frd_set_timeout(self.handle, self.timeout_s)
 
     def within(self, timeout_s: float, call: Callable[[int], None]) -> Callable[[int], None]:
-        """A call with a timeout of its own."""
+        """Return a call with its own timeout, in seconds."""
 
         def timed(flags: int) -> None:
             self._call_timeout_s = timeout_s
@@ -107,15 +107,17 @@ class HostGroup:
         return timed
 
     def check(self, status: int) -> None:
-        """Raise what a status code of the core stands for."""
+        """Raise the error for a status code of the core; return for `Status.OK`."""
         if status == Status.OK:
             return
         if status == Status.UNSUPPORTED:
-            raise ValueError("the core does not have this reduction for this type of elements")
+            raise ValueError("the C core does not support this reduction for this element type")
         if status == Status.NO_MEMORY:
-            raise MemoryError("no shared memory for a collective")
+            raise MemoryError(
+                "cannot allocate shared memory for a collective; free buffers of `Communicator.empty`"
+            )
         if status == Status.INVALID:
-            raise ValueError(f"the group has ranks 0 to {self.size - 1}; a root or peer is outside of them")
+            raise ValueError(f"expected a root or peer between 0 and {self.size - 1}, the ranks of the group")
         failure = Failure()
         self.core.frd_get_failure(self.handle, ctypes.byref(failure))
         error = failure_to_error(failure, self.group_rank, self.membership, self.call_timeout_s)
@@ -132,13 +134,13 @@ class HostGroup:
     # ---- messages: see `messages.MessagePassing` ----
 
     def post_send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> int | None:
-        """Begin to send bytes to a rank."""
+        """Post a send of bytes to a rank."""
         return self._posted(
             self._post_send(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag)
         )
 
     def post_recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> int | None:
-        """Begin to receive as many bytes from a rank, or from any (-1)."""
+        """Post a receive of this many bytes from a rank, or from any rank (-1)."""
         return self._posted(
             self._post_recv(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag)
         )
@@ -154,7 +156,7 @@ class HostGroup:
         return outcome
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
-        """Receive as many bytes from a rank; return an outcome."""
+        """Receive this many bytes from a rank; return an outcome."""
         outcome: int = self._recv(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag, flags)
         return outcome
 
@@ -164,22 +166,22 @@ class HostGroup:
         return outcome
 
     def wait_message(self, message: int, seconds: float, flags: int) -> int:
-        """Return an outcome; at the deadline a failure, or with the flag `TRY` `Status.PENDING`."""
+        """Wait for an outcome; at the timeout return a failure, or `Status.PENDING` with the flag `TRY`."""
         outcome: int = self._wait_message(self._group, c_void_p(message), c_double(seconds), flags)
         return outcome
 
     def cancel_message(self, message: int) -> None:
-        """Withdraw a message that has not moved."""
+        """Cancel a message whose transfer has not started."""
         self.core.frd_message_cancel(self.handle, message)
 
     def source_of(self, outcome: int) -> int:
-        """Return the rank that a complete message came from; raise the error of one that failed."""
+        """Return the source rank of a complete message; raise the error of a failed one."""
         if outcome & 0xFF:
             self.check(outcome & 0xFF)
         return outcome >> 8
 
     def fail(self, error: CommunicationError, culprit: int) -> NoReturn:
-        """Break the group on all its hosts, for a reason that was found out above the core, and raise it."""
+        """Mark the group as failed on all its hosts, for an error detected above the core, and raise the error."""
         assert self.consensus is not None
         error = self.consensus.publish(error)
         self.core.frd_break(self.handle, culprit)
@@ -187,11 +189,11 @@ class HostGroup:
         raise error
 
     def _shared_reason(self, failure: Failure, error: CommunicationError) -> CommunicationError:
-        """The reason that all hosts give; the others are told, so that all look for it."""
+        """Return the failure that all hosts report, and notify the other hosts."""
         assert self.consensus is not None
         found = None
         late_elsewhere = failure.status == Status.LATE and failure.culprit not in self.members
-        if late_elsewhere or failure.status in (Status.CLOSED, Status.ELSEWHERE, Status.MISFIT):
+        if late_elsewhere or failure.status in (Status.CLOSED, Status.ELSEWHERE, Status.PART_COUNT_MISMATCH):
             # the other host may know the cause
             found = self.consensus.find(failure.culprit if failure.status == Status.CLOSED else None)
         found = self.consensus.publish(found or self._with_link(failure, error))
@@ -199,7 +201,7 @@ class HostGroup:
         return found
 
     def _with_link(self, failure: Failure, error: CommunicationError) -> CommunicationError:
-        """The error of a late rank on another host says whether that host still answers."""
+        """Add to the error of a late rank whether its host still responds."""
         silence_s = self.core.frd_silence(self.handle, failure.culprit)
         if failure.status != Status.LATE or silence_s < 0:
             return error
@@ -208,15 +210,15 @@ class HostGroup:
     def _link_to(self, peer: int, silence_s: float) -> str:
         host = self.membership.hosts[peer]
         if silence_s > _NOTICEABLE_SILENCE_S:
-            return f"{host} has given no sign of life for {silence_s:.0f} s: it is down, or the link to it is"
-        return f"{host} answers, so the link to it is up"
+            return f"{host} has not responded for {silence_s:.0f} s: the host or the link to the host is down"
+        return f"{host} responds, so the link to the host is up"
 
     def whereabouts(self) -> str:
         """Describe the ranks that have not arrived, and their last calls."""
         calls = {member: Call() for member in self.members}
         with self._closing:
             if not self.handle:
-                return "the group was destroyed meanwhile"
+                return "the group was destroyed during the call"
             for rank, call in enumerate(calls.values()):
                 self.core.frd_get_call(self.handle, rank, ctypes.byref(call))
         return describe_whereabouts(calls, self.group_rank, self.membership)
@@ -228,10 +230,10 @@ class HostGroup:
         else:
             text = self.whereabouts()
         if text:
-            print_notice(f"{self.membership.rank(self.group_rank)} waits in {text}")
+            warn(f"{self.membership.rank(self.group_rank)} waits in {text}")
 
     def _waited_message(self, rank: int) -> Call | None:
-        """Return the call in which a rank of this host has waited for a message for long."""
+        """Return the call in which a rank of this host has waited long for a message, or None."""
         call = Call()
         with self._closing:
             if not self.handle or rank not in self.members:
@@ -240,7 +242,7 @@ class HostGroup:
         return call if waits else None
 
     def late_peer(self, peer: int, waited_s: float) -> str:
-        """Describe that this rank waits for a message of rank `peer`."""
+        """Return a stall warning: this rank waits for a message of rank `peer`."""
         own = Call()
         self.core.frd_get_call(self.handle, self.rank, ctypes.byref(own))
         me, other = self.membership.rank(self.group_rank), self.membership.rank(peer)
@@ -250,31 +252,31 @@ class HostGroup:
 
     @property
     def call_timeout_s(self) -> float:
-        """How long the call under way waits for the other ranks."""
+        """How long the current call waits for the other ranks, in seconds."""
         return self._call_timeout_s or self.timeout_s
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
-        """A tensor in this process's arena, which all ranks of this host reach."""
+        """Return a tensor in the arena of this process, which all ranks of this host map."""
         length = math.prod(shape) * dtype.itemsize
         if not length:
             return torch.empty(*shape, dtype=dtype, device="cpu")
         address = self.core.frd_alloc(length)
         if not address:
             raise OSError(
-                f"no shared buffer of {length} bytes: {self.core.frd_arena_used()} of the "
-                f"{self.core.frd_arena_bytes()} bytes of this process's arena are in use"
+                f"cannot allocate {length} bytes of shared memory: {self.core.frd_arena_used()} of the "
+                f"{self.core.frd_arena_bytes()} bytes of this process's arena are in use; free tensors of `empty`"
             )
         part = (ctypes.c_char * length).from_address(address)
         weakref.finalize(part, self.core.frd_free, address).atexit = False
         return _tensor_in(part, shape, dtype)
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
-        """One tensor for all ranks of the group, in memory that they share; every rank asks for the same."""
+        """Return one tensor that all ranks of the group share; every rank passes the same arguments."""
         length = _pages(shape, dtype)
         return _tensor_in((ctypes.c_char * length).from_buffer(self._share(length, flags)), shape, dtype)
 
     def _share(self, size: int, flags: int) -> mmap.mmap:
-        """New memory of `size` bytes, mapped by all ranks.  OSError on all of them if one cannot have it."""
+        """Allocate `size` bytes that all ranks map; raise OSError on all ranks if one of them fails."""
         own, memory, problem = None, None, ""
         try:
             try:
@@ -297,11 +299,13 @@ class HostGroup:
             if own:
                 own.close()
         if memory is None or failed.item():
-            raise OSError(f"no shared buffer of {size} bytes: {problem or 'another rank could not map it'}")
+            raise OSError(
+                f"cannot allocate {size} bytes of shared memory: {problem or 'another rank cannot map the memory'}"
+            )
         return memory
 
     def leave(self, note: str) -> None:
-        """Tell the others that this rank makes no further call."""
+        """Notify the other ranks that this rank makes no further call."""
         if os.getpid() != self._owner:
             return
         with self._closing:
@@ -318,7 +322,7 @@ class HostGroup:
                 self.core.frd_leave(self.handle, note.encode()[: native.NOTE_BYTES - 1])
 
     def give_up(self) -> None:
-        """Leave, and have this process's calls under way return, with an error."""
+        """Leave the group and make the pending calls of this process fail."""
         if os.getpid() != self._owner:
             return
         with self._closing:
@@ -326,7 +330,7 @@ class HostGroup:
                 self.core.frd_give_up(self.handle)
 
     def close(self) -> None:
-        """Leave, and give the memory back.  No call may be under way."""
+        """Leave the group and free its memory; no call may be pending."""
         if os.getpid() != self._owner:
             return
         self.leave("it destroyed the group")
@@ -339,13 +343,13 @@ class HostGroup:
 
 
 def _pages(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """The bytes of a tensor, in whole pages; one at least."""
+    """Return the bytes of a tensor, rounded up to whole pages; at least one page."""
     page = os.sysconf("SC_PAGE_SIZE")
     return max(1, -(-math.prod(shape) * dtype.itemsize // page)) * page
 
 
 def _tensor_in(part: ctypes.Array[ctypes.c_char], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in mapped memory.  It keeps `part`, and that keeps the mapping: when the tensor goes, so does this."""
+    """Return a tensor in mapped memory, which keeps `part` and its mapping alive."""
     elements = math.prod(shape)
     if not elements:
         return torch.empty(*shape, dtype=dtype, device="cpu")
@@ -353,7 +357,7 @@ def _tensor_in(part: ctypes.Array[ctypes.c_char], shape: Sequence[int], dtype: t
 
 
 def _weakly(group: HostGroup, method: Callable[[HostGroup], None]) -> Callable[[], None]:
-    """A function for the core to call, that does not keep the group alive."""
+    """Return a callback for the core that does not keep the group alive."""
     reference = weakref.ref(group)
 
     def call() -> None:

@@ -23,7 +23,7 @@ def interface_addresses() -> dict[str, str]:
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the interface that sends packets to `host`, or None if it is not known."""
+    """Return the interface that sends packets to `host`, or None if it is unknown."""
     source = _source_address(host, socket.AF_INET)
     return next((name for name, address in interface_addresses().items() if address == source), None)
 
@@ -32,8 +32,8 @@ def own_address(store: Any, interface: str | None) -> str:
     """Return the address at which other hosts reach this host.
 
     This is the address of `interface`.  If `interface` is None, the address that reaches the host of `store` comes
-    first, then the address of any interface.  A loopback address is the last choice: it reaches at best the network
-    namespaces of one machine.
+    first, then the address of any interface.  A loopback address is the last choice, as it is valid on one machine at
+    most.
 
     Raises:
         OSError: `interface` has no IPv4 address, or no interface of this host has one.
@@ -51,7 +51,9 @@ def own_address(store: Any, interface: str | None) -> str:
     source = _source_address(host) if host else None
     found = [*([source] if source else []), *interface_addresses().values()]
     if not found:
-        raise OSError("this host has no network interface that is up, not even its loopback")
+        raise OSError(
+            "expected a network interface that is up, got none; enable one, at least the loopback interface"
+        )
     return next((address for address in found if not is_loopback(address)), found[0])
 
 

@@ -23,45 +23,45 @@ from farandole.native import TRY, Status
 
 _PENDING = int(Status.PENDING)  # comparing with a member of the enumeration takes longer
 FEW = 8
-"""So many messages may be open before complete ones are looked for."""
+"""The number of pending messages from which each new one checks for complete ones."""
 
 
 class MessagePassing(Protocol):
-    """The messages of a group of ranks: by the C core, or by MPI.
+    """The messages of a group, implemented by the C core or by MPI.
 
-    A message is what `post_send` and `post_recv` return; None stands for a send that is complete.  After an outcome other
-    than `Status.PENDING` a message does not exist any more.
+    `post_send` and `post_recv` return a message, or None for a complete send.  After an outcome other than
+    `Status.PENDING` a message must not be used again.
     """
 
     timeout_s: float
 
     def post_send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> Any:
-        """Begin to send bytes to a rank."""
+        """Post a send of bytes to a rank."""
 
     def post_recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> Any:
-        """Begin to receive as many bytes from a rank, or from any (-1)."""
+        """Post a receive of this many bytes from a rank, or from any rank (-1)."""
 
     def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> Any:
         """Send bytes to a rank; block until they may be changed; return an outcome, 0 for success."""
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> Any:
-        """Receive as many bytes from a rank; block until they are there; return an outcome."""
+        """Receive this many bytes from a rank; block until they have arrived; return an outcome."""
 
     def test_message(self, message: Any) -> Any:
         """Return `Status.PENDING` or an outcome."""
 
     def wait_message(self, message: Any, seconds: float, flags: int) -> Any:
-        """Return an outcome; at the deadline a failure, or with the flag `TRY` `Status.PENDING`."""
+        """Wait for an outcome; at the timeout return a failure, or `Status.PENDING` with the flag `TRY`."""
 
     def cancel_message(self, message: Any) -> None:
-        """Withdraw a message that has not moved."""
+        """Cancel a message whose transfer has not started."""
 
     def source_of(self, outcome: Any) -> int:
-        """Return the rank that a complete message came from; raise the error of one that failed."""
+        """Return the source rank of a complete message; raise the error of a failed one."""
 
 
 class MessageWork(FarandoleWork):
-    """A send or a receive under way.  It progresses whether a thread waits or not."""
+    """A pending send or receive, which progresses whether or not a thread waits for it."""
 
     _outcome: OutcomeFuture | None = None
     _thread: threading.Thread | None = None  # that completes the future
@@ -86,7 +86,7 @@ class MessageWork(FarandoleWork):
         self._lock = _thread.allocate_lock()  # held by the thread that waits
 
     def is_completed(self) -> bool:
-        """Return whether a send may be changed again, or a receive has arrived, or the message has failed."""
+        """Return whether the message has failed, its sent tensor may be changed, or its data have arrived."""
         if self._message is None:
             return True
         if not self._lock.acquire(False):
@@ -103,10 +103,10 @@ class MessageWork(FarandoleWork):
             self._lock.release()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the message has moved; raise if its other end is gone or late.
+        """Block until the message is complete; raise an error if the peer has died or is late.
 
-        After `timeout` the message is still under way, and may be waited for again; after the timeout of
-        the group it has failed.
+        After `timeout` the message is still pending, and `wait` may be called again.  After the timeout of the group
+        the message has failed.
         """
         if self._message is not None:
             seconds, host = None if timeout is None else seconds_of(timeout), self._host
@@ -129,7 +129,7 @@ class MessageWork(FarandoleWork):
         return True
 
     def _complete(self, outcome: Any) -> None:
-        """Keep the outcome of the message."""
+        """Store the outcome of the message."""
         try:
             self._source = self._host.source_of(outcome)
             if not self.sends and self._buffer is not self._tensors[0]:
@@ -144,7 +144,7 @@ class MessageWork(FarandoleWork):
                 self._done(self)
 
     def withdraw(self) -> None:
-        """Cancel a message that has not moved, if no thread waits for it."""
+        """Cancel a message whose transfer has not started, unless a thread waits for it."""
         if self._message is not None and self._lock.acquire(False):
             try:
                 if self._message is not None:
@@ -156,17 +156,17 @@ class MessageWork(FarandoleWork):
                 self._lock.release()
 
     def fail(self, error: CommunicationError) -> None:
-        """Let the message fail without a call of the implementation."""
+        """Make the message fail without calling the implementation."""
         self._lock = _thread.allocate_lock()  # the thread that held it may not exist here
         if self._message is not None:
             self._message, self._error = None, error
 
     def at_rest(self) -> bool:
-        """Return whether it is complete, and no thread of ours has anything to do with it."""
+        """Return whether the message is complete and no thread uses it."""
         return self.is_completed() and (self._thread is None or not self._thread.is_alive())
 
     def source_rank(self) -> int:
-        """Return the rank in the group that a receive came from."""
+        """Return the rank in the group that sent a received message."""
         return self._source
 
     _source_rank = source_rank
@@ -193,7 +193,7 @@ class MessageWork(FarandoleWork):
 
 
 class Messages:
-    """The messages of one group that are under way, whose memory must live until they have moved."""
+    """The pending messages of one group, whose memory must stay alive until they are complete."""
 
     def __init__(self, host: MessagePassing) -> None:
         self._host = host
@@ -202,7 +202,7 @@ class Messages:
         self._closed = ""  # why no message can be begun
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> FarandoleWork:
-        """Begin to send `tensor` to `peer`, or to receive it from there."""
+        """Post a send of `tensor` to `peer` or a receive from `peer`."""
         if self._closed:
             raise CommunicationError(self._closed)
         buffer = tensor
@@ -225,7 +225,7 @@ class Messages:
         tag: int,
         sends: bool,
     ) -> FarandoleWork:
-        """Begin a message of the dense tensor `buffer`."""
+        """Post a message of the dense tensor `buffer`."""
         if self._closed:
             raise CommunicationError(self._closed)
         host, opened = self._host, self._open
@@ -282,7 +282,7 @@ class Messages:
         self._open, self._blocked = {}, {}
 
     def close(self, patience_s: float) -> bool:
-        """Withdraw receives, let sends arrive; False if some take longer than `patience_s`."""
+        """Cancel receives and complete sends; return False if a message is pending after `patience_s`."""
         self._closed = "the group was destroyed; no message can be sent or received any more"
         deadline = time.monotonic() + patience_s
         for work in list(self._open.values()):

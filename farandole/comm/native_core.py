@@ -1,4 +1,4 @@
-"""The operations of ranks that share a host: tensors as addresses and counts for the C core."""
+"""Operations among the ranks of one host, which pass tensors to the C core as addresses and counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Native = tuple[str, tuple[Any, ...]]
 
 
 class NativeCore(GroupCore):
-    """The operations of the ranks of a group that share this host; their numbers count on this host only."""
+    """The operations among the ranks of a group on this host; rank numbers refer to this host only."""
 
     shares_memory = True
 
@@ -31,7 +31,7 @@ class NativeCore(GroupCore):
         self._library = host.core
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Return one tensor for all ranks."""
+        """Return one tensor that all ranks share."""
         return self.host.allocate_common(shape, dtype, flags)
 
     # ---- collectives ----
@@ -88,7 +88,7 @@ class NativeCore(GroupCore):
         self._run(_all_to_all(outputs, inputs, self.size), flags)
 
     def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> None:
-        """Reduce the inputs of ranks 0 to this one (without this one if `exclusive`)."""
+        """Reduce the inputs of ranks 0 to `rank`, or to `rank - 1` if `exclusive`."""
         self._run(_scan(output, input, reduction, exclusive), flags)
 
     def barrier(self, flags: int) -> None:
@@ -96,7 +96,7 @@ class NativeCore(GroupCore):
         self._run(("frd_barrier", ()), flags)
 
     def agree(self, call: CallRecord, flags: int) -> None:
-        """Compare a call with those of the other ranks."""
+        """Compare a call with the calls of the other ranks."""
         self.check(self._library.frd_declare(self.host.handle, byref(call), flags))
         self._library.frd_undeclare(self.host.handle)
 
@@ -107,12 +107,14 @@ class NativeCore(GroupCore):
     # ---- calls that are made many times ----
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a call of an operation with all arguments but the flags, converted for C once."""
+        """Return a reusable call of an operation that takes only the flags; other arguments are converted once."""
         native = self._native(operation, arguments)
         if native is None:
             return super().prepare(operation, *arguments)
         name, values = native
-        function = self._library[name]  # a new object: without argument types it converts nothing
+        function = self._library[
+            name
+        ]  # a new function object without argument types, which skips the conversion of arguments
         kinds = getattr(self._library, name).argtypes[1:-1]
         converted = [
             value if isinstance(value, Array) or kind is c_int else kind(value)
@@ -121,7 +123,7 @@ class NativeCore(GroupCore):
         return partial(function, c_void_p(self.host.handle), *converted)
 
     def _native(self, operation: str, arguments: tuple[Any, ...]) -> Native | None:
-        """Return the only C call that an operation needs; None if it needs more."""
+        """Return the C call of an operation; None if the operation needs several calls."""
         match operation, arguments:
             case "barrier", _:
                 return "frd_barrier", ()

@@ -1,38 +1,43 @@
-"""Notices for the user on standard error: those that are printed once, and stall warnings."""
+"""Notices for the user, through the logger `farandole`: warnings that appear once, and stall warnings."""
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable
 
 STALL_WARNING_S = 5.0
-"""Seconds after which a waiting rank prints a stall warning; the interval doubles each time."""
+"""Seconds after which a waiting rank logs a stall warning; the interval doubles each time."""
 
-_printed: set[str] = set()
-
-
-def print_once(text: str) -> None:
-    """Print `farandole: text`, the first time."""
-    if text not in _printed:
-        _printed.add(text)
-        print_notice(text)
+_log = logging.getLogger("farandole")
+_logged: set[str] = set()
 
 
-def print_notice(text: str) -> None:
-    """Print `farandole: text`."""
-    print(f"farandole: {text}", file=sys.stderr, flush=True)
+def warn_once(text: str) -> None:
+    """Log a warning, unless this process has logged the same text before."""
+    if text not in _logged:
+        _logged.add(text)
+        warn(text)
+
+
+def warn(text: str) -> None:
+    """Log the warning `farandole: text`; without a handler, `logging` writes it to standard error."""
+    _log.warning("farandole: %s", text)
 
 
 class StallWarning:
-    """Says for what a rank waits; `describe()` returns the text, or "" if another rank says it."""
+    """A warning that names the ranks for which this rank waits.
+
+    Args:
+        describe: Returns the text, or "" if another rank logs it.
+    """
 
     def __init__(self, describe: Callable[[], str]) -> None:
         self._describe = describe
         self._next_s = STALL_WARNING_S
 
     def after(self, waited_s: float) -> None:
-        """Print the warning if it is due: to be called while the rank waits."""
+        """Log the warning if it is due; called repeatedly while the rank waits."""
         if waited_s >= self._next_s:
             self._next_s *= 2
             if text := self._describe():
-                print_notice(text)
+                warn(text)

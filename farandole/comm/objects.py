@@ -1,4 +1,4 @@
-"""Python objects between ranks: pickled, in one message of fixed size where they fit."""
+"""Collectives on picklable Python objects; a small object takes one message of fixed size."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The operations of a communicator: what each one reads and writes, and how a call of it is made.
+"""The table of operations: the tensors that each operation reads and writes, and the validation of its calls.
 
-A row of the table states which ranks read and write which tensors.  From that `Operation.call` validates the tensors,
+A row of the table states which ranks read and write which tensors.  From this, `Operation.call` validates the tensors,
 makes them dense, passes complex numbers to reductions as pairs of real numbers, and copies results back.
 """
 
@@ -30,13 +30,13 @@ from farandole.comm.dtypes import REDUCTION_NAMES, REDUCTIONS, reducible
 from farandole.comm.work import Call
 
 Form = Literal["nothing", "one tensor", "parts"]
-"""`parts` are one tensor per rank, or a single tensor that holds equal parts for all ranks."""
+"""`parts` are one tensor per rank, or a single tensor with equal parts for all ranks."""
 Who = Literal["all", "root", "others"]
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One row of the table; `name` is the method of `Core` that runs it.
+    """One row of the table; the method `name` of `Core` runs the operation.
 
     The arguments of the method are outputs, inputs, constants and flags; `root` is the index of the root among
     the constants.
@@ -51,7 +51,7 @@ class Operation:
     reduces: bool = False
 
     def call(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *constants: Any) -> Call:
-        """Validate the arguments and return the call, which blocks and takes flags."""
+        """Validate the arguments and return a blocking call that takes flags."""
         outputs, inputs = self._used(core, outputs, inputs, constants)
         constants = self._scaled(core, (*outputs, *inputs), constants)
         method, any_device = getattr(core, self.name), core.returns_work
@@ -79,7 +79,7 @@ class Operation:
     def prepare(
         self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *constants: Any
     ) -> Call:
-        """Return a call that may be made many times, with addresses and counts computed now."""
+        """Return a reusable call, whose addresses and counts are computed once."""
         used = self._used(core, outputs, inputs, constants)
         if core.returns_work or not all(is_dense(tensor) for tensors in used for tensor in tensors):
             return self.call(core, outputs, inputs, *constants)
@@ -88,7 +88,7 @@ class Operation:
     def _used(
         self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor], constants: Sequence[Any]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return the tensors that this rank writes and reads; ValueError unless they fit together."""
+        """Return the tensors that this rank writes and reads; raise ValueError unless their sizes match."""
         root = None
         if self.root is not None:
             root = existing_rank(self.name, "the root", constants[self.root], core.size)
@@ -111,7 +111,7 @@ class Operation:
         if self.writes == "parts" == self.reads:
             if len(outputs) == len(inputs) == 1 and own_input % size:
                 raise ValueError(
-                    f"{name}: expected a multiple of {size} elements, got {own_input}; try splits"
+                    f"{name}: expected a multiple of {size} elements, got {own_input}; pass splits"
                 )
             same_count(name, "this rank's part of the input", own_input, "of the output", own_output)
         elif self.writes == "parts" and len(outputs) == 1:
@@ -131,7 +131,7 @@ class Operation:
         root: int | None,
         counts: Sequence[int] | None,
     ) -> None:
-        """Gather and scatter: the root has one tensor per rank."""
+        """Raise ValueError unless the root of a gather or a scatter has one tensor of the right size per rank."""
         parts, (own,) = (outputs, inputs) if self.writes == "parts" else (inputs, outputs)
         if counts is not None:
             same_count(self.name, "the list of counts", len(counts), "the group", core.size)
@@ -149,7 +149,7 @@ class Operation:
             expected = own.numel() if counts is None else counts[rank]
             if part.numel() != expected:
                 hint = (
-                    "give `counts`, on all ranks, for tensors of different lengths"
+                    "pass `counts` on all ranks for tensors of different lengths"
                     if counts is None
                     else "fix `counts`"
                 )
@@ -165,10 +165,12 @@ class Operation:
         return constants
 
     def _arranged(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any]:
-        """Return the first arguments of the method."""
+        """Return the first arguments of the method of `Core`."""
         if self.reduces or core.returns_work:  # Gloo does not move all types
             view = as_real if self.reduces else as_bytes
-            views = {id(tensor): view(tensor) for tensor in (*outputs, *inputs)}  # in place stays in place
+            views = {
+                id(tensor): view(tensor) for tensor in (*outputs, *inputs)
+            }  # keep an in-place operation in place
             outputs, inputs = [views[id(t)] for t in outputs], [views[id(t)] for t in inputs]
         return [
             tensors if form == "parts" else tensors[0] if tensors else None
@@ -190,7 +192,7 @@ BARRIER = Operation("barrier", "nothing", "nothing")
 
 
 class CopyBack(dist.Work):
-    """Work of a torch process group whose results are copied to the user's tensors by `wait`."""
+    """Work of a torch process group whose `wait` copies the results to the user's tensors."""
 
     def __init__(self, work: dist.Work, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         super().__init__()
@@ -212,29 +214,34 @@ class CopyBack(dist.Work):
 
 
 def reduction_number(op: Any, dtype: torch.dtype) -> int:
-    """Return the number of a reduction, given as a name or as torch's `ReduceOp`; ValueError where none exists."""
+    """Return the number of a reduction, given by name or as a `ReduceOp`; raise ValueError if unsupported."""
     if isinstance(op, str):
         number = REDUCTION_NAMES.index(op) if op in REDUCTION_NAMES else None
     else:
         number = REDUCTIONS.get(hash(op))
     if number is None:
-        raise ValueError(f"reduction {op} is not supported; these are: {', '.join(REDUCTION_NAMES)}")
+        name = getattr(op, "op", op)  # the `ReduceOp` itself prints its address
+        raise ValueError(f"expected a reduction, one of {', '.join(REDUCTION_NAMES)}, got {name}")
     name = REDUCTION_NAMES[number]
     exists = name in ("sum", "avg") if dtype.is_complex else reducible(dtype, number)
     if not exists:
-        raise ValueError(f"reduction {name} does not exist for {dtype}")
+        raise ValueError(
+            f"the reduction {name} does not support {dtype}; convert the tensor or use another reduction"
+        )
     return number
 
 
 def existing_rank(call: str, what: str, rank: int, size: int) -> int:
-    """Return `rank`; ValueError unless the group has it."""
+    """Return `rank`; raise ValueError if it is outside the group."""
     if not 0 <= rank < size:
-        raise ValueError(f"{call}: {what} is rank {rank}; the group has ranks 0 to {size - 1}")
+        raise ValueError(
+            f"{call}: expected {what} between 0 and {size - 1}, the ranks of the group, got {rank}"
+        )
     return rank
 
 
 def same_type(call: str, tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError unless all tensors have one type."""
+    """Raise ValueError unless all tensors have the same type."""
     for tensor in tensors[1:]:
         if tensor.dtype is not tensors[0].dtype:
             raise ValueError(
@@ -245,22 +252,22 @@ def same_type(call: str, tensors: Sequence[Tensor]) -> None:
 def same_count(call: str, what: str, found: int, which: str, expected: int) -> None:
     """Raise ValueError unless two counts are equal."""
     if found != expected:
-        raise ValueError(f"{call}: {what} has {found}, {which} {expected}; make them equal")
+        raise ValueError(f"{call}: expected equal counts, but {what} has {found}, {which} {expected}")
 
 
 def split_rows(tensor: Tensor, splits: Sequence[int] | None, ranks: int, what: str) -> list[Tensor]:
-    """Return the parts of a tensor for each rank, along dimension 0; ValueError if the splits do not fit."""
+    """Split a tensor along dimension 0 into one part per rank; raise ValueError if the splits do not match."""
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
     rows = tensor.shape[0]
     if not splits:
         if rows % ranks:
             raise ValueError(
-                f"all_to_all: the {rows} rows of the {what} do not divide among {ranks} ranks; give splits"
+                f"all_to_all: expected a multiple of {ranks} rows in the {what}, got {rows}; pass splits"
             )
         splits = [rows // ranks] * ranks
     if len(splits) != ranks or sum(splits) != rows or min(splits) < 0:
         raise ValueError(
-            f"all_to_all: the {what} splits {list(splits)} must be {ranks} numbers whose sum is its {rows} rows"
+            f"all_to_all: expected {ranks} {what} splits with the sum {rows}, its number of rows, got {list(splits)}"
         )
     return list(tensor.split(list(splits)))
 

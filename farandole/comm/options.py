@@ -1,4 +1,4 @@
-"""What a user can choose about a group of the backend: `init_process_group("farandole", pg_options=Options(...))`."""
+"""Options of a group: `init_process_group("farandole", pg_options=Options(...))`."""
 
 from __future__ import annotations
 
@@ -15,51 +15,49 @@ Exchanges = Literal["auto", "aggregated", "direct"]
 
 @dataclass(frozen=True)
 class Options:
-    """How a group on several hosts communicates; a group on one host has no need of it."""
+    """Options of communication between hosts; a group on one host ignores them."""
 
     leaders: int | None = None
-    """How many ranks of a host lead, each its share of a tensor; by default as many as the smallest host has."""
+    """The number of leaders per host, each of which handles a share; by default the ranks of the smallest host."""
     transport: Transports = "tcp"
-    """What carries messages between leaders; `nccl` copies them through each leader's CUDA device."""
+    """The transport of messages between leaders; `nccl` copies messages through each leader's CUDA device."""
     algorithm: Algorithms = "auto"
-    """How leaders all-reduce; `auto` takes what was measured to be fastest for the size."""
+    """The all-reduce algorithm between leaders; `auto` selects the fastest one for the size by measurements."""
     exchange: Exchanges = "auto"
-    """Messages of all-to-all, gather and scatter between hosts: `aggregated`, one for each pair of hosts, or `direct`, one
-    for each pair of ranks; `auto` aggregates small ones."""
+    """The messages of all-to-all, gather and scatter between hosts: `aggregated` sends one message per pair of hosts,
+    `direct` one per pair of ranks, and `auto` aggregates small messages."""
     table: str | None = None
-    """The file of measurements by which `auto` decides, as `farandole tune --output` writes it, with the same content
-    on all hosts; by default the package's own."""
+    """The file of measurements for `auto`, written by `farandole tune --output` and equal on all hosts; by default the
+    package's own."""
     interface: str | None = None
-    """The network interface to use; by default the one named in GLOO_SOCKET_IFNAME, torch's own variable, or
-    else the one through which the store of the job is reached."""
+    """The network interface; by default the value of torch's variable GLOO_SOCKET_IFNAME, or else the interface that reaches
+    the store of the job."""
 
     def __post_init__(self) -> None:
         kinds = {"transport": Transports, "algorithm": Algorithms, "exchange": Exchanges}
         for name, kind in kinds.items():
             value, allowed = getattr(self, name), get_args(kind)
             if value not in allowed:
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+                raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
         if self.leaders is not None and self.leaders < 1:
-            raise ValueError(f"leaders={self.leaders}: at least one rank of a host leads")
+            raise ValueError(f"leaders: expected at least 1, got {self.leaders}")
         if self.table is not None:
             if self.algorithm != "auto":
                 raise ValueError(
-                    f"table={self.table!r} is of no use with algorithm={self.algorithm!r}; omit one of them"
+                    f"table={self.table!r} has no effect with algorithm={self.algorithm!r}; omit one of them"
                 )
             self.measurements()
 
     @classmethod
     def of(cls, given: Any) -> Options:
-        """What the user gave, or the defaults; TypeError if it is something else."""
+        """Return the given options or the defaults; raise TypeError for an object of another type."""
         if given is not None and not isinstance(given, cls):
-            raise TypeError(
-                f"the backend takes farandole.comm.Options as pg_options, found {type(given).__name__}"
-            )
+            raise TypeError(f"pg_options: expected farandole.comm.Options, got {type(given).__name__}")
         options = given or cls()
         if options.interface is None and (named := os.environ.get("GLOO_SOCKET_IFNAME")):
             options = replace(options, interface=named)
         return options
 
     def measurements(self) -> Table:
-        """The table by which `auto` decides; `TableError`, a `ValueError`, if the file is none."""
+        """Return the table of measurements for `auto`; raise `TableError`, a `ValueError`, for an invalid file."""
         return Table.default() if self.table is None else Table.read(self.table)

@@ -1,6 +1,6 @@
-"""Reduce the rows of a matrix in a fixed order: the last step of reductions that gather values first.
+"""Reduction of the rows of a matrix in a fixed order, for collectives that gather values before they reduce.
 
-16-bit floats are accumulated in fp32 and rounded once, as in the C core, whose kernels are used where they exist.
+16-bit floats are accumulated in fp32 and rounded once, as in the C core, whose kernels are used if available.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def reduce_rows(rows: Tensor, reduction: int) -> Tensor:
     """Reduce over dimension 0, from the first row to the last.
 
     Args:
-        rows: Contiguous, at least one row; may be overwritten.
-        reduction: Its number; averages of integers are truncated towards zero.
+        rows: A contiguous tensor with at least one row; may be overwritten.
+        reduction: The number of the reduction; averages of integers are truncated towards zero.
 
     Returns:
-        One row.
+        The reduced row.
     """
     dtype, name = rows.dtype, REDUCTION_NAMES[reduction]
     if len(rows) == 1 and not (dtype is torch.bool or name == "avg"):

@@ -1,4 +1,4 @@
-"""What the algorithms across hosts stand on: messages between a few ranks, in order, without blocking."""
+"""Transports: ordered, non-blocking messages between the ranks of an algorithm."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from torch import Tensor
 from farandole.comm.dtypes import TYPES
 from farandole.comm.errors import RankLate
 from farandole.comm.host_group import HostGroup
-from farandole.comm.notices import STALL_WARNING_S, print_notice
+from farandole.comm.notices import STALL_WARNING_S, warn
 from farandole.comm.work import flags_here
 from farandole.native import TRY, Status
 
 
 class Pending(Protocol):
-    """A message under way; the memory of its tensor must stay as it is until it is complete."""
+    """A pending message, whose tensor must not be changed until the message is complete."""
 
     def test(self) -> bool:
         """Whether it is complete."""
 
     def wait(self, timeout_s: float) -> None:
-        """Block until it is; `CommunicationError` if it cannot be, `RankLate` after `timeout_s`."""
+        """Block until the message is complete; raise `CommunicationError` on failure, `RankLate` after `timeout_s`."""
 
 
 class Transport(Protocol):
-    """Point-to-point messages among `size` ranks; between two ranks they keep their order."""
+    """Point-to-point messages among `size` ranks; messages between two ranks keep their order."""
 
     rank: int
     size: int
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
-        """Begin to send a contiguous tensor."""
+        """Start to send a contiguous tensor."""
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
-        """Begin to receive into a contiguous tensor, of the size that is sent."""
+        """Start to receive into a contiguous tensor of the same size as the message."""
 
 
 class WireMessage:
-    """A message of the core's, as part of a collective."""
+    """A message of the C core that is part of a collective."""
 
     def __init__(self, host: HostGroup, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> None:
         self._host, self._tensor, self._peer = host, tensor, peer
@@ -72,7 +72,7 @@ class WireMessage:
                 return wait(self._message, max(0.0, timeout_s - waited), flags)
             status = wait(self._message, max(0.0, warn_after_s - waited), flags | TRY)
             if status == Status.PENDING:
-                print_notice(self._host.late_peer(self._peer, warn_after_s))
+                warn(self._host.late_peer(self._peer, warn_after_s))
                 warn_after_s *= 2
         return status
 
@@ -84,14 +84,14 @@ class WireMessage:
         return True
 
     def release(self) -> None:
-        """Give it up, if it is still under way; its group is then of no use any more."""
+        """Abandon the message if it is pending; the group is then unusable."""
         message, self._message = self._message, None
         if message is not None:
             self._host.cancel_message(message)
 
 
 class WireTransport:
-    """Messages of the core, between the `ranks` of a group: TCP between hosts, shared memory inside."""
+    """Messages of the C core between the `ranks` of a group, over TCP or shared memory."""
 
     def __init__(self, host: HostGroup, ranks: Sequence[int], channel: int) -> None:
         self.rank = list(ranks).index(host.group_rank)
@@ -102,16 +102,16 @@ class WireTransport:
         self._open: list[WireMessage] = []
 
     def connect(self) -> None:
-        """Open the connections now, not with the first message."""
+        """Open the connections immediately instead of at the first message."""
         for rank in self._ranks:
             self._host.core.frd_connect(self._host.handle, rank)
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> WireMessage:
-        """Begin to send."""
+        """Start to send."""
         return self._post(tensor, peer, tag, sends=True)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> WireMessage:
-        """Begin to receive."""
+        """Start to receive."""
         return self._post(tensor, peer, tag, sends=False)
 
     def _post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> WireMessage:
@@ -121,18 +121,18 @@ class WireTransport:
         return message
 
     def release(self) -> None:
-        """After a collective: give up what is still under way, which there is after an error only."""
+        """Abandon the messages that an error has left pending; called after a collective."""
         messages, self._open = self._open, []
         for message in messages:
             message.release()
 
     def group_rank(self, peer: int) -> int:
-        """The number of a rank in the whole group."""
+        """Return the rank in the whole group of a rank of this transport."""
         return self._ranks[peer]
 
 
 class Tagged:
-    """Messages of a transport that are set apart from its others."""
+    """A transport over another one that separates its messages by a tag."""
 
     def __init__(self, transport: Transport, tag: int) -> None:
         self.rank, self.size = transport.rank, transport.size
@@ -140,16 +140,16 @@ class Tagged:
         self._tag = tag
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
-        """Begin to send."""
+        """Start to send."""
         return self._transport.send(tensor, peer, self._tag + tag)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
-        """Begin to receive."""
+        """Start to receive."""
         return self._transport.recv(tensor, peer, self._tag + tag)
 
 
 class TorchMessage:
-    """A message of a torch process group; `arrived` runs when it is complete."""
+    """A message of a torch process group; `arrived` is called when the message is complete."""
 
     def __init__(self, work: dist.Work, arrived: Callable[[], object] | None = None) -> None:
         self._work = work
@@ -163,7 +163,7 @@ class TorchMessage:
         return True
 
     def wait(self, timeout_s: float) -> None:
-        """Block until it is complete.  Gloo breaks its connections at the deadline."""
+        """Block until the message is complete; Gloo breaks its connections at the timeout."""
         try:
             self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
@@ -177,7 +177,7 @@ class TorchMessage:
 
 
 class TorchTransport:
-    """Messages of a torch process group that takes CPU tensors, such as Gloo."""
+    """Messages of a torch process group that supports CPU tensors, such as Gloo."""
 
     def __init__(self, group: Any) -> None:
         self.rank: int = group.rank()
@@ -185,24 +185,24 @@ class TorchTransport:
         self._group = group
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> TorchMessage:
-        """Begin to send."""
+        """Start to send."""
         return TorchMessage(self._group.send([tensor], peer, tag))
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> TorchMessage:
-        """Begin to receive."""
+        """Start to receive."""
         return TorchMessage(self._group.recv([tensor], peer, tag))
 
 
 class DeviceTransport:
-    """Messages of CPU tensors through process groups that take tensors of a device only, such as NCCL.
+    """Messages of CPU tensors through process groups that support only device tensors, such as NCCL.
 
     NCCL runs the messages of a pair of ranks in the order of their calls, and a large send waits for its receive.  Two
-    ranks that send to each other before they receive would wait forever.  So each direction has its own group.
+    ranks that send to each other before they receive would deadlock.  Each direction therefore has its own group.
 
     Args:
         upward: A group for messages to higher ranks.
         downward: A group of the same ranks for messages to lower ranks.
-        device: Through which tensors are copied.
+        device: The device through which tensors are copied.
     """
 
     def __init__(self, upward: Any, downward: Any, device: torch.device) -> None:
@@ -212,12 +212,12 @@ class DeviceTransport:
         self._device = device
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> TorchMessage:
-        """Begin to send."""
+        """Start to send."""
         group = self._upward if peer > self.rank else self._downward
         return TorchMessage(group.send([tensor.to(self._device)], peer, tag))
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> TorchMessage:
-        """Begin to receive."""
+        """Start to receive."""
         staged = torch.empty_like(tensor, device=self._device)
         group = self._upward if peer < self.rank else self._downward
         return TorchMessage(group.recv([staged], peer, tag), lambda: tensor.copy_(staged))

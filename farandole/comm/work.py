@@ -1,7 +1,7 @@
-"""Asynchronous work: one queue per group, which runs calls one after the other in the order of issue.
+"""Asynchronous work: one queue per group runs calls one after the other in the order of issue.
 
-The queue's own thread runs calls that nobody waits for.  A thread that waits for a call helps: if the queue
-is idle, the waiting thread runs the next calls itself, which saves two thread switches.
+The queue's own thread runs calls for which no thread waits.  If the queue is idle, a thread that waits for a call runs
+the next calls itself, which saves two thread switches.
 
 The callbacks of a call's future run inside the queue, right after the call, and the calls that callbacks issue
 run at once, before calls that wait.  The order is therefore the same on all ranks, whether a callback was attached
@@ -58,7 +58,7 @@ def seconds_of(timeout: timedelta | None) -> float | None:
 
 @exclude_from_dynamo
 class FarandoleWork(dist.Work):
-    """The parts that all kinds of work share: the tensors that work writes, and its outcome."""
+    """The base class of all work: the tensors that the work writes, and its outcome."""
 
     _tensors: list[torch.Tensor]
     _error: BaseException | None = None
@@ -72,11 +72,11 @@ class FarandoleWork(dist.Work):
         self._tensors = list(tensors)
 
     def is_success(self) -> bool:
-        """Return whether the work is complete and without error."""
+        """Return whether the work has completed without an error."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of work that has failed."""
+        """Return the error of failed work."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
@@ -84,7 +84,7 @@ class FarandoleWork(dist.Work):
         return self._tensors
 
     def synchronize(self) -> None:
-        """Wait, as there are no streams on a CPU."""
+        """Wait for the work; a CPU has no streams."""
         self.wait()
 
     def outcome(self) -> list[torch.Tensor]:
@@ -97,14 +97,14 @@ class FarandoleWork(dist.Work):
 
 
 class CompletedWork(FarandoleWork):
-    """Work that was complete before the call returned."""
+    """Work that is complete when the call returns."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return at once."""
+        """Return True immediately."""
         return True
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -117,8 +117,8 @@ class CompletedWork(FarandoleWork):
 class OutcomeFuture:
     """A torch future of the outcome of work.
 
-    Only Python sees `torch.futures.Future.set_exception`; C++ code such as DDP's reducer would take the exception for
-    a result.  Both see an exception that a callback raises.
+    Only Python handles `torch.futures.Future.set_exception`; C++ code such as DDP's reducer would treat the exception
+    as a result.  An exception raised in a callback reaches both.
     """
 
     def __init__(self, work: FarandoleWork) -> None:
@@ -158,7 +158,7 @@ class QueuedWork(FarandoleWork):
                     call(flags)
         except BaseException as error:  # raised by `wait`, KeyboardInterrupt too
             self._error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-            words = f"an asynchronous call failed, and nothing waited for it: {type(error).__name__}: {error}"
+            words = f"an asynchronous call failed, and no `wait()` reported the error: {type(error).__name__}: {error}"
             self._unseen = weakref.finalize(self, self._queue.raise_at_next_call, words)
             self._unseen.atexit = False
         with self._outcome_lock:
@@ -222,18 +222,20 @@ class QueuedWork(FarandoleWork):
 
 
 class Tickets:
-    """One ticket per call of a queue; `wait` returns to the queue's thread when nobody has taken one for a while.
+    """One ticket per call of a queue; `wait` returns when no thread has taken a ticket for a while.
 
-    The waiting is done in C without the interpreter lock (native/tickets.c).
+    The queue's thread waits in C without the interpreter lock (native/tickets.c).
     """
 
     def __init__(self) -> None:
         core = native.library()
         handle = core.frd_tickets_new()
         if not handle:
-            raise OSError("no memory or no file descriptor for asynchronous calls")
+            raise OSError(
+                "cannot create the queue of asynchronous calls: out of memory or file descriptors; check `ulimit -n`"
+            )
         weakref.finalize(self, core.frd_tickets_free, handle).atexit = False  # a thread may use it to the end
-        # by index: functions without argument types, which convert nothing
+        # indexing returns functions without argument types, which skip the conversion of arguments
         names = ("post", "take", "close", "wait")
         self.post, self.take, self.close, self.wait = (
             partial(core[f"frd_tickets_{name}"], ctypes.c_void_p(handle)) for name in names
@@ -241,7 +243,7 @@ class Tickets:
 
 
 class PlainTickets:
-    """The same where the C core is missing."""
+    """The implementation of `Tickets` without the C core."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[bool] = SimpleQueue()
@@ -252,10 +254,10 @@ class PlainTickets:
         self._queue.put(True)
 
     def take(self) -> None:
-        """Do nothing: the thread finds no call for the ticket."""
+        """Do nothing; the thread finds no call for the ticket."""
 
     def close(self) -> None:
-        """Have the thread end after the tickets so far."""
+        """Make the thread end after all current tickets."""
         self._queue.put(False)
 
 
@@ -283,7 +285,7 @@ class WorkQueue:
         self._thread: threading.Thread | None = None
 
     def run(self, call: Call, tensors: Sequence[torch.Tensor]) -> dist.Work:
-        """Run a call after those issued before, and return when it is complete."""
+        """Run a call after all earlier calls and return when it is complete."""
         if not self.enter():
             self.refuse_in_handler()
             self.submit(call, tensors).wait()
@@ -295,7 +297,7 @@ class WorkQueue:
         return COMPLETED
 
     def enter(self) -> bool:
-        """Acquire the queue for this thread if no call waits or runs; `leave` releases the queue."""
+        """Acquire the queue for this thread if no call is pending; `leave` releases the queue."""
         if self.waiting or not self.acquire(False):
             return False
         self.holder = _thread.get_ident()
@@ -311,9 +313,9 @@ class WorkQueue:
         return self._caller == _thread.get_ident()
 
     def submit(self, call: Call, tensors: Sequence[torch.Tensor]) -> QueuedWork:
-        """Queue a call; a call of a callback runs at once."""
+        """Queue a call; a call from a callback runs immediately."""
         if self.closed:
-            raise CommunicationError(self.invalid or "the group was destroyed; no call can be made any more")
+            raise CommunicationError(self.invalid or "the group was destroyed; create a new group")
         if self._unseen_error is not None:
             words, self._unseen_error = self._unseen_error, None
             self.acquire = self._running.acquire
@@ -337,15 +339,15 @@ class WorkQueue:
         self.acquire = lambda blocking: False
 
     def refuse_in_handler(self) -> None:
-        """Raise CommunicationError in a signal handler that has interrupted a call of this queue, which waits for the handler."""
+        """Raise CommunicationError in a signal handler that interrupted a call of this queue; the call would deadlock."""
         if self.holder == _thread.get_ident() and not self.is_mine():
             raise CommunicationError(
-                f"a signal handler called the group in whose call it runs ({self.whereabouts()}): that call waits for "
-                f"the handler; set a flag in the handler and call the group later, or use another group"
+                f"a signal handler called the group whose call it interrupted ({self.whereabouts()}), and the interrupted "
+                f"call waits for the handler; set a flag in the handler and call the group later, or use another group"
             )
 
     def help(self) -> bool:
-        """Run the next call on this thread, if one waits and no other thread runs one."""
+        """Run the next call on this thread if one is queued and no other thread runs a call."""
         if self.is_mine():
             return self._run_next(flags_here())
         if not self._running.acquire(False):
@@ -357,7 +359,7 @@ class WorkQueue:
             self.leave()
 
     def run_callbacks(self, outcome: OutcomeFuture) -> None:
-        """Complete a future on this thread, which holds the queue; calls of its callbacks precede calls that wait."""
+        """Complete a future on this thread, which holds the queue; calls from its callbacks precede queued calls."""
         outer, self._caller = self._caller, _thread.get_ident()
         try:
             outcome.complete()
@@ -365,9 +367,9 @@ class WorkQueue:
             self._caller = outer
 
     def close(self, patience_s: float) -> bool:
-        """Complete the calls that were issued and end the thread; return False after `patience_s`.
+        """Complete the issued calls and end the thread; return False after `patience_s`.
 
-        A closed queue stays acquired, so that no other thread can run a call that this one has not seen.
+        A closed queue stays acquired, so no other thread can run a call that was issued later.
         """
         if self.closed:
             return True
@@ -380,9 +382,9 @@ class WorkQueue:
         return self.closed
 
     def invalidate(self, reason: str) -> None:
-        """Refuse calls of a forked child, and forget those that wait."""
+        """Make calls of a forked child fail and drop the queued calls."""
         self.closed, self.invalid = True, reason
-        self._running.acquire(False)  # or a thread of the parent holds it; nobody releases it
+        self._running.acquire(False)  # if a thread of the parent holds the lock, nothing releases it
         self.waiting.clear()
         self._tickets = self._thread = None
 
@@ -394,14 +396,14 @@ class WorkQueue:
         if self._tickets is not None:
             self._tickets.take()
         work.run(flags)
-        error = work._error  # this does not count as waiting for it
+        error = work._error  # reading the attribute does not mark the error as reported
         del work  # likewise, see `QueuedWork.run`
         if error is not None and not isinstance(error, Exception):
             raise error  # Ctrl-C interrupts this thread, whichever thread issued the work
         return True
 
     def _main(self, tickets: Tickets | PlainTickets) -> None:
-        # Torch applies `set_num_threads` to a thread when asked for the number there; products do not ask.
+        # Torch applies `set_num_threads` to a thread at its first `get_num_threads`; matrix products do not call it.
         torch.get_num_threads()
         while tickets.wait():
             with self._running:

@@ -1,8 +1,8 @@
 """The C core: collectives between the processes of one host, in shared memory.
 
-The library is built with the package when there is a C compiler, and opened here with ctypes, which
-releases the interpreter lock during every call.  Where it is missing, or the platform lacks a system
-call that it needs, `available` is False and `why_unavailable` says why.
+The library is built with the package if a C compiler is available.  This module opens it with ctypes, which releases
+the interpreter lock during every call.  If the library or a required system call is missing, `available` returns False
+and `why_unavailable` returns the reason.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ MAX_RANKS = 256
 NOTE_BYTES = 160
 KEY_BYTES = 32
 SILENCE_S = 15.0
-"""After so many seconds without a sign of life another host counts as unreachable."""
+"""Seconds without a response after which another host is treated as unreachable."""
 BACKGROUND, MAIN_THREAD, TRY = 1, 2, 4
 """Flags of a call: sleep early while waiting; serve signals while waiting; at the deadline of a
 message return `Status.PENDING` and leave the group whole."""
 
 
 class Status(IntEnum):
-    """What a call of the core returns."""
+    """The result of a call of the core."""
 
     OK = 0
     DIED = 1
     LEFT = 2
     LATE = 3
     MISMATCH = 4
-    UNEVEN = 5
+    COUNT_MISMATCH = 5
     INTERRUPTED = 6
     UNSUPPORTED = 7
     PENDING = 8
     CLOSED = 9
     ELSEWHERE = 10
-    MISFIT = 11
+    PART_COUNT_MISMATCH = 11
     INVALID = 12
     NO_MEMORY = 13
     SILENT = 14
 
 
 class Operation(IntEnum):
-    """What a rank can be doing."""
+    """The operation that a rank runs."""
 
     NOTHING = 0
     ALL_REDUCE = 1
@@ -79,7 +79,7 @@ class Operation(IntEnum):
 
 
 LAST_STATUS = 64
-"""Posting a message returns a status, as a pointer, below this number."""
+"""A function that posts a message returns a status, as a pointer below this number, if it fails."""
 
 
 class VectorLevel(IntEnum):
@@ -91,7 +91,7 @@ class VectorLevel(IntEnum):
 
 
 class Call(ctypes.Structure):
-    """`struct frd_call`: what a rank says it is doing."""
+    """`struct frd_call`: the call that a rank has announced."""
 
     _fields_ = [
         ("index", c_uint64),
@@ -108,7 +108,7 @@ class Call(ctypes.Structure):
 
 
 class Failure(ctypes.Structure):
-    """`struct frd_failure`: why a group broke."""
+    """`struct frd_failure`: why a group failed."""
 
     _fields_ = [
         ("status", c_uint32),
@@ -196,15 +196,15 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 def available() -> bool:
-    """Whether ranks of one host can communicate through shared memory here."""
+    """Return whether the ranks of this host can communicate through shared memory."""
     return why_unavailable() is None
 
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """The reason why the core cannot be used here, or None if it can."""
+    """Return why the core cannot be used on this machine, or None if it can."""
     if not sys.platform.startswith("linux"):
-        return f"the C core needs Linux, this is {sys.platform}"
+        return f"the C core needs Linux, got {sys.platform}"
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         return "this Python was built without memfd_create and pidfd_open"
     if _path() is None:
@@ -222,10 +222,12 @@ def why_unavailable() -> str | None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The opened library.  OSError where `why_unavailable` has a reason."""
+    """Return the opened library; raise OSError if `why_unavailable` returns a reason."""
     path = _path()
     if path is None:
-        raise OSError("the C core of farandole was not compiled")
+        raise OSError(
+            "the C core of farandole was not compiled; install a C compiler and reinstall the package"
+        )
     core = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(core, name)
@@ -233,19 +235,19 @@ def library() -> ctypes.CDLL:
         function.argtypes = arguments
     if core.frd_abi() != ABI:
         raise OSError(
-            f"{path.name} was built for version {core.frd_abi()} of the interface, not {ABI}: reinstall"
+            f"{path.name}: expected version {ABI} of the interface, got version {core.frd_abi()}; reinstall the package"
         )
     _connect_signals(core)
     return core
 
 
 def vector_level() -> VectorLevel:
-    """The instruction set that reductions use on this processor."""
+    """Return the instruction set that reductions use on this processor."""
     return VectorLevel(library().frd_vector_level())
 
 
 def raise_pending_interrupt() -> None:
-    """Raise what a signal handler raised while the core was waiting (after `Status.INTERRUPTED`)."""
+    """Raise the exception of a signal handler that ran while the core waited (after `Status.INTERRUPTED`)."""
     kept = [c_void_p(), c_void_p(), c_void_p()]
     library().frd_pending_interrupt(*(ctypes.byref(pointer) for pointer in kept))
     restore = ctypes.pythonapi.PyErr_Restore
@@ -259,6 +261,6 @@ def _path() -> Path | None:
 
 
 def _connect_signals(core: ctypes.CDLL) -> None:
-    """Let a waiting main thread run Python's signal handlers, so that Ctrl-C works in a collective."""
+    """Allow a waiting main thread to run Python's signal handlers, so that Ctrl-C works in a collective."""
     names = ("PyGILState_Ensure", "PyGILState_Release", "PyErr_CheckSignals", "PyErr_Fetch")
     core.frd_set_interrupts(*(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in names))

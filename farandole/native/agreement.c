@@ -1,4 +1,4 @@
-/* Before any data are used, the ranks see that they are in the same call.
+/* Before the ranks use any data, they verify that they are in the same call.
  *
  * Every rank posts its call in its line (in the half of the first phase, so the rule of internal.h covers
  * it), ends the phase, and compares.  Every rank sees the same calls, so all come to the same result.  What a rank has
@@ -11,7 +11,7 @@
 
 void begin_call(struct frd_group *g, struct frd_call call, int flags)
 {
-    if (g->declared.operation) { /* a part of a larger call, which messages name */
+    if (g->declared.operation) { /* part of a larger call, which error messages name */
         const struct frd_call part = call;
         call = g->declared;
         call.stage = part.stage;
@@ -40,7 +40,7 @@ const struct frd_call *call_of(const struct frd_group *g, int rank)
     return &g->local[rank].block->line.call[half_of(g->phase - 1)];
 }
 
-/* The rank to name: the first outside the largest party; with two ranks that disagree, the second. */
+/* The culprit: the first rank outside the largest set of equal calls; of two ranks that disagree, the second. */
 static int odd_one_out(const struct frd_group *g)
 {
     int most = 0, model = 0;
@@ -66,7 +66,7 @@ int agree(struct frd_group *g)
             continue;
         }
         const int culprit = odd_one_out(g);
-        /* the record shows the culprit's call next to one that it should have been */
+        /* the record contains the culprit's call and the call of a rank of the largest set */
         const int witness = culprit == g->rank ? r : g->rank;
         return break_group(g, FRD_MISMATCH, g->rank_of[culprit], call_of(g, witness));
     }

@@ -23,7 +23,7 @@ struct extent {
 };
 
 struct extents {
-    struct extent *list; /* free extents: sorted, none touches the next */
+    struct extent *list; /* free extents: sorted, not adjacent */
     int count, capacity;
 };
 
@@ -50,7 +50,7 @@ bool is_shared(const void *data, size_t bytes)
     return start >= arena.base && start + bytes <= arena.base + arena.bytes && arena.base;
 }
 
-/* The first extent that begins at `offset` or later. */
+/* The first extent that starts at `offset` or later. */
 static int find(const struct extents *e, size_t offset)
 {
     int low = 0, high = e->count;
@@ -87,7 +87,7 @@ int frd_arena_open(int descriptor, size_t bytes)
     void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
     if (base == MAP_FAILED) return -errno;
     madvise(base, bytes, MADV_DONTDUMP);
-    /* in a forked child: the parent's arena stays mapped, as its tensors are there */
+    /* in a forked child the parent's arena stays mapped, because it contains the parent's tensors */
     if (arena.process) forget_closed_endpoints();
     pthread_mutex_init(&arena.lock, NULL);
     arena.base = base;
@@ -96,7 +96,7 @@ int frd_arena_open(int descriptor, size_t bytes)
     arena.holds = 0;
     arena.process = getpid();
     arena.free.count = arena.held.count = arena.given.count = 0;
-    /* offset 0 stands for nothing */
+    /* offset 0 means none */
     return insert(&arena.free, 0, (struct extent){PAGE, bytes - PAGE}) ? 0 : -ENOMEM;
 }
 
@@ -127,7 +127,7 @@ static void *take(size_t bytes, size_t alignment)
     return NULL;
 }
 
-/* Puts an extent among the free ones, and gives whole free pages back to the system, which makes them zero. */
+/* Frees an extent and returns whole free pages to the system, which clears them. */
 static void give(struct extent x)
 {
     struct extents *e = &arena.free;
@@ -143,7 +143,7 @@ static void give(struct extent x)
         whole.bytes += e->list[at - 1].bytes;
         erase(e, --at);
     }
-    /* pages that are free as a whole now, and were not before */
+    /* pages that have become entirely free */
     const size_t first = x.offset / PAGE * PAGE, start = first < whole.offset ? round_up(whole.offset, PAGE) : first;
     const size_t end = smaller(round_up(x.offset + x.bytes, PAGE), (whole.offset + whole.bytes) / PAGE * PAGE);
     if (end > start) madvise(arena.base + start, end - start, MADV_REMOVE);

@@ -1,4 +1,4 @@
-/* Which codec, at which vector level; and the products of PowerSGD that must be the same bits on every processor. */
+/* Selection of a codec by vector level, and the products of PowerSGD, with equal bits on every processor. */
 #include "codecs.h"
 
 #include <math.h>
@@ -53,7 +53,7 @@ void frd_orthonormalise(float *p, size_t rows, size_t rank)
             for (size_t i = 0; i < rows; i++) own[i] = (float)((double)own[i] - along * (double)earlier[i]);
         }
         const double after = product_of(own, own, rows);
-        /* what is left of a column that depends on those before it is rounding: no direction; a NaN stays */
+        /* the rest of a column that depends on earlier ones is rounding error, so it becomes zero; a NaN stays */
         const double inverse = after <= 1e-10 * before ? 0.0 : 1.0 / sqrt(after);
         for (size_t i = 0; i < rows; i++) own[i] = (float)((double)own[i] * inverse);
     }

@@ -1,14 +1,14 @@
-/* Compression of fp32 values for the way between hosts: to 16-bit floats, or to 8-bit integers with a scale per block. */
+/* Compression of fp32 values between hosts: to 16-bit floats, or to 8-bit integers with a scale per block. */
 #ifndef FARANDOLE_CODECS_H
 #define FARANDOLE_CODECS_H
 
 #include <stddef.h>
 
-/* The message holds the value nearest to y = x * factor + residual.  What it misses is kept in `residual` (may be
- * NULL: then it is lost), and what it says is written to `decoded` (may be NULL, or x). */
+/* The message holds the value nearest to y = x * factor + residual.  The error is stored in `residual` (may be
+ * NULL: the error is dropped), and the decoded values are written to `decoded` (may be NULL or x). */
 typedef void (*frd_encode_fn)(const float *x, float factor, float *residual, void *message, float *decoded,
                               size_t count, size_t block);
-/* x = x * factor + what the message says; with a factor of 0, x is not read. */
+/* x = x * factor + the decoded message; with a factor of 0, x is not read. */
 typedef void (*frd_decode_fn)(const void *message, float *x, float factor, size_t count, size_t block);
 
 struct frd_codec {

@@ -1,4 +1,4 @@
-/* This process among the processes of its job: whose memory it can reach, and how; and its staging slots. */
+/* The endpoint: the processes of a job, access to their memory, and the staging slots of this process. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -11,10 +11,10 @@
 
 #include "messages.h"
 
-static struct frd_endpoint *closing; /* closed; their memory is freed when the peers have closed theirs, too */
+static struct frd_endpoint *closing; /* closed; their memory is freed when the peers have also closed theirs */
 static pthread_mutex_t closing_lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* Unique among all that this process makes; two processes never compare theirs. */
+/* Unique within this process; nonces of two processes are never compared. */
 uint64_t new_nonce(void)
 {
     static _Atomic uint64_t count;
@@ -65,7 +65,7 @@ static void free_closed_endpoints(void)
         }
         if (all) {
             *list = e->next;
-            free_closed_groups(); /* those of this endpoint are among them */
+            free_closed_groups(); /* includes the groups of this endpoint */
             free_endpoint(e);
         } else {
             list = &e->next;
@@ -155,7 +155,7 @@ void frd_endpoint_forked(struct frd_endpoint *e)
     tcp_close_sockets(e);
 }
 
-/* Those that a forked child has inherited are its parent's. */
+/* Inherited endpoints belong to the parent of a forked child. */
 void forget_closed_endpoints(void)
 {
     closing = NULL;
@@ -241,7 +241,7 @@ void release_stage(struct frd_group *g, bool finished)
     g->local[g->rank].stage = NULL;
     if (!g->slot) return;
     pthread_mutex_lock(&slot_lock);
-    g->slot->end = finished ? g->phase : UINT64_MAX; /* a broken group's: until its ranks have gone */
+    g->slot->end = finished ? g->phase : UINT64_MAX; /* of a failed group: until its ranks have left */
     g->slot->busy = false;
     g->slot = NULL;
     pthread_mutex_unlock(&slot_lock);

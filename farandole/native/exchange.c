@@ -1,11 +1,11 @@
-/* Everything that moves data and computes nothing: barrier, broadcast, gather, all-gather, scatter,
+/* Collectives that only move data: barrier, broadcast, gather, all-gather, scatter,
  * all-to-all.
  *
- * Three ways, by size and place:
- *   pulled   from tensors in shared memory: each receiver copies its part from there to its place.  One copy, two phases.
- *   pushed   all-gather into tensors that all lie in shared memory: every rank writes its part into all of them.
- *   staged   the rest, in windows that stay in cache, one phase per window: offer window k while the others take window
- *            k - 1.  The first window arrives with the call, so one phase serves a small call.
+ * Three algorithms, selected by size and memory:
+ *   pulled   tensors in shared memory: each receiver copies its part to its own tensor.  One copy, two phases.
+ *   pushed   all-gather into tensors that are all in shared memory: every rank writes its part into all of them.
+ *   staged   otherwise, in windows that stay in cache, one phase per window: a rank offers window k while the others
+ *            read window k - 1.  The first window arrives with the call, so one phase serves a small call.
  * Staged calls have two patterns.  `spread`: some ranks have one stream each that several ranks want (broadcast, gather,
  * all-gather).  `deliver`: some ranks have one stream for every other rank (scatter, all-to-all).
  */
@@ -38,7 +38,7 @@ int frd_barrier(struct frd_group *g, int flags)
 
 struct spread {
     const char *own;                 /* this rank's stream, NULL if it has none */
-    char *wanted[FRD_MAX_RANKS];     /* where to put rank r's stream, NULL: not wanted */
+    char *wanted[FRD_MAX_RANKS];     /* destination of rank r's stream; NULL: not needed */
     size_t bytes[FRD_MAX_RANKS];     /* of rank r's stream */
 };
 
@@ -82,14 +82,14 @@ static int spread_in_windows(struct frd_group *g, const struct spread *x, bool o
 
 static int pull_streams(struct frd_group *g, const struct spread *x)
 {
-    for (int step = 1; step < g->ranks; step++) { /* every rank begins with another one */
+    for (int step = 1; step < g->ranks; step++) { /* each rank starts with a different peer */
         const int r = (g->rank + step) % g->ranks;
         if (x->wanted[r]) pull(g, r, x->wanted[r], call_of(g, r)->source, x->bytes[r]);
     }
-    return end_phase(g); /* from here on the sources may be changed */
+    return end_phase(g); /* after this phase the sources may be changed */
 }
 
-/* This rank's stream into the results of all ranks, which lie in shared memory. */
+/* Copies this rank's stream into the results of all ranks, which are in shared memory. */
 static int push_stream(struct frd_group *g, const struct spread *x, char *const *targets)
 {
     size_t before_mine = 0;
@@ -231,7 +231,7 @@ int frd_scatter(struct frd_group *g, const void *const *in, void *out, size_t co
     struct frd_call call = {.operation = FRD_SCATTER, .type = (uint32_t)type, .root = root, .count = count};
     bool shared = !small && me == root;
     for (int d = 0; d < g->ranks && shared; d++) shared = is_shared(in[d], bytes);
-    if (shared) call.source = address(in[0]); /* tells the others that all parts are in shared memory */
+    if (shared) call.source = address(in[0]); /* announces that all parts are in shared memory */
     const size_t offered = small ? total : STAGE_BYTES;
     if (me == root && offered > PAYLOAD_BYTES && !acquire_stage(g)) return FRD_NO_MEMORY;
     begin_call(g, call, flags);
@@ -281,7 +281,7 @@ static size_t bytes_sent(const struct table *table, int rank, int before, size_t
     return count * element;
 }
 
-/* The first pair of ranks that expect different counts breaks the group. */
+/* Breaks the group if two ranks expect different counts, and reports the first such pair. */
 static int check_pairs(struct frd_group *g, const struct table *tables, size_t *longest, bool *few)
 {
     for (int from = 0; from < g->ranks; from++) {
@@ -292,7 +292,7 @@ static int check_pairs(struct frd_group *g, const struct table *tables, size_t *
                 call.count = sent;
                 call.layout = tables[to].receives[from];
                 call.root = g->rank_of[to];
-                return break_group(g, FRD_UNEVEN, g->rank_of[from], &call);
+                return break_group(g, FRD_COUNT_MISMATCH, g->rank_of[from], &call);
             }
             if (from != to && sent > *longest) *longest = sent;
         }

@@ -1,5 +1,5 @@
-/* A group breaks once.  The first rank that sees why writes it down for all the others of its host, and every
- * call on the group from then on fails with the same reason. */
+/* A group fails once.  The first rank that detects a failure records it for all other ranks of its host, and every
+ * later call on the group fails with the same reason. */
 #include <string.h>
 #include <time.h>
 
@@ -30,7 +30,7 @@ static const struct rank_line *line_of(const struct frd_group *g, int rank)
 
 int break_between(struct frd_group *g, int status, int culprit, const struct frd_call *theirs, const struct frd_call *own)
 {
-    if (g->context == 0) return status; /* errors of this group are for the caller alone */
+    if (g->context == 0) return status; /* errors of this group concern only the caller */
     struct group_block *first = g->local[0].block;
     uint32_t whole = WHOLE;
     if (atomic_compare_exchange_strong(&first->record.broken, &whole, BREAKING)) {
@@ -67,7 +67,7 @@ int broken_status(struct frd_group *g)
         const struct timespec a_millisecond = {0, 1000000};
         nanosleep(&a_millisecond, NULL);
     }
-    /* a peer may still be at work on a buffer of this process */
+    /* a peer may still access a buffer of this process */
     if (!atomic_exchange(&g->seen_broken, true)) arena_hold(1);
     const int status = (int)first->record.failure.status;
     return status ? status : FRD_DIED;

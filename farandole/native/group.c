@@ -7,7 +7,7 @@
 
 int frd_abi(void) { return FRD_ABI; }
 
-/* Groups that this process has closed, and some peer has not: that one may still look at this rank's line. */
+/* Groups that this process has closed but a peer has not; that peer may still read this rank's line. */
 static struct frd_group *closing;
 static pthread_mutex_t closing_lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -111,7 +111,7 @@ struct frd_group *frd_group_open(struct frd_endpoint *e, uint64_t context, int r
     return g;
 }
 
-/* Tells the ranks of other hosts that are connected with this one. */
+/* Notifies the connected ranks of other hosts. */
 static void tell_other_hosts(struct frd_group *g, enum header_kind kind, int culprit)
 {
     pthread_mutex_lock(&g->endpoint->lock);

@@ -1,4 +1,4 @@
-/* Opening connections, and accepting those of processes of the job only.
+/* Opening connections, and accepting only connections of processes of the job.
  *
  * Both ends prove that they know the key of the job, without sending it:
  *
@@ -43,7 +43,7 @@ static void set_option(int socket, int level, int option, int value)
     setsockopt(socket, level, option, &value, sizeof value);
 }
 
-/* A dead connection is found out by the kernel, at the latest when the job's timeout has passed. */
+/* The kernel detects a dead connection within the job's timeout. */
 static void prepare_socket(const struct tcp_state *tcp, int socket)
 {
     set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
@@ -172,7 +172,7 @@ void forget_handshake(struct tcp_state *tcp, struct handshake *handshake)
     free(handshake);
 }
 
-/* Closes the handshakes that came before `time`, and the oldest if there are more than `most`. */
+/* Closes the handshakes that started before `time`, and the oldest if there are more than `most`. */
 static void close_handshakes(struct tcp_state *tcp, double time, int most)
 {
     int kept = 0;

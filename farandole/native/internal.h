@@ -1,24 +1,24 @@
-/* What processes share, and what each keeps for itself.
+/* Internal data structures: memory shared by processes and memory private to each process.
  *
  *     arena.c        this process's shared memory and its allocator
  *     endpoint.c     the other processes of the job; staging slots
  *     group.c        opening and closing a communicator
- *     agreement.c    before any data are used, the ranks see that they are in the same call
- *     waiting.c      how a rank waits, and what it notices meanwhile
- *     failure.c      why a group broke
+ *     agreement.c    before the ranks use any data, they verify that they are in the same call
+ *     waiting.c      how a rank waits, and the failures that it detects while waiting
+ *     failure.c      the failure record of a group
  *     reduce.c, exchange.c   collectives
  *     messages.h     point-to-point
  *
- * A process has one arena, which the other processes of its host map once.  All that ranks share lies in the arena of
- * the process that writes it: the lines and payloads of its groups, staging slots, message rings, its users' buffers.
+ * A process has one arena, which the other processes of its host map once.  All shared data are in the arena of the
+ * process that writes them: the lines and payloads of its groups, staging slots, message rings, user buffers.
  * An address in another arena is (process, offset), so any group can use it, and the offsets of ranks may differ.
  *
  * Collectives advance in phases.  A rank ends its phase p by publishing p + 1 in its line of the group and waiting
  * until every other rank has published at least p + 1.  Payloads and staging slots have two halves, and one rule makes
  * every protocol in this folder safe:
  *
- *     In phase p, half p mod 2 of a rank's memory is that rank's alone.  The other half is its peers': to
- *     read, or, where a protocol gives each peer a part of it, to read and write that part.
+ *     In phase p, only the rank itself accesses half p mod 2 of its memory.  Only its peers access the other half: they
+ *     read it, or, if the protocol assigns each peer a part, they read and write that part.
  *
  * Proof.  (No two at once.)  A half changes hands between phase p and p + 1.  A rank that accesses it in
  * phase p + 1 has seen every rank publish p + 1, which each does after its last access in phase p; and phases of two

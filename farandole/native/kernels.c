@@ -1,4 +1,4 @@
-/* Which vector code this processor gets, found once at run time. */
+/* Selection of the vector code for this processor, once at run time. */
 #include "kernels.h"
 
 #include <stdatomic.h>

@@ -5,7 +5,7 @@
 #include <stddef.h>
 
 /* dst[k][i] = src[0][i] op src[1][i] op ... op src[nsrc-1][i], always in this order, so that the result
- * does not depend on who computes it.  A destination may be one of the sources.  For FRD_AVG the sum is
+ * does not depend on the rank that computes it.  A destination may be one of the sources.  For FRD_AVG the sum is
  * divided by nsrc.  Destinations after the first are taken to be in another core's cache.  16-bit floats accumulate in
  * fp32 and round once. */
 typedef void (*frd_reduce_fn)(void *const *dst, int ndst, const void *const *src, int nsrc, size_t count);

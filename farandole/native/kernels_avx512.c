@@ -51,5 +51,5 @@ static inline bool pair_f16(const uint16_t *a, const uint16_t *b, float factor, 
 #pragma clang attribute pop
 #endif
 #else
-typedef int not_for_this_processor; /* ISO C wants something in every file */
+typedef int not_for_this_processor; /* ISO C requires a declaration in every file */
 #endif

@@ -1,4 +1,4 @@
-/* Which message goes into which receive.
+/* Matching of messages and receives.
  *
  * A receive takes the first message of its group with its tag, from its source or from any.  A message that matches no
  * posted receive is unexpected: it is buffered, up to UNEXPECTED_BYTES per sender.  Beyond that it stays in its stream,
@@ -12,7 +12,7 @@
 struct frd_call call_of_message(const struct frd_message *m)
 {
     const struct frd_group *g = m->group;
-    if (m->tag < 0) return g->current; /* a part of a collective */
+    if (m->tag < 0) return g->current; /* part of a collective */
     return (struct frd_call){.index = g->calls, .operation = m->sends ? FRD_SEND : FRD_RECV,
                              .type = (uint32_t)m->type, .root = m->peer,
                              .count = m->bytes / element_bytes(m->type), .layout = (uint64_t)m->tag};
@@ -57,7 +57,7 @@ void dequeue(struct queue *queue, struct frd_message *m) { take_out(queue, m); }
 
 void finish(struct frd_message *m, int status)
 {
-    if (m->detached) { /* its group may be gone */
+    if (m->detached) { /* its group may have been closed */
         free(m->data);
         free(m);
         return;
@@ -120,7 +120,7 @@ void post_send(struct frd_message *m)
 void send_control(struct peer *peer, struct header header)
 {
     struct frd_message *m = calloc(1, sizeof *m);
-    if (!m) return; /* the other process finds out when this one ends */
+    if (!m) return; /* the other process detects this when this process ends */
     m->sends = m->detached = true;
     m->status = FRD_PENDING;
     m->header = header;
@@ -179,7 +179,7 @@ static void refuse(struct frd_message *m, int source, const struct header *h)
     int status = FRD_MISMATCH;
     own.root = source;
     if (m->tag < 0) { /* a part of a collective: as where shared memory finds uneven counts */
-        status = FRD_MISFIT;
+        status = FRD_PART_COUNT_MISMATCH;
         own.count = theirs.count;
         own.layout = m->bytes / element_bytes(m->type);
         own.root = g->group_rank;
@@ -201,7 +201,7 @@ static bool is_wanted(const struct peer *from)
     return false;
 }
 
-/* Asks for a payload that was offered. */
+/* Requests an offered payload. */
 static void clear_offer(struct peer *from, const struct header *h)
 {
     send_control(from, (struct header){.kind = CLEAR, .number = h->number, .context = h->context});
@@ -246,7 +246,7 @@ static void control(struct frd_group *g, const struct header *h)
     ring_own_bell(g->endpoint);
 }
 
-/* Frees an unexpected message.  If its payload is under way, the rest goes nowhere. */
+/* Frees an unexpected message and discards the rest of a payload that is arriving. */
 static void drop(struct unexpected *u)
 {
     struct incoming *in = &u->from->in;
@@ -297,7 +297,7 @@ static bool is_valid(const struct peer *from, const struct header *h)
            (h->place - 1 < from->arena_bytes && h->bytes <= from->arena_bytes - (h->place - 1));
 }
 
-/* Decides where the payload of the next message goes; false: it stays in its stream for now. */
+/* Selects the destination of the next message's payload; false: the message stays in its stream. */
 static bool open_message(struct peer *from)
 {
     struct frd_endpoint *e = from->endpoint;
@@ -323,7 +323,7 @@ static bool open_message(struct peer *from)
     } else if (is_sender(g, h, from)) {
         struct frd_message *m = match(g, h->source, h->tag);
         if (m && !fits(m, h)) {
-            refuse(m, h->source, h); /* the group is broken; the payload goes nowhere */
+            refuse(m, h->source, h); /* the group has failed; discard the payload */
         } else if (m) {
             start(m, from, h);
             in->receive = h->kind == EAGER ? m : NULL;
@@ -335,7 +335,7 @@ static bool open_message(struct peer *from)
         const bool crowded = h->kind == EAGER && in->buffered + h->bytes > UNEXPECTED_BYTES;
         if (g && crowded && !is_wanted(from)) return false;
         in->unexpected = buffer(queue, from, h);
-        if (!in->unexpected) return false; /* no memory: leave it there until its receive comes */
+        if (!in->unexpected) return false; /* out of memory: leave it in the stream until its receive is posted */
     }
     in->under_way = true;
     in->moved = 0;
@@ -472,7 +472,7 @@ void give_up(struct frd_message *m)
             if (begun && (!offers || m->header_moved < HEADER) && detach(m)) return; /* freed when it is sent */
             dequeue(offers && m->header_moved == HEADER ? &peer->offered : &peer->sends, m);
         } else if (m->started) {
-            if (m->from->in.receive == m) m->from->in.receive = NULL; /* the rest goes nowhere */
+            if (m->from->in.receive == m) m->from->in.receive = NULL; /* discard the rest */
             dequeue(&g->members[m->source].cleared, m);
             for (struct unexpected *u = g->members[m->source].unexpected.first; u; u = u->next)
                 if (u->claimed_by == m) u->claimed_by = NULL;

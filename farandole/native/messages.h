@@ -1,19 +1,19 @@
 /* Point-to-point messages between the processes of an endpoint, on one host or on several.
  *
  *     progress.c     the caller's side: post, test, wait, cancel; the progress thread
- *     matching.c     which message goes into which receive
- *     shared_memory.c   to a process of this host: a ring of bytes, and copies straight from memory to memory
+ *     matching.c     matching of messages and receives
+ *     shared_memory.c   to a process of this host: a ring of bytes, and direct copies between user buffers
  *     tcp.c, handshake.c   to a process of another host: a TCP connection in each direction
  *
  * To each process there is a stream of bytes in each direction, with one writer and one reader.  A message is a 64-byte
  * header and its payload.  On one host the payload of a large message follows later (rendezvous):
  *
  *     sender   -> receiver   OFFER    its size, tag and number; the sender keeps the payload
- *     receiver -> sender     CLEAR    its receive is there: send the payload of this number
+ *     receiver -> sender     CLEAR    the receive is posted: send the payload of this number
  *     sender   -> receiver   PAYLOAD  its number, and the payload
  *
- * So a payload is copied into its place, and never holds up the messages behind it in a stream.  If it lies in the sender's
- * arena, the receiver copies it from there, and sends DONE instead of CLEAR.
+ * A payload is therefore copied directly to its receive and never delays later messages of the stream.  If the payload
+ * is in the sender's arena, the receiver copies it from the arena and sends DONE instead of CLEAR.
  */
 #ifndef FARANDOLE_MESSAGES_H
 #define FARANDOLE_MESSAGES_H
@@ -22,7 +22,7 @@
 
 #define HEADER 64
 #define EAGER_BYTES ((size_t)1 << 15)      /* up to here a payload follows its header; measured, see docs/benchmarks/results.md */
-#define TURN_BYTES ((size_t)4 << 20)       /* after so many bytes of one stream the others have their turn */
+#define TURN_BYTES ((size_t)4 << 20)       /* bytes of one stream after which the other streams progress */
 #define UNEXPECTED_BYTES ((size_t)4 << 20) /* unexpected payloads of one sender, while no receive waits for a later message of it */
 
 #define LARGEST_MESSAGE ((uint64_t)1 << 48)
@@ -57,7 +57,7 @@ struct frd_message {
     double inspected;            /* when the liveness of its peer was last checked */
 };
 
-/* A message that arrived before its receive. */
+/* A message that arrived before its receive was posted. */
 struct unexpected {
     struct unexpected *next;
     struct header header;

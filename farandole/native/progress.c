@@ -1,8 +1,8 @@
-/* Messages as the caller sees them: post, then test or wait.
+/* The caller's interface to messages: post, then test or wait.
  *
- * A waiting thread advances all messages of its endpoint.  While no thread waits, the progress thread advances them.  At
- * first it checks at short intervals, because most messages are waited for soon; then it sleeps until another process
- * rings the bell or a socket is ready.  Without messages under way it sleeps until one is posted.
+ * A waiting thread advances all messages of its endpoint.  While no thread waits, the progress thread advances them.
+ * At first it checks at short intervals, because threads soon wait for most messages; then it sleeps until another
+ * process rings the bell or a socket is ready.  Without pending messages it sleeps until one is posted.
  */
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -13,13 +13,13 @@
 #define YIELDS 40
 #define SLICE_S 0.010
 #define INSPECTION_S 0.050
-#define NAP_S 200e-6        /* between two looks of the progress thread */
-#define LINGER_S 0.005      /* for how long it looks so often after it last found something */
-#define LONG_NAP_S 1e-3     /* then, where it cannot sleep until a bell rings */
+#define NAP_S 200e-6        /* between two checks of the progress thread */
+#define LINGER_S 0.005      /* how long it checks at this rate after the last event */
+#define LONG_NAP_S 1e-3     /* afterwards, if it cannot sleep until a bell rings */
 #define FOREVER_S 3600.0
 #define CROWDED_WAITS 64    /* waits without spinning after a yield that ran another thread */
 
-/* Looks at the processes that have announced something; the lock is held. */
+/* Checks the processes that have announced an event; the lock is held. */
 bool progress(struct frd_endpoint *e)
 {
     bool moved = false;
@@ -37,7 +37,7 @@ bool progress(struct frd_endpoint *e)
 
 /* ---- the progress thread ---- */
 
-/* Until something happens, or `seconds` have passed.  The lock is not held. */
+/* Waits for an event or `seconds`; the lock is not held. */
 static void rest(struct frd_endpoint *e, uint32_t events, uint32_t naps, double seconds, bool until_bell)
 {
     struct process_block *block = e->block;
@@ -205,7 +205,7 @@ static bool is_remote(const struct frd_message *m)
     return m->peer >= 0 && m->group->members[m->peer].local < 0;
 }
 
-/* Moves what can be moved for this message and for others. */
+/* Progresses this message and others. */
 static int move_along(struct frd_message *m)
 {
     struct frd_endpoint *e = m->group->endpoint;
@@ -221,7 +221,7 @@ static int move_along(struct frd_message *m)
     return status;
 }
 
-/* How a rank ended, if it did: FRD_LEFT or FRD_DIED on this host, FRD_CLOSED or FRD_SILENT on another. */
+/* How a rank ended, if it has: FRD_LEFT or FRD_DIED on this host, FRD_CLOSED or FRD_SILENT on another. */
 static int end_of(struct frd_group *g, int rank, bool sends)
 {
     const struct member *member = &g->members[rank];
@@ -235,7 +235,7 @@ static int end_of(struct frd_group *g, int rank, bool sends)
     const struct rank_line *line = &g->local[member->local].block->line;
     if (atomic_load(&line->life.state) == GONE) return FRD_LEFT;
     if (is_alive(member->peer)) return FRD_OK;
-    /* a normal end may have been announced between the two looks */
+    /* a normal end may have been announced between the two checks */
     return atomic_load(&line->life.state) == GONE ? FRD_LEFT : FRD_DIED;
 }
 
@@ -246,8 +246,8 @@ static bool has_failed(const struct frd_group *g, int rank, int end)
     return end == FRD_DIED || end == FRD_SILENT || (end == FRD_CLOSED && !member->gone && tcp_has_been_cut(member->peer));
 }
 
-/* How the ranks ended that could complete the message; FRD_OK if one has not ended.  A receive from any rank fails when the first of
- * them fails: it may be the one that would have sent. */
+/* How the ranks ended that could complete the message; FRD_OK if one has not ended.  A receive from any rank fails when
+ * the first of them fails: it may be the one that would have sent. */
 static int end_of_peers(const struct frd_message *m, int *gone)
 {
     struct frd_group *g = m->group;
@@ -292,8 +292,8 @@ static int inspect(struct frd_message *m, double deadline, int flags)
     return break_group(g, FRD_LATE, m->peer >= 0 ? m->peer : (g->group_rank + 1) % g->group_ranks, &call);
 }
 
-/* Publishes the call in which this rank waits.  The stall warning comes later, when the ranks that wait for each other have
- * published theirs. */
+/* Publishes the call in which this rank waits.  The stall warning comes later, when the ranks that wait for each other
+ * have published theirs. */
 static void show_wait(const struct frd_message *m, double begun, double *warn_at)
 {
     struct frd_group *g = m->group;
@@ -314,7 +314,7 @@ void frd_message_cancel(struct frd_group *g, struct frd_message *m)
     pthread_mutex_unlock(&g->endpoint->lock);
 }
 
-/* What the caller gets; unless it is pending, the message is gone. */
+/* The result for the caller; frees the message unless it is pending. */
 static int outcome(struct frd_message *m, int status)
 {
     if (status == FRD_PENDING) return status;
@@ -344,7 +344,7 @@ int frd_message_wait(struct frd_group *g, struct frd_message *m, double timeout,
     int status = atomic_load(&m->status);
     m->inspected = begun;
     atomic_fetch_add(&block->bell.attended, 1);
-    uint32_t seen = atomic_load(&block->bell.events) - 1; /* look once in any case */
+    uint32_t seen = atomic_load(&block->bell.events) - 1; /* check at least once */
     for (int turn = 0; status == FRD_PENDING; turn++) {
         const uint32_t events = atomic_load(&block->bell.events);
         bool slept = false;

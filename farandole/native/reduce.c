@@ -1,7 +1,7 @@
 /* All-reduce, reduce, reduce-scatter and scan.
  *
- * Three ways, by size and place (S bytes per rank, n ranks):
- *   small    every rank offers everything and reduces everything: one phase, two cache-line round trips.
+ * Three algorithms, selected by size and memory (S bytes per rank, n ranks):
+ *   small    every rank offers all its values and reduces all of them: one phase, two cache-line round trips.
  *   chunked  rank d owns part d.  In windows that stay in cache: offer the others' parts, reduce the own
  *            one, take the others' results.  The three run as a pipeline, so a window costs one phase.
  *            Beyond the cache a rank reads S and writes S of memory; all else stays in cache.  A result
@@ -23,7 +23,7 @@ struct reduction {
     const char *in[FRD_MAX_RANKS]; /* part d, for or from rank d */
     char *out[FRD_MAX_RANKS];      /* NULL: this rank does not want it */
     size_t bytes[FRD_MAX_RANKS];
-    bool shared[FRD_MAX_RANKS]; /* does rank d want the results of the others' parts? */
+    bool shared[FRD_MAX_RANKS]; /* whether rank d needs the results of the other parts */
 };
 
 /* One phase: the values arrive with the call.  `out` is NULL where the result is not wanted. */
@@ -96,7 +96,7 @@ static int reduce_chunked(struct frd_group *g, const struct reduction *x, bool o
     for (size_t step = offered; step < steps; step++) {
         exchange_parts(g, x, step, window, sharing && step >= 2, step < windows);
         if (step >= 1 && step <= windows) reduce_own_part(g, x, step - 1, window);
-        if (step + 1 == steps) break; /* the last one only takes what is there */
+        if (step + 1 == steps) break; /* the last step only copies results */
         const int status = end_phase(g);
         if (status) return status;
     }

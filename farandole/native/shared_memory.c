@@ -1,16 +1,16 @@
 /* The transport to a process of the same host: a ring of bytes, one per pair and direction, in the sender's arena.
  *
- * A ring has one writer, one reader, and two counters that only grow.  The writer fills what is free and then publishes
- * `written`; the reader empties what is there and then publishes `taken`: so each sees only bytes that the other has
- * finished with.  What is written is padded to 64 bytes, which keeps copies aligned.
+ * A ring has one writer, one reader, and two counters that only grow.  The writer fills free space and then publishes
+ * `written`; the reader copies the written bytes and then publishes `taken`.  Each therefore accesses only bytes that
+ * the other has finished with.  Writes are padded to 64 bytes, which keeps copies aligned.
  *
  * A long payload goes through the ring in pieces, and both cores copy at the same time: the pieces stay in the cache
  * between them, so memory is read and written once, as by a plain copy.  Reading another process's memory
- * (process_vm_readv) needs one copy instead of two and was still slower at every size, because the kernel pins each page
- * and only one core works: 1.8 times at 4 MiB, 2.1 times at 64 MiB.
+ * (process_vm_readv) needs one copy instead of two and was still slower at every size, because the kernel pins each
+ * page and only one core works: 1.8 times at 4 MiB, 2.1 times at 64 MiB.
  *
- * What a process does to another's streams it announces by that process's bell: a bit that says whose, and a counter on
- * which sleepers wait.
+ * A process that changes a stream of another process rings the bell of that process: it sets its own
+ * bit and increments a counter on which sleeping threads wait.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -147,7 +147,7 @@ static void tell_of_space(struct peer *peer)
     ring_bell(peer);
 }
 
-/* In pieces, after each of which the writer may go on. */
+/* Reads in pieces, after each of which the writer may continue. */
 static size_t take(struct peer *peer, char *data, size_t bytes)
 {
     void *(*copy)(void *, const void *, size_t) = peer->in.header.bytes >= UNCACHED_BYTES ? copy_uncached : memcpy;

@@ -1,15 +1,15 @@
 /* The transport to processes of other hosts: TCP.
  *
- * A process opens a connection to every process that it sends to, and sends on it only; what it receives comes on
- * connections that others opened to it.  handshake.c opens and accepts connections.
+ * A process opens a connection to every process to which it sends, and only sends on it.  It receives on connections
+ * that other processes have opened.  handshake.c opens and accepts connections.
  *
- * Sockets are edge-triggered: the progress thread gets one event per change.  That is enough, because a stream is always
- * moved until the socket is empty, or until the message at its head has no receive, and then posting the receive
- * moves it on.
+ * Sockets are edge-triggered: the progress thread gets one event per change.  This suffices, because a stream is always
+ * read until the socket is empty or until the message at its head has no receive; posting the receive then continues
+ * the stream.
  *
- * The two directions end separately: a process that has sent its last message closes both connections, and its last data
- * may still be on a slow link when the end of the other connection is seen.  A receive fails at the end of the inward
- * stream, after all its data; a send fails at the end of the outward one.  The caller finds out why they ended.
+ * The two directions end separately: a process that has sent its last message closes both connections, and its last
+ * data may still be on a slow link when the end of the other connection is seen.  A receive fails at the end of the
+ * inward stream, after all its data; a send fails at the end of the outward one.  The caller determines why they ended.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -26,7 +26,7 @@
 #include "tcp.h"
 
 #define EVENTS 64
-#define TIMER_S 0.1 /* how often to look at the timers of handshakes */
+#define TIMER_S 0.1 /* interval between checks of the handshake timers */
 
 void watch(struct tcp_state *tcp, int socket, enum subject subject, uint64_t which, uint32_t events)
 {
@@ -36,7 +36,7 @@ void watch(struct tcp_state *tcp, int socket, enum subject subject, uint64_t whi
 
 static void end_stream(struct peer *peer, bool *ended)
 {
-    if (!*ended) ring_own_bell(peer->endpoint); /* threads that wait for it look again */
+    if (!*ended) ring_own_bell(peer->endpoint); /* wake threads that wait for the peer */
     *ended = true;
 }
 
@@ -92,7 +92,7 @@ static void on_inward(struct peer *peer, uint32_t events)
     if (closed && !peer->in.blocked) end_inward(peer);
 }
 
-/* Continues streams that were left so that others had their turn. */
+/* Continues streams that were interrupted to let others progress. */
 static void on_wake(struct frd_endpoint *e)
 {
     uint64_t times;
@@ -223,7 +223,7 @@ double frd_silence(struct frd_group *g, int rank)
         struct tcp_info info;
         socklen_t bytes = sizeof info;
         if (sockets[i] < 0 || getsockopt(sockets[i], IPPROTO_TCP, TCP_INFO, &info, &bytes)) continue;
-        if (info.tcpi_state == TCP_SYN_SENT) continue; /* it has not been connected */
+        if (info.tcpi_state == TCP_SYN_SENT) continue; /* not connected yet */
         const double heard = 1e-3 * (double)smaller(info.tcpi_last_ack_recv, info.tcpi_last_data_recv);
         if (silence < 0 || heard < silence) silence = heard;
     }

@@ -13,7 +13,7 @@
 
 #define NONCE_BYTES 32
 
-/* The messages of a handshake; handshake.c says what they mean. */
+/* The messages of a handshake, described in handshake.c. */
 struct challenge {
     uint64_t magic;
     unsigned char nonce[NONCE_BYTES];

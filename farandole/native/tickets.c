@@ -1,12 +1,12 @@
 /* Calls that wait for a thread: one ticket each.
  *
- * The thread of a queue runs calls for which no thread waits.  Most calls are waited for soon after they were made, and
- * then the waiting thread runs them itself.  Waking the queue's thread for such a call would cost several changes of threads,
- * and it would disturb the call on the same core.  So a timer wakes it when a ticket is GRACE_NS old, and a ticket
- * that is taken before stops the timer.
+ * The thread of a queue runs calls for which no thread waits.  For most calls a thread soon waits, and the waiting
+ * thread runs the call itself.  Waking the queue's thread for such a call would cost several thread switches and would
+ * disturb the call on the same core.  A timer therefore wakes the queue's thread when a ticket is GRACE_NS old; a
+ * ticket that is taken earlier stops the timer.
  *
- * The lock makes "count, then set the timer" one step, so the timer runs exactly while it should: from the first open ticket on
- * until it fires or no ticket is open.  After it has fired the thread takes tickets until there are none.
+ * The lock makes "count, then set the timer" one step, so the timer runs exactly while it should: from the first open
+ * ticket on until it fires or no ticket is open.  After it has fired the thread takes tickets until there are none.
  */
 #define _GNU_SOURCE
 #include <errno.h>

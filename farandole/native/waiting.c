@@ -1,7 +1,7 @@
-/* How a rank waits: spin for a moment, then offer the core to others, then sleep until woken.
+/* How a rank waits: spin briefly, then yield the core, then sleep until woken.
  *
- * Ranks may outnumber cores, and a rank's own computation may want the core on which its communication
- * waits, so no rank spins for long.  A sleeper wakes every few milliseconds to see that the others live.
+ * Ranks may outnumber cores, and a rank's own computation may need the core on which its communication waits, so no
+ * rank spins for long.  A sleeping rank wakes every few milliseconds to check that the other ranks are alive.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -17,8 +17,8 @@
 #define YIELDS 60
 #define IDLE_YIELDS 10        /* on a crowded core, yields that run no other thread: the scheduler prefers this one until it sleeps */
 #define SLICE_S 0.010         /* one sleep */
-#define INSPECTION_S 0.050    /* between two looks at the others' processes */
-#define SIGNALS_S 0.050       /* between two looks at signals */
+#define INSPECTION_S 0.050    /* between two checks of the other processes */
+#define SIGNALS_S 0.050       /* between two checks for signals */
 #define CROWDED_YIELD_S 5e-6  /* a yield that takes longer ran another thread */
 #define CROWDED_WAITS 64      /* waits without spinning after such a yield */
 
@@ -38,7 +38,7 @@ void relax(void)
 #endif
 }
 
-/* A futex is a 32-bit word: of a counter, the half that changes. */
+/* A futex is a 32-bit word: the low half of a counter. */
 static const void *low_half(const _Atomic uint64_t *counter)
 {
     return (const uint32_t *)(const void *)counter + (__BYTE_ORDER__ == __ORDER_BIG_ENDIAN__);
@@ -81,7 +81,7 @@ void frd_pending_interrupt(void **type, void **value, void **traceback)
     *traceback = pending_interrupt[2];
 }
 
-/* Runs the interpreter's signal handlers; true if one raised, and then keeps what it raised. */
+/* Runs the interpreter's signal handlers; returns true if one raised, and stores the exception. */
 bool interrupted(void)
 {
     if (!interpreter_check) return false;
@@ -105,7 +105,7 @@ static int check_liveness(struct frd_group *g, uint64_t phase)
         if (r == g->rank || has_arrived(g, r, phase)) continue;
         if (atomic_load(&line->life.state) != GONE && is_alive(g->local[r].peer)) continue;
         if (has_arrived(g, r, phase)) continue; /* it arrived first, then ended */
-        /* a normal end may have been announced between the two looks */
+        /* a normal end may have been announced between the two checks */
         const bool left = atomic_load(&line->life.state) == GONE;
         return break_group(g, left ? FRD_LEFT : FRD_DIED, g->rank_of[r], &g->current);
     }
@@ -120,7 +120,7 @@ static void warn_of_stall(struct frd_group *g, double now)
     if (!g->stall_warning || now < g->warn_at) return;
     g->warn_at = now + (now - g->begun);
     for (int r = 0; r < g->rank; r++)
-        if (has_arrived(g, r, g->phase)) return; /* that rank waits, too, and reports it */
+        if (has_arrived(g, r, g->phase)) return; /* that rank also waits, and reports the late rank */
     g->stall_warning();
 }
 

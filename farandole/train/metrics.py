@@ -24,7 +24,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from farandole.comm.notices import print_once
+from farandole.comm.notices import warn_once
 from farandole.data.wording import disk_failure
 from farandole.train.run_folder import DiskError
 
@@ -79,7 +79,7 @@ class MetricsWriter:
     def _disable_tensorboard(self, error: OSError) -> None:
         self._tensorboard = None
         why = disk_failure(error, self._path.parent)
-        print_once(
+        warn_once(
             f"cannot write TensorBoard files: {why}; training continues, and metrics are in {self._path}"
         )
 

@@ -254,9 +254,9 @@ def join(rank: int, port: int, key: str | None, pipe: Connection) -> None:
     [
         ([None, None], None),
         (["a" * 32, "a" * 32], None),
-        (["a" * 32, "b" * 32], "ranks 0 and 1 (on host0 and host1) do not have the same FARANDOLE_JOB_KEY: they differ"),
-        (["a" * 32, None], "do not have the same FARANDOLE_JOB_KEY: rank 1 has none; set the same key on all hosts"),
-        (["a" * 31, "b" * 32], "rank 0: FARANDOLE_JOB_KEY has 31 characters, expected at least 32"),
+        (["a" * 32, "b" * 32], "ranks 0 and 1 (on host0 and host1) expected the same FARANDOLE_JOB_KEY, but they differ"),
+        (["a" * 32, None], "expected the same FARANDOLE_JOB_KEY, but rank 1 has none; set the same key on all hosts"),
+        (["a" * 31, "b" * 32], "rank 0: FARANDOLE_JOB_KEY: expected at least 32 characters, got 31"),
     ],
     ids=["none", "equal", "different", "one", "short"],
 )  # fmt: skip
@@ -295,4 +295,4 @@ def test_the_launcher_gives_a_new_key_to_all_ranks(tmp_path):
     environment = os.environ | {_job_key.VARIABLE: "secret"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert "FARANDOLE_JOB_KEY has 6 characters, expected at least 32" in done.stderr
+    assert "FARANDOLE_JOB_KEY: expected at least 32 characters, got 6" in done.stderr

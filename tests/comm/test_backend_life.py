@@ -70,9 +70,9 @@ def check_destroyed_group(rank: int, size: int) -> None:
     assert forgotten.is_completed()
     with pytest.raises(RuntimeError, match="was destroyed before the message arrived"):
         forgotten.wait()
-    with pytest.raises(RuntimeError, match="was destroyed; make a new one"):
+    with pytest.raises(RuntimeError, match="was destroyed; create a new group"):
         group.allreduce([torch.ones(1)])
-    with pytest.raises(RuntimeError, match="was destroyed; make a new one"):
+    with pytest.raises(RuntimeError, match="was destroyed; create a new group"):
         group.barrier()
     group.set_timeout(timedelta(seconds=5))  # of no effect
     group.abort()
@@ -193,7 +193,7 @@ def init_again(rank: int, size: int, tell: Callable) -> None:
         total = torch.full((70_000,), float(rank + turn))
         dist.all_reduce(total, group=group)
         assert (total == sum(r + turn for r in range(size))).all()
-        with pytest.raises(RuntimeError, match="was destroyed; make a new one"):
+        with pytest.raises(RuntimeError, match="was destroyed; create a new group"):
             stale.allreduce([torch.ones(1)])
         del model
     # an endpoint is freed when the next one is opened, if the peers have closed theirs by then: a map and a descriptor for each

@@ -279,9 +279,9 @@ def test_calls_follow_each_other_under_oversubscription(ranks: Borrow, size: int
 
 
 def check_reduction_refused(rank: int, size: int) -> None:
-    with pytest.raises(ValueError, match="and does not exist for torch.float32"):
+    with pytest.raises(ValueError, match="reduction and does not support torch.float32"):
         Communicator(dist.group.WORLD).all_reduce(torch.ones(3), "and")
-    with pytest.raises(ValueError, match="avg does not exist for torch.bool"):
+    with pytest.raises(ValueError, match="avg does not support torch.bool"):
         Communicator(dist.group.WORLD).all_reduce(torch.ones(3, dtype=torch.bool), "avg")
 
 

@@ -52,7 +52,7 @@ def test_killed_before_it_arrives(size, asynchronous):
             size - 1,
             since,
             "RankDied",
-            r"died \(killed, or crashed\) after barrier\(\), its call number 1",
+            r"died \(killed or crashed\) after barrier\(\), its call number 1",
             r"rank \d \(process \d+\) was waiting for it in all_reduce\(sum, 5 x float32\), call number 2 of",
             "of the default group",
         )
@@ -184,7 +184,7 @@ def end_early(rank: int, size: int, tell: Callable, how: str) -> str | None:
         ("destroy", "RankLeft", r"left the group \(it destroyed the group\) after barrier\(\)"),
         ("return", "RankLeft", r"left the group \(its program ended\) after barrier\(\)"),
         ("exit", "RankLeft", r"left the group \(its program ended\) after barrier\(\)"),
-        ("_exit", "RankDied", r"died \(killed, or crashed\) after barrier\(\)"),
+        ("_exit", "RankDied", r"died \(killed or crashed\) after barrier\(\)"),
     ],
 )
 def test_ends_while_others_wait(how, kind, saying):

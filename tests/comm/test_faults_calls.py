@@ -47,7 +47,7 @@ def check_disagreements(rank: int, size: int) -> None:
         (reduce(), reduce(count=5), r"all_reduce\(sum, 5 x float32\) where .* all_reduce\(sum, 4 x", "number of elements"),
         (reduce(LARGE), reduce(LARGE + 1), r"4000001 x float32\) where .* 4000000 x", "number of elements"),
         (reduce(), reduce(LARGE), r"4000000 x float32\) where .*, 4 x", "number of elements"),
-        (reduce(), reduce(dtype=torch.int64), r"4 x int64\) where .* 4 x float32", "type of elements"),
+        (reduce(), reduce(dtype=torch.int64), r"4 x int64\) where .* 4 x float32", "element type"),
         (reduce(), reduce(op=dist.ReduceOp.MAX), r"all_reduce\(max, .* where .* all_reduce\(sum", "reduction"),
         (broadcast(0), broadcast(other_root + 1), r"from rank 1\) where .* from rank 0", "root"),
         (exchange(0), exchange(1), r"sends 2 elements to rank 0 \(process \d+\), which expects 1 from it, in all_to_all", ""),
@@ -131,7 +131,7 @@ def check_late(rank: int, size: int) -> None:
     if rank == 1:
         with pytest.raises(
             CommunicationError,
-            match=rf"^rank 0 \(process {pids[0]}\) did not send, within the timeout of 0.5 s, the mess",
+            match=rf"^rank 0 \(process {pids[0]}\) did not send the message of rank 1 .* within the timeout of 0.5 s",
         ):
             dist.recv(torch.ones(2), 0, group)
     dist.barrier()
@@ -141,7 +141,7 @@ def check_late(rank: int, size: int) -> None:
     if rank == 1:
         with pytest.raises(
             CommunicationError,
-            match=r"^no rank sent, within the timeout of 0.5 s, what rank 1 .* recv\(2 x float32, from any",
+            match=r"^no rank sent a message within the timeout of 0.5 s to rank 1 .* recv\(2 x float32, from any",
         ):
             dist.recv(torch.ones(2), group=group)
     dist.barrier()
@@ -166,5 +166,5 @@ def test_a_rank_that_does_not_come_to_make_a_group_is_named():
         end = job.end(0)
         assert (
             end.kind == "RankLate"
-            and "of its 2 ranks, number 1 did not come within the timeout of 1 s" in end.text
+            and "of its 2 ranks, rank 1 did not arrive within the timeout of 1 s" in end.text
         ), end

@@ -69,7 +69,7 @@ CALLS = {
         lambda: dist.all_reduce(torch.ones(5), dist.ReduceOp.MAX),
     ),
     "root": (lambda: dist.broadcast(torch.ones(5), 0), lambda: dist.broadcast(torch.ones(5), 1)),
-    "type of elements": (
+    "element type": (
         lambda: dist.broadcast(torch.ones(5), 0),
         lambda: dist.broadcast(torch.ones(5).int(), 0),
     ),
@@ -150,7 +150,7 @@ class TestNamespaces:
             other = hosts[1 - rank].name
             assert re.search(rf"^rank {1 - rank} \(process \d+ on {other}\) did not", end.text), end.text
             assert re.search(
-                rf"{other} has given no sign of life for \d+ s: it is down, or the link to it is", end.text
+                rf"{other} has not responded for \d+ s: the host or the link to the host is down", end.text
             )
 
     def test_the_last_message_arrives_over_a_slow_link(self):

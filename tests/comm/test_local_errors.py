@@ -78,7 +78,7 @@ def drop_work(rank: int, size: int, tell: Callable, how: str) -> None:
         kept = [work]  # it may still be waited for
     del work
     gc.disable()
-    message = "an asynchronous call failed, and nothing waited for it: MemoryError: no memory"
+    message = r"an asynchronous call failed, and no `wait\(\)` reported the error: MemoryError: no memory"
     calls = {
         "all_reduce": lambda: dist.all_reduce(tensor),
         "asynchronous": lambda: dist.all_reduce(tensor, async_op=True).wait(),

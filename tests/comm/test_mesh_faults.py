@@ -88,7 +88,7 @@ def test_a_link_that_is_cut_is_named(seed):
             end = job.end(rank, timeout_s=SILENCE_S + 20)
             other = hosts[rank < 2].name
             assert re.search(rf"rank \d \(process \d+ on {other}\) cannot be reached", end.text), end.trace
-            assert f"{other} has given no sign of life for 15 s" in end.text
+            assert f"{other} has not responded for 15 s" in end.text
             assert end.at - since < SILENCE_S + 5, f"rank {rank} was told after {end.at - since:.1f} s"
 
 

@@ -39,7 +39,7 @@ def test_a_late_rank_is_named_after_five_seconds(size, hosts):
         rf"rank 0 \(process \d+.*all_reduce\(sum, 5 x float32\).*{rank} has not arrived", line
     ) or (
         re.search(
-            rf"rank 0 .* has waited 5 s for {rank} in all_reduce\(sum, 5 x float32\); host1 answers", line
+            rf"rank 0 .* has waited 5 s for {rank} in all_reduce\(sum, 5 x float32\); host1 responds", line
         )
     ), line
 
@@ -65,7 +65,7 @@ def test_sends_that_wait_for_each_other_are_named():
         for rank in range(3)
     )
     assert said[0][0].startswith(
-        f"farandole: {calls}: they wait for each other; post one of the receives first"
+        f"farandole: {calls}: these ranks wait for each other; post one of the receives first"
     )
 
 

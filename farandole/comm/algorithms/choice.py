@@ -1,4 +1,4 @@
-"""The algorithm for an operation: the one that the user named, or the one that was measured to be fastest."""
+"""Selection of the algorithm of an operation: named by the user, or the fastest according to measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from farandole.comm.algorithms.steps import Steps
 from farandole.comm.algorithms.table import Table
 
 AllReduce = Callable[..., Steps]
-"""With the arguments of `ring.all_reduce`."""
+"""An all-reduce with the arguments of `ring.all_reduce`."""
 
 ALL_REDUCE: dict[str, AllReduce] = {
     "ring": ring.all_reduce,
@@ -20,22 +20,23 @@ ALL_REDUCE: dict[str, AllReduce] = {
 
 AGGREGATED_BYTES = 1 << 13
 AGGREGATED_RANKS = 8
-"""Messages of up to this size between two ranks are aggregated per pair of hosts if the larger host has so many ranks.
+"""Smaller messages are aggregated per pair of hosts if the larger host has at least AGGREGATED_RANKS ranks.
 
-Measured with two hosts on one machine: an all-to-all with 8 and 16 ranks per host takes 1.1 and 1.5 times as long with
-direct messages of 1 KiB, as long with 16 KiB, and less with fewer ranks.
+Measured with two hosts on one machine, for an all-to-all with 8 and 16 ranks per host: direct messages of 1 KiB take
+1.1 and 1.5 times as long as aggregated messages.  With messages of 16 KiB both take equally long.  With fewer ranks
+direct messages are faster.
 """
 
 log = logging.getLogger(__name__)
 
 
 class Choice:
-    """Which algorithms a group on several hosts uses.
+    """Chooses the algorithms of a group on several hosts.
 
     The logger `farandole.comm.algorithms.choice` reports every choice once at level DEBUG.
 
     Args:
-        algorithm: The name of an all-reduce, or "auto": the best one for each size by `table`.
+        algorithm: The name of an all-reduce, or "auto" for the fastest one for each size according to `table`.
         table: Measurements; by default the package's.
         exchange: "aggregated" or "direct" messages of all-to-all, gather and scatter; "auto" decides by size.
     """
@@ -49,7 +50,7 @@ class Choice:
     def all_reduce(self, hosts: int, size: int) -> str:
         """Return the name of the all-reduce for `size` bytes among `hosts` hosts, a key of `ALL_REDUCE`.
 
-        Sizes between two powers of two have the same.
+        All sizes between two adjacent powers of two share one algorithm.
         """
         if self._algorithm != "auto":
             return self._report("all_reduce", self._algorithm, size)
@@ -61,7 +62,7 @@ class Choice:
         return self._report("all_reduce", name, size)
 
     def exchange(self, operation: str, size: int, ranks: int) -> str:
-        """Return "aggregated" or "direct" for messages of `size` bytes between hosts of up to `ranks` ranks."""
+        """Return "aggregated" or "direct" for messages of `size` bytes between hosts with at most `ranks` ranks each."""
         name = self._exchange
         if name == "auto":
             aggregates = size <= AGGREGATED_BYTES and ranks >= AGGREGATED_RANKS

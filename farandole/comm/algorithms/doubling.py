@@ -1,4 +1,4 @@
-"""Recursive doubling: in step k ranks at distance 2^k exchange all they have.  Few messages, many bytes.
+"""Recursive doubling: in step k, ranks at distance 2^k exchange all their values.  Few messages, many bytes.
 
 R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH (2005).
 """
@@ -21,9 +21,9 @@ def all_reduce(
     result: Tensor | None = None,
     store: Store | None = None,
 ) -> Steps:
-    """All-reduce as `ring.all_reduce`: log2(p) (latency + S per byte), and 2 more of each if p is no power of two.
+    """All-reduce like `ring.all_reduce`; cost log2(p) (latency + S per byte), plus 2 of each if p is not a power of two.
 
-    Partners combine in the order of their ranks, so that all ranks get the same bits.
+    Partners combine values in the order of their ranks, so all ranks get bitwise equal results.
     """
     result = tensor if result is None else result
     inner = PowerOfTwo(transport)
@@ -36,7 +36,7 @@ def all_reduce(
         partner = inner.rank ^ distance
         send = inner.send(tensor, partner)
         yield inner.recv(spare, partner)
-        yield send  # before the values that it sends are changed
+        yield send  # the next line overwrites the sent values
         in_order(combine, tensor, spare, inner.rank < partner)
         distance *= 2
     if store:
@@ -45,14 +45,19 @@ def all_reduce(
 
 
 def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
-    """Copy part i of rank i to all ranks.  log2(p) latency + (p - 1)/p S per byte.
+    """Copy part i of rank i to all ranks; cost log2(p) latency + (p - 1)/p S per byte.
 
-    `parts` are the parts of one tensor, in a row, as from `split`.  Ranks are a power of two, else ValueError.
+    Args:
+        transport: Messages among the ranks.
+        parts: Adjacent parts of one tensor, as returned by `split`.
+
+    Raises:
+        ValueError: The number of ranks is not a power of two.
     """
     me, distance = transport.rank, 1
     while distance < power_of_two(transport.size):
         partner = me ^ distance
-        first = me & -distance  # of the parts that this rank has by now
+        first = me & -distance  # index of the first part that this rank holds
         theirs = first ^ distance
         send = transport.send(joined(parts[first : first + distance]), partner)
         yield transport.recv(joined(parts[theirs : theirs + distance]), partner)
@@ -61,6 +66,6 @@ def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
 
 
 def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Seconds for `size` bytes."""
+    """Return the seconds for `size` bytes."""
     steps = ranks.bit_length() - 1 + (0 if ranks & (ranks - 1) == 0 else 2)
     return steps * (latency_s + size * seconds_per_byte)

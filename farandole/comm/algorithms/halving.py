@@ -1,4 +1,4 @@
-"""Recursive halving: in each step a rank gives away half of what it is still to reduce.  Few messages and few bytes.
+"""Recursive halving: in each step a rank sends half of its unreduced values.  Few messages and few bytes.
 
 R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH (2005).
 """
@@ -15,12 +15,18 @@ from farandole.comm.transport import Transport
 
 
 def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combine) -> Steps:
-    """Reduce part i of all ranks into that of rank i; the others are used up.  log2(p) latency + (p - 1)/p S.
+    """Reduce part i of all ranks into part i of rank i; cost log2(p) latency + (p - 1)/p S per byte.
 
-    `parts` are the parts of one tensor, in a row, as from `split`.  Ranks are a power of two, else ValueError.
+    Args:
+        transport: Messages among the ranks.
+        parts: Adjacent parts of one tensor, as returned by `split`.  The parts of other ranks are overwritten.
+        combine: The reduction.
+
+    Raises:
+        ValueError: The number of ranks is not a power of two.
     """
     me, distance = transport.rank, power_of_two(transport.size) // 2
-    first, last = 0, transport.size  # the parts that this rank is still to reduce
+    first, last = 0, transport.size  # the parts that this rank has not reduced yet
     while distance:
         partner, middle = me ^ distance, first + distance
         lower, upper = joined(parts[first:middle]), joined(parts[middle:last])

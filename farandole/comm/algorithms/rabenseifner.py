@@ -19,9 +19,9 @@ def all_reduce(
     result: Tensor | None = None,
     store: Store | None = None,
 ) -> Steps:
-    """All-reduce as `ring.all_reduce`: 2 log2(p) latency + 2 (p - 1)/p S per byte.
+    """All-reduce like `ring.all_reduce`; cost 2 log2(p) latency + 2 (p - 1)/p S per byte.
 
-    If p is no power of two, the additional ranks cost 2 (latency + S per byte) more.
+    If p is not a power of two, the additional ranks cost 2 (latency + S per byte) more.
     """
     result = tensor if result is None else result
     inner = PowerOfTwo(transport)
@@ -38,7 +38,7 @@ def all_reduce(
 
 
 def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Seconds for `size` bytes."""
+    """Return the seconds for `size` bytes."""
     steps = ranks.bit_length() - 1
     inner = 1 << steps
     seconds = 2 * steps * latency_s + 2 * (inner - 1) / inner * size * seconds_per_byte

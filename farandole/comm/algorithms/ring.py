@@ -1,4 +1,4 @@
-"""Ring: every rank sends to its right and receives from its left only, and sends the least bytes there are.
+"""Ring: every rank sends to its right neighbor and receives from its left one.  The number of bytes sent is minimal.
 
 P. Patarasuk, X. Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations (2009).
 """
@@ -21,17 +21,17 @@ def all_reduce(
     result: Tensor | None = None,
     store: Store | None = None,
 ) -> Steps:
-    """All-reduce a one-dimensional tensor: 2 (p - 1) latency + 2 (p - 1)/p S per byte.
+    """All-reduce a one-dimensional tensor; cost 2 (p - 1) latency + 2 (p - 1)/p S per byte.
 
-    Part i is reduced along the ring in the same order on all ranks, so all ranks get the same bits.
+    Part i is reduced along the ring in the same order on all ranks, so all ranks get bitwise equal results.
 
     Args:
         transport: Messages among the ranks.
-        tensor: The values; totals replace them.
+        tensor: The values, which are overwritten with the totals.
         combine: The reduction.
-        result: Where the results go, if not into `tensor`; it may be of a narrower type, which then is the one that
-            is sent after the reduction.
-        store: Puts totals into results; without it the totals are the results.
+        result: The tensor for the results, by default `tensor`.  It may have a narrower type; the results are then sent
+            in that type.
+        store: Converts totals to results; by default the totals are the results.
     """
     parts = split(tensor, transport.size)
     results = parts if result is None else split(result, transport.size)
@@ -42,7 +42,7 @@ def all_reduce(
 
 
 def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combine) -> Steps:
-    """Reduce part i of all ranks into that of rank i; the others are used up.  (p - 1) latency + (p - 1)/p S."""
+    """Reduce part i of all ranks into part i of rank i and overwrite the others; cost (p - 1) latency + (p - 1)/p S."""
     n, me = transport.size, transport.rank
     spare = torch.empty(max(part.numel() for part in parts), dtype=parts[0].dtype, device="cpu")
     sends: list[Pending] = []
@@ -56,7 +56,7 @@ def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combi
 
 
 def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
-    """Copy part i of rank i to all ranks.  (p - 1) latency + (p - 1)/p S per byte."""
+    """Copy part i of rank i to all ranks; cost (p - 1) latency + (p - 1)/p S per byte."""
     n, me = transport.size, transport.rank
     sends: list[Pending] = []
     for step in range(n - 1):
@@ -66,5 +66,5 @@ def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
 
 
 def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Seconds for `size` bytes."""
+    """Return the seconds for `size` bytes."""
     return 2 * (ranks - 1) * latency_s + 2 * (ranks - 1) / ranks * size * seconds_per_byte

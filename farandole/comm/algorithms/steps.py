@@ -1,4 +1,4 @@
-"""What all algorithms are made of: steps, parts of a tensor, and the sum of two."""
+"""Building blocks of all algorithms: steps, parts of a tensor, and element-wise reductions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from farandole.comm.transport import Pending, Transport
 
 Steps = Iterator[Pending]
-"""An algorithm under way: it yields the messages that it waits for."""
+"""A running algorithm, which yields each message that it waits for."""
 
 Combine = Callable[[Tensor, Tensor, Tensor], object]
 """`combine(result, a, b)`: result = a op b, element by element; result may be a or b."""
 
 Store = Callable[[Tensor, Tensor], object]
-"""`store(result, total)`: put a total, which may be changed, into the result, which may be of another type."""
+"""`store(result, total)`: convert a total to the type of the result; the total may be overwritten."""
 
 COMBINE: dict[str, Combine] = {
     "sum": lambda result, a, b: torch.add(a, b, out=result),
@@ -31,11 +31,11 @@ COMBINE: dict[str, Combine] = {
 
 
 Reduce = Callable[[Tensor, Transport], Steps]
-"""Sums a one-dimensional tensor over all ranks of a transport, in place."""
+"""An algorithm that sums a one-dimensional tensor over all ranks of a transport, in place."""
 
 
 class Running:
-    """Steps that have been begun: their first messages are on their way."""
+    """A started algorithm, whose first messages have been posted."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -43,51 +43,51 @@ class Running:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left."""
+        """Whether the algorithm has finished."""
         return self._next is None
 
     def advance(self, deadline: float) -> None:
-        """Wait for one message and go on to the next; `deadline` is on the clock of `time.monotonic`."""
+        """Wait for one message and run to the next one; `deadline` is a time of `time.monotonic`."""
         if self._next is not None:
             self._next.wait(max(0.0, deadline - time.monotonic()))
             self._next = next(self._steps, None)
 
     def finish(self, deadline: float) -> None:
-        """Go through all that is left."""
+        """Run all remaining steps."""
         while not self.done:
             self.advance(deadline)
 
 
 def finish(steps: Steps, timeout_s: float) -> None:
-    """Go through all steps."""
+    """Run all steps of an algorithm."""
     Running(steps).finish(time.monotonic() + timeout_s)
 
 
 def split(tensor: Tensor, parts: int) -> list[Tensor]:
-    """A one-dimensional tensor in parts that differ in length by one at most."""
+    """Divide a one-dimensional tensor into parts whose lengths differ by at most one."""
     bounds = [tensor.numel() * part // parts for part in range(parts + 1)]
     return [tensor[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The parts of one tensor, in a row in its memory, as one tensor there."""
+    """Return adjacent parts of a tensor as one view."""
     count = sum(part.numel() for part in parts)
-    # an empty part is no place to begin at: its memory may be anywhere
+    # an empty part may have any address, so the view cannot start there
     start = next((part for part in parts if part.numel()), parts[0])
     return start.as_strided((count,), (1,))
 
 
 def power_of_two(ranks: int) -> int:
-    """The number itself; ValueError if it is no power of two."""
+    """Return `ranks`; raise ValueError unless it is a power of two."""
     if ranks & (ranks - 1):
-        raise ValueError(f"{ranks} ranks are no power of 2; ring takes any number")
+        raise ValueError(f"expected a power of 2 as the number of ranks, got {ranks}; try ring")
     return ranks
 
 
 class PowerOfTwo:
-    """The first 2^k ranks of a transport, for the largest k: a transport among them.
+    """A transport among the first 2^k ranks of another one, with the largest possible k.
 
-    Each other rank sends its values to a partner of these ranks and receives the results from it.
+    Each remaining rank sends its values to a partner among these ranks and receives the results from the partner.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -99,25 +99,25 @@ class PowerOfTwo:
         self._has_partner = self._partner < transport.size
 
     def delegate(self, tensor: Tensor, result: Tensor) -> Steps:
-        """Send the values to the partner and receive the result: all that a rank outside does."""
+        """Send the values to the partner and receive the result; for the remaining ranks."""
         yield self.send(tensor, self._partner)
         yield self.recv(result, self._partner)
 
     def combine_outside(self, tensor: Tensor, combine: Combine) -> Steps:
-        """Before the exchange: combine with the values of the partner outside."""
+        """Receive and combine the values of the remaining rank; call this before the exchange."""
         if self._has_partner:
             spare = torch.empty_like(tensor)
             yield self.recv(spare, self._partner)
             combine(tensor, tensor, spare)
 
     def send_outside(self, result: Tensor) -> Steps:
-        """After the exchange: send the result to the partner outside."""
+        """Send the result to the remaining rank; call this after the exchange."""
         if self._has_partner:
             yield self.send(result, self._partner)
 
 
 def in_order(combine: Combine, own: Tensor, other: Tensor, own_first: bool) -> None:
-    """own = own op other, with the operands in the same order on both ranks, so that both get the same bits."""
+    """Compute own = own op other with the same operand order on both ranks, for bitwise equal results."""
     if own_first:
         combine(own, own, other)
     else:

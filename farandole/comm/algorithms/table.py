@@ -1,11 +1,11 @@
-"""What was measured of the algorithms, and what follows for sizes and numbers of hosts that were not measured.
+"""Measured times of the algorithms, and predictions for other sizes and numbers of hosts.
 
-Where a number of hosts was measured, times between two sizes lie on the line between theirs.  Where it was not, the
-cost model of each algorithm tells the time, with the latency and the seconds per byte that fit best all that was
-measured of the link.
+For a measured number of hosts, times between two sizes are interpolated linearly.  For other numbers of hosts, the cost
+model of each algorithm predicts the time, with the latency and the seconds per byte that fit all measurements of the
+link best.
 
-All hosts of a group must decide alike, to the last bit: nothing here but + - * / and sums that are rounded once,
-which are the same on every machine.
+All hosts of a group must make the same decision.  This module therefore uses only + - * / and sums that are rounded
+once, which give the same bits on every machine.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ COSTS: dict[str, Cost] = {
 
 
 class TableError(ValueError):
-    """A file is not a table of measurements; the message says which file, and what is wrong with it."""
+    """A file is not a valid table of measurements; the message names the file and the fault."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What a message costs: `latency_s` for itself, `seconds_per_byte` for what is in it."""
+    """The cost of a message: `latency_s`, plus `seconds_per_byte` for each byte."""
 
     latency_s: float
     seconds_per_byte: float
@@ -48,8 +48,9 @@ class Fit:
 class Link:
     """The measurements of one kind of link.
 
-    `seconds[hosts][size][algorithm]`: of an all-reduce of `size` bytes.  `measured` says where they come from, and
-    `leaders[size][leaders]` are seconds of an all-reduce of all ranks of all hosts, which nothing is decided by.
+    `seconds[hosts][size][algorithm]` is the time of an all-reduce of `size` bytes.  `measured` describes the
+    measurement.  `leaders[size][leaders]` is the time in seconds of an all-reduce among all ranks of all hosts, for
+    information only.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Link:
 
     @cached_property
     def fit(self) -> Fit:
-        """The latency and seconds per byte with which the cost models come closest to all measurements."""
+        """Return the latency and seconds per byte with which the cost models fit all measurements best."""
         return fit(
             [
                 (COSTS[name], hosts, size, seconds)
@@ -71,20 +72,20 @@ class Link:
 
     @property
     def complete(self) -> bool:
-        """Whether every algorithm was measured."""
+        """Whether every algorithm has been measured."""
         return {name for sizes in self.seconds.values() for times in sizes.values() for name in times} == set(
             COSTS
         )
 
     def predict(self, algorithm: str, hosts: int, size: int) -> float:
-        """Seconds of an all-reduce, by the measurements, or by the model where there are none."""
+        """Return the seconds of an all-reduce from the measurements, or from the model if there are none."""
         points = sorted(
             (at, times[algorithm]) for at, times in self.seconds.get(hosts, {}).items() if algorithm in times
         )
         if not points:
             return self.model(algorithm, hosts, size)
         (last, most) = points[-1]
-        if size >= last:  # as the model grows, from what was measured last
+        if size >= last:  # extrapolate from the largest measured size, with the growth of the model
             return most * (self.model(algorithm, hosts, size) / self.model(algorithm, hosts, last))
         below = points[0]
         for above in points:
@@ -96,11 +97,11 @@ class Link:
         return below[1] + (above[1] - below[1]) * ((size - below[0]) / (above[0] - below[0]))
 
     def model(self, algorithm: str, hosts: int, size: int) -> float:
-        """Seconds by the cost model alone."""
+        """Return the seconds according to the cost model."""
         return COSTS[algorithm](hosts, size, self.fit.latency_s, self.fit.seconds_per_byte)
 
     def without(self, hosts: int) -> Link | None:
-        """The same, had this number of hosts not been measured; None if nothing is left."""
+        """Return the link without the measurements of this number of hosts; None if no measurement remains."""
         rest = {count: sizes for count, sizes in self.seconds.items() if count != hosts}
         return Link(self.name, rest) if rest else None
 
@@ -124,7 +125,7 @@ class Table:
         return min(worst, key=lambda name: worst[name])
 
     def dump(self) -> str:
-        """As JSON."""
+        """Return the table as JSON."""
         links = [
             {
                 "name": link.name,
@@ -139,13 +140,13 @@ class Table:
 
     @staticmethod
     def parse(text: str, name: str) -> Table:
-        """From JSON; `name` is what a `TableError` calls it."""
+        """Return the table in a JSON text; a `TableError` names it `name`."""
         try:
             content = json.loads(text)
             if content["version"] != VERSION:
                 raise TableError(
-                    f"{name} has version {content['version']} and this installation reads {VERSION}; make it again with "
-                    f"farandole tune"
+                    f"{name}: expected version {VERSION} of the table, got version {content['version']}; create the table "
+                    f"again with farandole tune"
                 )
             links = tuple(_link(each) for each in content["links"])
             complete = bool(links) and all(link.complete for link in links)
@@ -153,32 +154,32 @@ class Table:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise TableError(
-                f"{name} is not a table of farandole tune: {type(error).__name__}: {error}"
+                f"{name}: expected a table written by farandole tune ({type(error).__name__}: {error})"
             ) from error
         if not complete:
-            raise TableError(f"{name} lacks measurements of one of {', '.join(COSTS)}")
+            raise TableError(f"{name}: expected measurements of {', '.join(COSTS)}, got only some of them")
         return Table(links)
 
     @staticmethod
     def read(path: str) -> Table:
-        """From a file.  `TableError` if it cannot be read."""
+        """Return the table in a file; raise `TableError` if the file cannot be read."""
         try:
             with open(path) as file:
                 return Table.parse(file.read(), path)
         except OSError as error:
-            raise TableError(f"table={path!r} cannot be read: {error.strerror or error}") from error
+            raise TableError(f"cannot read table={path!r}: {error.strerror or error}") from error
 
     @staticmethod
     def default() -> Table:
-        """The one that the package has."""
+        """Return the table of the package."""
         name = "table.json"
         return Table.parse((resources.files("farandole.comm.algorithms") / name).read_text(), name)
 
 
 def fit(points: list[tuple[Cost, int, int, float]]) -> Fit:
-    """Latency and seconds per byte that come closest to the points (cost, ranks, size, seconds) in least squares.
+    """Return the least-squares latency and seconds per byte of the points (cost, ranks, size, seconds).
 
-    Of the relative errors: else the large sizes alone would count.  Neither can be less than 0.
+    The fit minimizes relative errors; absolute errors would weight large sizes only.  Neither result is below 0.
     """
     # cost is linear in both: seconds = a latency + b per byte; divided by seconds, 1 = a' latency + b' per byte
     rows = [(cost(n, size, 1.0, 0.0) / t, cost(n, size, 0.0, 1.0) / t) for cost, n, size, t in points]
@@ -206,7 +207,7 @@ def _link(content: Mapping[str, Any]) -> Link:
         for hosts, sizes in content["seconds"].items()
     }
     if any(hosts < 2 for hosts in seconds):
-        raise ValueError("a number of hosts is less than 2")
+        raise ValueError("expected measurements on 2 or more hosts, got fewer")
     leaders = {
         int(size): {int(count): _time(each) for count, each in times.items()}
         for size, times in content.get("leaders", {}).items()
@@ -216,5 +217,5 @@ def _link(content: Mapping[str, Any]) -> Link:
 
 def _time(seconds: Any) -> float:
     if not isinstance(seconds, float | int) or not 0 < seconds < math.inf:
-        raise ValueError(f"{seconds!r} is not a number of seconds")
+        raise ValueError(f"expected a positive number of seconds, got {seconds!r}")
     return float(seconds)

@@ -1,4 +1,4 @@
-"""Broadcast and reduce: over a binomial tree for few bytes, along a chain for many."""
+"""Broadcast and reduce over a binomial tree (small tensors) or along a chain (large tensors)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from farandole.comm.algorithms.steps import Combine, Steps
 from farandole.comm.transport import Transport
 
 CHAIN_BYTES = 1 << 16
-"""From here on a message takes longer on the link than on its way."""
+"""From this size on, the transmission time of a message exceeds its latency."""
 
 
 def broadcast(transport: Transport, tensor: Tensor, root: int) -> Steps:
-    """Copy the root's tensor to all: the tree, or the chain, by its size."""
+    """Copy the root's tensor to all ranks, along a tree or a chain depending on its size."""
     small = tensor.numel() * tensor.element_size() < CHAIN_BYTES
     return binomial(transport, tensor, root) if small else chain(transport, tensor, root)
 
 
 def binomial(transport: Transport, tensor: Tensor, root: int) -> Steps:
-    """log2(p) (latency + S per byte): in step k, 2^k ranks have the values and send them on."""
+    """Broadcast in log2(p) (latency + S per byte): in step k, 2^k ranks hold the values and send them."""
     n = transport.size
     place = (transport.rank - root) % n
     low = place & -place if place else 1 << math.ceil(math.log2(n)) if n > 1 else 1
@@ -47,13 +47,13 @@ def chain(transport: Transport, tensor: Tensor, root: int) -> Steps:
 
 
 def reduce(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
-    """Reduce the tensors of all ranks into that of the root; those of other ranks may be overwritten."""
+    """Reduce the tensors of all ranks into the root's; the tensors of other ranks may be overwritten."""
     small = tensor.numel() * tensor.element_size() < CHAIN_BYTES
     return (reduce_binomial if small else reduce_chain)(transport, tensor, root, combine)
 
 
 def reduce_binomial(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
-    """log2(p) (latency + S per byte): in step k, ranks at distance 2^k send their totals towards the root."""
+    """Reduce in log2(p) (latency + S per byte): in step k, ranks at distance 2^k send totals towards the root."""
     n = transport.size
     place = (transport.rank - root) % n
     spare, distance = torch.empty_like(tensor), 1
@@ -79,10 +79,10 @@ def reduce_chain(transport: Transport, tensor: Tensor, root: int, combine: Combi
 
 
 def binomial_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Seconds for `size` bytes."""
+    """Return the seconds for `size` bytes."""
     return math.ceil(math.log2(ranks)) * (latency_s + size * seconds_per_byte)
 
 
 def chain_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Seconds for `size` bytes, sent in one piece."""
+    """Return the seconds for `size` bytes that are sent as one message."""
     return (ranks - 1) * (latency_s + size * seconds_per_byte)

@@ -1,1 +1,1 @@
-"""The backends of `torch.distributed`: process groups over a `Communicator`, and how they are made."""
+"""The backends of `torch.distributed`: process groups over a `Communicator`, and their creation."""

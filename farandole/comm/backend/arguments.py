@@ -1,4 +1,4 @@
-"""The arguments of torch's methods in all their spellings: lists of tensors, option objects, keywords."""
+"""Normalization of the arguments of torch's methods: lists of tensors, option objects, keywords."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from farandole.comm.dense import plain
 
 
 def tensor_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors of a call that takes one or several."""
+    """Return the tensors of a call that takes one tensor or a list."""
     return [plain(tensors)] if isinstance(tensors, Tensor) else [plain(tensor) for tensor in tensors]
 
 
 def tensors_of(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors of a call; ValueError if there are none."""
+    """Return the tensors of a call; raise ValueError if there are none."""
     found = tensor_list(tensors)
     if not found:
         raise ValueError(f"{call}: expected tensors, got an empty list")
@@ -27,7 +27,7 @@ def tensors_of(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def one_tensor(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Return the only tensor of a call as a list; ValueError if there are none, or several (for devices of one rank)."""
+    """Return the only tensor of a call as a list; raise ValueError if there is none or more than one."""
     found = tensor_list(tensors)
     if len(found) != 1:
         hint = "; try all_reduce_coalesced" if call == "all_reduce" and found else ""
@@ -36,7 +36,7 @@ def one_tensor(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def one_list(call: str, tensors: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Return the only list of tensors of a call, in a list; ValueError if there are none, or several."""
+    """Return the only list of tensors of a call, in a list; raise ValueError if there is none or more than one."""
     lists = [tensors] if tensors and isinstance(tensors[0], Tensor) else tensors
     if len(lists) != 1:
         raise ValueError(
@@ -64,11 +64,11 @@ _KEYWORDS = {
     "dstRank": "peer",
     "srcRank": "peer",
 }
-"""The arguments of torch's methods, by their names there."""
+"""The arguments of torch's methods, by torch's names."""
 
 
 def torch_keywords(method: Method) -> Method:
-    """Let a method take the keywords of torch's own method of this name."""
+    """Let a method accept the keywords of torch's method of the same name."""
     names = list(inspect.signature(method).parameters)
 
     @functools.wraps(method)
@@ -77,7 +77,7 @@ def torch_keywords(method: Method) -> Method:
             for keyword in keywords.keys() & _KEYWORDS.keys() - set(names):
                 name = _KEYWORDS[keyword]
                 if name in keywords or name in names[1 : 1 + len(args)]:
-                    raise TypeError(f"{method.__name__}() got several values for the argument {keyword!r}")
+                    raise TypeError(f"{method.__name__}() got multiple values for argument {keyword!r}")
                 keywords[name] = keywords.pop(keyword)
         return method(self, *args, **keywords)
 
@@ -85,7 +85,7 @@ def torch_keywords(method: Method) -> Method:
 
 
 def options_of(given: Any, kind: type, **fields: Any) -> Any:
-    """Return the options given, or new ones for the spellings that have plain arguments instead."""
+    """Return the given options, or new options if the call has plain arguments instead."""
     if hasattr(given, "asyncOp"):
         return given
     made = kind()

@@ -1,7 +1,7 @@
-"""The default backend of our process groups in torch's C++ code.
+"""The default backend of the process groups in torch's C++ code.
 
-A process group of torch has a backend per device, which `ProcessGroup::getDefaultBackend` and
-`ProcessGroup::getBackend` return.  Our groups run their collectives themselves, in Python, but torch 2.15
+A process group of torch has one backend per device, which `ProcessGroup::getDefaultBackend` and
+`ProcessGroup::getBackend` return.  The groups of this package run their collectives in Python.  torch 2.15, however,
 attaches its flight recorder to every new group and asks the default backend for its capabilities.
 """
 
@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d as c10d
 
 
 class NoCapabilities:
-    """The optional features that torch asks a backend for: none is supported."""
+    """The optional features of a backend, of which none is supported."""
 
     supports_abort_hooks = False
     supports_coalescing = False
@@ -32,7 +32,7 @@ def register_default_backend(group: dist.ProcessGroup, rank: int, size: int, nam
     """Register a backend without collectives as the default backend of `group`.
 
     Returns:
-        The backend, which the group must keep; None before torch 2.14, where Python cannot create a backend.
+        The backend, which the group must keep alive; None before torch 2.14, where Python cannot create a backend.
     """
     backend_class = _backend_class()
     if backend_class is None:

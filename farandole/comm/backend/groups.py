@@ -1,4 +1,4 @@
-"""Making groups of the backend `farandole`: by `torch.distributed`, or by `Communicator.split`."""
+"""Creation of groups of the backend `farandole`, for `torch.distributed` and `Communicator.split`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from farandole.comm.hierarchical.core import HierarchicalCore
 from farandole.comm.hierarchical.hosts import Hosts
 from farandole.comm.host_group import HostGroup
 from farandole.comm.native_core import NativeCore
-from farandole.comm.notices import print_once
+from farandole.comm.notices import warn_once
 from farandole.comm.options import Options
 from farandole.comm.transport import DeviceTransport, TorchTransport, Transport
 
@@ -30,7 +30,7 @@ _SPARE_TIMEOUT = timedelta(minutes=30)
 
 
 def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
-    """What `init_process_group("farandole")` and `new_group` call, on every rank of the group."""
+    """Create a group; `init_process_group("farandole")` and `new_group` call this on every rank of the group."""
     rank, size = opts.group_rank, opts.group_size
     ranks = list(opts.global_ranks_in_group) or list(range(size))
     report_untested(ranks[rank])
@@ -46,7 +46,7 @@ def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
             endpoint = Endpoint.bootstrap(opts.store, rank, size, timeout, who, options.interface)
         except CannotShareMemory as reason:
             if rank == 0:
-                print_once(f"{who} communicates through Gloo: {reason}")
+                warn_once(f"{who} communicates through Gloo: {reason}")
             return FarandoleProcessGroup(opts.store, rank, size, timeout, name, None, None)
     core = form(endpoint, members, ranks, name, who, timeout, options)
     return FarandoleProcessGroup(core.host.store, rank, size, timeout, name, core, endpoint.address)
@@ -61,9 +61,9 @@ def form(
     timeout: timedelta,
     options: Options,
 ) -> GroupCore:
-    """Form a group of some ranks of an endpoint, called by all of them; `ranks` are their numbers in messages.
+    """Create a group of some ranks of an endpoint; called by exactly these ranks.
 
-    `name` tells groups apart that are formed at the same time.
+    `ranks` are the rank numbers for messages to users.  `name` distinguishes groups that are created at the same time.
     """
     hosts = endpoint.hosts_of(members)
     table = options.measurements() if len(hosts) > 1 else None
@@ -75,7 +75,7 @@ def form(
         core = HierarchicalCore(
             Hosts(host, hosts, options.leaders, transport), Choice(options.algorithm, table, options.exchange)
         )
-    # its members make the groups of one set of ranks in the same order
+    # members create groups of the same ranks in the same order
     made: Counter[tuple[int, ...]] = Counter()
 
     def form_subgroup(chosen: Sequence[int]) -> GroupCore:
@@ -84,7 +84,7 @@ def form(
         made[tuple(chosen)] += 1
         part_who = f"group {part_name!r} (ranks {', '.join(map(str, numbers))})"
         subgroup = form(endpoint, part, numbers, part_name, part_who, host.timeout, options)
-        subgroup.takes_devices = True  # it has no group of torch that could take CUDA tensors
+        subgroup.takes_devices = True  # this group has no torch group for CUDA tensors
         return subgroup
 
     core.form_subgroup = form_subgroup
@@ -93,7 +93,7 @@ def form(
 
 
 def _endpoint_of(ranks: Sequence[int], is_default: bool) -> Endpoint | None:
-    """The endpoint of the default group, if a group of these ranks can be formed over it."""
+    """Return the endpoint of the default group if it can serve a group of these ranks, else None."""
     if is_default or not dist.is_initialized():
         return None
     host = getattr(dist.group.WORLD, "_host", None)
@@ -105,12 +105,12 @@ def _endpoint_of(ranks: Sequence[int], is_default: bool) -> Endpoint | None:
 def _inter_node_transport(
     options: Options, host: HostGroup, hosts: list[list[int]], timeout: timedelta
 ) -> Transport | None:
-    """The transport between the leaders that this rank is one of, where it is not our own."""
+    """Return the transport between this leader and its peers; None for the transport of the C core."""
     if options.transport == "tcp":
         return None
     if options.transport == "nccl" and not has_nccl():
         raise ValueError(
-            "transport='nccl': torch finds no CUDA device, or was built without NCCL; try transport='tcp'"
+            "transport='nccl' needs a CUDA device and a torch with NCCL, got no device or no NCCL; try transport='tcp'"
         )
     number = host.rank
     if number >= min(len(ranks) for ranks in hosts):

@@ -1,4 +1,4 @@
-"""The backend of CPU tensors that torch asks a process group for."""
+"""The backend object that a process group returns to torch for CPU tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @exclude_from_dynamo
 class LazyBackend(NoCapabilities):
-    """The answer of `_get_backend` for CPU tensors: stands for torch's Gloo, made when torch uses one.
+    """The result of `_get_backend` for CPU tensors, which creates torch's Gloo backend on first use.
 
-    Making Gloo is a collective call, and torch mostly asks the backend for its abilities, sometimes on one rank only;
-    those are answered here.  The class claims to be Gloo's: by that torch decides where a new timeout goes.
+    Creating a Gloo backend is a collective call, but torch mostly asks only for capabilities, sometimes on one rank.
+    This class answers these questions itself.  It claims to be Gloo's class, because torch applies timeouts by class.
     """
 
     def __init__(self, group: FarandoleProcessGroup) -> None:

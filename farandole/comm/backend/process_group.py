@@ -1,9 +1,9 @@
-"""The `torch.distributed` backend: torch's method names and option objects for a `Communicator`.
+"""The process group of the backends, which maps torch's methods and option objects to a `Communicator`.
 
-The methods have the names and arguments that torch calls, from Python and (through pybind11) from C++: DDP's reducer,
-functional collectives, autograd.  torch 2.13 renamed some of them; both spellings are here.  Tensors that the
-communicator does not support go to an inner process group of torch's own, made when it is first needed: CUDA tensors
-to NCCL, sparse tensors to Gloo.  CUDA tensors of ranks that share a device, which NCCL refuses, are copied to the host.
+The methods have the names and arguments that torch uses from Python and, through pybind11, from C++ (DDP's reducer,
+functional collectives, autograd).  torch 2.13 renamed some methods; the class has both names.  A tensor that the
+communicator does not support goes to an inner process group of torch, created on first use: NCCL for CUDA tensors, Gloo
+for sparse tensors.  NCCL refuses ranks that share a device, so their CUDA tensors are copied to the host.
 """
 
 # mypy: disable-error-code="override,assignment,attr-defined"
@@ -57,13 +57,17 @@ Pair = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 @exclude_from_dynamo
 class FarandoleProcessGroup(dist.ProcessGroup):
-    """A process group of the backend `farandole` or `farandole-mpi`.  Made by `torch.distributed`.
+    """A process group of the backend `farandole` or `farandole-mpi`, created by `torch.distributed`.
 
     Args:
-        store: For torch's own groups over the same ranks.
-        core: The implementation; None where the C core is missing, then Gloo serves every call.
-        address: Where torch's own groups listen.
-        backend: The name that torch knows.
+        store: The store through which torch's own groups over the same ranks connect.
+        rank: This rank in the group.
+        size: The number of ranks.
+        timeout: How long a call waits for the other ranks.
+        name: The name of the group.
+        core: The implementation; None if the C core is missing, in which case Gloo serves every call.
+        address: The address at which torch's own groups listen; None for the default of torch.
+        backend: The name of the backend in torch.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         self._host = core.host if core is not None else None
         self._default_backend = register_default_backend(self, rank, size, backend)
 
-    # ---- what torch asks a group about itself ----
+    # ---- properties that torch reads ----
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's spelling
         """Return the name of the backend."""
@@ -150,10 +154,10 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     get_backend = _get_backend
 
     def _inner(self, tensors: Sequence[Tensor] = ()) -> dist.ProcessGroup:
-        """Return torch's own group for such tensors; making the one for CPU tensors is a collective call."""
+        """Return torch's own group for these tensors; creating the group for CPU tensors is a collective call."""
         return self._dispatcher.fallback_for(tensors).group
 
-    # ---- life ----
+    # ---- shutdown ----
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a call waits for the other ranks."""
@@ -163,15 +167,15 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         self._device_fallback.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Leave the group; ranks that still wait for this one are told."""
+        """Leave the group and notify the ranks that still wait for this one."""
         self._dispatcher.close()
 
     def abort(self) -> None:
-        """Leave the group at once: calls under way, of other threads too, fail."""
+        """Leave the group immediately; pending calls of all threads fail."""
         self._dispatcher.abort()
 
     def abandon(self, note: str, patience_s: float) -> None:
-        """Tell the other ranks how the program ends, and stop the threads."""
+        """Notify the other ranks of the end of the program and stop the threads."""
         self._dispatcher.abandon(note, patience_s)
 
     # ---- for benchmarks ----
@@ -183,23 +187,28 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return core.hosts.members if isinstance(core, HierarchicalCore) else [list(range(self._size))]
 
     def between(self, ranks: Sequence[int], channel: int) -> WireTransport:
-        """Return a transport of the C core among some ranks, this one too, separate from other channels.
+        """Return a transport of the C core among some ranks, including this one, on a channel of its own.
 
-        Collectives use channels 1 and 2.  RuntimeError where the C core is missing.
+        Collectives use channels 1 and 2.
+
+        Raises:
+            RuntimeError: The C core is missing.
         """
         return WireTransport(self._native_host(), ranks, channel)
 
     def combine(self, dtype: torch.dtype, reduction: str) -> Combine:
-        """Return the C core's reduction of two tensors; RuntimeError where the C core is missing."""
+        """Return the C core's reduction of two tensors; raise RuntimeError if the C core is missing."""
         return combine_in_core(self._native_host(), dtype, REDUCTION_NAMES.index(reduction))
 
     def _native_host(self) -> Any:
         if self._host is None:
-            raise RuntimeError(f"group {self._group_name!r} communicates without the C core")
+            raise RuntimeError(
+                f"group {self._group_name!r}: this operation needs the C core, but the group communicates through Gloo"
+            )
         return self._host
 
     def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor that every rank of this host can reach: see `Communicator.empty`."""
+        """Return a tensor in memory that all ranks of this host share; see `Communicator.empty`."""
         return self._dispatcher.allocate(shape, dtype)
 
     # ---- reductions ----
@@ -251,7 +260,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Reduce lists of tensors (one per rank, lengths may differ) and keep this rank's."""
+        """Reduce lists of tensors, one per rank and possibly of different lengths, and keep this rank's tensor."""
         outputs, inputs = one_tensor("reduce_scatter", outputs), one_list("reduce_scatter", inputs)
         opts = options_of(opts, dist.ReduceScatterOptions, reduceOp=opts)
         work = self._issue(table.REDUCE_SCATTER, [(outputs, inputs[0])], opts, timeout)
@@ -271,7 +280,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """`reduce_scatter_single` for each pair."""
+        """Run `reduce_scatter_single` for each pair of tensors."""
         outputs, inputs = tensors_of("reduce_scatter", outputs), tensor_list(inputs)
         opts = options_of(opts, dist.ReduceScatterOptions)
         same_count("reduce_scatter", "the output list", len(outputs), "the input list", len(inputs))
@@ -304,7 +313,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Collect every rank's tensor (lengths may differ) in a list on every rank."""
+        """Collect the tensors of all ranks, possibly of different lengths, in a list on every rank."""
         path = self._path(opts, timeout)
         if path and len(inputs) == len(outputs) == 1 and (work := path.all_gather(outputs[0], inputs[0])):
             return work
@@ -316,7 +325,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """`allgather` for each input; here `outputs[r]` are all the tensors of rank r."""
+        """Run `allgather` for each input; `outputs[r]` holds all tensors of rank r."""
         same_count("all_gather_coalesced", "the output list", len(outputs), "the group", self._size)
         inputs, opts = tensors_of("all_gather_coalesced", inputs), options_of(opts, AllgatherOptions)
         for parts in outputs:
@@ -342,7 +351,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """`all_gather_single` for each pair."""
+        """Run `all_gather_single` for each pair of tensors."""
         outputs, inputs = tensors_of("all_gather", outputs), tensor_list(inputs)
         opts = options_of(opts, AllgatherOptions)
         same_count("all_gather", "the output list", len(outputs), "the input list", len(inputs))
@@ -408,7 +417,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        """Exchange parts of two tensors, split along dimension 0 (evenly where no splits are given)."""
+        """Exchange parts of two tensors, split along dimension 0 (evenly without splits)."""
         path = None if output_splits or input_splits else self._path(opts, timeout)
         if path and (work := path.all_to_all(output, input)):
             return work
@@ -432,10 +441,10 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return self._issue(table.BARRIER, [([], [])], opts, timeout) or self._inner().barrier(opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait until every rank has called it; the error of a timeout names a late rank, or all of them.
+        """Wait until every rank has called this method; the error of a timeout names one or all late ranks.
 
         Args:
-            timeout: By default that of the group.
+            timeout: By default the timeout of the group.
             wait_all_ranks: Name all late ranks of this host.
         """
         opts = dist.BarrierOptions()
@@ -452,26 +461,26 @@ class FarandoleProcessGroup(dist.ProcessGroup):
 
     @torch_keywords
     def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
-        """Send a tensor to a rank of the group; return at once."""
+        """Start to send a tensor to a rank of the group and return immediately."""
         if len(tensors) == 1 and (work := self._direct.post(tensors[0], peer, tag, sends=True)):
             return work
         return self.communicator.post(one_tensor("send", tensors)[0], peer, tag, sends=True)
 
     @torch_keywords
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
-        """Receive a tensor from a rank of the group; return at once."""
+        """Start to receive a tensor from a rank of the group and return immediately."""
         if len(tensors) == 1 and (work := self._direct.post(tensors[0], peer, tag, sends=False)):
             return work
         return self.communicator.post(one_tensor("recv", tensors)[0], peer, tag, sends=False)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
-        """Receive a tensor from any rank of the group; return at once."""
+        """Start to receive a tensor from any rank of the group and return immediately."""
         return self.communicator.post(
             one_tensor("recv_anysource", tensors)[0], 0, tag, sends=False, any_rank=True
         )
 
     def post_batch(self, messages: Sequence[tuple[bool, Tensor, int, int]]) -> list[dist.Work]:
-        """Begin messages (whether it is a send, tensor, peer, tag) together."""
+        """Post messages together; each is a tuple (True for a send, tensor, peer, tag)."""
         batch = self.communicator.batch()
         for sends, tensor, peer, tag in messages:
             (batch.send if sends else batch.recv)(tensor, peer, tag)
@@ -480,7 +489,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     # ---- calls ----
 
     def _path(self, opts: Any, timeout: timedelta | None) -> Any:
-        """Return the direct calls for common cases; None for a call with a timeout of its own."""
+        """Return the fast path for common cases; None for a call with its own timeout."""
         begun = getattr(opts, "asyncOp", None)
         if begun is None or timeout is not None or opts.timeout > _NO_TIMEOUT:
             return None
@@ -496,11 +505,11 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         written: Sequence[Tensor] | None = None,
         copies: Sequence[Tensor] = (),
     ) -> dist.Work | None:
-        """Run one call per pair, as one work; None where torch's own group must.
+        """Run one call per pair as one work; return None if torch's own group must serve the call.
 
         Args:
             written: The tensors that the work writes; by default the outputs.
-            copies: Outputs to be copied to `written` at the end.
+            copies: Outputs that are copied to `written` at the end.
         """
         tensors = [each for outputs, inputs in pairs for each in (*outputs, *inputs)]
         if not self._dispatcher.serves(tensors) or self._host is None:
@@ -518,7 +527,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return self._dispatcher.issue(_in_turn(calls), written, opts.asyncOp, timeout_s=seconds)
 
     def _agree_on_sparse(self, operation: Operation, tensors: Sequence[Tensor], opts: Any) -> None:
-        """Compare a call with a sparse tensor with those of the other ranks, which may have a dense one."""
+        """Compare a call with a sparse tensor with the calls of other ranks, whose tensors may be dense."""
         core = self._dispatcher.core
         if self._host is None or not isinstance(core, GroupCore):
             return
@@ -542,7 +551,7 @@ def _copy_back(tensors: Sequence[Tensor], copies: Sequence[Tensor], flags: int) 
 
 
 def _in_turn(calls: Sequence[Call]) -> Call:
-    """Return several calls as one."""
+    """Return a call that runs several calls in order."""
     if len(calls) == 1:
         return calls[0]
 

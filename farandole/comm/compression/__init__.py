@@ -1,11 +1,11 @@
-"""Compression of what crosses hosts: gradients that are reduced again and again, on links slower than memory.
+"""Compression of gradients between hosts, for links that are slower than memory.
 
     compressor = Int8().for_tensor(gradients.numel())
     for step in ...:
         comm.all_reduce(gradients, "avg", compression=compressor)
 
-Inside a host values are reduced exactly; the leaders' shares are compressed on their way to the other hosts.  What
-a message misses is added to the next one ("error feedback"), so that nothing is lost, only late:
+Inside a host values are reduced exactly.  Leaders compress their shares for the other hosts.  The compression error of
+a message is added to the next message ("error feedback"), so values are delayed but not lost:
 
 F. Seide et al.: 1-bit stochastic gradient descent and its application to data-parallel distributed training of
 speech DNNs (2014).  S. P. Karimireddy et al.: Error feedback fixes SignSGD and other gradient compression schemes

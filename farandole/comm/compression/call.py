@@ -1,4 +1,4 @@
-"""A compressed all-reduce: which tensors can be compressed, and on which groups."""
+"""The compressed all-reduce: validation of tensors and groups, and the call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farandole.comm.compression.base import Compression, Compressor
 from farandole.comm.dense import copy_back, readable
 from farandole.comm.fallback import TorchCore
 from farandole.comm.hierarchical.core import HierarchicalCore
-from farandole.comm.notices import print_once
+from farandole.comm.notices import warn_once
 from farandole.comm.operations import ALL_REDUCE, reduction_number
 
 if TYPE_CHECKING:
@@ -25,47 +25,51 @@ def check(comm: Communicator, tensor: Tensor) -> None:
     """Raise TypeError or ValueError unless tensors like this one can be compressed on this communicator."""
     if tensor.dtype not in SUPPORTED:
         names = ", ".join(str(kind) for kind in SUPPORTED)
-        raise TypeError(f"{tensor.dtype} is not compressed; what is: {names}")
+        raise TypeError(
+            f"compression: expected one of {names}, got {tensor.dtype}; convert the tensor or reduce without compression"
+        )
     dispatcher = comm.dispatcher
     if isinstance(dispatcher.core, TorchCore):
         if dispatcher.fallback is not None:
-            raise ValueError("there is no compression without the C core; reduce without it")
+            raise ValueError("compression needs the C core, which is missing; reduce without compression")
         raise ValueError(
-            f"compression needs a group of the backend 'farandole'; this one is {dispatcher.core.name}"
+            f"compression: expected a group of the backend 'farandole', got a group of {dispatcher.core.name}"
         )
     if not dispatcher.serves([tensor]):
         raise ValueError(
-            f"there is no compression of {tensor.layout} tensors on {tensor.device}, only of dense ones on "
-            f"the CPU; reduce without it"
+            f"compression: expected a dense tensor on the CPU, got a {tensor.layout} tensor on {tensor.device}; "
+            f"reduce without compression"
         )
 
 
 def compressed_all_reduce(
     comm: Communicator, tensor: Tensor, op: str, compression: Compressor | Compression, async_op: bool
 ) -> dist.Work | None:
-    """See `Communicator.all_reduce`.  Raises ValueError or TypeError for what cannot be compressed."""
+    """Run a compressed all-reduce, as `Communicator.all_reduce`; raise ValueError or TypeError for invalid arguments."""
     if op not in ("sum", "avg"):
-        raise ValueError(f"{op!r} is not compressed; what is: 'sum' and 'avg'")
+        raise ValueError(
+            f"compression: expected the reduction 'sum' or 'avg', got {op!r}; reduce without compression"
+        )
     check(comm, tensor)
     if isinstance(compression, Compression):
         if compression.error_feedback:
             raise ValueError(
-                f"{compression} remembers what each message has missed: make its memory once, with "
-                f"for_tensor({tensor.numel()}), and pass that, or set error_feedback=False"
+                f"{compression} keeps the error of each message for the next call: create a compressor once with "
+                f"for_tensor({tensor.numel()}) and pass the compressor, or set error_feedback=False"
             )
         compression = compression.for_tensor(tensor.numel())
     if not isinstance(compression, Compressor):
         raise TypeError(
-            f"compression={compression!r}: a Compression (Cast, Int8, TopK, PowerSGD) or its for_tensor(n)"
+            f"compression: expected Cast, Int8, TopK, PowerSGD or the result of for_tensor(n), got {compression!r}"
         )
     if tensor.numel() != compression.count:
         raise ValueError(
-            f"the tensor has {tensor.numel()} elements, and the compressor was made for {compression.count}"
+            f"compression: expected {compression.count} elements, as given to for_tensor, got {tensor.numel()}"
         )
     core, compressor = comm.dispatcher.core, compression
     if not isinstance(core, HierarchicalCore):
         if comm.rank == 0:
-            print_once("nothing is compressed: all ranks are on this host, and share its memory")
+            warn_once("compression has no effect: all ranks are on this host and reduce in shared memory")
         reduction = reduction_number(op, tensor.dtype)
         work = comm.dispatcher.run(ALL_REDUCE, [tensor], [tensor], reduction, async_op=async_op)
         return work if async_op else None

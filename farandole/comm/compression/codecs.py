@@ -1,4 +1,4 @@
-"""Element by element: 16-bit floats, and 8-bit integers with a scale for each block of values."""
+"""Element-wise compression: 16-bit floats, and 8-bit integers with a scale for each block of values."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _BLOCKS = range(16, 4096 + 1)
 
 @dataclass(frozen=True)
 class Cast(Compression):
-    """16-bit floats: half the bytes.  bf16 keeps the range of fp32, fp16 three more bits of precision."""
+    """Compress fp32 to 16-bit floats: half the bytes.  bf16 keeps the range; fp16 keeps three more bits of precision."""
 
     dtype: torch.dtype = torch.bfloat16
     error_feedback: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float16):
-            raise ValueError(f"Cast({self.dtype}): what works is torch.bfloat16 and torch.float16")
+            raise ValueError(f"Cast: expected torch.bfloat16 or torch.float16, got {self.dtype}")
 
     def _compressor(self, count: int, parameters: Parameters, exact: int) -> Compressor:
         return CodecCompressor(self, Codec(self.dtype, _BLOCKS[0]), count, parameters, exact)
@@ -35,9 +35,9 @@ class Cast(Compression):
 
 @dataclass(frozen=True)
 class Int8(Compression):
-    """8-bit integers, in units of amax / 127 of each `block` of values: a quarter of the bytes.
+    """Compress fp32 to 8-bit integers in units of amax / 127 of each `block` of values: a quarter of the bytes.
 
-    A block with an infinity or a NaN arrives as NaN.
+    A block that contains an infinity or a NaN is decoded as NaN.
     T. Dettmers: 8-bit approximations for parallelism in deep learning (2016).
     """
 
@@ -45,7 +45,9 @@ class Int8(Compression):
 
     def __post_init__(self) -> None:
         if self.block not in _BLOCKS:
-            raise ValueError(f"block={self.block}: {_BLOCKS[0]} to {_BLOCKS[-1]} values can share a scale")
+            raise ValueError(
+                f"Int8: expected block between {_BLOCKS[0]} and {_BLOCKS[-1]} values, got {self.block}"
+            )
 
     def _compressor(self, count: int, parameters: Parameters, exact: int) -> Compressor:
         return CodecCompressor(self, Codec(torch.int8, self.block), count, parameters, exact)
@@ -53,7 +55,7 @@ class Int8(Compression):
 
 @dataclass(frozen=True)
 class Codec:
-    """Messages of values, in the C core (`native/codecs.inc`)."""
+    """Encoding of values to messages by the C core (`native/codecs.inc`)."""
 
     dtype: torch.dtype
     block: int
@@ -61,14 +63,14 @@ class Codec:
     SCALE_BYTES: ClassVar[int] = 4
 
     def message(self, count: int) -> Tensor:
-        """An empty message for `count` values."""
+        """Return an uninitialized message for `count` values."""
         scales = -(-count // self.block) * self.SCALE_BYTES if self.dtype is torch.int8 else 0
         return torch.empty(scales + count * self.dtype.itemsize, dtype=torch.uint8, device="cpu")
 
     def encode(
         self, x: Tensor, factor: float, residual: Tensor | None, decoded: Tensor | None = None
     ) -> Tensor:
-        """The message of x * factor + residual; what it misses becomes the residual, what it says `decoded`."""
+        """Return the message of x * factor + residual; store the error in `residual` and the values in `decoded`."""
         message = self.message(x.numel())
         status = native.library().frd_encode(
             TYPES[self.dtype],
@@ -84,7 +86,7 @@ class Codec:
         return message
 
     def decode(self, message: Tensor, x: Tensor, factor: float = 0.0) -> None:
-        """x = x * factor + what the message says."""
+        """Compute x = x * factor + the decoded message."""
         status = native.library().frd_decode(
             TYPES[self.dtype], message.data_ptr(), x.data_ptr(), factor, x.numel(), self.block
         )
@@ -92,7 +94,7 @@ class Codec:
 
 
 class CodecCompressor(Compressor):
-    """A tensor that is sent in messages of a codec."""
+    """The compressor of a tensor whose values are sent in messages of a codec."""
 
     def __init__(
         self, compression: Compression, codec: Codec, count: int, parameters: Parameters, exact: int
@@ -103,5 +105,5 @@ class CodecCompressor(Compressor):
     def reduce(
         self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
     ) -> Steps:
-        """Every host sums one part of the share: see `direct`."""
+        """Sum `share` over the hosts; every host sums one part, see `direct`."""
         return all_reduce(transport, share, self._codec, self.residual(start, share), factor)

@@ -1,8 +1,8 @@
-"""All-reduce of encoded values: every rank sums one part, which all send to it directly, and sends the sum to all.
+"""All-reduce of encoded values: all ranks send part i to rank i, which sends the encoded sum to all ranks.
 
-A value is encoded twice, once as a summand and once as part of a sum, however many ranks there are; a ring would
-encode p times.  Both times the error is fed back: H. Tang et al., DoubleSqueeze: parallel stochastic gradient descent
-with double-pass error-compensated compression (2019).
+A value is encoded twice, once as a summand and once as part of a sum, for any number of ranks; a ring would encode it p
+times.  Error feedback corrects both errors: H. Tang et al., DoubleSqueeze: parallel stochastic gradient descent with
+double-pass error-compensated compression (2019).
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from farandole.comm.transport import Transport
 
 
 class Encoder(Protocol):
-    """Turns values into messages of a length that their number decides."""
+    """Encodes values as messages whose length depends only on the number of values."""
 
     def message(self, count: int) -> Tensor:
-        """An empty message."""
+        """Return an uninitialized message."""
 
     def encode(
         self, x: Tensor, factor: float, residual: Tensor | None, decoded: Tensor | None = None
     ) -> Tensor:
-        """The message of x * factor + residual."""
+        """Return the message of x * factor + residual."""
 
     def decode(self, message: Tensor, x: Tensor, factor: float = 0.0) -> None:
-        """x = x * factor + what the message says."""
+        """Compute x = x * factor + the decoded message."""
 
 
 def all_reduce(
     transport: Transport, tensor: Tensor, codec: Encoder, residual: Tensor | None, factor: float
 ) -> Steps:
-    """Sum a one-dimensional tensor times `factor` in place: 2 latency + 2 (p - 1)/p S/c per byte.
+    """Sum a one-dimensional tensor times `factor` in place; cost 2 latency + 2 (p - 1)/p S/c per byte.
 
-    All ranks, the one that sums a part too, take the sum from its message, so all get the same bits.  The residual
-    of a part is that of the summand, for the part that this rank sums itself that of the sum.
+    All ranks, including the rank that sums a part, decode the sum from its message, so all results are bitwise equal.
+    The residual of a part is the error of the summand; for the part that this rank sums it is the error of the sum.
     """
     me, n = transport.rank, transport.size
     parts = split(tensor, n)
     missed = [None] * n if residual is None else split(residual, n)
-    others = [(me + turn) % n for turn in range(1, n)]  # everybody begins with another rank
+    others = [(me + turn) % n for turn in range(1, n)]  # each rank starts with a different peer
     own = parts[me]
     sends = []
     summands = {r: codec.message(own.numel()) for r in others if own.numel()}
@@ -66,5 +66,5 @@ def all_reduce(
 
 
 def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float, ratio: float) -> float:
-    """Seconds for `size` bytes that are compressed to size / ratio."""
+    """Return the seconds for `size` bytes that are compressed to size / ratio."""
     return 2 * (latency_s + (ranks - 1) / ranks * size / ratio * seconds_per_byte)

@@ -20,7 +20,7 @@ _NAMED: dict[str, Compression | None] = {
 
 
 def compression_named(name: str) -> Compression | None:
-    """The compression of that name, as it is by default; ValueError if there is none."""
+    """Return the named compression with default settings; raise ValueError for an unknown name."""
     if name not in _NAMED:
-        raise ValueError(f"{name!r} is no compression; there are {', '.join(_NAMED)}")
+        raise ValueError(f"expected a compression, one of {', '.join(_NAMED)}, got {name!r}")
     return _NAMED[name]

@@ -1,4 +1,4 @@
-"""Top-k: of every share the few values of the largest magnitude.
+"""Top-k: only the values of the largest magnitude of each share are sent.
 
 S. U. Stich et al.: Sparsified SGD with memory (2018).
 """
@@ -19,23 +19,23 @@ from farandole.comm.transport import Transport
 
 @dataclass(frozen=True)
 class TopK(Compression):
-    """The share `ratio` of the values, at least one, with their places: 8 bytes for each.
+    """Send the largest values, a fraction `ratio` and at least one, with their indices: 8 bytes for each value.
 
-    Every host is sent those of all others, so the bytes grow with the hosts: (p - 1) ratio 2 S.
+    Every host receives the values of all other hosts, so the bytes grow with their number: (p - 1) ratio 2 S.
     """
 
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
-            raise ValueError(f"ratio={self.ratio}: it must be above 0, and 1 at most")
+            raise ValueError(f"TopK: expected 0 < ratio <= 1, got {self.ratio}")
 
     def _compressor(self, count: int, parameters: Parameters, exact: int) -> Compressor:
         return TopKCompressor(self, count, parameters, exact)
 
 
 class TopKCompressor(Compressor):
-    """A tensor of whose shares the largest values are sent."""
+    """The compressor of a tensor of which only the largest values are sent."""
 
     def __init__(self, compression: TopK, count: int, parameters: Parameters, exact: int) -> None:
         super().__init__(compression, count, parameters, exact)
@@ -44,13 +44,15 @@ class TopKCompressor(Compressor):
     def reduce(
         self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
     ) -> Steps:
-        """Sum what all hosts have chosen, in the order of the hosts."""
+        """Sum the values that all hosts have sent, in the order of the hosts."""
         residual = self.residual(start, share)
         values = compensated(share, factor, residual)
         kept = math.ceil(self._ratio * values.numel())
         places = values.abs().topk(kept, sorted=False).indices  # a NaN counts as the largest
         chosen = values[places]
-        values[places] = torch.where(chosen.isfinite(), 0.0, torch.nan)  # an infinity is not remembered
+        values[places] = torch.where(
+            chosen.isfinite(), 0.0, torch.nan
+        )  # an infinity must not enter the residual
         remember(residual, values)
         messages = [torch.empty(2 * kept, dtype=torch.int32, device="cpu") for _ in range(transport.size)]
         own_places, own_values = messages[transport.rank].split(kept)

@@ -1,10 +1,10 @@
-"""The operations of ranks on several hosts: shared memory inside a host, messages between the leaders of all hosts.
+"""Operations among ranks on several hosts: shared memory inside a host, messages between leaders of the hosts.
 
-On every host the first `leaders` ranks lead, each its own share of a tensor.  Shared memory collects the share of
-leader l on the host, the l-th leaders of all hosts reduce it, all leaders at once, and shared memory distributes the
-results.  A link therefore carries each byte once, whatever the number of ranks behind it, and all ranks of a host
-keep the link busy.  A large tensor is divided into windows: the link works on some windows while shared memory works
-on others.
+On every host the first `leaders` ranks are leaders, and each leader handles its own share of a tensor.  Share l is
+reduced to leader l in shared memory, then among the l-th leaders of all hosts, and then distributed in shared memory.
+All leaders work in parallel.  A link therefore carries each byte once for any number of ranks per host, and several
+ranks keep the link busy.  A large tensor is divided into windows, so the link and shared memory work on different
+windows in parallel.
 
 M. Bayatpour et al.: Scalable reduction collectives with data partitioning-based multi-leader design (SC 2017).
 """
@@ -91,7 +91,7 @@ class HierarchicalCore(GroupCore):
             self._all_reduce(flat, reduction, flags)
 
     def all_reduce_compressed(self, tensor: Tensor, op: str, compressor: Compressor, flags: int) -> None:
-        """Sum or average a dense tensor of floats, in place, compressed between hosts."""
+        """Sum or average a dense tensor of floats in place, with compression between hosts."""
         flat = tensor.view(-1)
         signature, reduction = compressor.signature, REDUCTION_NAMES.index(op)
         with self._declared(flags, Operation.ALL_REDUCE, flat, op=reduction, split=signature):
@@ -186,10 +186,10 @@ class HierarchicalCore(GroupCore):
         split: Sequence[int] = (),
         record: CallRecord | None = None,
     ) -> Iterator[None]:
-        """Agree with all ranks on the call.
+        """Compare the call with the calls of all ranks.
 
-        The ranks of this host agree before anything else.  The hosts agree before a host uses data of another host;
-        data may be sent before.
+        The ranks of this host agree first.  The hosts agree before any host uses data of another host; data may be sent
+        earlier.
         """
         call = record or CallRecord()
         call.operation, call.op, call.root = operation, op, root
@@ -204,9 +204,9 @@ class HierarchicalCore(GroupCore):
             self._agreement = Running(self.hosts.agree())
             yield
             self._agreement.finish(self._deadline)
-        except CommunicationError as error:  # a transport's own is not known to the others yet
+        except CommunicationError as error:  # the other ranks do not know an error of a transport yet
             self.host.fail(error, self.host.group_rank)
-        except Exception as error:  # no memory, for example: the others would wait for this rank
+        except Exception as error:  # for example out of memory: the other ranks would wait for this rank
             with suppress(CommunicationError):
                 self.host.fail(self._own_failure(operation, error), self.host.group_rank)
             raise
@@ -251,7 +251,7 @@ class HierarchicalCore(GroupCore):
     def _all_reduce_compressed(
         self, flat: Tensor, averages: bool, compressor: Compressor, flags: int
     ) -> None:
-        """Sum or average, compressed between hosts."""
+        """Sum or average with compression between hosts."""
         factor = 1 / self.hosts.ranks if averages else 1.0
         exact = flat[flat.numel() - compressor.exact :]
         how = Accumulation.of(flat.dtype, _AVG if averages else _SUM, self.size)
@@ -273,9 +273,9 @@ class HierarchicalCore(GroupCore):
             )
 
     def _reduce_in_windows(self, windows: Iterable[Window], reduction: int, flags: int) -> None:
-        """Reduce inside the host, reduce this rank's shares over the hosts, distribute the results: a pipeline.
+        """Pipeline: reduce inside the host, reduce this rank's shares over the hosts, distribute the results.
 
-        Windows advance in turns: the second message of one window is sent while the first of later windows arrive.
+        Windows alternate: the second message of a window is sent while the first messages of later windows arrive.
         """
         me = self.host.rank
         waiting: deque[Running] = deque()  # in the order in which messages arrive
@@ -402,7 +402,7 @@ class HierarchicalCore(GroupCore):
 
 
 def _fingerprint(counts: Sequence[int]) -> int:
-    """Return a number that distinguishes lists of counts; never 0, which stands for none."""
+    """Return a number that distinguishes lists of counts; never 0, which means no list."""
     return zlib.crc32(array("q", counts)) or 1
 
 

@@ -1,13 +1,13 @@
 """All-to-all, gather and scatter between hosts.
 
-Ranks of one host exchange tensors through shared memory.  Between two hosts there are two ways:
+Ranks of one host exchange tensors through shared memory.  Between two hosts there are two algorithms:
 
-    direct      one message for each pair of ranks: large messages, which are copied once more otherwise
+    direct      one message for each pair of ranks: for large messages, which aggregation would copy once more
     aggregated  one message for each pair of hosts: shared memory collects it on a rank of the sending host and
                 distributes it on a rank of the receiving host.  The number of messages between hosts falls by the
                 product of their numbers of ranks.
 
-Different ranks of a host handle its messages to different hosts.
+Each rank of a host handles the aggregated messages to some of the other hosts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COUNTS = 1  # tag of the messages that hold counts
 
 @dataclass(frozen=True)
 class HostPair:
-    """What this host and another one exchange in an all-to-all."""
+    """The data that this host and another one exchange in an all-to-all."""
 
     members: list[int]  # ranks of the other host
     leader: int  # the rank of this host, as its number there, that handles the aggregated messages
@@ -41,7 +41,7 @@ class HostPair:
 
     @property
     def alone(self) -> bool:
-        """Whether the hosts have one rank each."""
+        """Whether both hosts have one rank."""
         return self.sent.numel() == 1
 
 
@@ -171,7 +171,7 @@ class HostExchange:
     def _distribute(
         self, pairs: list[HostPair], received: dict[int, Tensor], outputs: Sequence[Tensor], flags: int
     ) -> None:
-        """Distribute aggregated messages, which hold the tensors by sender and then by receiver."""
+        """Distribute aggregated messages, which hold the tensors in the order of senders, then receivers."""
         host, me = self._host, self._host.rank
         pairs = [pair for pair in pairs if pair.aggregates_received]
         if not pairs:

@@ -1,4 +1,4 @@
-"""The hosts of a group: which ranks each has, which of them lead, and the transports between hosts."""
+"""The hosts of a group: their ranks, their leaders, and the transports between them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _LEADERS, _ALL = 1, 2  # channels
 class Hosts:
     """The ranks of a group, by host: `members[h]` are those of host h.
 
-    `transport` carries messages between the leaders of the same number on all hosts, where this rank is one (`leads`);
-    `all` between any two ranks.  Its ranks are the numbers of hosts, or of ranks.
+    If this rank is a leader (`leads`), `transport` carries messages between the leaders of the same number on all
+    hosts; its ranks are host numbers.  `all` carries messages between any two ranks of the group.
     """
 
     def __init__(
@@ -41,8 +41,9 @@ class Hosts:
         fewest = min(len(ranks) for ranks in members)
         self.leaders = fewest if leaders is None else leaders
         if not 1 <= self.leaders <= fewest:
-            can = "1 rank, which leads" if fewest == 1 else f"{fewest} ranks, so that 1 to {fewest} can lead"
-            raise ValueError(f"leaders={leaders}: a host of the group has {can}")
+            raise ValueError(
+                f"expected leaders between 1 and {fewest}, the number of ranks on the smallest host, got {leaders}"
+            )
         self.leads = host.rank < self.leaders
         self.all = WireTransport(host, range(self.ranks), _ALL)
         self._agreement: WireTransport | None = None
@@ -75,9 +76,9 @@ class Hosts:
         return blocks
 
     def agree(self) -> Steps:
-        """Compare the declared call with that of the host before; with all of them in a ring, all are compared.
+        """Compare the declared call with the call of the previous host; the ring of hosts compares all calls.
 
-        What is sent next need not wait for it, so that it costs no time of its own.
+        Later messages need not wait for the comparison, so it adds no latency.
         """
         if self._agreement is None:
             return
@@ -94,7 +95,7 @@ class Hosts:
     def fail_uneven(self, sender: int, receiver: int, sent: int, expected: int) -> NoReturn:
         """Break the group: `sender` sends `sent` elements to `receiver`, which expects another number."""
         call, counts = self._own_call(), Call(count=sent, layout=expected, root=receiver)
-        self._fail(Status.UNEVEN, sender, call, counts)
+        self._fail(Status.COUNT_MISMATCH, sender, call, counts)
 
     def _own_call(self) -> Call:
         call = Call()
@@ -113,7 +114,7 @@ class Hosts:
         host.fail(failure_to_error(failure, host.group_rank, host.membership, host.call_timeout_s), culprit)
 
     def release(self) -> None:
-        """After a collective: give up what an error has left under way."""
+        """Abandon the messages that an error has left pending; called after a collective."""
         self.all.release()
         if self._agreement is not None:
             self._agreement.release()

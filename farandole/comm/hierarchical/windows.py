@@ -1,4 +1,4 @@
-"""Windows: pieces of a large tensor, so that shared memory and the link between hosts work at the same time."""
+"""Windows of a large tensor, with which shared memory and the link between hosts work in parallel."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from farandole.comm.host_group import HostGroup
 from farandole.comm.transport import Transport
 
 WINDOW_BYTES = 2 << 20
-"""How many bytes of a tensor, over all ranks of a host, one window has."""
+"""The bytes of one window, over all ranks of a host."""
 WINDOWS_AHEAD = 4
-"""How many windows may wait for the link while shared memory continues with the next."""
+"""How many windows may wait for the link while shared memory continues with the next one."""
 
 _SUM, _AVG, _PRODUCT = (REDUCTION_NAMES.index(name) for name in ("sum", "avg", "product"))
 
@@ -29,14 +29,14 @@ _Piece = TypeVar("_Piece")
 class Accumulation:
     """How a reduction is accumulated over ranks and hosts.
 
-    16-bit floats are accumulated in fp32 and rounded once.  So for N ranks a sum s of values x differs from the exact
-    one by at most u |s| + (1 + u) (N - 1) 2^-24 sum(|x|), where u = 2^-8 for bf16 and 2^-11 for fp16 (N. Higham:
+    16-bit floats are accumulated in fp32 and rounded once.  For N ranks a sum s of values x differs from the exact
+    sum by at most u |s| + (1 + u) (N - 1) 2^-24 sum(|x|), where u = 2^-8 for bf16 and 2^-11 for fp16 (N. Higham:
     Accuracy and Stability of Numerical Algorithms, 2002, section 4.2); u = 0 for fp32.
     """
 
     dtype: torch.dtype
     reduction: int
-    store: Store | None  # None: totals are results
+    store: Store | None  # None if totals are results
 
     @classmethod
     def of(cls, dtype: torch.dtype, reduction: int, ranks: int) -> Accumulation:
@@ -60,12 +60,12 @@ class Accumulation:
 
 @dataclass(frozen=True)
 class Window:
-    """A piece of a tensor in shares, one per rank of this host."""
+    """A window of a tensor, divided into one share per rank of this host."""
 
     shares: list[Tensor]  # to be reduced
     results: list[Tensor]
     lead: Callable[[Tensor, Transport], Steps]
-    """How a leader reduces its share over the hosts and puts it into its result."""
+    """Reduces the share of a leader over the hosts and stores the result."""
 
 
 def windows_of(flat: Tensor, how: Accumulation) -> Iterator[Tensor]:
@@ -79,7 +79,7 @@ def in_windows(
     begin: Callable[[int, _Piece], tuple[Any, ...]],
     complete: Callable[..., None],
 ) -> None:
-    """Begin windows ahead of their completion, so that shared memory and the link work at the same time."""
+    """Start up to WINDOWS_AHEAD windows ahead of completion, so shared memory and the link work in parallel."""
     under_way: deque[tuple[Any, ...]] = deque()
     for number, window in enumerate(windows):
         under_way.append(begin(number, window))
@@ -90,7 +90,7 @@ def in_windows(
 
 
 def combine_in_core(host: HostGroup, dtype: torch.dtype, reduction: int) -> Combine:
-    """Return the C core's reduction of two tensors; it uses one thread, as torch's threads would compete."""
+    """Return the C core's reduction of two tensors, which uses one thread to avoid competition for cores."""
     core, kind = host.core, TYPES[dtype]
 
     def combine(result: Tensor, a: Tensor, b: Tensor) -> None:

@@ -1,9 +1,9 @@
-"""MPI as a backend of `torch.distributed`, on stock wheels: whichever MPI mpi4py has loaded.
+"""MPI as a backend of `torch.distributed` on stock wheels, with the MPI library that mpi4py has loaded.
 
-    mpiexec -n 4 python script.py       # where the script says init_process_group("farandole-mpi")
+    mpiexec -n 4 python script.py       # the script calls init_process_group("farandole-mpi")
 
-No import is needed for that.  `enable()` gives the name `mpi` itself, which torch keeps for builds of its own.
-`Communicator.from_mpi(comm)` takes a communicator of mpi4py.  docs/guides/mpi.md tells how to use it.
+The script needs no import of this package.  `enable()` provides the name `mpi`, which torch reserves for its own MPI
+builds.  `Communicator.from_mpi(comm)` takes a communicator of mpi4py.  See docs/guides/mpi.md.
 """
 
 from farandole.comm.mpi.backend import enable

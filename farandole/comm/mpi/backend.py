@@ -27,7 +27,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
-    """Make a group; `init_process_group("farandole-mpi")` and `new_group` call this on every rank of the group."""
+    """Create a group; `init_process_group("farandole-mpi")` and `new_group` call this on every rank of the group."""
     ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
     return _make_group(
         opts.store, opts.group_rank, ranks, opts.timeout or DEFAULT_TIMEOUT, str(opts.group_id)
@@ -35,16 +35,16 @@ def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
 
 
 def core_over(comm: Any, timeout: timedelta) -> MpiCore:
-    """Return the implementation over the ranks of an mpi4py communicator, which is duplicated; a collective call."""
-    way = engine()
-    with way.making_group(), way.lock:
+    """Duplicate an mpi4py communicator and return an implementation over its ranks; a collective call."""
+    mpi_engine = engine()
+    with mpi_engine.making_group(), mpi_engine.lock:
         copy = comm.Dup()
-        copy.Set_errhandler(way.mpi.ERRORS_RETURN)
+        copy.Set_errhandler(mpi_engine.mpi.ERRORS_RETURN)
         told = copy.allgather((os.getpid(), socket.gethostname()))
         store = _store_over(copy, timeout)
     pids, hosts = [pid for pid, _ in told], [host for _, host in told]
     membership = Membership("the MPI communicator", range(len(told)), pids, hosts)
-    return _core(MpiGroup(copy, way, membership, store, timeout))
+    return _core(MpiGroup(copy, mpi_engine, membership, store, timeout))
 
 
 def _make_group(
@@ -55,7 +55,7 @@ def _make_group(
     name: str,
     backend: str = "farandole-mpi",
 ) -> FarandoleProcessGroup:
-    """Return a process group of `ranks` of the world, called by all of them; `rank` is this one's number in it."""
+    """Return a process group of `ranks` of the world, called by all of them; `rank` is this rank in the group."""
     report_untested(ranks[rank])
     is_default = name in ("0", "default", "default_pg")
     who = "the default group" if is_default else f"group {name!r} (ranks {', '.join(map(str, ranks))})"
@@ -77,14 +77,16 @@ def _core(group: MpiGroup, name: str = "farandole-mpi") -> MpiCore:
 def rendezvous(
     url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any
 ) -> Iterator[tuple[dist.Store, int, int]]:
-    """Serve `init_method="mpi://"`: rank and size are MPI's, and rank 0 keeps a store."""
+    """Serve `init_method="mpi://"`: MPI defines rank and size, and rank 0 hosts the store."""
     world = engine().mpi.COMM_WORLD
     yield _world_store(timeout), world.Get_rank(), world.Get_size()
-    raise RuntimeError("ranks of MPI cannot connect a second time through one rendezvous")
+    raise RuntimeError(
+        "expected one rendezvous per MPI process group, got a second request; call init_process_group again"
+    )
 
 
 def _world_store(timeout: timedelta) -> dist.Store:
-    """Return a part of the store of the job's ranks, a new one at each call; called by all ranks."""
+    """Return a new part of the job's store at each call; called by all ranks."""
     number = next(_rendezvous_numbers())
     return dist.PrefixStore(f"rendezvous-{number}/", _job_store(timeout))
 
@@ -96,13 +98,13 @@ def _rendezvous_numbers() -> Iterator[int]:
 
 @functools.cache
 def _job_store(timeout: timedelta) -> dist.Store:
-    way = engine()
-    with way.lock:
-        return _store_over(way.mpi.COMM_WORLD, timeout)
+    mpi_engine = engine()
+    with mpi_engine.lock:
+        return _store_over(mpi_engine.mpi.COMM_WORLD, timeout)
 
 
 def _store_over(comm: Any, timeout: timedelta) -> dist.Store:
-    """Return a store that rank 0 of an MPI communicator keeps at a free port."""
+    """Return a store that rank 0 of an MPI communicator hosts at a free port."""
     if comm.Get_size() == 1:
         return dist.HashStore()
     hosts = comm.allgather(socket.gethostname())
@@ -126,16 +128,18 @@ def _store_over(comm: Any, timeout: timedelta) -> dist.Store:
 
 
 def enable(timeout_s: float = DEFAULT_TIMEOUT.total_seconds()) -> None:
-    """Let `init_process_group("mpi")` make our groups, and `is_mpi_available()` return True.
+    """Make `init_process_group("mpi")` create groups of this package and `is_mpi_available()` return True.
 
-    torch makes such groups through a class of its own builds, which takes this process's rank and the world's size
-    from MPI, and gets no timeout: `timeout_s`, in seconds, applies to all groups made after this call.
-    A torch that was built with MPI uses this instead from here on.
+    This replaces torch's class for MPI groups, also in a torch that was built with MPI.  The class takes rank and world
+    size from MPI and receives no timeout.
+
+    Args:
+        timeout_s: The timeout, in seconds, of all groups created after this call.
     """
     timeout = timedelta(seconds=timeout_s)
 
     class ProcessGroupMPI:
-        """The class by which torch makes a group."""
+        """The class with which torch creates a group."""
 
         @staticmethod
         def create(ranks: list[int]) -> FarandoleProcessGroup:
@@ -155,4 +159,4 @@ def enable(timeout_s: float = DEFAULT_TIMEOUT.total_seconds()) -> None:
 
 
 _stores: list[dist.Store] = []
-"""The store of the default group, through which sub-groups connect: torch passes such groups no store."""
+"""The store of the default group, through which subgroups connect, because torch passes them no store."""

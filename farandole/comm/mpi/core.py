@@ -1,10 +1,10 @@
-"""The operations of the ranks of an MPI communicator, on tensors.
+"""Operations on tensors among the ranks of an MPI communicator.
 
-MPI reduces what it reduces as torch does; `_reduce_here` computes the other reductions.  MPI has no 16-bit floats (the
-type for bf16 is null in MPICH's wheel, and its use ends the job) and no average; its minimum may drop a NaN on one
-rank and keep it on another; and sums of 8-bit and 16-bit integers wrap around in torch and saturate in Open MPI.
+MPI runs the reductions whose results equal torch's; `_reduce_here` computes the other ones.  MPI has no 16-bit floats
+(the type for bf16 is null in MPICH's wheel, and using it ends the job) and no average.  Its minimum may drop a NaN on
+one rank and keep it on another.  Sums of 8-bit and 16-bit integers wrap around in torch but saturate in Open MPI.
 
-MPI before version 4 counts in 32 bits.  Longer tensors go in pieces, or in messages between each two ranks.
+MPI before version 4 has 32-bit counts.  Longer tensors are divided, or sent as messages between each pair of ranks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from farandole.comm.reduce_rows import reduce_rows
 from farandole.native import BACKGROUND, Operation
 
 BLOCKING_FROM_BYTES = 32 << 10
-"""Where Open MPI's blocking collectives are so much faster that agreeing on one pays."""
+"""The size from which Open MPI's blocking collectives are faster, including the agreement before the call."""
 PIECE_BYTES = 1 << 30
 WINDOW_BYTES = 2 << 20
-"""How many bytes of a tensor are gathered and reduced at a time here, so that they stay in the cache."""
+"""The bytes of a tensor that `_reduce_here` gathers and reduces at a time, so that they stay in the cache."""
 
 _TYPES = {
     torch.float32: "FLOAT",
@@ -52,7 +52,7 @@ _OPS = {
 }
 _BOOL_OPS = {**_OPS, "sum": "BOR", "product": "BAND", "min": "BAND", "max": "BOR"}
 _UNITS = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
-"""Types of a width, for data that only move."""
+"""A type of each width, for data that are only moved."""
 
 
 class MpiCore(GroupCore):
@@ -79,11 +79,11 @@ class MpiCore(GroupCore):
                     self._reductions[dtype, number] = plan
 
     def algorithm(self, operation: str, nbytes: int) -> str:
-        """Return the name of the backend: MPI chooses."""
+        """Return the name of the backend; MPI selects the algorithm."""
         return self.name
 
     def supports(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether all tensors are strided, on the CPU or CUDA; wait until kernels have written them."""
+        """Return whether all tensors are strided and on the CPU or CUDA; wait for kernels that write them."""
         for tensor in tensors:
             if tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
                 return False
@@ -91,7 +91,7 @@ class MpiCore(GroupCore):
         return True
 
     def subgroup(self, members: Sequence[int]) -> MpiCore:
-        """Return the implementation among some ranks, in this order; called by them."""
+        """Return an implementation among `members`; called by these ranks."""
         return MpiCore(self.group.subgroup(members), self.name)
 
     # ---- reductions ----
@@ -143,9 +143,9 @@ class MpiCore(GroupCore):
     def _reduce_here(
         self, output: Tensor | None, input: Tensor, reduction: int, root: int | None, flags: int
     ) -> None:
-        """Reduce in windows: every rank reduces its part, and gives it to all others, or to the root.
+        """Reduce in windows: every rank reduces its part and sends it to all ranks or to the root.
 
-        The next window is exchanged while one is reduced, and reduced while the one before is gathered.
+        The exchange of a window overlaps the reduction of the previous one and the gathering of the one before.
         """
         source = input.view(-1)
         target = source if output is None else output.view(-1)
@@ -169,7 +169,7 @@ class MpiCore(GroupCore):
         self._finish(gathering[0], gathering[1].nbytes, flags)
 
     def _exchange_rows(self, window: Tensor, flags: int) -> tuple[Any, Tensor]:
-        """Begin to collect this rank's part of all ranks' windows, one row per rank."""
+        """Start to collect this rank's part of all ranks' windows, one row per rank."""
         size, count = self.size, window.numel()
         if not count % size:
             rows = torch.empty(size, count // size, dtype=window.dtype, device="cpu")
@@ -182,7 +182,7 @@ class MpiCore(GroupCore):
         return self._start(flags, "Alltoallv", window.nbytes, sends, receives), rows
 
     def _gather_parts(self, window: Tensor, part: Tensor, root: int | None, flags: int) -> Any:
-        """Begin to collect all ranks' parts of a window on all ranks, or on the root."""
+        """Start to collect all ranks' parts of a window on all ranks or on the root."""
         even, takes = not window.numel() % self.size, root in (None, self.rank)
         receives = None
         if takes:
@@ -311,18 +311,18 @@ class MpiCore(GroupCore):
         return [part.numel() for part in parts]
 
     def _pieces(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return parts of a tensor that MPI can count."""
+        """Divide a tensor into parts whose sizes fit MPI's counts."""
         if tensor.numel() <= self.engine.largest_count:
             return [tensor]
         return tensor.view(-1).split(PIECE_BYTES // tensor.element_size())
 
     def _whole(self, parts: Parts) -> Tensor:
-        """Return parts that follow each other as one tensor: in their memory if they are there, else a copy."""
+        """Return parts as one tensor: a view if they are adjacent in memory, else a copy."""
         return _joined(parts) if _adjacent(parts) else torch.cat([part.reshape(-1) for part in parts])
 
     @contextmanager
     def _collected(self, parts: Parts) -> Iterator[Tensor]:
-        """Yield one tensor to be written, in the memory of the parts or copied to them afterwards."""
+        """Yield one tensor for results: a view of adjacent parts, or a buffer that is copied to them at the end."""
         if _adjacent(parts):
             yield _joined(parts)
             return
@@ -332,7 +332,7 @@ class MpiCore(GroupCore):
             part.copy_(values.view(part.shape))
 
     def _uncountable(self, *counts: Sequence[int]) -> bool:
-        """Return whether a call has more elements than MPI counts; equal on all ranks only if all know the counts."""
+        """Return whether the counts exceed MPI's limit; equal on all ranks only if all ranks know the counts."""
         return any(sum(each) > self.engine.largest_count for each in counts)
 
     # ---- calls ----
@@ -346,18 +346,18 @@ class MpiCore(GroupCore):
         count: int = 0,
         root: int = 0,
     ) -> None:
-        """Record the call for error messages; compare it among the ranks where that was requested."""
+        """Record the call for error messages; compare it among the ranks if the user has requested this."""
         kind = 0 if tensor is None else TYPES[tensor.dtype]
         self.group.begin(operation, kind, op, 0 if operation == Operation.ALL_TO_ALL else count, root)
         if self.group.compares:
             self.group.compare(bool(flags & BACKGROUND))
 
     def _collective(self, flags: int, name: str, transfer: int, *arguments: Any) -> None:
-        """Run one collective of MPI, by the name of its blocking form.  All ranks pass the same `transfer` in bytes."""
+        """Run a collective of MPI, named by its blocking form; all ranks pass the same `transfer` in bytes."""
         self._finish(self._start(flags, name, transfer, *arguments), transfer, flags)
 
     def _start(self, flags: int, name: str, transfer: int, *arguments: Any) -> Any:
-        """Begin a collective and return its request; None if it was run."""
+        """Start a collective and return its request; None if the collective has already run."""
         if (
             transfer >= BLOCKING_FROM_BYTES
             and self.engine.prefers_blocking
@@ -374,7 +374,7 @@ class MpiCore(GroupCore):
             self.group.finish(request, transfer, background=bool(flags & BACKGROUND))
 
     def _block(self, background: bool, call: Callable[..., Any], arguments: Sequence[Any]) -> bool:
-        """Make a call that blocks inside MPI if all ranks are here and can afford that; see `engine.py`."""
+        """Make a call that blocks inside MPI if all ranks have arrived and may block; see `engine.py`."""
         alone = not background and self.engine.try_alone()
         try:
             agreed = (ctypes.c_byte * 1)(alone)
@@ -389,7 +389,7 @@ class MpiCore(GroupCore):
                 self.engine.leave_alone()
 
     def _exchange(self, flags: int, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
-        """Send messages between each two ranks, for counts that the collectives cannot take."""
+        """Exchange messages between each pair of ranks, for counts that exceed the limit of collectives."""
         tag = self.comm.Get_attr(self.mpi.TAG_UB)  # above those of `send` and `recv`
         requests = [
             (
@@ -411,14 +411,14 @@ def _shares(count: int, ranks: int) -> list[int]:
 
 
 def _differs(dtype: torch.dtype, reduction: str) -> bool:
-    """Return whether MPI's reduction is not, or not everywhere, torch's."""
+    """Return whether a reduction of MPI may differ from torch's."""
     if dtype.is_floating_point:
         return reduction in ("min", "max")
     return dtype is not torch.bool and dtype.itemsize < 4 and reduction in ("sum", "product")
 
 
 def _adjacent(parts: Parts) -> bool:
-    """Return whether the tensors follow each other in one piece of memory."""
+    """Return whether the tensors are adjacent in memory."""
     used = [part for part in parts if part.numel()]
     return all(
         a.data_ptr() + a.nbytes == b.data_ptr()
@@ -436,7 +436,7 @@ def _joined(parts: Parts) -> Tensor:
 
 
 def _apart(source: Tensor, target: Tensor) -> Tensor:
-    """Return the source, or a copy if it overlaps the target, which MPI does not allow."""
+    """Return the source, or a copy if it overlaps the target, as MPI forbids overlap."""
     start, end = source.data_ptr(), target.data_ptr()
     overlaps = start < end + target.nbytes and end < start + source.nbytes
     return source.clone() if overlaps else source

@@ -1,7 +1,8 @@
-"""CUDA tensors over MPI.  Not run by the authors: their machines have no GPU and no MPI that knows of one.
+"""CUDA tensors over MPI.  This code has not been tested on a GPU or with a CUDA-aware MPI.
 
-An MPI that is aware of CUDA takes addresses of device memory like others; whether the one that is loaded is, it
-tells by `MPIX_Query_cuda_support` (Open MPI, MPICH and its relatives).  For others, tensors go through pinned memory.
+A CUDA-aware MPI accepts addresses of device memory.  `MPIX_Query_cuda_support` tells whether the loaded library is
+CUDA-aware (Open MPI, MPICH and libraries derived from MPICH).  With other libraries tensors are copied to pinned
+memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MEMORY_TYPE, _ON_DEVICE = 2, 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTY
 
 @functools.cache
 def is_aware() -> bool:
-    """Whether the MPI of this process takes addresses of CUDA memory."""
+    """Return whether the MPI of this process accepts addresses of CUDA memory."""
     if not torch.cuda.is_available():
         return False
     query = getattr(ctypes.CDLL(None), "MPIX_Query_cuda_support", None) or _query_in_loaded_library()
@@ -37,7 +38,7 @@ def _query_in_loaded_library() -> Any:
 
 
 def tensor_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
-    """A view of `count` elements at an address of this host or, if MPI takes those, of a device."""
+    """Return a view of `count` elements at an address on this host or, with a CUDA-aware MPI, on a device."""
     if count == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
     if is_aware() and _is_on_device(address):

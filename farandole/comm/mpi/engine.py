@@ -1,15 +1,15 @@
 """Access of threads to MPI, and progress of requests.
 
-MPI runs at the level "serialized", so one lock covers every call.  It is held for moments only: the thread that waits
-for an operation begins it and then tests it until it is complete.  So calls of several groups, on several threads, in
-another order on each rank, do not wait for each other.  One thread of the process tests the operations for which no
-thread waits (mostly messages).
+MPI runs at the thread level "serialized", so one lock covers every call.  The lock is held briefly: the thread that
+waits for an operation starts the operation and then tests it until it is complete.  Calls of several groups, on several
+threads and in a different order on each rank, therefore do not block each other.  One background thread tests the
+operations for which no thread waits (mostly messages).
 
-Open MPI's collectives that do not block are two to three times slower than those that do (measured on one
-host, 5.0).  There the ranks first agree, in a small call that does not block, that all of them have arrived and have no other
-such call under way.  Then the large call may block inside MPI.  Nothing can interrupt MPI, so at the
-deadline a watchdog ends the process.  Asynchronous calls never block there: they would keep the program's own thread from its
-core (DDP is three times slower with it).
+Open MPI's non-blocking collectives are two to three times slower than its blocking ones (measured on one host, 5.0).
+With Open MPI the ranks first agree, in a small non-blocking call, that all of them have arrived and have no other
+blocking call pending.  Then the large call may block inside MPI.  Nothing can interrupt MPI, so a watchdog ends the
+process at the timeout.  Asynchronous calls never block inside MPI, because they would take the core of the program's
+own thread (DDP is three times slower with them).
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 from farandole.comm.mpi.library import load, loaded
+from farandole.comm.notices import warn
 
 SPINS = 30
-"""Tests in a row before a waiting thread yields its core."""
+"""Consecutive tests before a waiting thread yields its core."""
 YIELDING_S = 0.005
-"""How long it yields before it sleeps between tests; longer for large transfers, which move in tests."""
+"""Seconds of yielding before the thread sleeps between tests; longer for large transfers, which progress in tests."""
 MOVED_PER_S = 50e6
 NAP_S, LONG_NAP_S = 50e-6, 500e-6
 BACKGROUND_NAP_S = 20e-6
-"""Between tests of a background thread: a real sleep, which releases the interpreter lock."""
+"""Seconds of sleep between tests of a background thread, which releases the interpreter lock."""
 BURST = 16
-"""Tests between two naps: MPICH moves 16 KiB in each."""
+"""Tests between two sleeps; MPICH moves 16 KiB in each test."""
 IDLE_S = 1.0
 GUARD_S = 0.2
-"""Seconds between two checks of the deadline of a call that blocks."""
+"""Seconds between two checks of the deadline of a blocking call."""
 
 
 class Pending(Protocol):
-    """What the thread of the process moves along."""
+    """An operation that the background thread progresses."""
 
     def advance(self) -> bool:
         """Test it, under the lock of the engine; whether it is complete."""
 
 
 class Engine:
-    """The way into MPI for all groups of this process."""
+    """The access to MPI for all groups of this process."""
 
     def __init__(self, mpi: Any) -> None:
         self.mpi = mpi
@@ -71,7 +72,7 @@ class Engine:
         Finalize(None, self._end, exitpriority=-1)
 
     def complete_soon(self, request: Any, spins: int = SPINS) -> bool:
-        """Test a request some times in a row; whether it is complete."""
+        """Test a request several times; return whether it is complete."""
         lock, test = self.lock, request.Test
         for _ in range(spins):
             with lock:
@@ -88,9 +89,9 @@ class Engine:
         background: bool = False,
         each_turn: Callable[[float], None] | None = None,
     ) -> bool:
-        """Test a request until it is complete; False after `seconds`.
+        """Test a request until it is complete; return False after `seconds`.
 
-        `transfer` is how many bytes move; `each_turn(waited_s)` is called between tests, without the lock.
+        `transfer` is the number of bytes.  `each_turn(waited_s)` is called between tests, without the lock.
         """
         started = time.monotonic()
         yielding = YIELDING_S + transfer / MOVED_PER_S
@@ -113,7 +114,7 @@ class Engine:
     # ---- calls that may block inside MPI ----
 
     def try_alone(self) -> bool:
-        """Whether this is the only call of this process that may block; `leave_alone` ends that."""
+        """Return whether the caller may block inside MPI, alone in this process, until `leave_alone`."""
         with self._alone:
             if self._blocking or self._making_groups:
                 return False
@@ -121,14 +122,14 @@ class Engine:
             return True
 
     def leave_alone(self) -> None:
-        """After a `try_alone` that was granted."""
+        """End the permission granted by `try_alone`."""
         with self._alone:
             self._blocking = 0
             self._alone.notify_all()
 
     @contextmanager
     def limited(self, seconds: float, why: Callable[[], str]) -> Iterator[None]:
-        """End the process if the block, a call that blocks inside MPI, takes longer: nothing can interrupt MPI."""
+        """End the process if the code block takes longer than `seconds`, as nothing can interrupt MPI."""
         if self._watchdog is None:
             self._watchdog = threading.Thread(target=self._guard, name="farandole-mpi-watchdog", daemon=True)
             self._watchdog.start()
@@ -143,16 +144,12 @@ class Engine:
             time.sleep(GUARD_S)
             limit = self._limit
             if limit is not None and time.monotonic() > limit[0]:
-                print(
-                    f"farandole: {limit[1]()}; MPI does not return from the call, so this process ends",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                warn(f"{limit[1]()}; MPI does not return from the call, so this process ends")
                 os._exit(1)
 
     @contextmanager
     def making_group(self) -> Iterator[None]:
-        """Making a communicator blocks inside MPI, so that meanwhile nothing else may."""
+        """Prevent other blocking calls while a communicator is created, which blocks inside MPI."""
         with self._alone:
             self._alone.wait_for(lambda: not self._blocking)
             self._making_groups += 1
@@ -165,7 +162,7 @@ class Engine:
     # ---- operations for which no thread waits ----
 
     def watch(self, pending: Pending) -> None:
-        """Let the background thread test `pending` until it is complete."""
+        """Make the background thread test `pending` until it is complete."""
         with self._wake:
             self._open.append(pending)
             if self._thread is None:
@@ -175,9 +172,9 @@ class Engine:
                 self._wake.notify()
 
     def abandon(self, request: Any) -> None:
-        """Keep a request that cannot be cancelled, with the memory that it reads or writes.
+        """Keep a request that cannot be cancelled, and the memory that it uses.
 
-        The memory belongs to tensors of the callers, so their frames are kept.
+        The callers own the tensors in this memory, so the method keeps their stack frames alive.
         """
         self.watch(Abandoned(request, sys._getframe(1)))
 
@@ -206,7 +203,7 @@ class Engine:
                 last_used = time.monotonic()
 
     def _end(self) -> None:
-        """The program ends.  MPI's own end waits for all ranks, so a rank that failed ends the job instead."""
+        """Finish at program exit; MPI_Finalize waits for all ranks, so a failed rank aborts the job instead."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -217,23 +214,21 @@ class Engine:
             unfinished = any(not pending.advance() for pending in self._open)
         if (failed or unfinished) and self.mpi.COMM_WORLD.Get_size() > 1 and not self.mpi.Is_finalized():
             if unfinished and not failed:
-                print(
-                    "farandole: calls that were given up are still open in MPI: the job ends", file=sys.stderr
-                )
+                warn("abandoned calls have not completed in MPI, so the job ends")
             sys.stdout.flush()
             sys.stderr.flush()
             self.mpi.COMM_WORLD.Abort(1)
 
 
 class Abandoned:
-    """A request for which no thread waits any more, and the frame whose variables keep its memory."""
+    """An abandoned request and the stack frame whose variables keep its memory alive."""
 
     def __init__(self, request: Any, frame: Any) -> None:
         self._request = request
         self._frame = frame
 
     def advance(self) -> bool:
-        """Whether MPI is done with it."""
+        """Test the request; return whether it is complete."""
         return bool(self._request.Test())
 
 
@@ -243,6 +238,6 @@ def _engine() -> Engine:
 
 
 def engine() -> Engine:
-    """The one of this process; `MpiUnavailable` where there is no MPI."""
+    """Return the engine of this process; raise `MpiUnavailable` without MPI."""
     loaded()
     return _engine()

@@ -1,7 +1,7 @@
 """A group of ranks in MPI: membership, deadlines, messages, and errors that name ranks.
 
-`MpiGroup` has the methods of `HostGroup` that `GroupCore` and `comm/messages.py` use, and the message functions of the C
-core under their names (`core`), so that point-to-point work is that of the shared-memory backend.
+`MpiGroup` has the methods of `HostGroup` that `GroupCore` and `comm/messages.py` use, and message functions with the
+names of the C core (`core`), so that it shares the point-to-point code of the shared-memory backend.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from farandole.native import Call, Failure, Status
 
 PIECE_BYTES = 1 << 30
 GRACE_S = 0.5
-"""How long a rank whose deadline has passed waits for others to record that they have arrived."""
+"""How long, in seconds, a rank waits after its timeout for other ranks to record their arrival."""
 
 
 class MpiGroup:
-    """The ranks of one group and their communicator.  Made by every rank of the group at once with `connect`."""
+    """The ranks of one group and their communicator, created by all ranks with `connect`."""
 
     def __init__(
-        self, comm: Any, way: Engine, membership: Membership, store: dist.Store, timeout: timedelta
+        self, comm: Any, mpi_engine: Engine, membership: Membership, store: dist.Store, timeout: timedelta
     ) -> None:
         self.comm = comm
-        self.engine = way
+        self.engine = mpi_engine
         self.rank: int = comm.Get_rank()
         self.group_rank = self.rank
         self.size: int = comm.Get_size()
@@ -68,14 +68,17 @@ class MpiGroup:
     def connect(
         cls, rendezvous: Rendezvous, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
     ) -> MpiGroup:
-        """Make it with the other ranks.
+        """Create the group; called by all its ranks.
 
-        `ranks` are for messages: how people number them.  MPI's numbers are exchanged, as the program may
-        have chosen others.  `RankLate` if a rank does not come; `MpiUnavailable` if MPI does not know them all.
+        `ranks` are the rank numbers for messages to users.  The ranks exchange their MPI ranks, which may differ.
+
+        Raises:
+            RankLate: A rank did not arrive in time.
+            MpiUnavailable: A rank of the group is not in MPI's world.
         """
-        way = engine()
-        world, mpi = way.mpi.COMM_WORLD, way.mpi
-        with way.making_group():
+        mpi_engine = engine()
+        world, mpi = mpi_engine.mpi.COMM_WORLD, mpi_engine.mpi
+        with mpi_engine.making_group():
             told = rendezvous.exchange(
                 "mpi", f"{world.Get_rank()} {os.getpid()} {gethostname()} {describe_library(mpi)}"
             )
@@ -83,29 +86,32 @@ class MpiGroup:
             libraries = sorted({text.split(maxsplit=3)[3] for text in told})
             if len(libraries) > 1:
                 raise MpiUnavailable(
-                    f"the ranks of {name} have loaded different MPIs: {', '.join(libraries)}"
+                    f"expected one MPI library for all ranks of {name}, got {', '.join(libraries)}; load the same library on all hosts"
                 )
             if len(set(numbers)) < size or world.Get_size() < size:
                 raise MpiUnavailable(
                     f"{name} has {size} ranks, and {libraries[0]} knows of {world.Get_size()}; start them with mpiexec"
                 )
             tag = sum((i + 1) * number for i, number in enumerate(numbers)) % 32768
-            with way.lock:
+            with mpi_engine.lock:
                 members = world.Get_group()
                 comm = world.Create_group(members.Incl(numbers), tag)
                 comm.Set_errhandler(mpi.ERRORS_RETURN)
         pids, hosts = [int(text.split()[1]) for text in told], [text.split()[2] for text in told]
         membership = Membership(name, ranks, pids, hosts, shares_calls=False)
-        return cls(comm, way, membership, rendezvous.store, timeout)
+        return cls(comm, mpi_engine, membership, rendezvous.store, timeout)
 
     def subgroup(self, members: Sequence[int]) -> MpiGroup:
-        """Return a group of some ranks, in this order; called by them."""
-        way, name = self.engine, f"ranks {', '.join(str(self.membership.ranks[rank]) for rank in members)}"
+        """Return a group of `members`, in this order; called by these ranks."""
+        mpi_engine, name = (
+            self.engine,
+            f"ranks {', '.join(str(self.membership.ranks[rank]) for rank in members)}",
+        )
         number = self._subgroups[tuple(members)]
         self._subgroups[tuple(members)] += 1
-        with way.making_group(), way.lock:
+        with mpi_engine.making_group(), mpi_engine.lock:
             comm = self.comm.Create_group(self.comm.Get_group().Incl(list(members)), number % 32768)
-            comm.Set_errhandler(way.mpi.ERRORS_RETURN)
+            comm.Set_errhandler(mpi_engine.mpi.ERRORS_RETURN)
         old = self.membership
         membership = Membership(
             f"{old.group}, {name}",
@@ -115,14 +121,14 @@ class MpiGroup:
             shares_calls=False,
         )
         store = dist.PrefixStore(f"{'-'.join(map(str, members))}/{number}/", self._store)
-        return MpiGroup(comm, way, membership, store, timedelta(seconds=self.timeout_s))
+        return MpiGroup(comm, mpi_engine, membership, store, timedelta(seconds=self.timeout_s))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long a call waits for the other ranks."""
+        """Set how long a call waits for the other ranks."""
         self.timeout_s = timeout.total_seconds()
 
     def within(self, timeout_s: float, call: Callable[[int], None]) -> Callable[[int], None]:
-        """A call with a timeout of its own."""
+        """Return a call with its own timeout, in seconds."""
 
         def timed(flags: int) -> None:
             self._call_timeout_s = timeout_s
@@ -139,7 +145,7 @@ class MpiGroup:
             raise status
 
     def whereabouts(self) -> str:
-        """Describe the call under way and the ranks that are not known to be in it."""
+        """Describe the current call and the ranks that have not recorded their arrival."""
         what = f"{self._in_words()}, call number {self._index} of {self.membership.group}"
         behind = [
             f"{self.membership.rank(rank)} has not said that it arrived"
@@ -148,18 +154,18 @@ class MpiGroup:
         return "; ".join([what, *behind])
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
-        """An ordinary tensor: MPI has no better memory to offer."""
+        """Return a tensor in private memory."""
         return torch.empty(*shape, dtype=dtype, device="cpu")
 
     def leave(self, note: str) -> None:
-        """MPI has no way to tell the others."""
+        """Do nothing; MPI cannot notify the other ranks."""
 
     def give_up(self) -> None:
-        """Have this process's calls under way return, with an error."""
+        """Make the pending calls of this process fail."""
         self._given_up = True
 
     def close(self) -> None:
-        """Give the communicator back.  No call may be under way."""
+        """Free the communicator; no call may be pending."""
         if not self.handle or self._owner != os.getpid():
             return
         self.handle = None
@@ -170,7 +176,7 @@ class MpiGroup:
     # ---- for the core ----
 
     def begin(self, operation: int, kind: int, op: int, count: int, root: int = 0) -> None:
-        """A collective begins; raises the error of a group that is broken."""
+        """Record the start of a collective; raise the error of a failed group."""
         if self._owner != os.getpid():
             raise MpiUnavailable(NO_FORK)
         if self._broken is not None:
@@ -179,7 +185,7 @@ class MpiGroup:
         self._call = (operation, kind, op, count, root)
 
     def start(self, begin: Callable[..., Any], *arguments: Any) -> Any:
-        """Call MPI; an error of its becomes one of ours."""
+        """Call MPI and convert its errors to `CommunicationError`."""
         try:
             with self.engine.lock:
                 return begin(*arguments)
@@ -193,7 +199,7 @@ class MpiGroup:
             self.start(call, *arguments)
 
     def finish(self, request: Any, transfer: int, *, background: bool) -> None:
-        """Wait for a part of the call under way.  `RankLate` at the deadline, after which the group is broken."""
+        """Wait for a request of the current call; at the timeout the group fails with `RankLate`."""
         seconds = self._call_timeout_s or self.timeout_s
         try:
             if self.engine.complete_soon(request, 3 if background else SPINS):
@@ -207,7 +213,7 @@ class MpiGroup:
             raise self._failed(error) from error
         except BaseException:
             self._broken = CommunicationError(
-                f"{self.membership.group} was interrupted in {self._in_words()} and cannot be used any more"
+                f"{self.membership.group} was interrupted in {self._in_words()} and cannot be used again; destroy the group and create a new one"
             )
             self.engine.abandon(request)
             raise
@@ -217,22 +223,22 @@ class MpiGroup:
             raise self._broken
 
     def _each_turn(self, warning: StallWarning, waited_s: float) -> None:
-        """Between the tests of a call that takes longer."""
+        """Check for stalls and for `give_up` between two tests of a request."""
         if self._given_up:
-            raise CommunicationError(f"the group was destroyed in {self._in_words()}")
+            raise CommunicationError(f"the group was destroyed during {self._in_words()}")
         seconds = self._call_timeout_s or self.timeout_s
         if waited_s > min(SLOW_S, seconds / 2) and self.waiting.recorded < self._index:
             self.waiting.record(self._index)
         warning.after(waited_s)
 
     def _stalled(self) -> str:
-        """The stall warning, on the first rank that waits."""
+        """Return the stall warning on the first waiting rank, "" on the other ranks."""
         if set(range(self.rank)) - set(self.waiting.missing(self._index)):
             return ""
         return f"{self.membership.rank(self.rank)} waits in {self.whereabouts()}"
 
     def compare(self, background: bool) -> None:
-        """With TORCH_DISTRIBUTED_DEBUG=DETAIL: `CallMismatch` unless all ranks make the same call here."""
+        """Raise `CallMismatch` unless all ranks make the same call (with TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
         mine = torch.tensor([self._index, *self._call], device="cpu")
         calls = torch.empty(self.size, mine.numel(), dtype=mine.dtype, device="cpu")
         request = self.start(self.comm.Iallgather, mine.numpy(), calls.numpy())
@@ -290,8 +296,8 @@ class MpiGroup:
         waiting = f"in {self._in_words()}, call number {self._index} of {self.membership.group}"
         if not missing:
             return RankLate(
-                f"all ranks have arrived, and the transfer did not end within the timeout of {seconds:g} s, {waiting}: a rank is "
-                f"stopped, or the network is"
+                f"all ranks have arrived, but the transfer did not end within the timeout of {seconds:g} s, {waiting}: a rank "
+                f"or the network has stopped"
             )
         names = ", ".join(self.membership.rank(rank) for rank in missing)
         return RankLate(

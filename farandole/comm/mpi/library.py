@@ -1,7 +1,7 @@
-"""The MPI library that mpi4py has loaded: initialised here, and checked against the launcher.
+"""Initialization of the MPI library that mpi4py has loaded, and comparison with the launcher.
 
-The thread level is "serialized": one thread at a time is in MPI, whichever it is (see `engine.py`).  With
-"multiple", the level that mpi4py asks for by itself, MPICH gives up its collectives in shared memory.
+The thread level is "serialized": any thread may call MPI, one at a time (see `engine.py`).  With "multiple", the
+default of mpi4py, MPICH does not use its shared-memory collectives.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from farandole.comm.errors import CommunicationError
-from farandole.comm.notices import print_once
+from farandole.comm.notices import warn_once
 
 _SIZES = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
@@ -22,7 +22,7 @@ _SIZES = {
     "WORLD_SIZE": "torchrun (or another program that set WORLD_SIZE)",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
-"""Where launchers say how many ranks they started, the innermost first."""
+"""The variables in which launchers pass the number of ranks, the innermost launcher first."""
 
 NO_FORK = (
     "this process was forked from one that uses MPI, which does not survive that; start it with the method 'spawn' "
@@ -31,18 +31,18 @@ NO_FORK = (
 
 
 class MpiUnavailable(CommunicationError):
-    """There is no MPI that could be used; the message says what to install, load or set."""
+    """MPI cannot be used; the message says what to install, load or set."""
 
 
 @functools.cache
 def load() -> Any:
-    """The module `mpi4py.MPI`, initialised.  `MpiUnavailable` with the remedy where that cannot be."""
+    """Return the initialised module `mpi4py.MPI`; raise `MpiUnavailable` with the remedy on failure."""
     try:
         import mpi4py
     except ImportError as error:
         raise MpiUnavailable(
-            "the backend farandole-mpi needs mpi4py 4 or later: pip install 'farandole[mpi]', and an MPI library: "
-            "that of the cluster, or pip install mpich"
+            "the backend farandole-mpi needs mpi4py 4 or later and an MPI library; run pip install 'farandole[mpi]', then "
+            "load the cluster's MPI module or run pip install mpich"
         ) from error
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.initialize, mpi4py.rc.finalize = False, True  # begun below, ended with the interpreter
@@ -50,11 +50,13 @@ def load() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise MpiUnavailable(
-            f"mpi4py is installed and finds no MPI library: {error}; load the cluster's module for MPI, name its "
-            f"libmpi.so in MPI4PY_LIBMPI, or pip install mpich"
+            f"mpi4py is installed but finds no MPI library: {error}; load the cluster's MPI module, set MPI4PY_LIBMPI to "
+            f"the path of libmpi.so, or run pip install mpich"
         ) from error
     if MPI.Is_finalized():
-        raise MpiUnavailable("this program has finalized MPI already, which cannot be started twice")
+        raise MpiUnavailable(
+            "this program has already finalized MPI, and MPI cannot be initialised twice; remove MPI.Finalize()"
+        )
     if not MPI.Is_initialized():
         _warn_of_launcher(os.environ, describe_library(MPI))
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
@@ -62,7 +64,7 @@ def load() -> Any:
             comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py makes exceptions of errors
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise MpiUnavailable(
-            "this program has initialised MPI for one thread, and asynchronous work needs others; before the first "
+            "expected MPI with the thread level 'serialized', got MPI initialised for one thread; before the first "
             "`from mpi4py import MPI` write `import mpi4py; mpi4py.rc.thread_level = 'serialized'`"
         )
     check_world(os.environ, MPI.COMM_WORLD.Get_size(), describe_library(MPI))
@@ -74,7 +76,7 @@ _process: list[int] = []
 
 
 def loaded() -> Any:
-    """The same, in the process that loaded it: MPI does not survive a fork."""
+    """Return the module as `load`; raise `MpiUnavailable` in a forked child."""
     mpi = load()
     if _process[0] != os.getpid():
         raise MpiUnavailable(NO_FORK)
@@ -82,32 +84,32 @@ def loaded() -> Any:
 
 
 def describe_library(mpi: Any) -> str:
-    """`MPICH 5.0.2`."""
+    """Return name and version of the library, such as `MPICH 5.0.2`."""
     name, version = mpi.get_vendor()
     return f"{name} {'.'.join(map(str, version))}"
 
 
 def check_world(environ: Mapping[str, str], size: int, library: str) -> None:
-    """`MpiUnavailable` where a launcher started several ranks and MPI sees a world of one.
+    """Raise `MpiUnavailable` if a launcher started several ranks but MPI finds a single rank.
 
-    That happens when the mpirun of one MPI starts a Python that has loaded another, and each process would
-    run the whole job.
+    This happens if the mpirun of one MPI starts a Python that has loaded another MPI.  Each process would run the whole
+    job.
     """
     variable = next((name for name in _SIZES if environ.get(name, "").isdecimal()), None)
     if size != 1 or variable is None or int(environ[variable]) <= 1:
         return
     raise MpiUnavailable(
         f"{_SIZES[variable]} started {environ[variable]} ranks ({variable}={environ[variable]}), but mpi4py has "
-        f"loaded {library}, which sees a world of one; {_remedy(variable)}"
+        f"loaded {library}, which finds a single rank; {_remedy(variable)}"
     )
 
 
 def _warn_of_launcher(environ: Mapping[str, str], library: str) -> None:
-    """Before MPI begins: most builds of other MPIs end the process there, under Open MPI's mpirun."""
+    """Warn before MPI_Init, because most builds of other MPIs exit there under Open MPI's mpirun."""
     variable = "OMPI_COMM_WORLD_SIZE"
     if environ.get(variable, "1") != "1" and not library.startswith("Open MPI"):
-        print_once(
-            f"{_SIZES[variable]} started this process, and mpi4py loads {library}; if that does not begin here, "
+        warn_once(
+            f"{_SIZES[variable]} started this process, but mpi4py loads {library}; if MPI does not initialise, "
             f"{_remedy(variable)}"
         )
 
@@ -120,6 +122,6 @@ def _remedy(variable: str) -> str:
     if variable == "SLURM_STEP_NUM_TASKS":
         return f"use srun --mpi=pmix (or pmi2: `srun --mpi=list`), or {start}"
     return (
-        f"{start}, or have mpi4py load the launcher's: MPI4PY_LIBMPI=/path/to/libmpi.so, or MPI4PY_MPIABI=openmpi "
-        f"(mpich) where both are installed; without any MPI, `farandole launch` runs the backend farandole"
+        f"{start}, or let mpi4py load the launcher's library: set MPI4PY_LIBMPI=/path/to/libmpi.so, or "
+        f"MPI4PY_MPIABI=openmpi (mpich) if both are installed; the backend farandole needs no MPI: `farandole launch`"
     )

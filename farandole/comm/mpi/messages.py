@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class MpiMessage:
-    """A send or a receive under way."""
+    """A pending send or receive."""
 
     def __init__(self, group: MpiGroup, request: Any, call: Call, nbytes: int) -> None:
         self.call = call
@@ -30,11 +30,11 @@ class MpiMessage:
 
     @property
     def sends(self) -> bool:
-        """Whether it goes away from here."""
+        """Whether the message is a send."""
         return bool(self.call.operation == Operation.SEND)
 
     def advance(self) -> bool:
-        """Test it, under the lock of the engine; whether it is complete, well or not."""
+        """Test the message under the lock of the engine; return whether it has completed or failed."""
         if self.complete:
             return True
         mpi = self._way.mpi
@@ -69,18 +69,18 @@ class MpiMessage:
         )
 
     def test(self) -> bool:
-        """`advance`, by a thread that does not hold the lock."""
+        """Call `advance` from a thread that does not hold the lock."""
         with self._way.lock:
             return self.advance()
 
     def take_back(self) -> None:
-        """Cancel a receive; a send cannot be taken back, and stays with the engine."""
+        """Cancel a receive; a send cannot be cancelled and stays with the engine."""
         with self._way.lock:
             if not self.sends and not self.advance():
                 self._request.Cancel()
 
     def wait(self, seconds: float, *, background: bool) -> bool:
-        """Test until it is complete; False after `seconds`."""
+        """Test the message until it is complete; return False after `seconds`."""
         tested, started = _Tested(self), time.monotonic()
         if self._way.complete_soon(tested):
             return True
@@ -103,7 +103,7 @@ class MpiMessage:
                 waiting.record_message(None)
 
     def late(self, timeout_s: float) -> CommunicationError:
-        """The error of a message that did not move within the timeout."""
+        """Return the error of a message that did not complete within the timeout."""
         group = self._group
         failure = Failure(
             status=Status.LATE, culprit=max(0, self.call.root), reporter=group.rank, reporter_call=self.call
@@ -123,7 +123,7 @@ class MpiMessage:
 
 
 class _Tested:
-    """A message as the engine tests a request."""
+    """An adapter with which the engine tests a message like a request."""
 
     def __init__(self, message: MpiMessage) -> None:
         self.Test = message.advance
@@ -136,11 +136,11 @@ class Messages:
         self.group = group
 
     def post_send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> MpiMessage:
-        """Begin to send `nbytes` to rank `peer`."""
+        """Post a send of `nbytes` to rank `peer`."""
         return self._post(self.group.comm.Isend, Operation.SEND, address, nbytes, kind, peer, tag)
 
     def post_recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> MpiMessage:
-        """Begin to receive `nbytes` from rank `peer`, or from any (-1)."""
+        """Post a receive of `nbytes` from rank `peer`, or from any rank (-1)."""
         return self._post(self.group.comm.Irecv, Operation.RECV, address, nbytes, kind, peer, tag)
 
     def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
@@ -148,7 +148,7 @@ class Messages:
         return self._finish(self.post_send(address, nbytes, kind, peer, tag), flags)
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
-        """Receive as many bytes from a rank; block until they are there; return 0, or raise."""
+        """Receive this many bytes from a rank; block until they have arrived; return 0, or raise."""
         return self._finish(self.post_recv(address, nbytes, kind, peer, tag), flags)
 
     def _finish(self, message: MpiMessage, flags: int) -> int:
@@ -161,7 +161,9 @@ class Messages:
         group, engine = self.group, self.group.engine
         largest = group.comm.Get_attr(engine.mpi.TAG_UB) - 1
         if not 0 <= tag <= largest:
-            raise ValueError(f"tag {tag}: this MPI has tags from 0 to {largest}")
+            raise ValueError(
+                f"expected a tag between 0 and {largest}, the largest tag of this MPI, got {tag}"
+            )
         call = Call(operation=operation, type=kind, count=nbytes // (kind >> 8), root=peer, layout=tag)
         source = engine.mpi.ANY_SOURCE if peer < 0 else peer
         request = group.start(begin, group.message_buffer(address, nbytes), source, tag)
@@ -175,17 +177,17 @@ class Messages:
         return message if message.test() else Status.PENDING
 
     def wait_message(self, message: MpiMessage, seconds: float, flags: int) -> Any:
-        """Return the message; at the deadline an error, or with `TRY` `Status.PENDING`."""
+        """Wait for the message and return it; at the timeout raise, or return `Status.PENDING` with `TRY`."""
         if message.wait(seconds, background=bool(flags & BACKGROUND)):
             return message
         return Status.PENDING if flags & TRY else message.late(seconds)
 
     def cancel_message(self, message: MpiMessage) -> None:
-        """Withdraw a receive that has not arrived."""
+        """Cancel a receive whose message has not arrived."""
         message.take_back()
 
     def source_of(self, outcome: Any) -> int:
-        """Return the rank that a complete message came from; raise the error of one that failed."""
+        """Return the source rank of a complete message; raise the error of a failed one."""
         error = outcome.outcome if isinstance(outcome, MpiMessage) else outcome
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""Bytes between ranks through MPI: the inter-node transport of hierarchical collectives."""
+"""The inter-node transport of hierarchical collectives over MPI."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from farandole.comm.mpi.messages import MpiMessage
 
 
 class MpiTransport:
-    """Sends and receives among the ranks of a group, none of which waits.
+    """Non-blocking sends and receives among the ranks of a group.
 
         transport = MpiTransport.connect(store, rank, size, timeout)       # all ranks
         received = transport.recv(buffer, source, tag)
         transport.send(tensor, peer, tag).wait(60.0)
         received.wait(60.0)
 
-    Messages between two ranks with one tag keep their order.  The memory of a tensor is used until its message
-    is complete.
+    Messages between two ranks with the same tag keep their order.  A tensor must not be changed until its message is
+    complete.
     """
 
     def __init__(self, group: MpiGroup) -> None:
@@ -40,52 +40,54 @@ class MpiTransport:
         name: str = "a transport",
         ranks: Sequence[int] | None = None,
     ) -> MpiTransport:
-        """Make it with the other ranks, which connect through `store`; `ranks` are their numbers in messages.
+        """Create the transport; all ranks connect through `store`, and `ranks` are their numbers in messages.
 
-        `RankLate` if a rank does not come in time, `MpiUnavailable` where there is no MPI among them.
+        Raises `RankLate` if a rank does not arrive in time, `MpiUnavailable` if MPI cannot be used.
         """
         rendezvous = Rendezvous(store, rank, size, timeout, name)
         return cls(MpiGroup.connect(rendezvous, size, timeout, name, ranks or range(size)))
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> MpiPending:
-        """Begin to send a contiguous CPU tensor to rank `peer`."""
+        """Start to send a contiguous CPU tensor to rank `peer`."""
         return self._begin(tensor, peer, tag, sends=True)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> MpiPending:
-        """Begin to receive as many bytes as `tensor` has from rank `peer`."""
+        """Start to receive a message of the size of `tensor` from rank `peer`."""
         return self._begin(tensor, peer, tag, sends=False)
 
     def close(self) -> None:
-        """Give the communicator back, after all messages are complete."""
+        """Free the communicator after all messages are complete."""
         self._group.close()
 
     def _begin(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> MpiPending:
         if not tensor.is_cpu or not tensor.is_contiguous():
             raise ValueError(
-                f"a transport moves contiguous CPU tensors, not a {tensor.device} tensor of strides {tensor.stride()}"
+                f"expected a contiguous CPU tensor, got a {tensor.device} tensor of strides {tensor.stride()}"
             )
         if not 0 <= peer < self.size or peer == self.rank:
-            raise ValueError(f"rank {self.rank} of {self.size} has no peer {peer}")
+            raise ValueError(
+                f"expected a peer between 0 and {self.size - 1} other than this rank, {self.rank}, got {peer}"
+            )
         post = self._group.post_send if sends else self._group.post_recv
         nbytes, kind = tensor.numel() * tensor.element_size(), 1 << 8
         return MpiPending(post(tensor.data_ptr(), nbytes, kind, peer, tag), tensor)
 
 
 class MpiPending:
-    """A message under way; it keeps its tensor."""
+    """A pending message, which keeps its tensor alive."""
 
     def __init__(self, message: MpiMessage, tensor: Tensor) -> None:
         self._message = message
         self._tensor = tensor
 
     def wait(self, timeout_s: float) -> None:
-        """Block until it is complete; `RankLate` after `timeout_s`, when it is still under way."""
+        """Block until the message is complete; raise `RankLate` after `timeout_s`, with the message still pending."""
         if not self._message.wait(timeout_s, background=False):
             raise self._message.late(timeout_s)
         self._raise()
 
     def test(self) -> bool:
-        """Whether it is complete; raises if it failed."""
+        """Return whether the message is complete; raise the error of a failed message."""
         if not self._message.test():
             return False
         self._raise()

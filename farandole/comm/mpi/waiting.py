@@ -1,4 +1,4 @@
-"""What the ranks of an MPI group wait in: MPI does not say, so a rank that waits for long records it in the group's store."""
+"""Records of waiting ranks in the store of an MPI group, because MPI does not expose the calls of other ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch.distributed as dist
 from farandole.native import Call
 
 SLOW_S = 1.0
-"""Seconds in a call or a message after which a rank records that it waits."""
+"""Seconds in a call or a message after which a rank records that it is waiting."""
 
 
 class Waiting:
-    """The calls in which the ranks of one group have waited for long.
+    """The calls in which ranks of one group have waited for at least `SLOW_S`.
 
-    A store that is gone, with the rank that kept it, knows of no rank.
+    If the store has ended with the rank that hosts it, no records are available.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -24,13 +24,13 @@ class Waiting:
         self.recorded = 0  # the number of the last collective that the store knows of
 
     def record(self, index: int) -> None:
-        """This rank is in collective number `index`."""
+        """Record that this rank is in collective number `index`."""
         self.recorded = index
         with contextlib.suppress(RuntimeError):  # torch's DistError
             self._store.set(f"in call/{self._rank}", str(index))
 
     def missing(self, index: int) -> list[int]:
-        """The ranks that have not recorded that they are in collective number `index` or in a later one."""
+        """Return the ranks that have not recorded collective number `index` or a later one."""
         missing = []
         for rank in range(self._size):
             key = f"in call/{rank}"
@@ -42,13 +42,13 @@ class Waiting:
         return missing
 
     def record_message(self, call: Call | None) -> None:
-        """This rank waits for a message, or (None) does not any more."""
+        """Record that this rank waits for a message, or with None that it no longer waits."""
         fields = (call.operation, call.type, call.count, call.root, call.layout) if call else ()
         with contextlib.suppress(RuntimeError):
             self._store.set(f"in message/{self._rank}", " ".join(map(str, fields)))
 
     def message(self, rank: int) -> Call | None:
-        """The message for which a rank has recorded that it waits."""
+        """Return the message for which a rank has recorded that it waits, or None."""
         key, fields = f"in message/{rank}", []
         with contextlib.suppress(RuntimeError):
             if self._store.check([key]):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from farandole.comm.notices import print_once
+from farandole.comm.notices import warn_once
 from farandole.parallel.parameter_server.channel import Channel, Header, Kind, Plan, in_order
 from farandole.parallel.parameter_server.errors import AllWorkersLost, ServerLost
 from farandole.parallel.parameter_server.layout import Buffers
@@ -192,8 +192,8 @@ class Server:
         if self._wanted_from == worker:
             self._wanted_from = None
         rest = len(self._here)
-        print_once(
-            f"the server (rank {self._rank}) goes on with {rest} workers, without rank {worker}: {reason}"
+        warn_once(
+            f"the server (rank {self._rank}) continues with {rest} workers, without rank {worker}: {reason}"
         )
 
     def _answer(self) -> None:

@@ -122,7 +122,7 @@ def test_another_launcher_is_named_with_the_remedy(tmp_path):
     status, err = alone("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
     assert status != 0
     assert re.search(
-        r"torchrun .*started 2 ranks \(WORLD_SIZE=2\), but mpi4py has loaded \w+.*, which sees a world of one; "
+        r"torchrun .*started 2 ranks \(WORLD_SIZE=2\), but mpi4py has loaded \w+.*, which finds a single rank; "
         r"start with that library.s own mpiexec.*; under this launcher use the backend farandole",
         err,
     ), err
@@ -163,8 +163,8 @@ dist.init_process_group("farandole-mpi")
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("no mpi4py", r"needs mpi4py 4 or later: pip install 'farandole\[mpi\]'"),
-        ("one thread", "initialised MPI for one thread.*mpi4py.rc.thread_level = 'serialized'"),
+        ("no mpi4py", r"needs mpi4py 4 or later and an MPI library; run pip install 'farandole\[mpi\]'"),
+        ("one thread", "MPI initialised for one thread.*mpi4py.rc.thread_level = 'serialized'"),
     ],
 )
 def test_what_is_missing_is_said(tmp_path, case, words):
@@ -298,11 +298,11 @@ def test_a_waiting_rank_says_for_whom_it_waits(tmp_path):
         for rank in range(3)
     )
     assert re.fullmatch(
-        rf"farandole: {cycle}: they wait for each other; post one of the receives first, .*", last
+        rf"farandole: {cycle}: these ranks wait for each other; post one of the receives first, .*", last
     )
     for rank in range(3):
         assert re.search(
-            rf"rank {(rank + 1) % 3} {process} did not take, within the timeout of 7 s, the message of rank {rank} "
-            rf"{process} in send\(1000000 x float32, to rank {(rank + 1) % 3}\) of the default group; what it does is not known here",
+            rf"rank {(rank + 1) % 3} {process} did not receive the message of rank {rank} {process} in "
+            rf"send\(1000000 x float32, to rank {(rank + 1) % 3}\) of the default group within the timeout of 7 s; its current call is unknown on this host",
             out,
         ), out
