@@ -1,8 +1,8 @@
-"""A plan: how the ranks of a job share the training of a model, and what they keep in memory meanwhile.
+"""A plan: what the ranks of a job divide, and what they keep in memory.
 
     Plan(data=4, zero=2, precision="bf16", recompute="block", offload="disk:/scratch")
 
-A plan is chosen for speed or memory; what is learned stays that of one process.
+A plan changes speed and memory, not the result of training.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Compression = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"]
 
 
 class PlanError(ValueError):
-    """A plan that cannot be; the message says what was asked and what would do."""
+    """An invalid plan; the message names the field, its value and the nearest valid plan."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where state is kept: with the model ("none"), in host memory, or in `folder` on a disk."""
+    """Where state is stored: with the model ("none"), in host memory, or in `folder` on a disk."""
 
     kind: Literal["none", "host", "disk"]
     folder: str = ""
@@ -45,7 +45,7 @@ class Place:
 
 
 ALL_LINEAR = "all-linear"
-"""The target that means every plain `nn.Linear`, as in PEFT."""
+"""The target for every plain `nn.Linear`, as in PEFT."""
 
 Pattern = str | re.Pattern[str]
 Bias = Literal["none", "lora_only", "all"]
@@ -54,25 +54,29 @@ Base = Literal["int8", "int4", "nf4"]
 
 @dataclass(frozen=True)
 class LoRA:
-    """Which layers get an adapter, and which one.
+    """Adapters of low rank for the linear layers of a model (Hu et al., 2021).
 
-    `targets` names the layers, and `also_train` modules that are trained whole beside the adapters, as PEFT's
-    `modules_to_save` (layers within them get no adapter). Each is one pattern or several:
+    A pattern of `targets` or `also_train` is one of:
 
-    - a name: the module of this path, or whose path ends with it after a dot (`"qkv"` is `1.attention.qkv`);
-    - a glob for the whole path, in which `*` crosses dots (`"*.attention.*"`); `"*.qkv"` is also a `qkv` at the top;
+    - a name: the module with this path, or whose path ends with it after a dot (`"qkv"` matches `1.attention.qkv`);
+    - a glob for the whole path, in which `*` matches dots too (`"*.attention.*"`); `"*.qkv"` also matches a top-level `qkv`;
     - a compiled regular expression for the whole path;
-    - `"all-linear"` (of targets): every plain `nn.Linear`.
+    - `"all-linear"` (for targets): every plain `nn.Linear`.
 
-    `alpha / rank` multiplies the update, with `use_rslora` alpha / sqrt(rank) (Kalajdzievski, 2023, "A Rank
-    Stabilization Scaling Factor for Fine-Tuning with LoRA"). `dropout` is of what goes into the adapter. `bias`
-    says which biases of the model are trained: none, those of the adapted layers, or all.
+    Args:
+        rank: the rank of the adapters.
+        alpha: the update is multiplied by `alpha / rank`.
+        targets: one or several patterns for the layers to adapt.
+        dropout: the dropout rate of the adapters' inputs.
+        use_rslora: multiply by `alpha / sqrt(rank)` instead (Kalajdzievski, 2023, "A Rank Stabilization Scaling Factor for
+            Fine-Tuning with LoRA").
+        bias: the biases to train: none, those of adapted layers ("lora_only"), or all.
+        also_train: modules to train in full, as PEFT's `modules_to_save`; layers inside them get no adapter.
+        base: the type in which torchao stores the frozen weights of adapted layers: "int8", "nf4" (4 bits; Dettmers et al., 2023,
+            "QLoRA: Efficient Finetuning of Quantized LLMs"), or "int4" where torchao supports it.
 
-    `base` keeps the frozen weights of the adapted layers in less memory, through torchao: `"int8"`, `"nf4"` (4 bits;
-    Dettmers et al., 2023, "QLoRA: Efficient Finetuning of Quantized LLMs") or `"int4"` where torchao has it. The
-    other layers stay as they are.
-
-    Raises TypeError and ValueError for what cannot be meant.
+    Raises:
+        TypeError, ValueError: for invalid options.
     """
 
     rank: int = 8
@@ -112,12 +116,12 @@ class LoRA:
 
     @property
     def scaling(self) -> float:
-        """What multiplies B A."""
+        """The factor of the update B A."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 def as_patterns(option: str, given: Pattern | Sequence[Pattern]) -> tuple[Pattern, ...]:
-    """One pattern or several, as several; `option` is what the user calls them."""
+    """Return one or several patterns as a tuple; `option` is their name in messages."""
     several = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
     for pattern in several:
         if not isinstance(pattern, str | re.Pattern):
@@ -129,29 +133,29 @@ def as_patterns(option: str, given: Pattern | Sequence[Pattern]) -> tuple[Patter
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is asked for; `check` says whether some number of ranks can do it.
+    """What ranks divide, and how they save memory.
 
-    data: over how many ranks samples are divided; None for all there are.
-    zero: what these ranks divide instead of each having all of it (Rajbhandari et al., 2020): 1 the states of the
-        optimizer, 2 gradients too, 3 weights too.
-    hybrid: whether the ranks of each host divide it among themselves, so that hosts have a copy each and exchange
-        gradients only.
-    precision: the type of the weights that the model computes with.  The optimizer keeps masters in the type that
-        the model was made in, and gradients are averaged in that type.  With "fp8" weights are bf16, and linear layers
-        multiply 8-bit floats (`parallel.precision`).
-    recompute: which activations the backward pass computes again instead of keeping them (`memory.recompute`).
-    activation_bytes: for `recompute="auto"`, how many bytes of activations may be kept.
-    swap: where activations that are kept wait for the backward pass: "none" for where they are, "host" for the memory of
-        the host (models on an accelerator), "disk:FOLDER" for a disk (models on a CPU) (`memory.swap`).
-    offload: where the masters and states of the optimizer are kept, which only its step needs: "none" for beside the
-        model, "host" for the memory of the host (of use to models on an accelerator), or "disk:FOLDER".
-    offloaded: what is kept there besides: "gradients", with `zero` >= 2, or "parameters" too, with `zero=3`; for models on an
-        accelerator in the memory of the host only.
-    rounding: how what the optimizer computes becomes bf16 weights.  With "stochastic" there are no masters, which saves
-        4 bytes per parameter (`parallel.optimizers.rounding`).
-    compression: of the gradients that hosts exchange, with `zero=0` (`comm.compression`).  Gradients are then no longer those
-        of one process: error feedback adds what a step omits to later steps.
-    lora: the small matrices that are trained in place of the model's weights, which are frozen (`parallel.lora`).
+    Args:
+        data: the number of ranks over which samples are divided; None for all ranks.
+        zero: the stage of ZeRO (Rajbhandari et al., 2020): ranks divide 1 optimizer states, 2 also gradients, 3 also weights.
+        hybrid: divide among the ranks of each host only, so that every host has a complete copy and hosts exchange only gradients.
+        precision: the type in which the model computes.  The optimizer updates master weights in the type in which the model was
+            created, and gradients are averaged in that type.  With "fp8" weights are bf16, and linear layers multiply 8-bit floats.
+        recompute: the activations that the backward pass computes again.
+        activation_bytes: with `recompute="auto"`, the bytes of activations that a rank may keep.
+        swap: where activations are stored until the backward pass: "none" (in place), "host" (models on an accelerator) or
+            "disk:FOLDER" (models on a CPU).
+        offload: where master weights and optimizer states are stored between steps: "none" (with the model), "host" (models on an
+            accelerator) or "disk:FOLDER".
+        offloaded: what is offloaded in addition to optimizer states: "gradients" (with `zero` >= 2), or also "parameters" (with
+            `zero=3`).  Models on an accelerator offload them to host memory only.
+        rounding: "stochastic" rounds updates to bf16 weights without master weights, which saves 4 bytes per parameter.
+        compression: the compression of gradients between hosts, with `zero=0`.  Gradients then differ from those of one process;
+            error feedback adds the error of a step to later steps.
+        lora: the adapters to train, with the model's weights frozen.
+
+    Raises:
+        PlanError: for options that are invalid or exclude each other.
     """
 
     data: int | None = None
@@ -169,7 +173,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.data is not None and self.data < 1:
-            raise PlanError(f"data={self.data}: an axis has 1 rank or more")
+            raise PlanError(f"data={self.data}: at least 1 rank is needed")
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero={self.zero}: the stages are 0, 1, 2 and 3")
         if self.hybrid and not self.zero:
@@ -185,18 +189,18 @@ class Plan:
             )
         if self.rounding == "stochastic" and self.precision != "bf16":
             raise PlanError(
-                f"rounding='stochastic' with precision={self.precision!r}: it is for bf16; nearest plan: "
+                f"rounding='stochastic' with precision={self.precision!r}: stochastic rounding needs bf16; nearest plan: "
                 f"precision='bf16'"
             )
         if self.rounding == "stochastic" and self.offload != "none":
             raise PlanError(
-                f"rounding='stochastic' with offload={self.offload!r}: what it updates stays in memory, and has no masters; "
+                f"rounding='stochastic' with offload={self.offload!r}: stochastic rounding has no master weights to offload; "
                 f"nearest plan: rounding='nearest'"
             )
         if (self.recompute == "auto") != (self.activation_bytes is not None):
             raise PlanError(
                 f"recompute={self.recompute!r} with activation_bytes={self.activation_bytes}: 'auto' needs the "
-                f"bytes of activations that may be kept, and nothing else takes them"
+                f"bytes of activations that a rank may keep, and other values do not take them"
             )
         if self.lora is not None and self.precision == "fp8":
             raise PlanError(
@@ -217,23 +221,23 @@ class Plan:
             return
         if self.offload == "none":
             raise PlanError(
-                f"offloaded={self.offloaded!r} with offload='none': gradients and parameters go where the states of the optimizer "
-                f"go; nearest plan: offload='disk:FOLDER'"
+                f"offloaded={self.offloaded!r} with offload='none': gradients and parameters are offloaded together with optimizer "
+                f"states; nearest plan: offload='disk:FOLDER'"
             )
         least = 2 if self.offloaded == "gradients" else 3
         if self.zero < least:
             raise PlanError(
-                f"offloaded={self.offloaded!r} with zero={self.zero}: ranks have to divide what they offload; nearest "
+                f"offloaded={self.offloaded!r} with zero={self.zero}: ranks offload only what they divide; nearest "
                 f"plan: zero={least}"
             )
 
     @property
     def offload_folder(self) -> str | None:
-        """The folder on a disk to which is offloaded, if it is one."""
+        """The folder to which state is offloaded, or None."""
         return Place.parse(self.offload).folder or None
 
     def check(self, ranks: int) -> None:
-        """Raise `PlanError` unless the plan is one for `ranks` ranks."""
+        """Raise PlanError if `ranks` ranks cannot run the plan."""
         if self.data is not None and self.data != ranks:
             raise PlanError(
                 f"data={self.data}: the plan needs data={self.data} ranks, {ranks} were launched; nearest plan: data={ranks}"

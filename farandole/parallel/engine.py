@@ -1,29 +1,29 @@
-"""The engine: a model under a plan, its steps, clipping, optimizers and states.
+"""The engine: trains a model under a plan.
 
     engine = farandole.parallelize(model, Plan(zero=2))
     optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
     step = engine.forward_backward(micro_batches, loss)     # loss(output, batch) -> (sum, count)
     engine.clip(1.0)
-    optimizer.step()                        # this rank's shards; then all ranks have the new weights
+    optimizer.step()                        # updates this rank's shards, and gathers the new weights
     optimizer.zero_grad()
     engine.save(folder, extra={"step": n})
 
-or, in a loop of one's own,
+or, in a plain loop:
 
     with engine.no_sync():
         loss(engine(first)).backward()      # accumulates
     loss(engine(second)).backward()         # buckets are reduced as they fill, and the last one when it returns
 
-where each rank's loss is a mean over its own samples.  When all ranks have equally many, the gradient is that of a single
-process with all samples, times the number of backward passes, as always in accumulation.
+In a plain loop each rank's loss is the mean over its own samples.  If all ranks have equally many samples, the gradient equals that of
+a single process with all samples.  Accumulated backward passes add up, as in PyTorch.
 
-The engine knows layouts, not axes: which ranks sum the gradient of a tensor, and which of them divide it, follows from its `Layout`
-(`sharding`).  One engine serves all stages of ZeRO (Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models").
+The engine reads layouts, not axes: the `Layout` of a tensor determines which ranks sum its gradient and which ranks divide it
+(`sharding`).  One engine implements all stages of ZeRO (Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training
+Trillion Parameter Models").
 
-How a pipeline fits in: `forward_backward` owns the order of forward passes, backward passes and reductions.  A schedule of
-micro-batches takes the place of the loop in `global_mean`; the reducer needs one signal per step, after the last backward pass of a
-parameter (`GradientReducer.end_pass`), and sums and counts come from the ranks of the last stage.
+To host a pipeline, `forward_backward` owns the order of forward passes, backward passes and reductions.  A pipeline schedule replaces
+the loop over micro-batches in `global_mean`.  The reducer needs one signal per step, after the last backward pass of a parameter
+(`GradientReducer.end_pass`), and the ranks of the last stage provide sums and counts.
 """
 
 from __future__ import annotations
@@ -74,35 +74,39 @@ from farandole.plan import Offloaded, Place
 class Engine:
     """Trains `model` on the ranks of `comm`.
 
-    At construction the parameters and buffers of rank 0 are copied to all ranks.  Frozen parameters get no
-    gradient, tied ones are reduced once.  A parameter without a gradient on some ranks counts as zero there;
-    without one on all ranks, its `.grad` stays None.  With one rank nothing is communicated.
+    `farandole.parallelize` creates an engine.
 
-    With `zero` >= 1 an optimizer updates shards of the parameters: `optimizer` gives it those.  The gradients are then
-    those of the shards, and the parameters' own `.grad` stands for them (`optimizers.shards`).  Ranks that share memory have one
-    copy of the weights between them.
+    The constructor broadcasts the parameters and buffers of rank 0.  Frozen parameters get no gradient, and tied parameters are reduced
+    once.  A parameter without a gradient on some ranks counts as zero there; a parameter without a gradient on all ranks keeps
+    `.grad` None.  A single rank does not communicate.
+
+    With `zero` >= 1 optimizers update this rank's shards of the parameters.  The `.grad` of a parameter then represents its averaged
+    gradient, of which the rank stores a shard (`optimizers.shards`).  Ranks that share memory have a single copy of the weights.
 
     Args:
-        bucket_bytes: about as many bytes of parameters are reduced together.
-        compression: of gradients that cross hosts, with `zero=0`; gradients are then no longer those of one process, but with error
-            feedback what a step misses comes in later ones.
-        zero: what ranks divide: 1 optimizer states and master weights, 2 gradients too, 3 weights too.
-        hybrid: whether the ranks of each host divide them, so that every host has a copy.
-        dtype: in which the model computes (bf16, fp16), while the optimizer updates master weights of the type that parameters had,
-            with gradients of that type.
-        offload: "host" or "disk:FOLDER", where master weights and states of the optimizer are kept; they pass through memory in its
-            step.  `offloaded`: also "gradients", with `zero` >= 2, or "parameters" too, with `zero=3`; on a disk for models on the CPU
-            only.
-        initialise: makes a model on the meta device, block by block, where ranks keep its parts (`initial_values`).
-        watch: whether every rank checks its own gradients before they are averaged, so that `locate_nonfinite` names the rank whose
-            gradients were not finite; the cost is one pass over a bucket that has just been filled.
-        rounding: of the update of bf16 weights, instead of master weights; shards read as NaN between updates.
-        scaler, diagnose, report: see `loss_scaling`.
-        mesh, layouts: of parameters that are not the same on all ranks; by default ranks differ in their samples only.
+        model: the model; its parameters belong to the engine until `close`.
+        comm: the ranks.
+        bucket_bytes: the approximate bytes of parameters that are reduced together.
+        compression: the compression of gradients between hosts, with `zero=0`.
+        zero: the stage of ZeRO: ranks divide 1 optimizer states and master weights, 2 also gradients, 3 also weights.
+        hybrid: divide among the ranks of each host only, so that every host has a complete copy.
+        dtype: the type in which the model computes (bf16, fp16).  The optimizer updates master weights in the original type, with
+            gradients in that type.
+        offload: "host" or "disk:FOLDER", where master weights and optimizer states are stored between steps.
+        offloaded: also offload "gradients" (with `zero` >= 2), or "parameters" (with `zero=3`).
+        initialise: fills a model on the meta device block by block, so that a rank allocates only its shards (`initial_values`).
+        watch: check the gradients of this rank before they are averaged, so that `locate_nonfinite` names the rank.  This
+            costs one pass over each filled bucket.
+        rounding: stochastic rounding of updates to bf16 weights, without master weights.
+        scaler: the loss scaler of fp16 (`loss_scaling`).
+        diagnose: check the outputs of blocks, so that the report of an overflow names the block.
+        report: print a line on rank 0 for each overflow.
+        mesh: the mesh of ranks; by default one data axis.
+        layouts: the layouts of parameters by name; by default every rank has every parameter.
 
     Raises:
-        TypeError, ValueError: for options that exclude each other, and for a model that cannot be compressed.
-        PlanError: with `hybrid`, where hosts have different numbers of ranks.
+        TypeError, ValueError: for options that exclude each other, or a model that cannot be compressed.
+        PlanError: with `hybrid`, if hosts have different numbers of ranks.
     """
 
     def __init__(
@@ -210,7 +214,7 @@ class Engine:
         )
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Return the output of the model for these inputs, cast to its type where they are floating."""
+        """Return the output of the model; floating-point inputs are cast to its type."""
         if self._reducer.all_cleared:
             self._reducer.begin_step()  # activations use the memory of gradients
         if self._dtype is not None:
@@ -222,7 +226,7 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         """Run `loss.backward()`, with the loss scaled if the precision is fp16.
 
-        Gradients that it leaves in `.grad` after a step's last pass are unscaled.
+        The gradients in `.grad` are unscaled after the last backward pass of a step.
         """
         if self._reducer.all_cleared:
             self._reducer.begin_step()
@@ -231,26 +235,26 @@ class Engine:
     def forward_backward(
         self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any] = first_of
     ) -> StepLoss:
-        """Compute the gradients of the mean loss over the micro-batches of all ranks.  All ranks call it, once per step.
+        """Compute the gradients of the mean loss over the micro-batches of all ranks; a collective call, once per step.
 
             step = engine.forward_backward(batches, lambda logits, batch: (masked_sum(logits, batch), batch.mask.sum()))
 
-        The mean is over the global count: masks, packed sequences, and micro-batches of different sizes weigh as in one process.
-        Ranks may have different numbers of micro-batches, also none.
+        The mean is over the global count, so masks, packed sequences and micro-batches of different sizes have the weight that they have in
+        one process.  Ranks may have different numbers of micro-batches, including none.
 
         Args:
             batches: the micro-batches of this rank.
-            loss: `loss(output, batch)` returns the sum of the losses of a micro-batch, and the count of summands: samples,
+            loss: `loss(output, batch)` returns the sum of the losses of a micro-batch, and the number of summands: samples,
                 or tokens that are not masked.
-            inputs: the arguments of the model, of a micro-batch: a tensor, a tuple, or a mapping of named arguments.  By default
+            inputs: returns the model's arguments for a micro-batch: a tensor, a tuple, or a mapping of named arguments.  By default
                 the first element of a tuple or list, or the batch itself.
 
         Returns:
-            The mean loss and the count over all ranks, the same on all of them.
+            The mean loss and the count over all ranks, equal on all ranks.
 
         Raises:
-            ValueError: on all ranks, if nothing counts.
-            RuntimeError: if there are gradients of an earlier call that were not cleared.
+            ValueError: on all ranks, if the count is 0.
+            RuntimeError: if gradients of an earlier call were not cleared.
         """
         if self._reducer.reduced and not self._reducer.all_cleared:
             raise RuntimeError(
@@ -262,40 +266,40 @@ class Engine:
     def evaluate(
         self, batches: Iterable[Any], metric: Loss, inputs: Callable[[Any], Any] = first_of
     ) -> float:
-        """Return the mean of `metric` over the batches of all ranks, computed in evaluation mode.  All ranks call it.
+        """Return the mean of `metric` over the batches of all ranks, computed in evaluation mode; a collective call.
 
         The arguments are those of `forward_backward`.  Ranks may have different numbers of batches.
         """
         return self._mean.evaluate(batches, metric, inputs)
 
     def join_forward(self) -> None:
-        """Take part in a forward pass of the other ranks, without inputs: gather the weights that they need."""
+        """Take part in the gathers of the other ranks' forward pass, without inputs."""
         if self._gatherer is not None:
             self._gatherer.end_pass("forward")
 
     def join_backward(self, *, last: bool) -> None:
-        """Take part in a backward pass of the other ranks, the `last` one of a step or not, without gradients."""
+        """Take part in the reductions of the other ranks' backward pass, without gradients; `last` marks the last one of a step."""
         self._reducer.join_pass(last=last)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward passes accumulate gradients; with `zero` < 2 they communicate nothing.
+        """Accumulate gradients in backward passes without reducing them.
 
-        With `zero` >= 2 there is no memory to keep whole gradients in, so that every pass is reduced.
+        With `zero` >= 2 every backward pass is reduced, because no rank has memory for whole gradients.
         """
         with self._reducer.no_sync():
             yield
 
     def synchronize(self) -> None:
-        """Reduce what is left and wait until every gradient is the average over ranks.
+        """Reduce the remaining buckets, and wait until every gradient is the average over ranks.
 
-        A backward pass outside of `no_sync` ends with it; it is for ranks that had none.
+        A backward pass outside `no_sync` does this itself.  Call it on ranks that had no backward pass.
         """
         self._reducer.synchronize()
 
     @property
     def waited_s(self) -> float:
-        """The seconds in which this rank had nothing to do but wait for others; may be set to 0."""
+        """The seconds for which this rank has waited for other ranks; may be set to 0."""
         return self._reducer.waited_s
 
     @waited_s.setter
@@ -306,12 +310,12 @@ class Engine:
 
     @property
     def skipped(self) -> bool:
-        """Whether the optimizer's last step was skipped, as fp16 gradients overflowed."""
+        """Whether the last step of the optimizer was skipped because fp16 gradients overflowed."""
         return self.overflow is not None
 
     @property
     def overflow(self) -> Overflow | None:
-        """The overflow for which the last step was skipped, if it was."""
+        """The overflow for which the last step was skipped, or None."""
         return self._steps.overflow
 
     @property
@@ -320,16 +324,16 @@ class Engine:
         return self._steps.scaler
 
     def shards(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
-        """Yield (parameter, shard, start): what this rank updates, and where it begins in the flattened parameter."""
+        """Yield (parameter, shard, start) for this rank's shards; `start` is the offset in the flattened parameter."""
         for shards in self.shards_of_buckets:
             yield from shards.stored()
 
     def updated_tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
-        """Yield (parameter, tensor, start) of all tensors for which optimizers may have states: shards, and whole parameters."""
+        """Yield (parameter, tensor, start) for all tensors for which optimizers may have states: shards and whole parameters."""
         return self._updates.tensors()
 
     def stored_parts(self) -> Iterator[StoredPart]:
-        """Yield what this rank stores of trained parameters, and of frozen ones in flat buffers."""
+        """Yield the parts that this rank stores of trained parameters, and of frozen parameters in flat buffers."""
         for shards in self.shards_of_buckets:
             for index, (parameter, tensor) in enumerate(zip(shards.parameters, shards.tensors, strict=True)):
                 if tensor is not None:
@@ -343,23 +347,23 @@ class Engine:
                     yield StoredPart(parameter, start, values, weights, trained=False)
 
     def divides(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter lies in a flat buffer, of which this rank may store no part."""
+        """Return whether a parameter is stored in a flat buffer, of which this rank may store no part."""
         return any(each is parameter for weights in self._weights for each in weights.parameters)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Have `optimizer`, made for the model's parameters, update this rank's shards of them; return it.
+        """Make `optimizer` update this rank's shards of the model's parameters, and return it.
 
-        Where ranks divide parameters the optimizer has to treat every element by itself, as SGD, Adam and AdamW do, or every
-        parameter, as Muon and Adafactor do (`optimizers.owned_parameters`); where parameters are offloaded, every element.  If it has a state,
-        all ranks have the same.  Its `step` then begins with all ranks' gradients and ends with all ranks' new weights; of a closure
-        it gets the mean over ranks.
+        If ranks divide parameters, the optimizer must update every element independently, as SGD, Adam and AdamW do, or every parameter, as
+        Muon and Adafactor do (`optimizers.owned_parameters`).  If states are offloaded, it must update every element independently.
+        Existing states must be equal on all ranks.  `step` waits for the averaged gradients and ends when all ranks have the new
+        weights; a closure returns the mean loss over ranks.
 
-        With offload this is where its master weights and states move: all ranks call it together.
+        With offload this moves master weights and states, and is a collective call.
 
         Raises:
-            TypeError: for a class, or anything else that is no optimizer.
-            ValueError: for an optimizer that would give other results, or has parameters of another model.
-            OffloadError: where there is no space for what is offloaded.
+            TypeError: `optimizer` is a class, or not an optimizer.
+            ValueError: the optimizer would give other results, or has parameters of another model.
+            OffloadError: the disk or host memory has no space for the states.
         """
         checked: object = optimizer
         if not isinstance(checked, torch.optim.Optimizer):
@@ -381,12 +385,12 @@ class Engine:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that were given to `optimizer`."""
+        """The optimizers of the engine."""
         return self._updates.optimizers
 
     @property
     def offloaded(self) -> list[OffloadedUpdate]:
-        """The optimizers whose states are offloaded, with their states."""
+        """The optimizers with offloaded states."""
         return self._updates.offloaded
 
     def _before_update(self) -> bool:
@@ -477,19 +481,21 @@ class Engine:
         asynchronous: bool = False,
         on_saved: Callable[[], None] | None = None,
     ) -> PendingSave:
-        """Write the state of the model and its optimizers to a new folder; all ranks call it.
+        """Write the state of the model and its optimizers to a new folder; a collective call.
 
-        There are parameters, buffers, optimizer states and settings, the loss scale, random generators, and what `extra` has: values
-        that JSON can hold, such as the position in the data.  The folder gets its name when it is whole.
+        The checkpoint contains parameters, buffers, optimizer states and settings, the loss scale, the random generators and `extra`.  The
+        folder gets its final name when it is complete.
 
-        With `asynchronous` the state is copied to host memory, and written by a thread while training goes on; `wait` of the returned
-        object, the next `save` or `load`, and `close` return when it is on the disk.  Offloaded states are not copied: they are
-        written before `save` returns.
-
-        `on_saved` is called on rank 0 when the folder is whole, by the thread that wrote it; if it fails, the save has failed.
+        Args:
+            folder: a folder that does not exist, on a file system that all ranks share.
+            extra: values that JSON can represent, such as the position in the data.
+            asynchronous: copy the state to host memory, and write it in a thread while training continues.  `wait` of the returned
+                object, the next `save` or `load`, and `close` block until the checkpoint is on the disk.  Offloaded states are not
+                copied: they are written before `save` returns.
+            on_saved: called on rank 0 when the folder is complete, by the thread that wrote it; an exception makes the save fail.
 
         Raises:
-            CheckpointError: on all ranks, if the folder exists or cannot be written; with `asynchronous` by what waits for it.
+            CheckpointError: on all ranks, if the folder exists or cannot be written; with `asynchronous`, `wait` raises it.
         """
         self._wait_for_save()
         path = Path(folder).expanduser()
@@ -498,25 +504,25 @@ class Engine:
         return pending
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Go on from a checkpoint of `save`, written under any plan by any number of ranks; all ranks call it.
+        """Restore a checkpoint that `save` wrote under any plan and with any number of ranks; a collective call.
 
-        Optimizers are given to `optimizer` before.
+        Call `optimizer` for every optimizer first.
 
         Returns:
-            `extra`, as it was saved.
+            The `extra` of the checkpoint.
 
         Raises:
-            CheckpointError: on all ranks, if the checkpoint is damaged or belongs to another model; the engine stays as it is.
+            CheckpointError: on all ranks, if the checkpoint is damaged or belongs to another model; the engine is unchanged.
         """
         self._wait_for_save()
         return checkpoint.load(self, Path(folder).expanduser())
 
     def export(self, folder: str | Path, dtype: torch.dtype | None = None, file_bytes: int = 4 << 30) -> None:
-        """Write parameters and buffers to safetensors files in a new folder, for other tools; all ranks call it.
+        """Write parameters and buffers to safetensors files in a new folder, for other tools; a collective call.
 
         Args:
-            dtype: of floating-point tensors; by default the type in which the optimizer updates.
-            file_bytes: a larger model is divided into several files, with an index.
+            dtype: the type of floating-point tensors; by default the type that the optimizer updates.
+            file_bytes: the maximum size of a file; a larger model is divided into several files with an index.
 
         Raises:
             CheckpointError: on all ranks, if the folder exists or cannot be written.
@@ -524,12 +530,12 @@ class Engine:
         safetensors_files.export(self, Path(folder).expanduser(), dtype, file_bytes)
 
     def load_weights(self, path: str | Path) -> None:
-        """Set parameters and buffers to those of a safetensors file, or of the files in a folder; all ranks call it.
+        """Load parameters and buffers from a safetensors file, or from the files in a folder; a collective call.
 
-        A rank reads what it stores.  Optimizer states stay as they are.
+        A rank reads only the parts that it stores.  Optimizer states are unchanged.
 
         Raises:
-            CheckpointError: on all ranks, for files that are damaged or of another model; the engine stays as it is.
+            CheckpointError: on all ranks, if files are damaged or belong to another model; the engine is unchanged.
         """
         safetensors_files.load_weights(self, Path(path).expanduser())
 

@@ -1,4 +1,4 @@
-"""Make an engine of a model and a plan.
+"""Create an engine for a model and a plan.
 
 runtime = farandole.init()
 engine = farandole.parallelize(model, Plan(zero=2, precision="bf16"))
@@ -50,30 +50,31 @@ def parallelize(
 ) -> Engine:
     """Return an engine that trains `model` on all ranks of `comm` under `plan`; a collective call.
 
-    All ranks begin with the parameters of rank 0.  The parameters of `model` become the engine's: call the engine in place of the model.
+    All ranks start with the parameters of rank 0.  The engine owns the parameters of `model`: call the engine instead of the model.
     Recomputed and adapted layers are logged at level INFO.
 
     Args:
-        plan: by default `Plan()`.  Adapters of `lora` and the directions of stochastic rounding depend on torch's seed on rank 0.
-        comm: by default all ranks of the job.
+        model: the model, on the CPU, an accelerator or, with `initialise`, the meta device.
+        plan: the plan, by default `Plan()`.  LoRA adapters and stochastic rounding depend on torch's seed on rank 0.
+        comm: the ranks, by default all ranks of the job.
         example: an input of a rank's micro-batch, with which `recompute="attention"` and "auto" measure activations.
         loss: a function of the output, for the same measurement.
-        initialise: `initialise(name, block)` fills one block of a model on the meta device (`initial_values`); a process then needs
-            memory for its own shards and one block.
-        diagnose: with `precision="fp16"` every step checks the outputs of blocks, so that the report of the first overflow names the
-            block in which the forward pass overflowed.
-        watch: every rank checks its own gradients before they are averaged, so that `Engine.locate_nonfinite` names the rank and the
-            parameter.
-        report: rank 0 prints a line for each overflow of fp16.
+        initialise: `initialise(name, block)` fills one block of a model on the meta device, so that a process needs memory only for
+            its shards and one block.
+        diagnose: with `precision="fp16"`, check the outputs of blocks in every step, so that the report of the first overflow names the
+            block.
+        watch: check the gradients of each rank before they are averaged, so that `Engine.locate_nonfinite` names the rank and
+            the parameter.
+        report: print a line on rank 0 for each overflow of fp16.
 
     Raises:
-        PlanError: if the plan does not suit the ranks or the model.
-        RuntimeError: without a process group.
+        PlanError: the plan does not suit the ranks or the model.
+        RuntimeError: no process group exists.
     """
     plan = plan or Plan()
     if comm is None:
         if not dist.is_initialized() or dist.group.WORLD is None:
-            raise RuntimeError("parallelize needs the ranks of a job: call farandole.init() before")
+            raise RuntimeError("parallelize needs the ranks of a job: call farandole.init() first")
         comm = Communicator(dist.group.WORLD)
     plan.check(comm.size)
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
@@ -81,12 +82,12 @@ def parallelize(
     if plan.precision == "fp32" and types - {torch.float32, torch.float64}:
         odd = next(n for n, p in model.named_parameters() if p.dtype not in (torch.float32, torch.float64))
         raise PlanError(
-            f"precision='fp32', and {odd} is {dict(model.named_parameters())[odd].dtype}: make the model in fp32, "
-            f"of which lower precisions keep masters"
+            f"precision='fp32', and {odd} is {dict(model.named_parameters())[odd].dtype}: create the model in fp32, "
+            f"the type of the master weights of lower precisions"
         )
     if diagnose and plan.precision != "fp16":
         raise PlanError(
-            f"diagnose=True with precision={plan.precision!r}: it explains the steps that precision='fp16' skips"
+            f"diagnose=True with precision={plan.precision!r}: it explains the steps that only precision='fp16' skips"
         )
     if plan.lora is not None:
         _add_lora(model, plan.lora)
