@@ -118,7 +118,7 @@ class _Benchmark:
             raise BenchError(refusal or "another host has not the memory for it; take a smaller --max")
 
     def pin(self) -> None:
-        """Pin this rank to its own cores, whichever launcher started it."""
+        """Pin this rank to its own cores, under any launcher."""
         division = divide_cores(self.runtime.local_size, physical_cores(affinity()), threads=1)
         processors = division.shares[self.runtime.local_rank].processors
         if processors:

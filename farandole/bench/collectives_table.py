@@ -66,7 +66,7 @@ class Table:
         what = f" ({setup.reduction}){what}" if operation.reduces else what
         among = "2 ranks" if operation.messages else counted(ranks, "rank")
         how = f", {WINDOW} messages at once" if operation.is_bandwidth else ""
-        how += ", non-blocking, beside a computation" if setup.overlap else ""
+        how += ", non-blocking, overlapped with computation" if setup.overlap else ""
         names = [f"{COLUMNS[key][0]:>{self._width(key)}}" for key in self._keys]
         first = "# Size" if operation.sized else "#"
         return f"# {operation.name}{what} among {among}{how}\n{first:<{_SIZE_WIDTH}}{''.join(names)}  Backend"

@@ -81,14 +81,14 @@ def _placement() -> str:
 
 
 def _launchers() -> str:
-    """Those on the path, and those that lie beside this interpreter, as in an environment not activated."""
-    beside = str(Path(sys.executable).parent)
-    on_path, only_beside = [], []
+    """Return the launchers on the path, and those next to this interpreter, as in an environment that is not activated."""
+    next_to_python = str(Path(sys.executable).parent)
+    on_path, off_path = [], []
     for name in ("farandole", "torchrun", "mpiexec", "mpirun", "srun"):
         if which(name):
             on_path.append(name)
-        elif found := which(name, path=beside):
-            only_beside.append(found)
-    if only_beside:
-        on_path.append(f"not on the path: {' '.join(only_beside)}")
+        elif found := which(name, path=next_to_python):
+            off_path.append(found)
+    if off_path:
+        on_path.append(f"not on the path: {' '.join(off_path)}")
     return ", ".join(on_path) or "none (python -m farandole launch works)"

@@ -399,7 +399,7 @@ class WorkQueue:
         error = work._error  # reading the attribute does not mark the error as reported
         del work  # likewise, see `QueuedWork.run`
         if error is not None and not isinstance(error, Exception):
-            raise error  # Ctrl-C interrupts this thread, whichever thread issued the work
+            raise error  # Ctrl-C interrupts this thread, even if another thread issued the work
         return True
 
     def _main(self, tickets: Tickets | PlainTickets) -> None:

@@ -120,7 +120,7 @@ class OffloadStore(ABC):
 
 
 class HostStore(OffloadStore):
-    """Records in the memory of this host; `pinned` for a CUDA device, which then copies at full speed beside kernels.
+    """Records in the memory of this host; `pinned` for a CUDA device, which then copies at full speed while kernels run.
 
     Copies from and to a device run in order on a stream of their own.
     """

@@ -244,7 +244,7 @@ def nowhere(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether a device has memory of its own, beside which the host's is another place."""
+    """Return whether a device has memory separate from the host's."""
     return device.type != "cpu"
 
 

@@ -7,7 +7,7 @@ communication  by the ring's cost: an all-reduce of S bytes among n ranks moves 
 update         the optimizer reads and writes each of its numbers once
 offload        what is offloaded passes through the disk, or the link between accelerator and host, in each step; gradients and
                weights, which move during the passes, count as far as that takes longer than the passes
-swap           the part of copying activations away and back that takes longer than the pass beside it
+swap           the part of copying activations away and back that takes longer than the pass it overlaps with
 """
 
 from __future__ import annotations

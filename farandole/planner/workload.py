@@ -71,7 +71,7 @@ class Workload:
         model, example, loss: as `saved_bytes` takes them; the example is a micro-batch of a rank.  The model may be on
             the meta device.
         micro_batches: forward and backward passes of a rank in a step.
-        states: numbers that the optimizer keeps for each parameter beside itself (2 for Adam, 1 for momentum).
+        states: values that the optimizer keeps per parameter (2 for Adam, 1 for momentum).
         checkpoints: whether copies of weights and states are kept in the host's memory (`farandole train`).
         block_by_block: whether no rank ever holds the whole model (`parallelize` of a model on the meta device).
         mesh, layouts, rank: of a model of which ranks have different parts, and the rank whose part `model` is; by default ranks

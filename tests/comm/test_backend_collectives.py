@@ -212,7 +212,7 @@ def check_inference_mode(rank: int, size: int) -> None:
         assert gathered[:, 0].tolist() == [r + 1.0 for r in range(size)]
         after = torch.ones(2, 3).t()
         pending = dist.all_reduce(after, async_op=True, group=group)
-        with torch.inference_mode():  # whoever waits may run the call
+        with torch.inference_mode():  # a waiting thread may run the call
             pending.wait()
         after += 1
         assert (after == size + 1).all()

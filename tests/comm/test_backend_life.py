@@ -1,4 +1,4 @@
-"""The life and end of a group: what it leaves behind, alone, on several hosts, beside forked workers."""
+"""Groups leave nothing behind when they end: on one host, on several hosts, and with forked workers."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def check_wait_with_timeout(rank: int, size: int) -> None:
 
 
 def check_pipeline_ring(rank: int, size: int) -> None:
-    """A token runs around many times, beside collectives on the same group."""
+    """A token circulates many times while collectives run on the same group."""
     token = torch.zeros(1)
     for turn in range(30):
         if rank == 0:

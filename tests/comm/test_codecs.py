@@ -1,4 +1,4 @@
-"""The C codecs beside a few lines of torch, and the same bits at every vector level."""
+"""The C codecs agree with torch, and give the same bits at every vector level."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_learns_nearly_as_well_with_error_feedback(ranks):
     assert forgetful > 1.3 * topk
 
 
-def threads_beside_pythons() -> int:
+def threads_outside_python() -> int:
     return len(os.listdir("/proc/self/task")) - threading.active_count()
 
 
@@ -73,12 +73,12 @@ def added_threads(rank: int, size: int) -> int:
     group = hierarchical_group([0, 1], rank)
     model = network(1)
     replica = Engine(model, Communicator(group), compression=PowerSGD(2))
-    before = threads_beside_pythons()
+    before = threads_outside_python()
     for _ in range(3):
         replica.zero_grad()
         model(torch.ones(3, 20)).sum().backward()
         replica.synchronize()
-    after = threads_beside_pythons()
+    after = threads_outside_python()
     replica.close()
     dist.destroy_process_group(group)
     return after - before
@@ -91,7 +91,7 @@ def test_reductions_keep_to_the_number_of_threads(ranks):
 
 
 class Sometimes(nn.Module):
-    """A layer that rank 0 uses, one that nobody uses, large gradients beside small ones."""
+    """A layer that rank 0 uses, one that nobody uses, large gradients next to small ones."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ def test_the_same_losses(ranks: Any, backend: str, tmp_path: Path) -> None:
 
 
 class Mixed(nn.Module):
-    """Parameters and buffers inside and beside its blocks."""
+    """Parameters and buffers inside and outside its blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -299,8 +299,8 @@ def test_fp16_is_that_of_one_process(ranks: Any, zero: int) -> None:
                 torch.testing.assert_close(value, expected[name], msg=lambda m, name=name: f"{name}: {m}")
 
 
-def _beside_torch(rank: int, size: int) -> None:
-    """fp32 weights with overflows at random, beside GradScaler: the same bits."""
+def _next_to_torch(rank: int, size: int) -> None:
+    """fp32 weights with random overflows have the same bits as with GradScaler."""
     model = _blocks()
     reference = copy.deepcopy(model)
     when = [False]
@@ -328,7 +328,7 @@ def _beside_torch(rank: int, size: int) -> None:
 
 
 def test_training_is_that_of_torch(ranks: Any) -> None:
-    ranks(1).run(_beside_torch)
+    ranks(1).run(_next_to_torch)
 
 
 def _passes_add_up(rank: int, size: int) -> None:

@@ -149,7 +149,7 @@ def test_what_fits_is_said() -> None:
     # 2 and 4 bytes of weight and gradient in halves; for the embedding a buffer of 4 and three of 12 bytes
     states = sum(wanted.parts[name] for name in ("weights", "gradients", "buffers", "optimizer"))
     assert states == pytest.approx(3 * parameters + (4 + 36 / 2) * largest, rel=0.03)
-    # masters are made beside whole gradients, and halves of both beside each other
+    # master weights are created while whole gradients exist, and then halves of both exist
     assert found[1, "bf16", "disk:FOLDER"].start > (1 + 4 + 2) * parameters
     said = what_fits(plans, 2, 2 << 30)
     assert "--zero 3 --precision bf16 --recompute block --offload disk:FOLDER" in said

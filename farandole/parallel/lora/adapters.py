@@ -130,7 +130,7 @@ def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
     return {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
-def trained_beside(model: nn.Module, lora: LoRA, layers: Iterable[str] | None = None) -> dict[str, Tensor]:
+def other_trained(model: nn.Module, lora: LoRA, layers: Iterable[str] | None = None) -> dict[str, Tensor]:
     """What is trained besides adapters, by name; of modules trained whole also their buffers that are saved.
 
     `layers` are the paths of those with adapters, where the model is to get them only now.

@@ -76,7 +76,7 @@ def adapt(linear: nn.Linear, lora: LoRA, frozen_weight: Tensor | None = None) ->
     """Make `linear` a `LoRALinear` that computes what it did; its weight becomes `frozen_weight` if one is given.
 
     A starts as the weight of a new Linear would, uniform in +-1/sqrt(in), drawn from torch's global generator;
-    B at zero. Beside a weight of bf16 or fp16 both are fp32: small steps would be lost in them.
+    B at zero. Both are fp32 if the weight is bf16 or fp16, in which small updates would be lost.
     """
     weight = linear.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from farandole._extras import optional_import
 from farandole.data.cache import flush
 from farandole.data.wording import disk_failure
-from farandole.parallel.lora.adapters import Summary, add_lora, lora_layers, summarize, trained_beside
+from farandole.parallel.lora.adapters import Summary, add_lora, lora_layers, other_trained, summarize
 from farandole.parallel.lora.layer import LoRALinear
 from farandole.parallel.lora.targets import find_trained
 from farandole.plan import LoRA
@@ -60,7 +60,7 @@ def save_adapter(model: nn.Module, folder: str | Path, base_model: str | None = 
     tensors: dict[str, Tensor] = {}
     for path, layer in layers.items():
         tensors |= {f"{path}.lora_A.weight": layer.lora_A, f"{path}.lora_B.weight": layer.lora_B}
-    for name, tensor in trained_beside(model, lora).items():
+    for name, tensor in other_trained(model, lora).items():
         path, _, last = name.rpartition(".")
         tensors[f"{path}.base_layer.{last}" if path in layers else name] = tensor
     config = _config(model, lora, list(layers), base_model)
@@ -145,7 +145,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> 
             for path in partial:
                 flush(path)
             if description.exists() and description.read_text() != text:
-                description.unlink()  # at no moment does it lie beside weights that it does not describe
+                description.unlink()  # it never describes weights of another save
             partial[0].rename(weights)
             partial[1].rename(description)
             flush(folder)
@@ -207,7 +207,7 @@ _UNDERSTOOD = {
 _HARMLESS = {
     *("task_type", "base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version"),
     *("exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("megatron_core", "qalora_group_size", "runtime_config"),  # mean something only beside others
+    *("megatron_core", "qalora_group_size", "runtime_config"),  # have an effect only together with others
 }
 """Fields that say where an adapter comes from, or which layers it has, as its tensors do."""
 
@@ -225,7 +225,7 @@ class AdapterError(RuntimeError):
 class Saved:
     """An adapter as it was read: what its files say, tensors by their names without the prefix.
 
-    `a` and `b` are matrices by path, `beside` what else was trained, by its name in the model.
+    `a` and `b` are matrices by path, `others` the other trained tensors by their names in the model.
     """
 
     folder: Path
@@ -233,10 +233,10 @@ class Saved:
     tensors: dict[str, Tensor]
     a: dict[str, Tensor] = field(init=False)
     b: dict[str, Tensor] = field(init=False)
-    beside: dict[str, Tensor] = field(init=False)
+    others: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.a, self.b, self.beside = {}, {}, {}
+        self.a, self.b, self.others = {}, {}, {}
         for name, tensor in self.tensors.items():
             if name.endswith(".lora_A.weight"):
                 self.a[name.removesuffix(".lora_A.weight")] = tensor
@@ -244,7 +244,7 @@ class Saved:
                 self.b[name.removesuffix(".lora_B.weight")] = tensor
             else:
                 path, _, last = name.rpartition(".base_layer.")
-                self.beside[f"{path}.{last}" if path else name] = tensor
+                self.others[f"{path}.{last}" if path else name] = tensor
         self._check_config()
 
     def _check_config(self) -> None:
@@ -276,7 +276,7 @@ def lora_of(saved: Saved) -> LoRA:
     """The LoRA that an adapter is of; its layers are those that it has tensors for."""
     config = saved.config
     bias = config.get("bias", "none")
-    names = [name for name in saved.beside if not (bias == "all" and "bias" in name.rpartition(".")[2])]
+    names = [name for name in saved.others if not (bias == "all" and "bias" in name.rpartition(".")[2])]
     if bias == "lora_only":
         names = [name for name in names if name.rpartition(".")[0] not in saved.a]
     trained = dict.fromkeys(name.rpartition(".")[0] for name in names)
@@ -313,15 +313,15 @@ def check_fits(model: nn.Module, lora: LoRA, saved: Saved, has_lora: bool) -> No
 
 def put_into(model: nn.Module, lora: LoRA, saved: Saved) -> Summary:
     """Copy the values of an adapter that fits, in place."""
-    beside = trained_beside(model, lora)
+    others = other_trained(model, lora)
     with torch.no_grad():
         for path, matrix in saved.a.items():
             layer = model.get_submodule(path)
             assert isinstance(layer, LoRALinear)
             layer.lora_A.copy_(matrix)
             layer.lora_B.copy_(saved.b[path])
-        for name, tensor in saved.beside.items():
-            beside[name].copy_(tensor)
+        for name, tensor in saved.others.items():
+            others[name].copy_(tensor)
     return summarize(model)
 
 
@@ -375,16 +375,16 @@ def _shapes_that_differ(model: nn.Module, saved: Saved) -> list[str]:
 
 def _others_that_differ(model: nn.Module, lora: LoRA, saved: Saved) -> list[str]:
     try:
-        wanted = trained_beside(model, lora, saved.a)
+        wanted = other_trained(model, lora, saved.a)
     except ValueError as error:  # a module that the model has not
         return [str(error)]
     problems = []
-    if missing := [name for name in wanted if name not in saved.beside]:
+    if missing := [name for name in wanted if name not in saved.others]:
         problems.append(f"it has no {_listed(missing)}, trained whole")
-    if more := [name for name in saved.beside if name not in wanted]:
+    if more := [name for name in saved.others if name not in wanted]:
         problems.append(f"it has {_listed(more)}, not trained in this model")
-    both = [name for name in wanted if name in saved.beside]
-    shapes = [_shape(name, saved.beside[name], tuple(wanted[name].shape)) for name in both]
+    both = [name for name in wanted if name in saved.others]
+    shapes = [_shape(name, saved.others[name], tuple(wanted[name].shape)) for name in both]
     return problems + [problem for problem in shapes if problem]
 
 

@@ -1,4 +1,4 @@
-"""What is checked over MPI beside the contract of the shared-memory backend."""
+"""Checks of the MPI backend in addition to those of the shared-memory backend."""
 
 from __future__ import annotations
 

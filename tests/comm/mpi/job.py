@@ -1,6 +1,6 @@
 """Jobs that mpiexec starts: many checks in one, as each rank takes seconds to import torch.
 
-The mpiexec beside the interpreter is taken, or that of the PATH.
+The mpiexec next to the interpreter is used, or the one on the path.
 """
 
 from __future__ import annotations
