@@ -97,6 +97,7 @@ def saved_and_restored(rank, size):
         kept = model.weight.detach().clone()
         assert torch.equal(hvd.broadcast(kept, 0), kept)
         sampler.record_batch(0, 2)
+        assert sampler.state_dict() == {"epoch": 0, "processed_num": 2 * size}
         state.commit()
         state.epoch, state.log[0] = 7, 8
         with torch.no_grad():
@@ -106,11 +107,11 @@ def saved_and_restored(rank, size):
         state.restore()
         assert (state.epoch, state.log, scheduler.last_epoch) == (0, [0], 0)
         assert torch.equal(model.weight, kept)
-        assert len(sampler.processed_indices) == 2 * size
+        assert sampler.processed_num == 2 * size
         left = sorted(index for part in hvd.allgather_object(list(sampler)) for index in part)
         assert set(left) == set(range(2 * size, 10)) and len(left) == size * len(sampler)
         sampler.set_epoch(1)
-        assert len(sampler) == -(-10 // size)
+        assert sampler.processed_num == 0 and len(sampler) == -(-10 // size)
 
         state.on_hosts_updated(time.time(), 1)
         with pytest.raises(hvd.HostsUpdatedInterrupt) as interrupt:
@@ -127,6 +128,24 @@ def saved_and_restored(rank, size):
 
 def test_what_is_saved_and_restored(ranks):
     ranks(2).run(saved_and_restored)
+
+
+def same_name_twice():
+    """A mistake of the program is raised: the function is not run again from the last commit."""
+    state = ObjectState(hvd.broadcast_object, hvd.rank, runs=0)
+
+    @hvd.elastic.run
+    def train(state):
+        state.runs += 1
+        state.commit()
+        engine = hvd.global_process_set.engine
+        with engine._wake:  # the first request stays in flight
+            hvd.allreduce_async(torch.ones(2), name="same")
+            hvd.allreduce_async(torch.ones(2), name="same")
+
+    with pytest.raises(ValueError, match="with the same name"):
+        train(state)
+    assert state.runs == 1
 
 
 def alone():
@@ -154,6 +173,7 @@ def test_errors_restore_and_interrupts_keep_what_there_is():
     hvd.init()
     try:
         alone()
+        same_name_twice()
     finally:
         hvd.shutdown()
     assert os.environ.get("RANK") is None

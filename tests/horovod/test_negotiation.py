@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,14 +124,14 @@ def submitted_first(rank, size):
     with session():
         if rank == 0:
             first = hvd.allreduce_async(torch.ones(2), name="same")
-            again = message(lambda: hvd.allreduce_async(torch.ones(2), name="same"), hvd.HorovodInternalError)
+            again = message(lambda: hvd.allreduce_async(torch.ones(2), name="same"), ValueError)
             assert "Requested to allreduce a tensor with the same name" in again
             assert not hvd.poll(first)
             hvd.barrier()
         else:
             hvd.barrier()
             first = hvd.allreduce_async(torch.ones(2), name="same")
-        hvd.synchronize(first)
+        close(hvd.synchronize(first), torch.ones(2))
         assert _engine()._in_flight == {}
 
 
@@ -181,29 +183,46 @@ def test_the_cache_forgets_what_was_used_longest_ago():
     assert ResponseCache(0).add("a", signatures) is None
 
 
-def long_announcements(rank, size):
+def long_names(rank, size):
+    """Names of 24 kB in all: the ranks' announcements differ in length and in order."""
     with session():
-        names = [f"{'a long name ' * 20}{i}" for i in range(100 * (rank == 0) + 100)]
-        handles = [hvd.allreduce_async(torch.ones(1), name=name) for name in names[:100]]
-        for handle in handles:
-            hvd.synchronize(handle)
+        names = [f"{'a long name ' * 20}{i}" for i in range(100)]
+        order = names if rank == 0 else names[::-1]
+        handles = {
+            name: hvd.allreduce_async(torch.tensor([rank + 1.0, len(name)]), name=name, op=hvd.Sum)
+            for name in order
+        }
+        for name in names:
+            close(hvd.synchronize(handles[name]), torch.tensor([size * (size + 1) / 2, size * len(name)]))
 
 
-def test_long_announcements(ranks):
-    ranks(2).run(long_announcements)
+def test_long_names_are_announced_in_full(ranks):
+    ranks(2).run(long_names)
 
 
-def small_threshold(rank, size):
+def fused_together(rank, size, path):
+    """Return the results, and for each name how many tensors travelled in its all-reduce."""
+    lengths = {"five": 5, "thousand": 1000, "three": 3, "two": 2}
     with session():
-        shapes = [(5,), (1000,), (3,), (0,), (2, 2)]
-        handles = [hvd.allreduce_async(torch.full(s, rank + 1.0), name=f"{s}", op=hvd.Sum) for s in shapes]
-        for shape, handle in zip(shapes, handles, strict=True):
-            close(hvd.synchronize(handle), torch.full(shape, size * (size + 1) / 2))
+        hvd.start_timeline(path)
+        group = hvd.grouped_allreduce(
+            [torch.full((n,), rank + 1.0) for n in lengths.values()], name="g", op=hvd.Sum
+        )
+        for result, length in zip(group, lengths.values(), strict=True):
+            close(result, torch.full((length,), size * (size + 1) / 2))
+        hvd.stop_timeline()
+    if rank:
+        return []
+    events = json.loads(Path(path).read_text())
+    return [e["args"]["tensors"] for e in events if e["name"] == "ALLREDUCE"]
 
 
-@pytest.mark.parametrize("threshold", ["0", "64", "4096"])
-def test_fusion_thresholds(ranks, threshold):
-    ranks(2).run(with_variables, {"HOROVOD_FUSION_THRESHOLD": threshold}, small_threshold)
+@pytest.mark.parametrize(("threshold", "tensors"), [(0, [1, 1, 1, 1]), (64, [1, 1, 2]), (4096, [4])])
+def test_the_fusion_threshold_limits_what_is_reduced_together(ranks, tmp_path, threshold, tensors):
+    """Tensors of 20, 4000, 12 and 8 bytes; an all-reduce holds at most the threshold, or one tensor."""
+    variables = {"HOROVOD_FUSION_THRESHOLD": str(threshold)}
+    found = ranks(2).run(with_variables, variables, fused_together, str(tmp_path / "timeline.json"))
+    assert sorted(found[0]) == tensors
 
 
 def beside_the_users_own(rank, size):

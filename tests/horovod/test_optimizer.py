@@ -261,6 +261,14 @@ def states(rank, size):
             model(torch.ones(1, 3)).square().sum().backward()
             if not isinstance(optimizer, torch.optim.LBFGS):
                 optimizer.step()
+        fresh = nn.Linear(3, 2)
+        fresh.bias.requires_grad_(False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(fresh.parameters(), lr=0.5), fresh.named_parameters()
+        )
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        close(fresh.weight.grad, torch.zeros(2, 3))
+        assert fresh.bias.grad is None
         with pytest.raises(ValueError, match="invalid params of type"):
             hvd.broadcast_parameters("model", 0)
         with pytest.raises(ValueError, match="lr is no tensor but float"):

@@ -61,12 +61,14 @@ def sets(rank, size):
         step = sum(r + 1 for r in odd) / len(odd) if rank in odd else rank + 1
         close(parameter.detach(), torch.full((2,), -float(step)))
 
-        again = hvd.ProcessSet(even)
-        hvd.add_process_set(again)
-        assert again.process_set_id == second.process_set_id
+        for same in (hvd.ProcessSet(even), range(size)):
+            with pytest.raises(ValueError, match=r"has the ranks \[0.* already"):
+                hvd.add_process_set(same)
         with pytest.raises(ValueError, match="registered already"):
-            hvd.add_process_set(again)
-        assert hvd.remove_process_set(second) and again.process_set_id is None
+            hvd.add_process_set(second)
+        assert hvd.remove_process_set(second) and second.process_set_id is None
+        second = hvd.add_process_set(even)
+        assert hvd.remove_process_set(second)
         with pytest.raises(ValueError, match="not registered"):
             hvd.remove_process_set(second)
         assert not hvd.remove_process_set(hvd.global_process_set)

@@ -63,7 +63,12 @@ def test_the_timeline_of_a_run(ranks, tmp_path):
 def started(rank, size, path):
     with session():
         hvd.start_timeline(path)
-        hvd.allreduce(torch.ones(2), name="one")
+        for name, call in (("one", hvd.allreduce), ("two", hvd.allgather)):
+            call(torch.ones(2), name=name)
+            if rank == 0:  # the events of an operation are in the file before it returns
+                events = json.loads(f"{Path(path).read_text()}]")
+                assert {"name": name} in [event.get("args") for event in events]
+                assert call.__name__.upper() in [event["name"] for event in events]
     assert rank or json.loads(Path(path).read_text())  # ended by shutdown
 
 

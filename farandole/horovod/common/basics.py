@@ -46,7 +46,7 @@ class Horovod:
         self.settings = Settings()
         self.handles: dict[int, tuple[Engine, Request, Collect]] = {}
         self._numbers = itertools.count(1)  # as in Horovod, whose scripts ask `if handle`
-        self._sets: dict[int, list[ProcessSet]] = {}
+        self._sets: dict[int, ProcessSet] = {}
         self._world: list[int] = []  # ranks in torch's world
         self._groups: list[dist.ProcessGroup] = []
         self._local = (0, 1, 0, 1)
@@ -100,15 +100,12 @@ class Horovod:
         if self.runtime is None:
             return
         gone, runtime, self.runtime = self._world_is_gone(), self.runtime, None
-        for engine in {
-            id(each.engine): each.engine for sets in self._sets.values() for each in sets
-        }.values():
-            if engine is not None:
-                engine.close()
+        for process_set in self._sets.values():
+            if process_set.engine is not None:
+                process_set.engine.close()
         self.timeline.stop()
-        for sets in self._sets.values():
-            for each in sets:
-                each.invalidate()
+        for process_set in self._sets.values():
+            process_set.invalidate()
         self._sets.clear()
         self.handles.clear()
         while self._groups:
@@ -229,7 +226,11 @@ class Horovod:
     # ---- process sets ----
 
     def add_process_set(self, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-        """Register a process set; all ranks call it, in the same order.  ValueError if their ranks differ."""
+        """Register a process set; all ranks add the same sets in the same order.
+
+        Raises:
+            ValueError: The set is registered, another registered set has the same ranks, or ranks add different sets.
+        """
         if not isinstance(process_set, ProcessSet):
             process_set = ProcessSet(process_set)
         size, ranks = self.size, process_set.ranks
@@ -245,11 +246,11 @@ class Horovod:
                 raise ValueError(
                     f"all ranks add the same process sets: rank {self.rank} adds {ranks}, rank {other} adds {theirs}"
                 )
-        for number, sets in self._sets.items():
-            if sets[0].ranks == ranks:
-                process_set.register(number, ranks, self.rank, sets[0].engine)
-                sets.append(process_set)
-                return process_set
+        for other_set in self._sets.values():
+            if other_set.ranks == ranks:
+                raise ValueError(
+                    f"{other_set} has the ranks {ranks} already; use it instead of another set of these ranks"
+                )
         self._register(process_set, ranks, max(self._sets) + 1)
         return process_set
 
@@ -261,8 +262,8 @@ class Horovod:
         if process_set.process_set_id == 0:
             return False
         engine = process_set.engine
-        for each in self._sets.pop(process_set.process_set_id):
-            each.invalidate()
+        del self._sets[process_set.process_set_id]
+        process_set.invalidate()
         if engine is not None:
             engine.close()
         return True
@@ -270,7 +271,7 @@ class Horovod:
     def process_sets(self) -> dict[int, list[int]]:
         """The ranks of each registered set, by its number."""
         self.joined()
-        return {number: list(sets[0].ranks or ()) for number, sets in self._sets.items()}
+        return {number: list(process_set.ranks or ()) for number, process_set in self._sets.items()}
 
     def _register(self, process_set: ProcessSet, ranks: list[int], number: int) -> None:
         engine = None
@@ -279,7 +280,7 @@ class Horovod:
             engine = Engine(Groups(groups[0], groups[1]), ranks, self.settings, self.timeline, TIMEOUT_S)
             self._groups += groups
         process_set.register(number, ranks, self.rank, engine)
-        self._sets[number] = [process_set]
+        self._sets[number] = process_set
 
     def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
         """A group over ranks of torch's world; those outside get a placeholder."""

@@ -83,9 +83,14 @@ class Engine:
         return f"{kind}{UNNAMED}{number}"
 
     def submit(self, request: Request) -> None:
-        """Put a request into the queue.  `HorovodInternalError` if its name is in use, or the engine has ended."""
+        """Put a request into the queue.
+
+        Raises:
+            ValueError: A request with the same name is in flight.
+            HorovodInternalError: The engine has ended.
+        """
         if self._in_flight.setdefault(request.name, request) is not request:
-            raise HorovodInternalError(
+            raise ValueError(
                 f"Requested to {request.signature.kind} a tensor with the same name as another tensor that is "
                 f"currently being processed: {request.name}. If you want to request another tensor, use a "
                 f"different tensor name."

@@ -106,6 +106,7 @@ class Executor:
             self._kinds[kind](one, request)
         _await_outputs(request)
         self._timeline.span(one.name, kind.upper(), begin, time.monotonic())
+        self._timeline.flush()
 
     # ---- all-reduce ----
 
@@ -171,6 +172,7 @@ class Executor:
             self._timeline.span(name, collective, copied, reduced)
             if fused:
                 self._timeline.span(name, "MEMCPY_OUT_FUSION_BUFFER", reduced, end)
+        self._timeline.flush()
 
     # ---- the others ----
 

@@ -14,8 +14,6 @@ import threading
 import time
 from typing import Any, TextIO
 
-_FLUSH_S = 1.0
-
 
 class Timeline:
     """Writes the events of one rank.  Without a file nothing is recorded, and `active` is false."""
@@ -28,7 +26,7 @@ class Timeline:
         self._numbers: dict[str, int] = {}
         self._lines: list[str] = []
         self._separator = "[\n"
-        self._start = self._flushed = 0.0
+        self._start = 0.0
 
     def start(self, path: str, marks_cycles: bool) -> None:
         """Begin a file; OSError where it cannot be written."""
@@ -39,7 +37,7 @@ class Timeline:
                 )
             self._file = open(path, "w")  # noqa: SIM115 - closed by `stop`
             self._numbers, self._lines, self._separator = {}, [], "[\n"
-            self._start = self._flushed = time.monotonic()
+            self._start = time.monotonic()
             self.marks_cycles = marks_cycles
             self.active = True
 
@@ -72,8 +70,11 @@ class Timeline:
             if arguments:
                 event["args"] = arguments
             self._add(event)
-            if end - self._flushed > _FLUSH_S:
-                self._flush()
+
+    def flush(self) -> None:
+        """Write the recorded events to the file."""
+        with self._lock:
+            self._flush()
 
     def mark(self, name: str) -> None:
         """Record an instant, over the whole height of the picture."""
@@ -104,4 +105,3 @@ class Timeline:
             self._file.write(self._separator + ",\n".join(self._lines))
             self._file.flush()
             self._separator, self._lines = ",\n", []
-            self._flushed = time.monotonic()

@@ -5,7 +5,7 @@ in the same order.  Gradients follow Horovod's convention: a result that every r
 loss, and what counts is the *average* of the losses.
 
 The errors of all of them: ValueError for arguments that are wrong by themselves and before `hvd.init()`,
-`HorovodInternalError` where ranks disagree, a rank dies or a name is in use; within `tf.function` see `calls.call`.
+and for a name that is in flight; `HorovodInternalError` where ranks disagree or a rank dies; see `calls.call`.
 """
 
 from __future__ import annotations

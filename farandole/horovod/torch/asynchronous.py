@@ -5,7 +5,7 @@ in the same order.  The asynchronous form returns a handle for `poll` and `synch
 in place.  Gradients flow through the forms that return a new tensor at once: see `gradients`.
 
 The errors of all of them: ValueError for arguments that are wrong by themselves and before `hvd.init()`,
-`HorovodInternalError` where ranks disagree, a rank dies or a name is in use.
+and for a name that is in flight; `HorovodInternalError` where ranks disagree or a rank dies.
 """
 
 from __future__ import annotations

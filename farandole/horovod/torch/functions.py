@@ -46,15 +46,25 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Give all ranks the state of the optimizer of rank `root_rank`, and its options (learning rates and so on).
+    """Copy the state and the options (learning rates and so on) of the optimizer of rank `root_rank` to all ranks.
 
-    The optimizers may be in any state, also a fresh one, which has none; it need not be the same on all
-    ranks.  ValueError where they do not have equally many parameters in equally many groups.
+    The optimizer may have a state on some ranks and none on others.  As in Horovod, where an optimizer has no state,
+    parameters that require a gradient and have none get a gradient of zeros.
 
-    model: taken for Horovod's sake, where sparse parameters are found with it; nothing here depends on it.
+    Args:
+        optimizer: The optimizer, plain or distributed.
+        root_rank: The rank that sends.
+        model: Ignored; Horovod finds sparse parameters with it.
+
+    Raises:
+        ValueError: The optimizers have different numbers of groups, or of parameters in a group.
     """
     if model is not None and not isinstance(model, torch.nn.Module):
         raise ValueError(f"model is a torch.nn.Module, not {type(model).__name__}")
+    if not optimizer.state:
+        for parameter in _parameters(optimizer):
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
     tensors: list[Tensor] = []
     outline = None
     if rank() == root_rank:

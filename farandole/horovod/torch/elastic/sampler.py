@@ -1,4 +1,4 @@
-"""A sampler that divides what is left of an epoch among the ranks that are left."""
+"""A sampler that divides the unprocessed rest of an epoch among the ranks of the current world."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from farandole.horovod.common.basics import rank, size
 
 
 class ElasticSampler(Sampler[int]):
-    """Divides a dataset among the ranks, and after a change of the world what was not yet processed of it.
+    """Divide a dataset among the ranks; after a change of the world divide only the unprocessed samples.
 
-    Put it into the `TorchState`, call `record_batch` after each batch and `set_epoch` at the *end* of each epoch.
+    Pass the sampler to `TorchState`, call `record_batch` after each batch, and call `set_epoch` at the *end* of each
+    epoch.  Each rank gets the same number of samples; some samples are repeated if the ranks do not divide their number.
 
-    shuffle: in an order that depends on seed and epoch, the same on all ranks.  Ranks get equally many samples: the
-    first ones come twice if need be.
+    Args:
+        dataset: A dataset with a length.
+        shuffle: Whether to shuffle, in an order that depends on `seed` and on the epoch and is the same on all ranks.
+        seed: The seed of the order.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -25,45 +28,37 @@ class ElasticSampler(Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
-        self.processed_indices: set[int] = set()
+        self.processed_num = 0
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: everything is to be processed again."""
+        """Begin an epoch, in which no sample is processed yet."""
         self.epoch = epoch
-        self.processed_indices = set()
+        self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that this rank has processed a batch, the number of which counts from the last division."""
-        self.record_indices(self.get_indices(batch_idx, batch_size))
-
-    def record_indices(self, indices: list[int]) -> None:
-        """Note that these samples were processed."""
-        self.processed_indices.update(indices)
-
-    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """This rank's samples of a batch."""
-        start = batch_idx * batch_size
-        return self.indices[start : start + batch_size]
+        """Count a batch of `batch_size` samples on every rank as processed."""
+        self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and processed samples."""
-        return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
+        """Return the epoch and the number of samples that all ranks together have processed."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, and divide anew."""
+        """Load the result of `state_dict`, and divide the unprocessed samples among the ranks."""
         self.epoch = state_dict["epoch"]
-        self.processed_indices = set(state_dict["processed_indices"])
+        self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Divide what is left among the ranks that there are."""
+        """Divide the unprocessed samples among the ranks of the current world."""
         self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
-        self.remaining_indices = [index for index in order if index not in self.processed_indices]
+        # rank r takes every num_replicas-th sample, so that a batch on every rank is a prefix of the remaining samples
+        self.remaining_indices = order[self.processed_num :]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
         padded = list(self.remaining_indices)

@@ -11,7 +11,6 @@ from farandole.horovod.common.basics import rank
 from farandole.horovod.common.elastic import ObjectState
 from farandole.horovod.torch.elastic.sampler import ElasticSampler
 from farandole.horovod.torch.functions import (
-    allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
@@ -53,25 +52,11 @@ class _OptimizerHandler(_Handler):
         self.save()
 
 
-class _SamplerHandler(_Handler):
-    def save(self) -> None:
-        """Keep a copy, with what all ranks have processed."""
-        together = set().union(*allgather_object(self.value.processed_indices))
-        self._saved = self.value.state_dict() | {"processed_indices": together}
-
-    def sync(self) -> None:
-        """Unite what all ranks have processed, in rank 0's epoch, and divide the rest."""
-        together: set[int] = set().union(*allgather_object(self.value.processed_indices))
-        state = broadcast_object(self.value.state_dict()) | {"processed_indices": together}
-        self.value.load_state_dict(state)
-        self._saved = state
-
-
 _HANDLERS: tuple[tuple[type, type[_Handler]], ...] = (
     (torch.nn.Module, _ModelHandler),
     (torch.optim.Optimizer, _OptimizerHandler),
     (torch.optim.lr_scheduler.LRScheduler, _Handler),
-    (ElasticSampler, _SamplerHandler),
+    (ElasticSampler, _Handler),
 )
 
 
