@@ -23,9 +23,22 @@ import tensorflow as tf
 import torch
 from tensorflow.python.ops import control_flow_util
 
+from farandole.horovod.common.exceptions import HorovodInternalError, MismatchError
 from farandole.horovod.tensorflow import bridge
 
 Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+class InvalidArgumentError(tf.errors.InvalidArgumentError, ValueError):
+    """An argument is wrong, or a name is in flight."""
+
+
+class FailedPreconditionError(tf.errors.FailedPreconditionError, MismatchError):
+    """Ranks asked for different operations under one name."""
+
+
+class UnknownError(tf.errors.UnknownError, HorovodInternalError):
+    """A rank died, or Horovod was shut down."""
 
 
 class _Order:
@@ -50,16 +63,26 @@ def call(
 ) -> list[tf.Tensor]:
     """What `function` makes of the inputs: tensors of the types of `outputs` and of shapes that fit theirs.
 
-    What it raises is raised here if TensorFlow is eager.  In a graph TensorFlow makes an error of its own of
-    it when the node runs (`tf.errors.UnknownError`, or `InvalidArgumentError` for a ValueError), whose message names
-    the original one.
+    Raises:
+        InvalidArgumentError, FailedPreconditionError, UnknownError: In eager mode; each is an error of `tf.errors` and
+            the exception that `function` raised.  In a graph TensorFlow raises `tf.errors.InvalidArgumentError` for a
+            ValueError and `tf.errors.UnknownError` for other exceptions, and the message names the exception.
     """
     if tf.executing_eagerly():
-        return [bridge.to_eager(made) for made in function([bridge.from_eager(given) for given in inputs])]
+        try:
+            results = function([bridge.from_eager(given) for given in inputs])
+        except ValueError as error:
+            raise InvalidArgumentError(None, None, str(error)) from error
+        except MismatchError as error:
+            raise FailedPreconditionError(None, None, str(error)) from error
+        except HorovodInternalError as error:
+            raise UnknownError(None, None, str(error)) from error
+        return [bridge.to_eager(made, spec.dtype) for made, spec in zip(results, outputs, strict=True)]
     _check_graph(tf.compat.v1.get_default_graph())
 
     def on_arrays(*arrays: Any) -> list[bridge.Array]:
-        return [bridge.to_numpy(made) for made in function([bridge.from_numpy(each) for each in arrays])]
+        results = function([bridge.from_numpy(each) for each in arrays])
+        return [bridge.to_numpy(made, spec.dtype) for made, spec in zip(results, outputs, strict=True)]
 
     with tf.device("/cpu:0"):
         with tf.control_dependencies([_order.write()]):

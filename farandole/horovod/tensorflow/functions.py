@@ -15,9 +15,6 @@ from farandole.horovod.tensorflow.calls import call, name_in_graph
 from farandole.horovod.torch import functions
 from farandole.horovod.torch.asynchronous import broadcast_async, synchronize
 
-_AS_SIGNED = {tf.uint16: tf.int16, tf.uint32: tf.int32, tf.uint64: tf.int64}
-"""Types that are communicated as others of the same bits."""
-
 
 def tf_variable(variable: Any) -> tf.Variable:
     """TensorFlow's variable of one of Keras'; ValueError for what is no variable."""
@@ -43,11 +40,9 @@ def broadcast_variables(
     if not targets:
         return
     values = [tf.convert_to_tensor(target) for target in targets]
-    values = [
-        tf.bitcast(value, _AS_SIGNED[value.dtype]) if value.dtype in _AS_SIGNED else value for value in values
-    ]
-    for target, value in zip(targets, values, strict=True):
-        bridge.check_type(value.dtype, target.name)
+    for target in targets:
+        if target.dtype not in (tf.uint32, tf.uint64):  # which can be copied but not reduced
+            bridge.check_type(target.dtype, target.name)
     name = name_in_graph("broadcast_variables", None)
 
     def on_torch(group: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -59,7 +54,7 @@ def broadcast_variables(
 
     received = call(on_torch, values, [tf.TensorSpec(value.shape, value.dtype) for value in values])
     for target, value in zip(targets, received, strict=True):
-        target.assign(tf.bitcast(value, target.dtype) if target.dtype in _AS_SIGNED else value)
+        target.assign(value)
 
 
 def broadcast_(

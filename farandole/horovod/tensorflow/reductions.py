@@ -87,7 +87,7 @@ def grouped_allreduce(
         )
     reduction, given = _resolved(op, average), as_tensors(tensors, "allreduce", name)
     name = name_in_graph("allreduce", name, ignore_name_scope)
-    narrow = [compression.compress(each) for each in given]
+    narrow = [compression.compress(_widened(each)) for each in given]
 
     def reduce(name: str | None, sent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         def on_torch(group: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -108,7 +108,26 @@ def grouped_allreduce(
 
     sent = [each for each, _ in narrow]
     received = differentiable(lambda *group: reduce(name, group), backward, sent)
-    return [compression.decompress(each, ctx) for each, (_, ctx) in zip(received, narrow, strict=True)]
+    return _restored(received, given, [ctx for _, ctx in narrow], compression)
+
+
+def _widened(tensor: tf.Tensor) -> tf.Tensor:
+    """Return a tensor of uint16, which torch does not reduce, in int32."""
+    return tf.cast(tensor, tf.int32) if tensor.dtype == tf.uint16 else tensor
+
+
+def _restored(
+    reduced: Sequence[tf.Tensor],
+    given: Sequence[tf.Tensor],
+    contexts: Sequence[Any],
+    compression: type[Compressor],
+) -> list[tf.Tensor]:
+    """Return reduced tensors in the types of the given ones."""
+    wide = [compression.decompress(each, ctx) for each, ctx in zip(reduced, contexts, strict=True)]
+    return [
+        tf.cast(each, tf.uint16) if like.dtype == tf.uint16 else each
+        for each, like in zip(wide, given, strict=True)
+    ]
 
 
 def _resolved(op: int | None, average: bool | None) -> int:
@@ -170,7 +189,7 @@ def grouped_reducescatter(
     on_host(device_dense)
     given = as_tensors(tensors, "reducescatter", name)
     name = name_in_graph("reducescatter", name)
-    narrow = [compression.compress(each) for each in given]
+    narrow = [compression.compress(_widened(each)) for each in given]
 
     def scatter(*group: tf.Tensor) -> list[tf.Tensor]:
         def on_torch(group: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -196,4 +215,4 @@ def grouped_reducescatter(
         return call(on_torch, gradients, like(given))
 
     kept = differentiable(scatter, backward, [each for each, _ in narrow])
-    return [compression.decompress(each, ctx) for each, (_, ctx) in zip(kept, narrow, strict=True)]
+    return _restored(kept, given, [ctx for _, ctx in narrow], compression)
