@@ -9,15 +9,15 @@ import keras
 import tensorflow as tf
 import torch
 
-from farandole.horovod.common.process_sets import ProcessSet, global_process_set
+from farandole.horovod.process_sets import ProcessSet, global_process_set
 from farandole.horovod.tensorflow import bridge
-from farandole.horovod.tensorflow.calls import call, name_in_graph
+from farandole.horovod.tensorflow.bridge import call, name_in_graph
 from farandole.horovod.torch import functions
-from farandole.horovod.torch.asynchronous import broadcast_async, synchronize
+from farandole.horovod.torch.operations import broadcast_async, synchronize
 
 
 def tf_variable(variable: Any) -> tf.Variable:
-    """TensorFlow's variable of one of Keras'; ValueError for what is no variable."""
+    """Return the TensorFlow variable of a Keras variable; raise ValueError for other objects."""
     if isinstance(variable, keras.Variable):
         variable = variable.value
     if not isinstance(variable, tf.Variable):
@@ -31,7 +31,9 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> None:
-    """Assign the values of rank `root_rank` to the variables of all ranks, which have the same in the same order.
+    """Assign the values of rank `root_rank` to the variables of all ranks.
+
+    All ranks pass the same variables in the same order.
 
     inplace: as in Horovod, where it saves a copy; what is received is assigned in either case.
     """
@@ -89,7 +91,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The object of rank `root_rank`, pickled and sent to all ranks; what other ranks pass is not looked at."""
+    """Return the object of rank `root_rank`, sent with pickle; the objects of other ranks are ignored."""
     _check_session(session)
     return functions.broadcast_object(obj, root_rank, name, process_set)
 
@@ -100,7 +102,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """A function that sends the object of rank `root_rank`."""
+    """Return a function that sends the object of rank `root_rank`."""
     _check_session(session)
     return lambda obj: functions.broadcast_object(obj, root_rank, name, process_set)
 
@@ -108,6 +110,6 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """The objects of all ranks, in rank order."""
+    """Return the objects of all ranks, in rank order."""
     _check_session(session)
     return functions.allgather_object(obj, name, process_set)

@@ -1,4 +1,4 @@
-"""`hvd.callbacks`: what Keras does at certain moments of training on several ranks."""
+"""`hvd.callbacks`: Keras callbacks for training on several ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from farandole.horovod.common.basics import rank, size
-from farandole.horovod.common.process_sets import ProcessSet, global_process_set
-from farandole.horovod.tensorflow.forms import on_host
+from farandole.horovod.basics import rank, size
+from farandole.horovod.process_sets import ProcessSet, global_process_set
 from farandole.horovod.tensorflow.functions import broadcast_variables, tf_variable
-from farandole.horovod.tensorflow.reductions import grouped_allreduce
+from farandole.horovod.tensorflow.operations import grouped_allreduce, on_host
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
