@@ -339,6 +339,13 @@ def test_uint16():
         for result in in_both(lambda x, op=op: hvd.allreduce(x, op=op), mine):
             assert result.dtype == tf.uint16
             close(result, expected)
+    for result in in_both(
+        lambda x: hvd.reducescatter(x, op=hvd.Min), tf.constant([65535 - RANK] * SIZE, tf.uint16)
+    ):
+        assert result.dtype == tf.uint16 and result.numpy().tolist() == [65536 - SIZE]
+    for result in in_both(hvd.alltoall, tf.constant([65535 - RANK] * SIZE, tf.uint16)):
+        assert result.dtype == tf.uint16
+        close(result, whole[:, 0])
 
 
 if __name__ == "__main__":
