@@ -1,10 +1,11 @@
-"""Horovod's interface over this package's ranks: scripts written for Horovod 0.28 run as they are.
+"""Horovod's interface on the ranks of farandole: scripts written for Horovod 0.28 run unchanged.
 
-    import farandole.horovod.torch as hvd         # was: import horovod.torch as hvd
+    import farandole.horovod.torch as hvd         # instead of: import horovod.torch as hvd
 
-or without any change: `python -m farandole.horovod.shim script.py`.
+`python -m farandole.horovod.shim script.py` runs a script that imports `horovod`.
 
-`torch/` is the interface for PyTorch, `tensorflow/` and `keras/` are those for TensorFlow 2 and Keras 3, `common/` is
-what does not depend on a framework, and `engine/` the queue of named requests: which of them are ready on all ranks,
-and the collectives that carry them out.
+`torch/` is the interface for PyTorch, `tensorflow/` and `keras` are the interfaces for TensorFlow 2 and Keras 3.  The
+files of this folder do not depend on the framework: `basics` and `process_sets` hold the state of a process,
+`requests`, `negotiation`, `execution`, `adasum` and `engine` are the queue of named requests, `monitoring` is the
+timeline and the stall check, and `elastic` (experimental) continues a job after the death of a rank.
 """

@@ -1,10 +1,10 @@
-"""Horovod's module names, so that a script that imports `horovod.torch` runs as it is.
+"""Import `farandole.horovod` under Horovod's module names: a script that imports `horovod.torch` runs unchanged.
 
     python -m farandole.horovod.shim script.py --its arguments
     farandole launch -n 2 -m farandole.horovod.shim script.py --its arguments
     mpirun -n 2 python -m farandole.horovod.shim -m package.module
 
-`horovod.x` is `farandole.horovod.x`: the same module object, whichever name it is imported by.
+`horovod.x` is the module `farandole.horovod.x`, or the module that `_MODULES` names: one module object with two names.
 """
 
 from __future__ import annotations
@@ -21,29 +21,44 @@ from types import ModuleType
 
 _OURS = "farandole.horovod"
 
+_MODULES = {
+    "horovod.common": "",
+    "horovod.common.basics": ".basics",
+    "horovod.common.elastic": ".elastic",
+    "horovod.common.exceptions": ".errors",
+    "horovod.common.process_sets": ".process_sets",
+    "horovod.common.util": ".util",
+    "horovod.torch.mpi_ops": ".torch",
+    "horovod.torch.elastic.sampler": ".torch.elastic",
+    "horovod.torch.elastic.state": ".torch.elastic",
+    "horovod.tensorflow.keras.callbacks": ".tensorflow.callbacks",
+    "horovod.tensorflow.mpi_ops": ".tensorflow",
+    "horovod.keras.callbacks": ".tensorflow.callbacks",
+}
+"""Modules of Horovod whose names differ, below `farandole.horovod`."""
+
 
 class HorovodFinder(MetaPathFinder):
-    """Finds `horovod` and what is in it among our modules; ImportError for what is not there."""
+    """Find `horovod` and its modules; raise ModuleNotFoundError for modules without a counterpart."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module that stands for a name of Horovod's, None for other names."""
+        """Return the spec for a module of Horovod, None for other modules."""
         if fullname != "horovod" and not fullname.startswith("horovod."):
             return None
-        ours = _OURS + fullname.removeprefix("horovod")
-        if importlib.util.find_spec(ours) is None:
-            there = [
-                name
-                for name in ("torch", "tensorflow", "keras")
-                if importlib.util.find_spec(f"{_OURS}.{name}")
-            ]
-            raise ModuleNotFoundError(
-                f"{fullname} is not there: farandole has no {ours}; it has "
-                f"{', '.join(f'horovod.{name}' for name in there)}",
-                name=fullname,
-            )
+        ours = _OURS + _MODULES.get(fullname, fullname.removeprefix("horovod"))
+        if not _exists(ours):
+            there = ", ".join(f"horovod.{name}" for name in ("torch", "tensorflow", "keras"))
+            raise ModuleNotFoundError(f"{fullname} is not there: farandole provides {there}", name=fullname)
         return ModuleSpec(fullname, _SameModule(ours), is_package=True)
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is no package
+        return False
 
 
 class _SameModule(Loader):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import farandole.horovod.torch as hvd
-from farandole.horovod.engine.cache import ResponseCache
-from farandole.horovod.engine.requests import Signature
+from farandole.horovod.negotiation import ResponseCache
+from farandole.horovod.requests import Signature
 from tests.horovod.jobs import close, message, session
 
 

@@ -16,6 +16,7 @@ LAB = str(ROOT / "labs" / "horovod_digits.py")
 BENCHMARK = str(ROOT / "labs" / "horovod_synthetic_benchmark.py")
 
 SCRIPT = """
+import os
 import sys
 import horovod
 import horovod.torch as hvd
@@ -23,12 +24,22 @@ from horovod.torch.mpi_ops import allreduce
 from horovod.torch.elastic import TorchState
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet
+from horovod.common.util import env, is_version_greater_equal_than, num_rank_is_power_2, split_list
+from horovod.torch.elastic.sampler import ElasticSampler
 import helper
 import farandole.horovod.torch
 import torch
 
 assert hvd is farandole.horovod.torch and hvd.__spec__.name == "farandole.horovod.torch"
 assert hvd.elastic.TorchState is TorchState and hvd.ProcessSet is ProcessSet
+assert hvd.elastic.ElasticSampler is ElasticSampler
+assert split_list([1, 2, 3, 4, 5], 2) == [[1, 2, 3], [4, 5]] and split_list([1], 2) == [[1], []]
+assert [num_rank_is_power_2(n) for n in range(5)] == [False, True, True, False, True]
+assert is_version_greater_equal_than("2.13.0+cpu", "2.6.0") and not is_version_greater_equal_than("2.5", "2.6.0")
+os.environ["SET"] = "before"
+with env(SET="1", UNSET="2", IGNORED=None):
+    assert (os.environ["SET"], os.environ["UNSET"], "IGNORED" in os.environ) == ("1", "2", False)
+assert os.environ["SET"] == "before" and "UNSET" not in os.environ
 assert __name__ == "__main__" and sys.argv[1:] == ["--flag", "value"], sys.argv
 try:
     import horovod.mxnet

@@ -1,4 +1,4 @@
-"""`horovod.tensorflow`: a script for Horovod 0.28 and TensorFlow 2 runs with `import farandole.horovod.tensorflow as hvd`."""
+"""The interface of Horovod 0.28 for TensorFlow 2: `import farandole.horovod.tensorflow as hvd`."""
 
 from typing import NoReturn
 
@@ -9,36 +9,34 @@ except ImportError as _error:
         "farandole.horovod.tensorflow needs TensorFlow 2: pip install 'farandole[tensorflow]'"
     ) from _error
 
-from farandole.horovod.common.abilities import (
+from farandole.horovod.basics import (
+    add_process_set,
     ccl_built,
+    cross_rank,
+    cross_size,
     cuda_built,
     ddl_built,
     gloo_built,
     gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from farandole.horovod.common.basics import (
-    add_process_set,
-    cross_rank,
-    cross_size,
     init,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
     rank,
     remove_process_set,
+    rocm_built,
     shutdown,
     size,
     start_timeline,
     stop_timeline,
 )
-from farandole.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from farandole.horovod.common.process_sets import ProcessSet, global_process_set
+from farandole.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
+from farandole.horovod.process_sets import ProcessSet, global_process_set
 from farandole.horovod.tensorflow.compression import Compression
 from farandole.horovod.tensorflow.functions import (
     allgather_object,
@@ -48,6 +46,7 @@ from farandole.horovod.tensorflow.functions import (
     broadcast_object_fn,
     broadcast_variables,
 )
+from farandole.horovod.tensorflow.gradients import DistributedGradientTape, PartialDistributedGradientTape
 from farandole.horovod.tensorflow.operations import (
     Adasum,
     Average,
@@ -68,7 +67,6 @@ from farandole.horovod.tensorflow.operations import (
 )
 from farandole.horovod.tensorflow.optimizer import DistributedOptimizer
 from farandole.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
-from farandole.horovod.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -1,22 +1,40 @@
-"""Tensors of TensorFlow as torch tensors and back, without copies: both see the same memory.
+"""Call functions of torch tensors on tensors of TensorFlow: at once in eager mode, as a node in a graph.
 
-Eager tensors cross by DLPack; within a `tf.function` TensorFlow hands out numpy arrays that are views of its
-tensors, and takes over arrays whose memory is aligned, which torch's is.  Neither side writes to what it was lent:
-an operation's result is always a tensor of its own.
+*Memory.*  Eager tensors are converted through DLPack.  Within a `tf.function` TensorFlow passes numpy arrays that are
+views of its tensors.  Results share memory where the alignment that TensorFlow requires allows it.  No operation writes
+to its input: the result of an operation is a new tensor.  Unsigned types that torch does not compute with are converted
+to the signed types of the same width, bit by bit.
+
+*Order.*  A node blocks its thread until the other ranks have called the operation, and a process may have only one
+thread for nodes.  So the nodes of a graph, and of the functions, loops and branches in it, run one after the other, in
+the order of tracing: each node writes to one resource before and after, and `tf.function` keeps the order of writes
+(automatic control dependencies).  Let k be the first node that has not ended on every rank.  All nodes before k have
+ended, and all nodes after k wait for k; so only k blocks a thread on any rank, and the inputs of k can be computed.
+Ranks that have traced the same program have the same k.  All ranks reach k, and k ends.  One thread is enough.  (If
+ranks have traced different programs, the engine names the waiting ranks, and a deadline ends the run.)
+
+*Names.*  A node without a name gets a name when it is traced: the names of the enclosing functions and a number within
+the graph.  Tracing again gives the same names, so ranks may trace different numbers of times.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 import torch
+from tensorflow.python.ops import control_flow_util
+
+from farandole.horovod.errors import HorovodInternalError, MismatchError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 SUPPORTED = (
     tf.uint8,
+    tf.uint16,
     tf.int8,
     tf.int16,
     tf.int32,
@@ -28,6 +46,11 @@ SUPPORTED = (
     tf.bool,
 )
 """The types that can be communicated."""
+
+_ALIGNMENT = 64
+"""TensorFlow aborts the process if the address of a DLPack tensor is not a multiple of this number of bytes."""
+
+_AS_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 _BFLOAT16 = tf.bfloat16.as_numpy_dtype  # a type that numpy has from an extension, and torch does not take
 
@@ -47,15 +70,19 @@ def from_eager(tensor: tf.Tensor) -> torch.Tensor:
     if "CPU" not in tensor.device:
         with tf.device("/cpu:0"):
             tensor = tf.identity(tensor)
-    return torch.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
+    return _as_signed(torch.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor)))
 
 
-def to_eager(tensor: torch.Tensor) -> tf.Tensor:
-    """An eager tensor in the memory of a torch tensor."""
-    # a tensor of no elements has no memory to share
+def to_eager(tensor: torch.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Return an eager tensor of a type: that of the torch tensor, or the unsigned type of the same width."""
+    # a tensor without elements has no memory to share
     if not tensor.numel():
-        return tf.zeros(tuple(tensor.shape), tf.as_dtype(str(tensor.dtype).removeprefix("torch.")))
-    return tf.experimental.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor.contiguous()))
+        return tf.zeros(tuple(tensor.shape), dtype)
+    whole = tensor.contiguous()
+    if whole.data_ptr() % _ALIGNMENT:  # rows of a larger tensor
+        whole = whole.clone()
+    made = tf.experimental.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(whole))
+    return made if made.dtype == dtype else tf.bitcast(made, dtype)
 
 
 def from_numpy(array: Any) -> torch.Tensor:
@@ -63,12 +90,116 @@ def from_numpy(array: Any) -> torch.Tensor:
     array = np.asarray(array)
     if array.dtype == _BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    return _as_signed(torch.from_numpy(array))
 
 
-def to_numpy(tensor: torch.Tensor) -> Array:
-    """An array in the memory of a torch tensor."""
+def to_numpy(tensor: torch.Tensor, dtype: tf.DType) -> Array:
+    """Return an array of a type: that of the torch tensor, or the unsigned type of the same width."""
     if tensor.dtype == torch.bfloat16:
-        whole: Array = tensor.contiguous().view(torch.int16).numpy().view(_BFLOAT16)
-        return whole
-    return tensor.contiguous().numpy()
+        tensor = tensor.view(torch.int16)
+    array: Array = tensor.contiguous().numpy()
+    return array if array.dtype == dtype.as_numpy_dtype else array.view(dtype.as_numpy_dtype)
+
+
+def _as_signed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_AS_SIGNED[tensor.dtype]) if tensor.dtype in _AS_SIGNED else tensor
+
+
+Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+class InvalidArgumentError(tf.errors.InvalidArgumentError, ValueError):
+    """An argument is wrong, or a name is in flight."""
+
+
+class FailedPreconditionError(tf.errors.FailedPreconditionError, MismatchError):
+    """Ranks asked for different operations under one name."""
+
+
+class UnknownError(tf.errors.UnknownError, HorovodInternalError):
+    """A rank died, or Horovod was shut down."""
+
+
+class _Order:
+    """The resource to which every node writes; it is created when the first node is traced."""
+
+    def __init__(self) -> None:
+        self._written: tf.Variable | None = None
+
+    def write(self) -> tf.Operation:
+        """A write, in the graph that is being traced."""
+        if self._written is None:
+            with tf.init_scope(), tf.device("/cpu:0"):
+                self._written = tf.Variable(False, trainable=False, name="horovod_order")
+        return self._written.assign(False, read_value=False)
+
+
+_order = _Order()
+
+
+def call(
+    function: Function, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.TensorSpec]
+) -> list[tf.Tensor]:
+    """Return the results of `function`: tensors with the types of `outputs` and with compatible shapes.
+
+    Raises:
+        InvalidArgumentError, FailedPreconditionError, UnknownError: In eager mode; each is an error of `tf.errors` and
+            the exception that `function` raised.  In a graph TensorFlow raises `tf.errors.InvalidArgumentError` for a
+            ValueError and `tf.errors.UnknownError` for other exceptions, and the message names the exception.
+    """
+    if tf.executing_eagerly():
+        try:
+            results = function([from_eager(given) for given in inputs])
+        except ValueError as error:
+            raise InvalidArgumentError(None, None, str(error)) from error
+        except MismatchError as error:
+            raise FailedPreconditionError(None, None, str(error)) from error
+        except HorovodInternalError as error:
+            raise UnknownError(None, None, str(error)) from error
+        return [to_eager(made, spec.dtype) for made, spec in zip(results, outputs, strict=True)]
+    _check_graph(tf.compat.v1.get_default_graph())
+
+    def on_arrays(*arrays: Any) -> list[Array]:
+        results = function([from_numpy(each) for each in arrays])
+        return [to_numpy(made, spec.dtype) for made, spec in zip(results, outputs, strict=True)]
+
+    with tf.device("/cpu:0"):
+        with tf.control_dependencies([_order.write()]):
+            made = tf.numpy_function(on_arrays, list(inputs), [spec.dtype for spec in outputs])
+        with tf.control_dependencies(made):
+            _order.write()
+    for tensor, spec in zip(made, outputs, strict=True):
+        tensor.set_shape(spec.shape)
+    return list(made)
+
+
+def name_in_graph(kind: str, name: str | None, ignore_name_scope: bool = False) -> str | None:
+    """Return the name of an operation that is being traced; in eager mode the given name.
+
+    ignore_name_scope: do not put TensorFlow's name scope before a name that was given.
+    """
+    if tf.executing_eagerly():
+        return name
+    graph = tf.compat.v1.get_default_graph()
+    if name is not None:
+        scope = "" if ignore_name_scope else graph.get_name_scope()
+        return f"{scope}/{name}" if scope else name
+    path = [graph.unique_name(kind)]
+    while hasattr(graph, "outer_graph"):
+        # TensorFlow numbers its functions in the order of tracing, which ranks need not share
+        path.insert(0, re.sub(r"_\d+(?=_|$)", "", graph.name))
+        graph = graph.outer_graph
+    return "/".join(path)
+
+
+def _check_graph(graph: tf.Graph) -> None:
+    if not hasattr(graph, "outer_graph"):
+        raise NotImplementedError(
+            "Horovod's operations run eagerly and within tf.function; TensorFlow 1's graphs and sessions are not "
+            "supported: leave tf.compat.v1.disable_eager_execution() out"
+        )
+    if control_flow_util.GraphOrParentsInXlaContext(graph):
+        raise NotImplementedError(
+            "XLA cannot compile Horovod's operations: use tf.function without jit_compile=True, "
+            "and with Keras model.compile(..., jit_compile=False), because its default compiles where there is a GPU"
+        )

@@ -6,59 +6,59 @@ import tensorflow as tf
 
 
 class Compressor:
-    """Two functions: `compress` gives a tensor and what `decompress` needs to undo it."""
+    """Two functions: `compress` returns a tensor and the context that `decompress` needs."""
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType | None]:
-        """The tensor to communicate, and the context of `decompress`."""
+        """Return the tensor to communicate and the context of `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: tf.Tensor, ctx: tf.DType | None) -> tf.Tensor:
-        """The tensor in its original type."""
+        """Return the tensor in its original type."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Communicates tensors as they are."""
+    """Communicate tensors unchanged."""
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType | None]:
-        """The tensor itself."""
+        """Return the tensor."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: tf.Tensor, ctx: tf.DType | None) -> tf.Tensor:
-        """The tensor itself."""
+        """Return the tensor."""
         return tensor
 
 
 class _Narrower(Compressor):
-    """Communicates floating-point tensors in a type of 16 bits; others as they are."""
+    """Communicate floating-point tensors in a type of 16 bits, and other tensors unchanged."""
 
     dtype: tf.DType
 
     @classmethod
     def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType | None]:
-        """The tensor in 16 bits."""
+        """Return the tensor in 16 bits."""
         if not tensor.dtype.is_floating or tensor.dtype == cls.dtype:
             return tensor, None
         return tf.cast(tensor, cls.dtype), tensor.dtype
 
     @staticmethod
     def decompress(tensor: tf.Tensor, ctx: tf.DType | None) -> tf.Tensor:
-        """The tensor in the type that it had."""
+        """Return the tensor in its original type."""
         return tensor if ctx is None else tf.cast(tensor, ctx)
 
 
 class FP16Compressor(_Narrower):
-    """Communicates in float16."""
+    """Communicate in float16."""
 
     dtype = tf.float16
 
 
 class BF16Compressor(_Narrower):
-    """Communicates in bfloat16, which keeps the range of float32 (not in Horovod)."""
+    """Communicate in bfloat16, which has the range of float32 (not in Horovod)."""
 
     dtype = tf.bfloat16
 

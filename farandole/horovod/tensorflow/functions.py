@@ -9,18 +9,15 @@ import keras
 import tensorflow as tf
 import torch
 
-from farandole.horovod.common.process_sets import ProcessSet, global_process_set
+from farandole.horovod.process_sets import ProcessSet, global_process_set
 from farandole.horovod.tensorflow import bridge
-from farandole.horovod.tensorflow.calls import call, name_in_graph
+from farandole.horovod.tensorflow.bridge import call, name_in_graph
 from farandole.horovod.torch import functions
-from farandole.horovod.torch.asynchronous import broadcast_async, synchronize
-
-_AS_SIGNED = {tf.uint16: tf.int16, tf.uint32: tf.int32, tf.uint64: tf.int64}
-"""Types that are communicated as others of the same bits."""
+from farandole.horovod.torch.operations import broadcast_async, synchronize
 
 
 def tf_variable(variable: Any) -> tf.Variable:
-    """TensorFlow's variable of one of Keras'; ValueError for what is no variable."""
+    """Return the TensorFlow variable of a Keras variable; raise ValueError for other objects."""
     if isinstance(variable, keras.Variable):
         variable = variable.value
     if not isinstance(variable, tf.Variable):
@@ -34,7 +31,9 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> None:
-    """Assign the values of rank `root_rank` to the variables of all ranks, which have the same in the same order.
+    """Assign the values of rank `root_rank` to the variables of all ranks.
+
+    All ranks pass the same variables in the same order.
 
     inplace: as in Horovod, where it saves a copy; what is received is assigned in either case.
     """
@@ -43,11 +42,9 @@ def broadcast_variables(
     if not targets:
         return
     values = [tf.convert_to_tensor(target) for target in targets]
-    values = [
-        tf.bitcast(value, _AS_SIGNED[value.dtype]) if value.dtype in _AS_SIGNED else value for value in values
-    ]
-    for target, value in zip(targets, values, strict=True):
-        bridge.check_type(value.dtype, target.name)
+    for target in targets:
+        if target.dtype not in (tf.uint32, tf.uint64):  # which can be copied but not reduced
+            bridge.check_type(target.dtype, target.name)
     name = name_in_graph("broadcast_variables", None)
 
     def on_torch(group: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -59,7 +56,7 @@ def broadcast_variables(
 
     received = call(on_torch, values, [tf.TensorSpec(value.shape, value.dtype) for value in values])
     for target, value in zip(targets, received, strict=True):
-        target.assign(tf.bitcast(value, target.dtype) if target.dtype in _AS_SIGNED else value)
+        target.assign(value)
 
 
 def broadcast_(
@@ -94,7 +91,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The object of rank `root_rank`, pickled and sent to all ranks; what other ranks pass is not looked at."""
+    """Return the object of rank `root_rank`, sent with pickle; the objects of other ranks are ignored."""
     _check_session(session)
     return functions.broadcast_object(obj, root_rank, name, process_set)
 
@@ -105,7 +102,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """A function that sends the object of rank `root_rank`."""
+    """Return a function that sends the object of rank `root_rank`."""
     _check_session(session)
     return lambda obj: functions.broadcast_object(obj, root_rank, name, process_set)
 
@@ -113,6 +110,6 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """The objects of all ranks, in rank order."""
+    """Return the objects of all ranks, in rank order."""
     _check_session(session)
     return functions.allgather_object(obj, name, process_set)

@@ -8,11 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from farandole.horovod.common.process_sets import ProcessSet, global_process_set
+from farandole.horovod.process_sets import ProcessSet, global_process_set
 from farandole.horovod.tensorflow.compression import Compression, Compressor
+from farandole.horovod.tensorflow.gradients import GradientReducer, Groups, layers_of
 from farandole.horovod.tensorflow.operations import Adasum, Average
-from farandole.horovod.tensorflow.reducing import GradientReducer, Groups
-from farandole.horovod.tensorflow.tape import layers_of
 
 
 class _Accumulation:
@@ -50,7 +49,7 @@ class _Accumulation:
 
 
 class DistributedKerasOptimizer:
-    """What is mixed into the class of the optimizer that is wrapped; its options are those of the new class."""
+    """The mixin for the class of the wrapped optimizer; its options are attributes of the new class."""
 
     _reducer: GradientReducer
     _passes: int

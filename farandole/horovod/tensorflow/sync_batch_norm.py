@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from farandole.horovod.common.basics import is_initialized, size
+from farandole.horovod.basics import is_initialized, size
 from farandole.horovod.tensorflow.operations import Sum, grouped_allreduce
 
 

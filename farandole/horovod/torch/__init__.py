@@ -1,37 +1,52 @@
-"""`horovod.torch`: a script for Horovod 0.28 runs with `import farandole.horovod.torch as hvd`."""
+"""The interface of Horovod 0.28 for PyTorch: `import farandole.horovod.torch as hvd`."""
 
-from farandole.horovod.common.abilities import (
+from farandole.horovod.basics import (
+    add_process_set,
     ccl_built,
+    cross_rank,
+    cross_size,
     cuda_built,
     ddl_built,
     gloo_built,
     gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from farandole.horovod.common.basics import (
-    add_process_set,
-    cross_rank,
-    cross_size,
     init,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
     rank,
     remove_process_set,
+    rocm_built,
     shutdown,
     size,
     start_timeline,
     stop_timeline,
 )
-from farandole.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from farandole.horovod.common.process_sets import ProcessSet, global_process_set
+from farandole.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
+from farandole.horovod.process_sets import ProcessSet, global_process_set
 from farandole.horovod.torch import elastic
-from farandole.horovod.torch.asynchronous import (
+from farandole.horovod.torch.compression import Compression
+from farandole.horovod.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from farandole.horovod.torch.gradients import (
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
+)
+from farandole.horovod.torch.operations import (
     Adasum,
     Average,
     Max,
@@ -58,23 +73,6 @@ from farandole.horovod.torch.asynchronous import (
     sparse_allreduce_async,
     synchronize,
     wait,
-)
-from farandole.horovod.torch.compression import Compression
-from farandole.horovod.torch.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from farandole.horovod.torch.gradients import (
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    reducescatter,
 )
 from farandole.horovod.torch.optimizer import DistributedOptimizer
 from farandole.horovod.torch.sync_batch_norm import SyncBatchNorm

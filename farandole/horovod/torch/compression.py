@@ -7,59 +7,59 @@ from torch import Tensor
 
 
 class Compressor:
-    """Two functions: `compress` gives a tensor and what `decompress` needs to undo it."""
+    """Two functions: `compress` returns a tensor and the context that `decompress` needs."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
-        """The tensor to communicate, and the context of `decompress`."""
+        """Return the tensor to communicate and the context of `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
-        """The tensor in its original type."""
+        """Return the tensor in its original type."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Communicates tensors as they are."""
+    """Communicate tensors unchanged."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
-        """The tensor itself."""
+        """Return the tensor."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor."""
         return tensor
 
 
 class _Narrower(Compressor):
-    """Communicates floating-point tensors in a type of 16 bits; others as they are."""
+    """Communicate floating-point tensors in a type of 16 bits, and other tensors unchanged."""
 
     dtype: torch.dtype
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
-        """The tensor in 16 bits."""
+        """Return the tensor in 16 bits."""
         if not tensor.dtype.is_floating_point or tensor.dtype == cls.dtype:
             return tensor, None
         return tensor.to(cls.dtype), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
-        """The tensor in the type that it had."""
+        """Return the tensor in its original type."""
         return tensor if ctx is None else tensor.to(ctx)
 
 
 class FP16Compressor(_Narrower):
-    """Communicates in float16."""
+    """Communicate in float16."""
 
     dtype = torch.float16
 
 
 class BF16Compressor(_Narrower):
-    """Communicates in bfloat16, which keeps the range of float32 (not in Horovod)."""
+    """Communicate in bfloat16, which has the range of float32 (not in Horovod)."""
 
     dtype = torch.bfloat16
 

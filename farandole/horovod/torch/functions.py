@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farandole.horovod.common.basics import rank
-from farandole.horovod.common.process_sets import ProcessSet, global_process_set
-from farandole.horovod.torch.asynchronous import broadcast_, broadcast_async_, synchronize
+from farandole.horovod.basics import rank
+from farandole.horovod.process_sets import ProcessSet, global_process_set
 from farandole.horovod.torch.gradients import allgather
+from farandole.horovod.torch.operations import broadcast_, broadcast_async_, synchronize
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -83,7 +83,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _by_position(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state by position of the parameter, and the options by group."""
+    """Return the state by position of the parameter, and the options by group."""
     parameters = _parameters(optimizer)
     options = [
         {key: value for key, value in group.items() if key != "params"} | {"count": len(group["params"])}
@@ -98,11 +98,11 @@ def _by_position(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 class _Hole(int):
-    """Stands for the tensor of this number in an outline."""
+    """A placeholder for the tensor of this number in an outline."""
 
 
 def _outline(value: Any, tensors: list[Tensor]) -> Any:
-    """The same nest of dicts, lists and tuples, with tensors taken out and put into a list."""
+    """Return the same nest of dicts, lists and tuples with placeholders for tensors; append the tensors to a list."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Hole(len(tensors) - 1)
@@ -144,7 +144,7 @@ def _take_over(optimizer: torch.optim.Optimizer, found: dict[str, Any], root_ran
 
 
 def _pickler() -> Any:
-    """cloudpickle where it is installed, as it takes lambdas and local classes; else pickle."""
+    """Return cloudpickle if it is installed, because it serializes lambdas and local classes; otherwise pickle."""
     try:
         return importlib.import_module("cloudpickle")
     except ImportError:
@@ -158,7 +158,7 @@ def _as_tensor(data: bytes) -> Tensor:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The object of rank `root_rank`, pickled and sent to all ranks; what other ranks pass is not looked at."""
+    """Return the object of rank `root_rank`, sent with pickle; the objects of other ranks are ignored."""
     is_root = rank() == root_rank
     data = _as_tensor(_pickler().dumps(obj)) if is_root else torch.empty(0, dtype=torch.uint8)
     size = broadcast_(torch.tensor([len(data)]), root_rank, name and f"{name}.size", process_set)
@@ -171,7 +171,7 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """The objects of all ranks, in rank order."""
+    """Return the objects of all ranks, in rank order."""
     data = _as_tensor(_pickler().dumps(obj))
     sizes = allgather(torch.tensor([len(data)]), name and f"{name}.size", process_set)
     everything = allgather(data, name and f"{name}.object", process_set)

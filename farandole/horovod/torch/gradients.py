@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farandole.horovod.common.basics import rank
-from farandole.horovod.common.process_sets import ProcessSet, global_process_set
-from farandole.horovod.torch import asynchronous as ops
-from farandole.horovod.torch.asynchronous import Average, Max, Min, Product, Sum, synchronize
+from farandole.horovod.basics import rank
+from farandole.horovod.process_sets import ProcessSet, global_process_set
+from farandole.horovod.torch import operations as ops
 from farandole.horovod.torch.compression import Compression, Compressor
+from farandole.horovod.torch.operations import Average, Max, Min, Product, Sum, synchronize
 
 
 def _backward_name(name: str | None) -> str | None:
-    """What a named operation's backward pass is called; ranks may run their backward passes in different orders."""
+    """Return the name of an operation's backward pass; ranks may run backward passes in different orders."""
     return None if name is None else f"{name}.gradient"
 
 
@@ -41,7 +41,7 @@ class _Allreduce(torch.autograd.Function):
         name, op, pre, post, where = ctx.arguments
         if op in (Min, Max, Product):
             raise NotImplementedError(
-                "there is no gradient through an allreduce with op=Min, Max or Product; through Sum and Average there is"
+                "no gradient through an allreduce with op=Min, Max or Product: use op=Sum or op=Average"
             )
         handle = ops.grouped_allreduce_async(gradients, None, _backward_name(name), op, pre, post, where)
         return None, None, None, None, None, *synchronize(handle)
@@ -57,7 +57,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce `tensor` over the ranks; by default the average.  A new tensor of its shape and type.
+    """Reduce `tensor` over the ranks, by default to the average; return a new tensor.
 
     prescale_factor, postscale_factor: multiply before and after the reduction.
     """
@@ -108,7 +108,7 @@ class _Allgather(torch.autograd.Function):
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Concatenate all ranks' tensors along dimension 0, in which alone they may differ."""
+    """Concatenate all ranks' tensors along dimension 0; only this dimension may differ."""
     return grouped_allgather([tensor], name, process_set)[0]
 
 
@@ -136,7 +136,7 @@ class _Broadcast(torch.autograd.Function):
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """The tensor of rank `root_rank` (its number in the world), on all ranks."""
+    """Return the tensor of rank `root_rank` (a rank in the world) on all ranks."""
     received: Tensor = _Broadcast.apply(name, root_rank, process_set, tensor)
     return received
 
@@ -203,7 +203,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce `tensor` over the ranks and keep this rank's rows; the first ranks get one more if need be."""
+    """Reduce `tensor` over the ranks and keep this rank's rows; the first ranks get one more row if necessary."""
     return grouped_reducescatter(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
     )[0]

@@ -1,31 +1,117 @@
 """`DistributedOptimizer`: an optimizer whose `step` uses the gradients of all ranks.
 
-Gradients are submitted by hooks, each as soon as the backward pass has made it, and reduced by the engine while the
-backward pass goes on.  `step` waits for them.
+Hooks submit each gradient as soon as the backward pass has computed it.  The engine reduces gradients during the
+backward pass, and `step` waits for the results.
+
+With op=Adasum, each rank steps with its own gradients, and the changes of the parameters are combined (Maleki et al.,
+2020, section 4).
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from farandole.horovod.common.basics import size
-from farandole.horovod.common.process_sets import ProcessSet, global_process_set
-from farandole.horovod.torch.adasum_optimizer import DistributedAdasumOptimizer
-from farandole.horovod.torch.asynchronous import Adasum, Average, reduction
+from farandole.horovod.basics import size
+from farandole.horovod.process_sets import ProcessSet, global_process_set
 from farandole.horovod.torch.compression import Compression, Compressor
 from farandole.horovod.torch.functions import broadcast_object
-from farandole.horovod.torch.naming import name_parameters
-from farandole.horovod.torch.reducing import Bundle, Slot
+from farandole.horovod.torch.gradient_groups import Bundle, Slot
+from farandole.horovod.torch.operations import Adasum, Average, allreduce_async_, reduction, synchronize
+
+
+def name_parameters(param_groups: list[dict[str, Any]], named_parameters: Any) -> list[tuple[Tensor, str]]:
+    """Return the parameters of an optimizer with their given names, or with generated names.
+
+    Raises:
+        ValueError: `named_parameters` has wrong items or a repeated name, or a parameter has no name.
+    """
+    parameters = [parameter for group in param_groups for parameter in group["params"]]
+    if named_parameters is None:
+        return [
+            (parameter, f"gradient.{number}.{index}")
+            for number, group in enumerate(param_groups)
+            for index, parameter in enumerate(group["params"])
+        ]
+    given = list(named_parameters)
+    if any(not isinstance(item, tuple) or len(item) != 2 for item in given):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    twice = [name for name, count in Counter(name for name, _ in given).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}"
+        )
+    names = {id(parameter): name for name, parameter in given}
+    unnamed = [parameter for parameter in parameters if id(parameter) not in names]
+    if unnamed:
+        shapes = ", ".join(str(list(parameter.shape)) for parameter in unnamed)
+        raise ValueError(
+            f"named_parameters was specified, but {len(unnamed)} of the {len(parameters)} parameters of the optimizer "
+            f"were not named; their shapes: {shapes}"
+        )
+    return [(parameter, names[id(parameter)]) for parameter in parameters]
+
+
+class DistributedAdasumOptimizer(torch.optim.Optimizer):
+    """The mixin for the class of the wrapped optimizer if op=Adasum."""
+
+    def _prepare(
+        self,
+        named_parameters: Any,
+        compression: type[Compressor],
+        backward_passes_per_step: int,
+        process_set: ProcessSet,
+    ) -> None:
+        self.backward_passes_per_step = backward_passes_per_step
+        self._compression = compression
+        self._process_set = process_set
+        self._included = process_set.included()
+        self._names = [
+            (parameter, name)
+            for parameter, name in name_parameters(self.param_groups, named_parameters)
+            if parameter.requires_grad
+        ]
+        reduction(Adasum, None, process_set, [parameter for parameter, _ in self._names])
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set the number of backward passes before each `step`; it has no effect on the result."""
+        self.backward_passes_per_step = passes
+
+    def synchronize(self) -> None:
+        """Do nothing: `step` combines the changes."""
+
+    def skip_synchronize(self) -> NoReturn:
+        """Raise AssertionError: a step without synchronization is not supported."""
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step with this rank's gradients, and replace the change with the combination of all ranks' changes."""
+        before = [parameter.clone() for parameter, _ in self._names]
+        loss = super().step(closure)
+        if not self._included:
+            return loss
+        waiting: list[tuple[Tensor, Tensor, int, Any]] = []
+        for (parameter, name), start in zip(self._names, before, strict=True):
+            narrow, context = self._compression.compress(parameter - start)
+            handle = allreduce_async_(narrow, name=name, op=Adasum, process_set=self._process_set)
+            waiting.append((parameter, start, handle, context))
+        for parameter, start, handle, context in waiting:
+            parameter.copy_(start + self._compression.decompress(synchronize(handle), context))
+        return loss
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """What is mixed into the class of the optimizer that is wrapped."""
+    """The mixin for the class of the wrapped optimizer."""
 
     def _prepare(
         self,
@@ -61,13 +147,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 self._hooks.append(hook)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How many backward passes come before each `step`, from now on."""
+        """Set the number of backward passes before each `step`."""
         self.backward_passes_per_step = passes
         for bundle in self._bundles:
             bundle.expect(passes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the wrapped optimizer's; gradients under way are forgotten."""
+        """Load the state of the wrapped optimizer, and discard gradients in flight."""
         for bundle in self._bundles:
             bundle.forget()
             bundle.expect(self.backward_passes_per_step)
@@ -76,7 +162,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
     def synchronize(self) -> None:
-        """Wait until every gradient is that of all ranks; `.grad` may be clipped or inspected then."""
+        """Wait until every gradient is reduced; then `.grad` may be clipped or inspected."""
         for bundle in self._bundles:
             bundle.launch()
         for bundle in self._bundles:
@@ -86,7 +172,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it `step` does not synchronize: for programs that have called `synchronize` themselves.
+        """Return a context in which `step` does not synchronize, for programs that call `synchronize`.
 
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -100,7 +186,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronize, and step.  With a closure, what it computes is synchronized each time it is called."""
+        """Synchronize and step.  A closure's gradients are synchronized after each call."""
         if not self._should_synchronize:
             self._synchronized = False
             return super().step(closure)
@@ -126,7 +212,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return super().step(synchronized)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's; AssertionError while gradients are under way."""
+        """Clear the gradients; raise AssertionError while gradients are in flight."""
         if any(bundle.begun for bundle in self._bundles):
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -176,7 +262,7 @@ def _check_groups(groups: Any) -> None:
 def _grouped(
     slots: list[Slot], groups: int | Sequence[Sequence[Tensor]] | None, process_set: ProcessSet
 ) -> list[list[Slot]]:
-    """The slots that are reduced together; without groups each alone."""
+    """Return the slots of each group; without groups, each slot is a group."""
     if groups is None:
         return [[slot] for slot in slots]
     # the same groups on all ranks, whatever order each has its parameters in: that of the first of them

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from farandole.horovod.common.process_sets import ProcessSet, global_process_set
-from farandole.horovod.torch.asynchronous import Sum, allgather_async, allreduce_async_, synchronize
+from farandole.horovod.process_sets import ProcessSet, global_process_set
+from farandole.horovod.torch.operations import Sum, allgather_async, allreduce_async_, synchronize
 
 
 class SyncBatchNorm(_BatchNorm):
-    """`torch.nn.BatchNorm1d`, `2d` and `3d` in one, whose statistics in training are those of all ranks' samples.
+    """Batch normalization in 1 to 3 dimensions with the statistics of all ranks' samples in training.
 
     Input and output: (N, C, ...), N may differ among ranks; C = num_features.  On any device.  Weight and bias
     get this rank's gradients, which the distributed optimizer reduces like any others.
@@ -42,7 +42,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected {self.num_features} channels in dimension 1, got {list(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize; in training with the statistics of all ranks, which all call it."""
+        """Normalize; in training with the statistics of all ranks, which must all call it."""
         self._check_input_dim(input)
         alone = self._process_set.size() == 1
         if alone or not (self.training or self.running_mean is None):
@@ -60,7 +60,7 @@ class SyncBatchNorm(_BatchNorm):
         return result
 
     def _average_factor(self) -> float:
-        """The weight of this batch in the running statistics."""
+        """Return the weight of this batch in the running statistics."""
         if not self.training or self.num_batches_tracked is None:
             return 0.0
         self.num_batches_tracked.add_(1)
@@ -132,5 +132,5 @@ class _Normalize(torch.autograd.Function):
 
 
 def _spread(vector: Tensor, like: Tensor) -> Tensor:
-    """A value per channel, in the number of dimensions of (N, C, ...)."""
+    """Reshape a value per channel to the dimensions of (N, C, ...)."""
     return vector.view(1, -1, *[1] * (like.dim() - 2))

@@ -21,12 +21,17 @@ import horovod.tensorflow as hvd
 import horovod.tensorflow.keras as tensorflow_keras
 from horovod import keras as hvd_keras
 from horovod.tensorflow.mpi_ops import allgather
+from horovod.tensorflow.util import _cache, _executing_eagerly, _make_subgraph
 import farandole.horovod.tensorflow
 import tensorflow as tf
 
 assert hvd is farandole.horovod.tensorflow
 assert hvd_keras.DistributedOptimizer is tensorflow_keras.DistributedOptimizer is hvd.DistributedOptimizer
 assert hvd_keras.callbacks.MetricAverageCallback is horovod.keras.callbacks.MetricAverageCallback
+calls = []
+cached = _cache(lambda x: calls.append(x) or x)
+assert (cached(1), cached(1), cached(2), calls) == (1, 1, 2, [1, 2])
+assert _executing_eagerly() and not _make_subgraph(_executing_eagerly)()
 try:
     from horovod.tensorflow import elastic
 except ImportError as error:

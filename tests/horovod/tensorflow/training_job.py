@@ -287,6 +287,27 @@ def test_saving():
     same_weights(model, fitted(keras.optimizers.SGD(0.1, momentum=0.9), whole=True)[0])
 
 
+def test_local_variables_are_not_broadcast():
+    for as_list in (True, False):
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(1, use_bias=False)]
+        )
+        for weight in model.weights:
+            weight.assign(tf.fill(weight.shape, tf.cast(RANK, weight.dtype)))
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        kernel = model.layers[0].kernel
+        local = [kernel, model.layers[0].bias] if as_list else kernel
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(SIZE - 1, local_variables=local)
+        model.fit(np.zeros((1, 2)), np.zeros((1, 1)), verbose=0, callbacks=[broadcast])
+        close(model.layers[0].kernel, np.full((2, 2), RANK))
+        close(model.layers[0].bias, np.full(2, RANK if as_list else SIZE - 1))
+        close(model.layers[1].kernel, np.full((2, 1), SIZE - 1))
+    must_fail(
+        "a tf.Variable or a keras.Variable",
+        lambda: hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[1.0]),
+    )
+
+
 def test_rates():
     class Rates(keras.callbacks.Callback):
         def __init__(self):

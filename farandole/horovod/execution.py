@@ -1,10 +1,15 @@
-"""Carrying out what the ranks have agreed on: each ready name becomes a part of a collective on the data group."""
+"""Execute the requests on which the ranks agreed: fuse all-reduces and call the collectives of the data group.
+
+Tensor fusion combines all-reduces of equal type, operation, factors and device in one buffer in shared memory.  The
+agreed list alone decides which tensors are fused, so the decision is the same on all ranks.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farandole.comm import Communicator
-from farandole.horovod.common.exceptions import MismatchError
-from farandole.horovod.engine.adasum import adasum
-from farandole.horovod.engine.fusion import FusionBuffer, Pack, pack, views
-from farandole.horovod.engine.negotiation import Ready
-from farandole.horovod.engine.requests import (
+from farandole.horovod.adasum import adasum
+from farandole.horovod.errors import MismatchError
+from farandole.horovod.monitoring import Timeline
+from farandole.horovod.negotiation import Ready
+from farandole.horovod.requests import (
     ADASUM,
     ALLGATHER,
     ALLREDUCE,
@@ -30,7 +35,75 @@ from farandole.horovod.engine.requests import (
     SUM,
     Request,
 )
-from farandole.horovod.engine.timeline import Timeline
+
+_SMALLEST_BUFFER = 1 << 20
+
+
+@dataclass
+class Pack:
+    """The tensors of one all-reduce: for each tensor its ready name and its index in the group."""
+
+    dtype: torch.dtype
+    members: list[tuple[Ready, int]] = field(default_factory=list)
+    size: int = 0  # bytes
+
+    @property
+    def names(self) -> list[str]:
+        """The names in the pack, without repetition."""
+        return list(dict.fromkeys(ready.name for ready, _ in self.members))
+
+
+def pack(ready: Iterable[Ready], threshold: int) -> list[Pack]:
+    """Combine all-reduces of equal type, operation, factors and device into packs of at most `threshold` bytes.
+
+    A larger tensor has its own pack.  Packs are in the order of their first members.
+    """
+    packs: list[Pack] = []
+    open_packs: dict[tuple[object, ...], Pack] = {}
+    for one in ready:
+        agreed = one.signature
+        for index, (dtype, shape) in enumerate(zip(agreed.dtypes, agreed.shapes, strict=True)):
+            size = dtype.itemsize
+            for length in shape:
+                size *= length
+            kind = (dtype, agreed.op, agreed.prescale, agreed.postscale, agreed.device)
+            current = open_packs.get(kind)
+            if current is None or current.size + size > threshold:
+                current = open_packs[kind] = Pack(dtype)
+                packs.append(current)
+            current.members.append((one, index))
+            current.size += size
+    return packs
+
+
+class FusionBuffer:
+    """Memory for one pack at a time, shared by all ranks of the group if possible.
+
+    It grows with the largest pack.  Packs are the same on all ranks, so all ranks grow the buffer together.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._memory: dict[torch.device, Tensor] = {}
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a flat tensor of `size` bytes; its contents are undefined."""
+        memory = self._memory.get(device)
+        if memory is None or memory.numel() < size:
+            room = _SMALLEST_BUFFER
+            while room < size:
+                room *= 2
+            self._memory.pop(device, None)
+            with torch.inference_mode(False):  # later packs are written in any mode
+                memory = self._memory[device] = self._comm.empty(room, dtype=torch.uint8, device=device)
+        return memory[:size].view(dtype)
+
+
+def views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Return consecutive parts of a flat tensor, in the shapes of other tensors."""
+    parts: list[Tensor] = torch._C._nn.unflatten_dense_tensors(flat, like)
+    return parts
+
 
 _REDUCE_OPS = {
     SUM: dist.ReduceOp.SUM,
@@ -41,13 +114,13 @@ _REDUCE_OPS = {
 
 
 def rows_of(total: int, size: int) -> list[int]:
-    """How a reduce-scatter divides `total` rows among `size` ranks: the first ranks get one more if need be."""
+    """Return how many of `total` rows each of `size` ranks keeps; the first ranks keep one more if necessary."""
     share, more = divmod(total, size)
     return [share + (rank < more) for rank in range(size)]
 
 
 class Executor:
-    """Executes lists of ready names on one process set; every member is given equal lists.
+    """Execute lists of ready names on one process set; the lists are the same on all members.
 
     ranks: the members' numbers in the world.  threshold: of fusion, in bytes.
     """
@@ -69,9 +142,9 @@ class Executor:
         }
 
     def run(self, ready: Sequence[Ready], finished: Callable[[Request, BaseException | None], None]) -> None:
-        """Execute them and call `finished` for each request of this rank, with the error if there is one.
+        """Execute the names and call `finished` for each request of this rank, with an error or None.
 
-        What it raises is no disagreement but a failure: of a rank, or of this one.
+        Disagreements are passed to `finished`.  Failures of a rank are raised.
         """
         if self._timeline.active:
             now = time.monotonic()
@@ -98,7 +171,7 @@ class Executor:
                 finished(one.request, None)
 
     def _carry_out(self, one: Ready, request: Request) -> None:
-        """One request of a kind that is not fused."""
+        """Execute one request of a kind that is not fused."""
         kind = one.signature.kind
         begin = time.monotonic()
         _await_inputs(request)
@@ -184,7 +257,7 @@ class Executor:
         request.outputs = outputs
 
     def _gather_rows(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
-        """Concatenate tensors that differ in their numbers of rows; shorter ones travel padded."""
+        """Concatenate tensors with different numbers of rows; shorter tensors are padded for the transfer."""
         most, rest = max(rows), tensor.shape[1:]
         everyone = tensor.new_empty((len(rows), most, *rest))
         if everyone.numel() == 0:
@@ -254,12 +327,12 @@ class Executor:
 
 
 def agreed_shape(one: Ready, index: int) -> tuple[int, ...]:
-    """The shape of one tensor of a ready name."""
+    """Return the shape of one tensor of a ready name."""
     return one.signature.shapes[index]
 
 
 def _scale(tensor: Tensor, factor: float) -> None:
-    """Multiply in place; whole numbers are computed in float64 and cut off, as Horovod does."""
+    """Multiply in place; integers are multiplied in float64 and truncated, as in Horovod."""
     if factor == 1:
         return
     if tensor.is_floating_point():
@@ -269,7 +342,7 @@ def _scale(tensor: Tensor, factor: float) -> None:
 
 
 def _mode_of(requests: Iterable[Request | None]) -> AbstractContextManager[object]:
-    """The mode in which the tensors of requests are written: torch lets no other write those of inference mode."""
+    """Return the mode for writing the tensors of requests: inference tensors can be written in inference mode only."""
     for request in requests:
         if request is not None and any(t.is_inference() for t in (*request.inputs, *request.outputs)):
             return torch.inference_mode()

@@ -1,47 +1,49 @@
-"""Which named requests are ready on all ranks of a process set: the protocol.
+"""Decide which named requests are ready on all ranks of a process set: the protocol.
 
-Ranks submit the same names in different orders and at different times: the hooks of a backward pass fire in the
-order in which gradients happen to be ready.  Collectives must nevertheless be executed in one order.  The
-ranks find it in *cycles*.  A cycle has one or two steps, each a collective on a control group that nothing else
-uses:
+Ranks submit the same names in different orders and at different times, because the hooks of a backward pass run in the
+order in which gradients become ready.  Collectives must be executed in one order.  The ranks agree on the order in
+*cycles*.  A cycle has one or two steps.  Each step is a collective on a control group that is used for nothing else:
 
-1. Every rank contributes a row of bits, and the rows are combined with AND.  Bit s says "what the cache has in slot
-   s I have been asked for, with the same signature as then"; one more bit says "I have nothing to announce".
-2. If some rank has something to announce, every rank's announcement goes to every rank: names with
-   signatures that are not in the cache, slots whose agreement no longer holds, that it has joined, that it shuts
-   down.
+1. Every rank contributes a row of bits, and the rows are combined with AND.  Bit s means "the request in slot s of
+   the cache was submitted here, with the cached signature"; one more bit means "I have nothing to announce".
+2. If some rank has something to announce, every rank's announcement is sent to every rank: names with signatures
+   that are not in the cache, slots whose agreement is void, that the rank has joined, that it shuts down.
 
-From a cycle follows a list of what is executed now: first the slots whose bit is set in the result, by number, then
-the names that, with these announcements, every rank has announced (or has joined), in the order in which the
-announcements made them complete.  `fusion` packs that list, and the packs are executed in order.
+A cycle yields the list of requests to execute: first the slots whose bit is set in the result, by number, then the
+names that every rank has announced (or has joined), in the order in which the announcements completed them.
+`execution` fuses the list into packs and executes the packs in order.
 
-*All ranks execute the same list in the same order.*  Call S the replicated state: the cache, the table of names
-that were announced by some ranks, and who has joined.  It begins empty, so equal.  The result of step 1 is
-equal on all ranks, as any all-reduce's is; so is the outcome of step 2, an all-gather.  The list, the new S and
-the packing are functions of S and of these two results, with no look at anything local: not at time, not
-at what this rank has pending.  By induction over cycles, all is equal in every cycle.  The only choices made
-locally are *when* to begin a cycle and what to contribute to it.  (What a rank knows locally of a slot it derives
-from S too: when an agreement leaves the cache while the rank has its bit set, the request goes back among those
-to be announced.)
+*All ranks execute the same list in the same order.*  Let S be the replicated state: the cache, the table of names that
+some ranks have announced, and the ranks that have joined.  S is empty at first, so S is equal on all ranks.  The result
+of step 1 is equal on all ranks, because it is the result of an all-reduce; so is the result of step 2, an all-gather.
+The list, the new S and the packs are functions of S and of these two results.  They depend on nothing local, neither on
+time nor on this rank's pending requests.  By induction over cycles, S and the list are equal in every cycle.  A rank
+decides alone only *when* to begin a cycle and what to contribute.  (The local view of a slot follows from S too: when
+an agreement leaves the cache while the rank has its bit set, the request is announced again.)
 
-*What is executed was submitted.*  A bit comes out set only if every rank that has not joined set it, and a name
-becomes complete only if every such rank announced it.  A rank does either only for a request that it holds, and
-holds it until it is executed.  A rank that has joined contributes zeros and needs no request.
+*Only submitted requests are executed.*  A bit is set in the result only if every rank that has not joined has set it,
+and a name is complete only if every such rank has announced it.  A rank sets a bit or announces a name only for a
+request that it holds, and holds the request until it is executed.  A rank that has joined contributes zeros and needs
+no request.
 
-*Nothing waits for ever.*  Within a cycle a rank waits only for the other ranks' contributions to a collective of
-the control group, or of the data group in executing the list, which is the same on all.  So a cycle ends
-when every rank has begun it, and a rank begins one whenever it has something pending, and at the latest after
-`HEARTBEAT_S`: its thread blocks nowhere else.  Each process set has its own groups and thread, so that no set waits
-for another, in whatever order programs use them.  A request that all ranks make is therefore executed at most
-two cycles after the last rank's submission: one in which it is announced or its bit set, one more if
-its slot was given up meanwhile.  A request that some rank never makes is what `stall` reports, with names and
-ranks, and its deadline ends.  If a process dies, the control group's collective raises on all others.
+*No request waits for ever.*  Within a cycle a rank waits only for the other ranks' contributions to a collective of the
+control group, or of the data group while it executes the list, which is the same on all ranks.  So a cycle ends when
+every rank has begun it.  A rank begins a cycle when it has pending requests, and at the latest after `HEARTBEAT_S`; its
+thread blocks nowhere else.  Each process set has its own groups and thread, so that no set waits for another set.  A
+request that all ranks make is therefore executed at most two cycles after the last rank's submission: one cycle in
+which it is announced or its bit is set, and one more if its slot was given up meanwhile.  `monitoring` reports a
+request that some rank never makes, with names and ranks, and its deadline ends the run.  If a process dies, the
+collective of the control group raises on all other ranks.
+
+*The response cache* holds requests on which all ranks have agreed; each has a small number, its slot.  A training loop
+repeats names with the same signatures in every step.  A cached name costs one bit per cycle.
 """
 
 from __future__ import annotations
 
+import heapq
 import pickle
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -49,8 +51,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from farandole.horovod.engine.cache import ResponseCache
-from farandole.horovod.engine.requests import (
+from farandole.horovod.requests import (
     ALLREDUCE,
     BARRIER,
     JOIN,
@@ -61,6 +62,72 @@ from farandole.horovod.engine.requests import (
     Signature,
     disagreement,
 )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An agreement: a name, and the signature of each rank of the process set."""
+
+    slot: int
+    name: str
+    signatures: tuple[Signature, ...]
+
+
+class ResponseCache:
+    """At most `capacity` agreements.  A full cache discards the least recently executed agreement.
+
+    The cache depends only on the calls of `add`, `use` and `remove`.  Ranks that make these calls in the same
+    order have the same cache.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._by_name: OrderedDict[str, Entry] = OrderedDict()  # least recently used first
+        self._by_slot: dict[int, Entry] = {}
+        self._free = list(range(capacity))
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def find(self, name: str) -> Entry | None:
+        """Return the agreement on a name, or None."""
+        return self._by_name.get(name)
+
+    def at(self, slot: int) -> Entry:
+        """Return the agreement in a slot."""
+        return self._by_slot[slot]
+
+    def use(self, entry: Entry) -> None:
+        """Mark an agreement as the most recently executed."""
+        self._by_name.move_to_end(entry.name)
+
+    def add(self, name: str, signatures: Sequence[Signature]) -> int | None:
+        """Store an agreement; return the slot of the discarded agreement, or None."""
+        if not self.capacity:
+            return None
+        gone = None
+        if name in self._by_name:
+            gone = self._by_name[name].slot
+        elif not self._free:
+            gone = next(iter(self._by_name.values())).slot
+        if gone is not None:
+            self.remove(gone)
+        entry = Entry(heapq.heappop(self._free), name, tuple(signatures))
+        self._by_name[name] = entry
+        self._by_slot[entry.slot] = entry
+        return gone
+
+    def remove(self, slot: int) -> None:
+        """Discard the agreement in a slot, if there is one."""
+        entry = self._by_slot.pop(slot, None)
+        if entry is not None:
+            del self._by_name[entry.name]
+            heapq.heappush(self._free, slot)
+
+    def all_bits(self) -> int:
+        """Return a number in which the bits of all used slots are set."""
+        return sum(1 << slot for slot in self._by_slot)
+
 
 HEARTBEAT_S = 1.0
 """A rank with nothing to do takes part in a cycle this often, so that the others learn who is missing."""
@@ -73,7 +140,7 @@ _INLINE = 2040
 
 @dataclass
 class Ready:
-    """One name that all ranks execute now; `request` is this rank's part, None if it has joined."""
+    """One name that all ranks execute; `request` is this rank's request, None if it has joined."""
 
     name: str
     signatures: Sequence[Signature | None]
@@ -82,13 +149,13 @@ class Ready:
 
     @property
     def signature(self) -> Signature:
-        """What the ranks agreed on (for kinds where lengths may differ: what the first of them asked for)."""
+        """The signature of the first rank that has not joined; lengths of other ranks may differ for some kinds."""
         return next(found for found in self.signatures if found is not None)
 
 
 @dataclass
 class Announcement:
-    """What one rank tells all others in step 2."""
+    """The message of one rank to all ranks in step 2."""
 
     requests: list[tuple[str, Signature]] = field(default_factory=list)
     given_up: list[int] = field(default_factory=list)
@@ -98,7 +165,7 @@ class Announcement:
 
 @dataclass
 class Outcome:
-    """What follows from a cycle."""
+    """The result of a cycle."""
 
     ready: list[Ready]
     last_joined: int | None = None
@@ -132,7 +199,7 @@ class Negotiator:
     # ---- this rank's requests ----
 
     def take(self, requests: Iterable[Request]) -> None:
-        """Accept requests that were submitted."""
+        """Accept submitted requests."""
         find, rank = self.cache.find, self._rank
         for request in requests:
             entry = find(request.name)
@@ -145,17 +212,17 @@ class Negotiator:
             self._unannounced.append(request)
 
     def pending(self) -> bool:
-        """Whether any request waits for other ranks or to be announced."""
+        """Return whether any request waits for other ranks or for its announcement."""
         return bool(self._hits or self._unannounced or self._announced)
 
     def drop_all(self) -> None:
-        """Forget this rank's requests: the engine ends."""
+        """Discard this rank's requests."""
         self._hits.clear()
         self._unannounced.clear()
         self._announced.clear()
 
     def give_up_old(self, before: float) -> None:
-        """Announce in full what waits in the cache since `before`, so that the table shows who lacks it."""
+        """Announce cached requests that have waited since `before` by name, so that the table shows missing ranks."""
         for slot in [slot for slot, request in self._hits.items() if request.submitted < before]:
             self._given_up.append(slot)
             self._announce_again(slot)
@@ -163,7 +230,7 @@ class Negotiator:
     # ---- a cycle ----
 
     def cycle(self, shutdown: str | None = None) -> Outcome:
-        """Meet the other ranks; every member calls it the same number of times."""
+        """Run one cycle; every member calls it the same number of times."""
         mine = self._announcement(shutdown)
         bits = self._bits
         if self._rank in self.joined:  # whatever the others have, this rank goes along with
@@ -189,7 +256,7 @@ class Negotiator:
         return mine
 
     def _combine(self, bits: int, quiet: bool) -> tuple[int, bool]:
-        """Step 1: the bits that all ranks have set, and whether nobody has anything to announce."""
+        """Run step 1: return the bits that all ranks have set, and whether no rank has an announcement."""
         row = self._row
         data = row.numpy()
         data[0] = _QUIET if quiet else 0
@@ -212,7 +279,7 @@ class Negotiator:
         return ready
 
     def _exchange(self, mine: Announcement) -> list[Announcement]:
-        """Step 2: every rank's announcement."""
+        """Run step 2: return every rank's announcement."""
         payload = pickle.dumps(mine, protocol=pickle.HIGHEST_PROTOCOL)
         blocks = self._gather(len(payload).to_bytes(8, "little") + payload[:_INLINE], 8 + _INLINE)
         lengths = [int.from_bytes(block[:8], "little") for block in blocks]
@@ -281,7 +348,7 @@ class Negotiator:
         return Ready(name, signatures, self._announced.pop(name, None), error)
 
     def _refusal_after_join(self, name: str, signature: Signature) -> str | None:
-        """Zeros stand for the tensors of ranks that have joined; that is right for sums only."""
+        """Return why a request cannot be executed after a join: zeros of joined ranks are correct for sums only."""
         if not self.joined:
             return None
         joined = ", ".join(str(self._ranks[member]) for member in self.joined)
@@ -296,7 +363,7 @@ class Negotiator:
         )
 
     def _announce_again(self, slot: int) -> None:
-        """A slot was given up: a request that was this rank's bit in it is announced by its name."""
+        """Announce the request of a slot by name, because the agreement was discarded."""
         request = self._hits.pop(slot, None)
         self._bits &= ~(1 << slot)
         if request is not None:

@@ -1,6 +1,7 @@
-"""The state of this process as a Horovod rank, and the calls that ask for it.
+"""The state of this process as a Horovod rank, and the functions that initialize and query it.
 
-Horovod's interface is one per process by nature; all that it keeps between calls is the object `horovod` here.
+Horovod's interface has one state per process: the object `horovod`.  Horovod's questions about MPI, Gloo, NCCL and
+other libraries are answered for torch's backends.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from farandole.horovod.common.exceptions import HorovodInternalError, not_initialized
-from farandole.horovod.common.process_sets import ProcessSet, global_process_set
-from farandole.horovod.common.reform import World, form
-from farandole.horovod.common.settings import Settings, unsupported
-from farandole.horovod.engine.engine import Engine, Groups
-from farandole.horovod.engine.requests import ALLGATHER, Request, Signature
-from farandole.horovod.engine.timeline import Timeline
+from farandole.horovod.elastic import World, form
+from farandole.horovod.engine import Engine, Groups
+from farandole.horovod.errors import HorovodInternalError, not_initialized
+from farandole.horovod.monitoring import Timeline
+from farandole.horovod.process_sets import ProcessSet, global_process_set
+from farandole.horovod.requests import ALLGATHER, Request, Signature
+from farandole.horovod.settings import Settings, unsupported
 from farandole.launch.runtime import Runtime
 from farandole.launch.runtime import init as join_job
 
@@ -38,7 +39,7 @@ Collect = Callable[[Request], Any]
 
 
 class Horovod:
-    """This process: its place in the world, its process sets, and the requests that nobody has collected."""
+    """The state of this process: its ranks, its process sets, and the requests whose results are not collected yet."""
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
@@ -96,7 +97,7 @@ class Horovod:
                 self.add_process_set(process_set)
 
     def shutdown(self) -> None:
-        """Leave the job.  Operations in flight fail, on the other ranks too; without effect the second time."""
+        """Leave the job; operations in flight fail on all ranks.  The second call has no effect."""
         if self.runtime is None:
             return
         gone, runtime, self.runtime = self._world_is_gone(), self.runtime, None
@@ -118,13 +119,13 @@ class Horovod:
             dist.destroy_process_group()
 
     def _world_is_gone(self) -> bool:
-        """Whether the program has destroyed the world that it had when it called `init`."""
+        """Return whether the program has destroyed the world that it had when it called `init`."""
         return self.runtime is None or self.runtime.is_closed
 
     # ---- elastic programs ----
 
     def prepare_to_reform(self) -> None:
-        """Have the ranks exchange what they need to form a new world when some have died."""
+        """Exchange the data that the ranks need to form a new world after the death of some ranks."""
         runtime = self.joined()
         if self._elastic is not None or runtime.size == 1:
             return
@@ -137,7 +138,7 @@ class Horovod:
         self._elastic = World(store, runtime.rank, runtime.size, self._generation)
 
     def reform(self) -> None:
-        """Leave the world and form one of the ranks that live; called by all of them."""
+        """Leave the world and form a world of the surviving ranks; all survivors call it."""
         self.joined()
         world, self._elastic = self._elastic, None
         self.shutdown()
@@ -167,36 +168,36 @@ class Horovod:
     # ---- who and where ----
 
     def joined(self) -> Runtime:
-        """The runtime; ValueError before `init`."""
+        """Return the runtime; raise ValueError before `init`."""
         if self.runtime is None:
             raise not_initialized()
         return self.runtime
 
     @property
     def rank(self) -> int:
-        """This process's number in Horovod's world."""
+        """Return this process's rank in Horovod's world."""
         return self._world.index(self.joined().rank)
 
     @property
     def size(self) -> int:
-        """How many ranks Horovod's world has."""
+        """Return the number of ranks in Horovod's world."""
         self.joined()
         return len(self._world)
 
     @property
     def local(self) -> tuple[int, int, int, int]:
-        """Local rank and size, cross rank and size."""
+        """Return local rank, local size, cross rank and cross size."""
         self.joined()
         return self._local
 
     @property
     def homogeneous(self) -> bool:
-        """Whether all hosts have equally many ranks."""
+        """Return whether all hosts have the same number of ranks."""
         self.joined()
         return self._homogeneous
 
     def _find_neighbours(self, runtime: Runtime) -> None:
-        """Local numbers (among the ranks of a host) and cross numbers (among hosts, for one local rank)."""
+        """Set the local numbers (among the ranks of a host) and the cross numbers (among hosts, for one local rank)."""
         hosts: list[str] = [text.rstrip("\0") for text in self._gather_text(runtime.host)]
         mine, rank = hosts[self.rank], self.rank
         local_rank, local_size = hosts[:rank].count(mine), hosts.count(mine)
@@ -208,7 +209,7 @@ class Horovod:
         self._homogeneous = len({hosts.count(name) for name in names}) == 1
 
     def _gather_text(self, text: str) -> list[str]:
-        """Every rank's text, of at most 256 bytes."""
+        """Return every rank's text, truncated to 256 bytes."""
         data = torch.zeros(1, 256, dtype=torch.uint8)
         encoded = text.encode()[:256]
         data[0, : len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
@@ -255,7 +256,7 @@ class Horovod:
         return process_set
 
     def remove_process_set(self, process_set: ProcessSet) -> bool:
-        """Remove a process set, on all ranks alike; False for the set of all ranks, which stays."""
+        """Remove a process set on all ranks; return False for the set of all ranks, which cannot be removed."""
         self.joined()
         if process_set.process_set_id is None:
             raise ValueError(f"{process_set} is not registered")
@@ -269,7 +270,7 @@ class Horovod:
         return True
 
     def process_sets(self) -> dict[int, list[int]]:
-        """The ranks of each registered set, by its number."""
+        """Return the ranks of each registered set, by its number."""
         self.joined()
         return {number: list(process_set.ranks or ()) for number, process_set in self._sets.items()}
 
@@ -283,7 +284,7 @@ class Horovod:
         self._sets[number] = process_set
 
     def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
-        """A group over ranks of torch's world; those outside get a placeholder."""
+        """Create a group of ranks of torch's world; other ranks get a placeholder."""
         backend = dist.get_backend()
         whole = len(self._world) == self.joined().size
         group: dist.ProcessGroup = dist.new_group(
@@ -298,14 +299,14 @@ class Horovod:
     # ---- handles, timeline ----
 
     def hand_out(self, engine: Engine, request: Request, collect: Collect) -> int:
-        """Submit a request; the number by which its result, `collect(request)`, can be had."""
+        """Submit a request; return the handle with which `synchronize` returns `collect(request)`."""
         engine.submit(request)
         handle = next(self._numbers)
         self.handles[handle] = (engine, request, collect)
         return handle
 
     def start_timeline(self, path: str, marks_cycles: bool) -> None:
-        """Begin a timeline, which rank 0 writes."""
+        """Begin a timeline on rank 0."""
         if self.rank == 0:
             self.timeline.start(path, marks_cycles)
 
@@ -322,47 +323,47 @@ remove_process_set = horovod.remove_process_set
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called, and `shutdown` not since."""
+    """Return whether `init` was called, and `shutdown` not since."""
     return horovod.runtime is not None
 
 
 def rank() -> int:
-    """This process's number, 0 to size() - 1."""
+    """Return this process's rank, 0 to size() - 1."""
     return horovod.rank
 
 
 def size() -> int:
-    """How many processes there are."""
+    """Return the number of processes."""
     return horovod.size
 
 
 def local_rank() -> int:
-    """This process's number among those of its host."""
+    """Return this process's rank on its host."""
     return horovod.local[0]
 
 
 def local_size() -> int:
-    """How many processes this host has."""
+    """Return the number of processes on this host."""
     return horovod.local[1]
 
 
 def cross_rank() -> int:
-    """This host's number among those that have a process of this local rank."""
+    """Return this host's number among the hosts that have a process with this local rank."""
     return horovod.local[2]
 
 
 def cross_size() -> int:
-    """How many hosts have a process of this local rank."""
+    """Return the number of hosts that have a process with this local rank."""
     return horovod.local[3]
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has the same number of processes."""
+    """Return whether every host has the same number of processes."""
     return horovod.homogeneous
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begin to write a timeline (rank 0 writes it); ValueError if one is being written."""
+    """Begin to write a timeline on rank 0; raise ValueError if a timeline is being written."""
     horovod.joined()
     horovod.start_timeline(file_path, mark_cycles)
 
@@ -371,3 +372,60 @@ def stop_timeline() -> None:
     """End the timeline."""
     horovod.joined()
     horovod.timeline.stop()
+
+
+def mpi_threads_supported() -> bool:
+    """Raise ValueError, because MPI does not carry the data."""
+    horovod.joined()
+    raise ValueError("Horovod MPI is not enabled: ranks communicate through farandole's process groups")
+
+
+def mpi_built() -> bool:
+    """Return False: mpirun may start the ranks, but MPI does not carry their data."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """Return False: see `mpi_built`."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Return whether torch has Gloo."""
+    return dist.is_gloo_available()
+
+
+def gloo_enabled() -> bool:
+    """Return whether Gloo carries CPU tensors in this job; False if ranks share memory, and before `init`."""
+    if horovod.runtime is None:
+        return False
+    group = horovod.runtime.comm.group
+    return dist.get_backend(group) == "gloo" or getattr(group, "_host", group) is None
+
+
+def nccl_built() -> int:
+    """Return the version number of torch's NCCL, 0 without NCCL."""
+    if not dist.is_nccl_available():
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return int(major) * 10000 + int(minor) * 100 + int(patch)
+
+
+def cuda_built() -> bool:
+    """Return whether torch was built with CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether torch was built with ROCm."""
+    return torch.version.hip is not None
+
+
+def ddl_built() -> bool:
+    """Return False: IBM's DDL is not used."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: Intel's oneCCL is not used."""
+    return False

@@ -1,4 +1,4 @@
-"""`horovod.tensorflow.keras`: what a Keras script for Horovod 0.28 uses, for Keras 3 on TensorFlow."""
+"""`horovod.tensorflow.keras`: the interface of Horovod 0.28 for Keras 3 on TensorFlow."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import farandole.horovod.tensorflow as _tensorflow
 from farandole.horovod.tensorflow import *  # noqa: F403
+from farandole.horovod.tensorflow import callbacks
 from farandole.horovod.tensorflow.compression import Compressor
-from farandole.horovod.tensorflow.keras import callbacks
 from farandole.horovod.tensorflow.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 
 import keras as _keras  # isort: skip - after the message that TensorFlow is missing

@@ -1,11 +1,11 @@
-"""Horovod's collective operations on torch tensors, asynchronous ones first.
+"""Horovod's collective operations on torch tensors, without gradients; `gradients` has the forms with gradients.
 
-An operation is a request under a name: ranks may issue named operations in any order, and those without a name
-in the same order.  The asynchronous form returns a handle for `poll` and `synchronize`; a trailing underscore means
-in place.  Gradients flow through the forms that return a new tensor at once: see `gradients`.
+An operation is a request with a name.  Ranks may issue named operations in any order, and must issue operations without
+a name in the same order.  The asynchronous form returns a handle for `poll` and `synchronize`.  A trailing underscore
+means in place.
 
-The errors of all of them: ValueError for arguments that are wrong by themselves and before `hvd.init()`,
-and for a name that is in flight; `HorovodInternalError` where ranks disagree or a rank dies.
+All operations raise ValueError for arguments that are wrong without regard to other ranks, for a name that is in
+flight, and before `hvd.init()`.  They raise `HorovodInternalError` if ranks disagree or a rank dies.
 """
 
 from __future__ import annotations
@@ -16,19 +16,175 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farandole.horovod.common.basics import horovod
-from farandole.horovod.common.process_sets import ProcessSet, global_process_set
-from farandole.horovod.engine import requests as kinds
-from farandole.horovod.engine.requests import Request
-from farandole.horovod.torch.submission import (
-    as_group,
-    reduction,
-    split_rows,
-    submit,
-    the_output,
-    the_outputs,
-    with_splits,
+from farandole.horovod import requests as kinds
+from farandole.horovod.adasum import unsuitable
+from farandole.horovod.basics import Collect, gloo_enabled, horovod
+from farandole.horovod.process_sets import ProcessSet, global_process_set
+from farandole.horovod.requests import ADASUM, AVERAGE, OP_NAMES, SUM, Request, Signature
+
+SUPPORTED = frozenset(
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.bool,
+    }
 )
+
+
+def make_request(
+    name: str,
+    kind: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    signature: Signature | None,
+    agreed: dict[str, Any],
+) -> Request:
+    """Return a request for tensors; raise ValueError if the tensors cannot be communicated.
+
+    signature: that of an earlier request for tensors of the same types and shapes, which need not be checked again.
+    agreed: more fields of the signature.
+    """
+    first = inputs[0]
+    if signature is None:
+        _check(inputs, kind)
+        if outputs is inputs:
+            _check_in_place(outputs, kind)
+        types = tuple([tensor.dtype for tensor in inputs])
+        shapes = tuple([tensor.shape for tensor in inputs])
+        signature = Signature(kind, types, shapes, first.device.type, **agreed)
+    request = Request(name, signature, inputs, outputs)
+    if signature.device != "cpu":
+        request.event = torch.Event(signature.device)
+        request.event.record()
+    return request
+
+
+def _check(inputs: Sequence[Tensor], kind: str) -> None:
+    for tensor in inputs:
+        if tensor.dtype not in SUPPORTED:
+            raise ValueError(f"Tensor type {tensor.type()} is not supported.")
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{kind} of a sparse tensor is not supported; hvd.sparse_allreduce_async is, or tensor.to_dense()"
+            )
+        if tensor.device != inputs[0].device:
+            raise ValueError(
+                f"the tensors of a group lie on one device, not on {inputs[0].device} and {tensor.device}"
+            )
+
+
+def _check_in_place(tensors: Sequence[Tensor], kind: str) -> None:
+    """Refuse tensors that torch cannot write, and repeated tensors, before the request is submitted."""
+    if len({id(tensor) for tensor in tensors}) < len(tensors):
+        raise ValueError(f"{kind} in place was given the same tensor twice, which would be reduced twice")
+    for tensor in tensors:
+        sizes_and_strides = zip(tensor.shape, tensor.stride(), strict=True)
+        if tensor.numel() and any(size > 1 and stride == 0 for size, stride in sizes_and_strides):
+            raise ValueError(
+                f"{kind} in place cannot write a tensor whose elements share memory (shape {list(tensor.shape)}, "
+                f"strides {list(tensor.stride())}, as from expand()); pass tensor.contiguous()"
+            )
+
+
+def submit(
+    process_set: ProcessSet,
+    kind: str,
+    name: str | None,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    collect: Collect,
+    **agreed: Any,
+) -> int:
+    """Submit a request to the engine of the process set; return the handle."""
+    engine = process_set.engine or process_set.member()
+    request = make_request(name or engine.name_for(kind), kind, inputs, outputs, None, agreed)
+    return horovod.hand_out(engine, request, collect)
+
+
+def the_output(request: Request) -> Tensor:
+    """Return the result of a request for one tensor."""
+    return request.outputs[0]
+
+
+def the_outputs(request: Request) -> list[Tensor]:
+    """Return the results of a request for a group."""
+    return list(request.outputs)
+
+
+def with_splits(request: Request) -> tuple[Tensor, Tensor]:
+    """Return the result of an all-to-all, and the number of rows from each rank."""
+    return request.outputs[0], torch.tensor(request.received_splits, dtype=torch.int32)
+
+
+def reduction(
+    op: int | None, average: bool | None, process_set: ProcessSet, tensors: Sequence[Tensor]
+) -> int:
+    """Return the number of a reduction, from `op` and Horovod's older `average`."""
+    if any(tensor.dtype == torch.int16 for tensor in tensors) and gloo_enabled():
+        raise ValueError(
+            "Gloo, which carries this job's tensors, does not reduce int16; tensor.int() can be reduced"
+        )
+    if average is not None:
+        if op is not None:
+            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        return AVERAGE if average else SUM
+    if op is None:
+        return AVERAGE
+    if op not in range(len(OP_NAMES)):
+        raise ValueError(
+            f"op={op!r} is none of the reductions: {', '.join('hvd.' + name for name in OP_NAMES)}"
+        )
+    if op == ADASUM:
+        problem = unsuitable(process_set.size())
+        if problem:
+            raise ValueError(problem)
+        if not all(tensor.is_floating_point() for tensor in tensors):
+            raise ValueError("Adasum is defined for floating-point tensors only")
+    return op
+
+
+def as_group(tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
+    """Return the tensors of a grouped operation; raise ValueError if there are none."""
+    group = list(tensors)
+    if not group or not all(isinstance(tensor, Tensor) for tensor in group):
+        raise ValueError(f"grouped_{kind} takes a list of at least one tensor, not {tensors!r}")
+    return group
+
+
+def split_rows(tensor: Tensor, splits: Any, size: int) -> tuple[int, ...]:
+    """Return the number of rows of `tensor` that an all-to-all sends to each rank; the same without `splits`."""
+    if tensor.dim() == 0:
+        raise ValueError("alltoall splits a tensor along its first dimension, and a scalar has none")
+    rows = tensor.shape[0]
+    if splits is None or (isinstance(splits, Tensor) and splits.numel() == 0):
+        if rows % size:
+            raise ValueError(
+                f"If splits is not provided, the first dimension of the tensor ({rows}) must be divisible by the "
+                f"number of ranks ({size})."
+            )
+        return (rows // size,) * size
+    given = splits if isinstance(splits, Tensor) else torch.tensor(splits)
+    if given.is_floating_point() or given.dim() != 1:
+        raise ValueError(f"alltoall expects splits to be whole numbers in one dimension, not {splits!r}")
+    counts = tuple(given.tolist())
+    if len(counts) != size:
+        raise ValueError(
+            f"Number of entries in splits ({len(counts)}) does not equal number of workers ({size})."
+        )
+    if min(counts) < 0 or sum(counts) > rows:
+        raise ValueError(
+            f"Sum of splits entries is greater than the first dimension of the tensor, or one is negative: "
+            f"splits {list(counts)}, first dimension {rows}"
+        )
+    return counts
+
 
 Average, Sum, Adasum = kinds.AVERAGE, kinds.SUM, kinds.ADASUM
 Min, Max, Product = kinds.MIN, kinds.MAX, kinds.PRODUCT
@@ -91,7 +247,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """The same in place."""
+    """Begin the same operation in place."""
     group = as_group(tensors, "allreduce")
     agreed = _scaled(op, average, prescale_factor, postscale_factor, process_set, group)
     return submit(process_set, kinds.ALLREDUCE, name, group, group, the_outputs, **agreed)
@@ -132,9 +288,9 @@ def grouped_allreduce_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Begin to sum or average sparse tensors; returns a function that waits and gives the result.
+    """Begin to sum or average sparse tensors; return a function that waits and returns the result.
 
-    Indices and values are gathered: what travels grows with the number of ranks, not with the dense size.
+    Indices and values are gathered: the traffic grows with the number of ranks, not with the dense size.
     """
     if not tensor.is_sparse:
         raise ValueError(
@@ -164,7 +320,7 @@ def _scaled(
     process_set: ProcessSet,
     tensors: Sequence[Tensor],
 ) -> dict[str, Any]:
-    """The fields of the signature of a reduction."""
+    """Return the fields of the signature of a reduction."""
     return {"op": reduction(op, average, process_set, tensors), "prescale": prescale, "postscale": postscale}
 
 
@@ -174,7 +330,7 @@ def _scaled(
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin to concatenate all ranks' tensors along dimension 0, in which alone they may differ."""
+    """Begin to concatenate all ranks' tensors along dimension 0; only this dimension may differ."""
     return submit(process_set, kinds.ALLGATHER, name, _with_rows([tensor], "allgather"), [], the_output)
 
 
@@ -198,7 +354,7 @@ def _with_rows(tensors: list[Tensor], kind: str) -> list[Tensor]:
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin to copy the tensor of rank `root_rank` (its number in the world) into a new tensor on all ranks."""
+    """Begin to copy the tensor of rank `root_rank` (a rank in the world) into a new tensor on all ranks."""
     root = _root(root_rank, process_set)
     outputs = [torch.empty_like(tensor)]
     return submit(process_set, kinds.BROADCAST, name, [tensor], outputs, the_output, root=root)
@@ -207,7 +363,7 @@ def broadcast_async(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """The same in place."""
+    """Begin the same operation in place."""
     root, in_place = _root(root_rank, process_set), [tensor]
     return submit(process_set, kinds.BROADCAST, name, in_place, in_place, the_output, root=root)
 
@@ -259,7 +415,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin to reduce `tensor` and to leave each rank its share of the rows; the first ranks get one more if need be."""
+    """Begin to reduce `tensor` and to scatter its rows; the first ranks get one more row if necessary."""
     agreed = _scattered(op, prescale_factor, postscale_factor, process_set, [tensor])
     return submit(process_set, kinds.REDUCESCATTER, name, [tensor], [], the_output, **agreed)
 
@@ -272,7 +428,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """The same for several tensors; the result is a list."""
+    """Begin to reduce and scatter several tensors; the result is a list."""
     group = as_group(tensors, "reducescatter")
     agreed = _scattered(op, prescale_factor, postscale_factor, process_set, group)
     return submit(process_set, kinds.REDUCESCATTER, name, group, [], the_outputs, **agreed)
@@ -290,14 +446,14 @@ def _scattered(
 
 
 def poll(handle: int) -> bool:
-    """Whether an operation is complete, so that `synchronize` will not block."""
+    """Return whether an operation is complete, so that `synchronize` will not block."""
     if handle not in horovod.handles:
         raise ValueError(f"{handle!r} is no handle of an operation that is waiting to be synchronized")
     return horovod.handles[handle][1].finished()
 
 
 def synchronize(handle: int) -> Any:
-    """Wait until an operation is complete and return its result; None for one that was synchronized before."""
+    """Wait until an operation is complete and return its result; None for a handle that was synchronized before."""
     found = horovod.handles.pop(handle, None)
     if found is None:
         return None
@@ -310,7 +466,7 @@ wait = synchronize
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has called `barrier`."""
     engine = process_set.member()
     request = Request(engine.name_for(kinds.BARRIER), kinds.Signature(kinds.BARRIER))
     engine.submit(request)
@@ -318,11 +474,12 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has run out of data, and wait until all have; returns the rank that was the last.
+    """Report that this rank has no more data, and wait for all ranks; return the last rank to join.
 
-    Until then this rank contributes zeros to the sums and averages of the others.  Other operations of theirs raise.
+    Until then this rank contributes zeros to sums and averages.  Other operations raise on the other ranks.
 
-    device: as in Horovod, where zeros are allocated; here they are made where the others' tensors are.
+    Args:
+        device: Ignored; Horovod allocates the zeros on this device.
     """
     if not isinstance(device, int):
         raise ValueError(f"device is the number of a device, or -1 for the CPU; not {device!r}")

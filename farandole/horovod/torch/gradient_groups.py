@@ -1,4 +1,4 @@
-"""Gradients that are reduced together, and how far they are within a step."""
+"""Gradients that are reduced in one request, and their progress within a step."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farandole.horovod.common.process_sets import ProcessSet
-from farandole.horovod.engine.engine import Engine
-from farandole.horovod.engine.requests import ALLREDUCE, Request, Signature
-from farandole.horovod.torch.asynchronous import sparse_allreduce_async
+from farandole.horovod.engine import Engine
+from farandole.horovod.process_sets import ProcessSet
+from farandole.horovod.requests import ALLREDUCE, Request, Signature
 from farandole.horovod.torch.compression import Compressor, NoneCompressor
-from farandole.horovod.torch.submission import make_request
+from farandole.horovod.torch.operations import make_request, sparse_allreduce_async
 
 
 class Slot:
-    """One parameter: how many more gradients of this step are awaited before it can be reduced."""
+    """One parameter, and the number of gradients to accumulate before the reduction."""
 
     __slots__ = ("awaited", "context", "name", "parameter", "sparse")
 
@@ -57,18 +56,18 @@ class Bundle:
         self._sparse: Callable[[], Tensor] | None = None
 
     def expect(self, passes: int) -> None:
-        """Begin a step, in which each member receives this many gradients."""
+        """Begin a step with `passes` gradients per parameter."""
         self.left = len(self.slots)
         self.begun = False
         for slot in self.slots:
             slot.awaited = passes
 
     def forget(self) -> None:
-        """Give up the request under way: its result is not wanted."""
+        """Discard the request in flight."""
         self._request = self._sparse = None
 
     def launch(self) -> None:
-        """Submit the gradients; one that this rank has not computed counts as zero.  Without effect if it was done."""
+        """Submit the gradients, once per step; a gradient that this rank has not computed is zero."""
         if self._request is not None or self._sparse is not None:
             return
         first = self.slots[0]
@@ -102,7 +101,7 @@ class Bundle:
         self._request = engine, request
 
     def finish(self) -> None:
-        """Wait for the result and put it where the gradients are."""
+        """Wait for the result and store it in `.grad`."""
         if self._sparse is not None:
             collect, self._sparse = self._sparse, None
             self.slots[0].parameter.grad = collect()
@@ -129,7 +128,7 @@ class Bundle:
 
 
 def _sparse_gradient(parameter: Tensor) -> Tensor:
-    """The gradient of an embedding; an empty one where this rank has none."""
+    """Return the gradient of an embedding, or an empty gradient if this rank has none."""
     if parameter.grad is not None:
         return parameter.grad.coalesce()
     none = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)

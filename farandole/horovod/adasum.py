@@ -20,9 +20,9 @@ from torch import Tensor
 
 
 def combine(a: Tensor, b: Tensor) -> Tensor:
-    """Adasum of two tensors of one shape, computed in their type with coefficients in float64.
+    """Return the Adasum of two tensors of one shape, in their type, with coefficients computed in float64.
 
-    A tensor of zeros contributes nothing, whatever the other is.
+    A tensor of zeros contributes nothing.
     """
     one, other = a.reshape(-1).double(), b.reshape(-1).double()
     dot, a_square, b_square = one @ other, one @ one, other @ other
@@ -57,7 +57,7 @@ def adasum(flat: Tensor, parts: Callable[[Tensor], Sequence[Tensor]], group: dis
 
 
 def unsuitable(size: int) -> str | None:
-    """Why Adasum cannot be used among `size` ranks."""
+    """Return why Adasum cannot be used among `size` ranks, or None."""
     if size & (size - 1):
         return f"Running Adasum with {size} ranks is not possible: their number must be a power of 2"
     return None

@@ -1,4 +1,4 @@
-"""`hvd.callbacks`: what Keras does at certain moments of training on several ranks."""
+"""`hvd.callbacks`: Keras callbacks for training on several ranks."""
 
 from __future__ import annotations
 
@@ -9,24 +9,36 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from farandole.horovod.common.basics import rank, size
-from farandole.horovod.common.process_sets import ProcessSet, global_process_set
-from farandole.horovod.tensorflow.forms import on_host
-from farandole.horovod.tensorflow.functions import broadcast_variables
-from farandole.horovod.tensorflow.reductions import grouped_allreduce
+from farandole.horovod.basics import rank, size
+from farandole.horovod.process_sets import ProcessSet, global_process_set
+from farandole.horovod.tensorflow.functions import broadcast_variables, tf_variable
+from farandole.horovod.tensorflow.operations import grouped_allreduce, on_host
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives all ranks the weights of the model and the state of the optimizer of one rank, as training begins.
+    """Copy the weights of the model and the state of the optimizer from one rank to all ranks when training begins.
 
-    If the model is not built then, after the first batch.  The seeds of dropout stay those of each rank.
+    If the model is not built when training begins, the copy follows the first batch.  Seeds of dropout are not copied.
+
+    Args:
+        root_rank: The rank that sends.
+        device: Empty, or the name of a CPU.
+        local_variables: A weight or several that stay different on each rank.
+        process_set: The ranks that take part.
     """
 
     def __init__(
-        self, root_rank: int, device: str = "", process_set: ProcessSet = global_process_set
+        self,
+        root_rank: int,
+        device: str = "",
+        local_variables: Any = None,
+        process_set: ProcessSet = global_process_set,
     ) -> None:
         super().__init__()
         on_host(device)
+        if not isinstance(local_variables, (list, tuple)):
+            local_variables = [] if local_variables is None else [local_variables]
+        self._local = {id(tf_variable(variable)) for variable in local_variables}
         self.root_rank = root_rank
         self.broadcast_done = False
         self._process_set = process_set
@@ -46,7 +58,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast(self) -> None:
         if not self.broadcast_done:
             variables = [*self.model.weights, *self.model.optimizer.variables]
-            broadcast_variables(variables, self.root_rank, self._process_set)
+            shared = [each for each in variables if id(tf_variable(each)) not in self._local]
+            broadcast_variables(shared, self.root_rank, self._process_set)
             self.broadcast_done = True
 
 

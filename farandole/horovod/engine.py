@@ -15,13 +15,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from farandole.horovod.common.exceptions import HorovodInternalError
-from farandole.horovod.common.settings import Settings
-from farandole.horovod.engine.execution import Executor
-from farandole.horovod.engine.negotiation import HEARTBEAT_S, Negotiator
-from farandole.horovod.engine.requests import UNNAMED, Request
-from farandole.horovod.engine.stall import StallInspector
-from farandole.horovod.engine.timeline import Timeline
+from farandole.horovod.errors import HorovodInternalError
+from farandole.horovod.execution import Executor
+from farandole.horovod.monitoring import StallInspector, Timeline
+from farandole.horovod.negotiation import HEARTBEAT_S, Negotiator
+from farandole.horovod.requests import UNNAMED, Request
+from farandole.horovod.settings import Settings
 
 _PATIENCE_S = 5.0
 """How long `close` waits for the other ranks, who come at the next heartbeat if they live."""
@@ -34,14 +33,14 @@ SHUT_DOWN = (
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of a process set, which nothing but its engine uses."""
+    """The process groups of a process set, for the use of its engine only."""
 
     control: dist.ProcessGroup
     data: dist.ProcessGroup
 
 
 class Engine:
-    """Takes requests from any thread and finishes them, in an order common to all ranks of the process set.
+    """Take requests from any thread and execute them in the same order on all ranks of the process set.
 
     ranks: the members' numbers in the world.  limit_s: how long a request may wait for other ranks.
     """
@@ -76,7 +75,7 @@ class Engine:
     # ---- for other threads ----
 
     def name_for(self, kind: str) -> str:
-        """A name for a request that was given none; the same on all ranks that make such requests in one order."""
+        """Return a name for an unnamed request; ranks that make these requests in the same order get the same names."""
         with self._wake:
             number = self._unnamed[kind]
             self._unnamed[kind] += 1
@@ -118,19 +117,19 @@ class Engine:
             request.wait()
 
     def drain(self) -> None:
-        """Wait until nothing of this rank is in flight; errors are left to those who wait for them."""
+        """Wait until no request of this rank is in flight, and ignore errors."""
         for request in list(self._in_flight.values()):
             with contextlib.suppress(HorovodInternalError):
                 self.wait(request)
 
     def begin_to_close(self) -> None:
-        """Have the engine end, and those of the other ranks with it: what is in flight there fails."""
+        """Request the end of the engines of all ranks; requests in flight fail."""
         with self._wake:
             self._closing = True
             self._wake.notify()
 
     def close(self) -> None:
-        """End the engine, and return when it has ended."""
+        """End the engine and wait until it has ended."""
         self.begin_to_close()
         self._thread.join(_PATIENCE_S)
         if self._thread.is_alive():  # ranks that hang or have died unnoticed
@@ -150,7 +149,7 @@ class Engine:
             self._abort()
 
     def _serve(self) -> str:
-        """Run cycles until the set is shut down; returns why it was."""
+        """Run cycles until the set is shut down; return the reason."""
         negotiator, progress, reason = self._negotiator, True, None
         while True:
             self._pause(progress)
@@ -178,11 +177,11 @@ class Engine:
             self._next_cycle = began + self._cycle_time_s
 
     def _pause(self, progress: bool) -> None:
-        """Sleep until a cycle is of use.
+        """Sleep until the next cycle.
 
-        With nothing pending: until there is something, or the heartbeat.  Else until the cycle time has passed, so
-        that requests gather, unless a thread waits for a result and the last cycle brought something:
-        then more would come of the next.
+        Without pending requests, sleep until a request is submitted or until the heartbeat.  Otherwise sleep until the
+        cycle time has passed, so that requests are fused, unless a thread waits for a result and the last cycle made
+        progress.
         """
         if not (self._submitted or self._negotiator.pending() or self._closing):
             with self._wake:
@@ -207,7 +206,7 @@ class Engine:
         request.finish(error)
 
     def _end(self, error: BaseException) -> None:
-        """Fail everything in flight, and what is submitted later."""
+        """Fail all requests in flight and all later requests."""
         self._ended = error
         self._negotiator.drop_all()
         for request in list(self._in_flight.values()):
@@ -218,7 +217,7 @@ class Engine:
         return HorovodInternalError(str(self._ended))
 
     def _abort(self) -> None:
-        """Have collectives under way fail, here and on the other ranks."""
+        """Abort running collectives on all ranks."""
         for group in (self._groups.control, self._groups.data):
             with contextlib.suppress(RuntimeError):  # Gloo cannot; its peers see the connection close
                 group.abort()

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 
 class HorovodInternalError(RuntimeError):
-    """An operation could not be carried out: ranks disagree, a rank died, or Horovod was shut down.
+    """An operation failed: ranks disagree, a rank died, or Horovod was shut down.
 
-    An elastic program (`hvd.elastic.run`) answers it by going back to what it last committed.
+    An elastic program (`hvd.elastic.run`) restores its last commit and continues.
     """
 
 
 class MismatchError(HorovodInternalError):
     """Ranks asked for different things under one name.
 
-    A mistake in the program that starting anew would only repeat, so that `hvd.elastic.run` lets it pass.
+    `hvd.elastic.run` does not catch this error, because a restart would repeat it.
     """
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The set of hosts has changed: an elastic program starts again with the state that it has.
+    """The set of hosts has changed: an elastic program restarts with its current state.
 
-    skip_sync: whether the state need not be broadcast afterwards.
+    Args:
+        skip_sync: Whether the state need not be broadcast after the restart.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -32,5 +33,5 @@ NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
 def not_initialized() -> ValueError:
-    """What every call before `hvd.init()` raises."""
+    """Return the error that every call before `hvd.init()` raises."""
     return ValueError(NOT_INITIALIZED)

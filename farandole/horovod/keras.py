@@ -1,4 +1,6 @@
 """`horovod.keras`: with Keras 3, the same as `horovod.tensorflow.keras`."""
 
+from __future__ import annotations
+
 from farandole.horovod.tensorflow.keras import *  # noqa: F403
 from farandole.horovod.tensorflow.keras import __all__  # noqa: F401

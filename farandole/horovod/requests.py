@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from farandole.horovod.common.exceptions import HorovodInternalError
+from farandole.horovod.errors import HorovodInternalError
 
 ALLREDUCE = "allreduce"
 ALLGATHER = "allgather"
@@ -34,7 +34,7 @@ UNNAMED = ".noname."
 
 
 class Signature(NamedTuple):
-    """What other ranks must know of a request.  Shapes and types are those of its tensors, several in a group."""
+    """The properties of a request on which ranks must agree.  A group has several shapes and types."""
 
     kind: str
     dtypes: tuple[torch.dtype, ...] = ()
@@ -48,7 +48,7 @@ class Signature(NamedTuple):
 
 
 class Request:
-    """One request of this rank, on its way through the engine.
+    """One request of this rank.
 
     `inputs` are read and `outputs` written, in place where they are the same; for operations whose result's
     size is not known before, `outputs` is filled by the engine.
@@ -86,7 +86,7 @@ class Request:
         self._done.release()
 
     def finished(self) -> bool:
-        """Whether the result is there, or the error."""
+        """Return whether the result is there, or the error."""
         return not self._done.locked()
 
     def wait(self) -> None:
@@ -100,7 +100,7 @@ class Request:
 
 
 def disagreement(name: str, signatures: Sequence[Signature | None], ranks: Sequence[int]) -> str | None:
-    """How the signatures of one name contradict each other, in words; None where they fit together.
+    """Return how the signatures of one name contradict each other, or None if they agree.
 
     signatures: one per rank of the process set, None for those that have joined.
     ranks: the numbers of those ranks in the world, for the message.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from farandole.horovod.common.exceptions import not_initialized
+from farandole.horovod.errors import not_initialized
 
 if TYPE_CHECKING:
-    from farandole.horovod.engine.engine import Engine
+    from farandole.horovod.engine import Engine
 
 
 class ProcessSet:
@@ -18,7 +18,8 @@ class ProcessSet:
         if even.included():
             hvd.allreduce(tensor, process_set=even)
 
-    ranks: numbers in the world, without repetition; in ascending order they are the ranks of the set.
+    Args:
+        ranks: Ranks in the world, without repetition.  The set sorts the ranks.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -41,30 +42,30 @@ class ProcessSet:
         self._world_rank = -1
 
     def included(self) -> bool:
-        """Whether this process is in the set."""
+        """Return whether this process is in the set."""
         return self._world_rank in self._registered()
 
     def rank(self) -> int:
-        """This process's number in the set; ValueError if it is not in it."""
+        """Return this process's rank in the set; raise ValueError if the process is not in the set."""
         ranks = self._registered()
         if self._world_rank not in ranks:
             raise ValueError(f"rank {self._world_rank} is not in process set {self}")
         return ranks.index(self._world_rank)
 
     def size(self) -> int:
-        """How many ranks the set has."""
+        """Return the number of ranks in the set."""
         return len(self._registered())
 
     def register(self, number: int, ranks: list[int], world_rank: int, engine: Engine | None) -> None:
-        """Called when the set comes to life; `engine` is None where this process is not in it."""
+        """Register the set; `engine` is None if this process is not in the set."""
         self.process_set_id, self.ranks, self._world_rank, self.engine = number, ranks, world_rank, engine
 
     def invalidate(self) -> None:
-        """Called when the set is removed."""
+        """Mark the set as not registered."""
         self.process_set_id, self.ranks, self.engine = None, None, None
 
     def member(self) -> Engine:
-        """The engine through which this process takes part; ValueError if it cannot."""
+        """Return the engine of this process; raise ValueError if the process is not in the set."""
         if self.engine is not None:
             return self.engine
         self._registered()

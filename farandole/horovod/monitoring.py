@@ -1,0 +1,185 @@
+"""The timeline, and the check for stalled tensors.
+
+The timeline is a file for Perfetto or chrome://tracing.  Each tensor is a "process" of the trace, as in Horovod:
+NEGOTIATE_ALLREDUCE lasts from this rank's request until all ranks have requested the tensor.  ALLREDUCE follows, and
+contains MEMCPY_IN_FUSION_BUFFER, the collective and MEMCPY_OUT_FUSION_BUFFER.  The format is the JSON array form of
+"Trace Event Format" (Chromium project).
+
+A tensor is stalled if some ranks have requested it and others have not for too long.  The table of the negotiation is
+the same on all ranks, so each rank knows which ranks are missing.  The first rank of the process set logs a warning,
+and any rank may end the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TextIO
+
+from farandole.horovod.settings import Settings
+
+
+class Timeline:
+    """Write the events of one rank to a file.  Without a file no event is recorded, and `active` is False."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.marks_cycles = False
+        self._file: TextIO | None = None
+        self._lock = threading.Lock()
+        self._numbers: dict[str, int] = {}
+        self._lines: list[str] = []
+        self._separator = "[\n"
+        self._start = 0.0
+
+    def start(self, path: str, marks_cycles: bool) -> None:
+        """Open the file; raise OSError if it cannot be written."""
+        with self._lock:
+            if self._file is not None:
+                raise ValueError(
+                    f"a timeline is being written to {self._file.name}; hvd.stop_timeline() ends it"
+                )
+            self._file = open(path, "w")  # noqa: SIM115 - closed by `stop`
+            self._numbers, self._lines, self._separator = {}, [], "[\n"
+            self._start = time.monotonic()
+            self.marks_cycles = marks_cycles
+            self.active = True
+
+    def stop(self) -> None:
+        """Close the file, which is then valid JSON.  Without a file, do nothing."""
+        with self._lock:
+            self.active = False
+            if self._file is None:
+                return
+            self._flush()
+            self._file.write("\n]\n" if self._numbers else "[]\n")
+            self._file.close()
+            self._file = None
+
+    def span(
+        self, name: str, activity: str, begin: float, end: float, arguments: dict[str, Any] | None = None
+    ) -> None:
+        """Record an activity of a tensor between two times of `time.monotonic`."""
+        with self._lock:
+            if self._file is None:
+                return
+            event: dict[str, Any] = {
+                "ph": "X",
+                "name": activity,
+                "pid": self._number(name),
+                "tid": 0,
+                "ts": self._microseconds(begin),
+                "dur": max(0.0, round((end - begin) * 1e6, 3)),
+            }
+            if arguments:
+                event["args"] = arguments
+            self._add(event)
+
+    def flush(self) -> None:
+        """Write the recorded events to the file."""
+        with self._lock:
+            self._flush()
+
+    def mark(self, name: str) -> None:
+        """Record an instant for all tensors."""
+        with self._lock:
+            if self._file is not None:
+                number = self._number("cycles")
+                now = self._microseconds(time.monotonic())
+                self._add({"ph": "i", "name": name, "pid": number, "tid": 0, "ts": now, "s": "g"})
+
+    def _number(self, name: str) -> int:
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = len(self._numbers) + 1
+            self._add({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
+            self._add(
+                {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
+            )
+        return number
+
+    def _microseconds(self, moment: float) -> float:
+        return round((moment - self._start) * 1e6, 3)
+
+    def _add(self, event: dict[str, Any]) -> None:
+        self._lines.append(json.dumps(event, separators=(",", ":")))
+
+    def _flush(self) -> None:
+        if self._file is not None and self._lines:
+            self._file.write(self._separator + ",\n".join(self._lines))
+            self._file.flush()
+            self._separator, self._lines = ",\n", []
+
+
+_log = logging.getLogger("horovod")
+
+_SHOWN = 6
+"""How many names are listed for each rank."""
+
+
+class StallInspector:
+    """Check the table for stalled tensors at intervals.
+
+    ranks: the members' numbers in the world.  limit_s: when a stall ends the run where
+    HOROVOD_STALL_SHUTDOWN_TIME_SECONDS does not say it: the deadline of the process group.
+    """
+
+    def __init__(self, settings: Settings, ranks: Sequence[int], limit_s: float, speaks: bool) -> None:
+        self.warn_s = settings.stall_check_s
+        self._ranks, self._speaks = ranks, speaks
+        self._shutdown_s = settings.stall_shutdown_s or limit_s
+        if self.warn_s is not None and 0 < settings.stall_shutdown_s < self.warn_s:
+            if speaks:
+                _log.warning(
+                    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is less than HOROVOD_STALL_CHECK_TIME_SECONDS=%g; "
+                    "stalls will not shut the run down before its deadline of %g s",
+                    settings.stall_shutdown_s,
+                    self.warn_s,
+                    limit_s,
+                )
+            self._shutdown_s = limit_s
+        self._seen: dict[str, float] = {}
+        self._next_look = self._next_warning = 0.0
+
+    def look(self, table: Mapping[str, Collection[int]], joined: Collection[int]) -> str | None:
+        """Warn of names that wait too long; return why the run must end, or None.
+
+        `table` has for each name the members that have announced it.
+        """
+        now = time.monotonic()
+        if self.warn_s is None or now < self._next_look:
+            return None
+        self._next_look = now + min(1.0, self.warn_s / 4)
+        self._seen = {name: self._seen.get(name, now) for name in table}
+        late = [name for name, since in self._seen.items() if now - since > self.warn_s]
+        if not late:
+            return None
+        ends = any(now - self._seen[name] > self._shutdown_s for name in late)
+        if now < self._next_warning and not ends:
+            return None
+        self._next_warning = now + self.warn_s
+        missing = self._missing(late, table, joined)
+        text = (
+            f"One or more tensors were submitted by a subset of ranks and are waiting for the remaining ranks for "
+            f"more than {self.warn_s:g} seconds. Ranks may be submitting different tensors, or only some of them "
+            f"any at all, which never ends.\nMissing ranks:\n{missing}"
+        )
+        if ends:
+            return f"{text}\nStalled for longer than {self._shutdown_s:g} seconds: shutting down."
+        if self._speaks:
+            _log.warning(text)
+        return None
+
+    def _missing(
+        self, late: Sequence[str], table: Mapping[str, Collection[int]], joined: Collection[int]
+    ) -> str:
+        lines = []
+        for member, rank in enumerate(self._ranks):
+            names = [name for name in late if member not in table[name] and member not in joined]
+            if names:
+                more = [f"... {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+                lines.append(f"{rank}: [{', '.join(names[:_SHOWN] + more)}]")
+        return "\n".join(lines)

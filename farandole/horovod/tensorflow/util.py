@@ -1,0 +1,34 @@
+"""The helper functions that Horovod's scripts and tests import from `horovod.tensorflow.util`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+
+def _executing_eagerly() -> bool:
+    """Return whether TensorFlow runs operations at once, outside `tf.function`."""
+    return bool(tf.executing_eagerly())
+
+
+def _make_subgraph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function as a `tf.function`."""
+    made: Callable[..., Any] = tf.function(function)
+    return made
+
+
+def _cache(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Remember the result for each list of arguments, apart for eager mode and for graphs."""
+    results: dict[tuple[Any, ...], Any] = {}
+
+    @functools.wraps(function)
+    def cached(*arguments: Any) -> Any:
+        key = (*arguments, _executing_eagerly())
+        if key not in results:
+            results[key] = function(*arguments)
+        return results[key]
+
+    return cached

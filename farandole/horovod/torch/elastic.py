@@ -1,0 +1,186 @@
+"""`hvd.elastic`, experimental: continue after the death of ranks; see `farandole.horovod.elastic`.
+
+`TorchState` saves, restores and broadcasts models, optimizers, schedulers, samplers and plain objects.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from farandole.horovod.basics import horovod, rank, size
+from farandole.horovod.elastic import ObjectState, State, run_with
+from farandole.horovod.torch.functions import (
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+
+
+class ElasticSampler(Sampler[int]):
+    """Divide a dataset among the ranks; after a change of the world divide only the unprocessed samples.
+
+    Pass the sampler to `TorchState`, call `record_batch` after each batch, and call `set_epoch` at the *end* of each
+    epoch.  Each rank gets the same number of samples; some samples are repeated if necessary.
+
+    Args:
+        dataset: A dataset with a length.
+        shuffle: Whether to shuffle, in an order that depends on `seed` and on the epoch and is the same on all ranks.
+        seed: The seed of the order.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, in which no sample is processed yet."""
+        self.epoch = epoch
+        self.processed_num = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Count a batch of `batch_size` samples on every rank as processed."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch and the number of samples that all ranks together have processed."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of `state_dict`, and divide the unprocessed samples among the ranks."""
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Divide the unprocessed samples among the ranks of the current world."""
+        self.num_replicas, self.rank = size(), rank()
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        # rank r takes every num_replicas-th sample, so that a batch on every rank is a prefix of the remaining samples
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+        padded = list(self.remaining_indices)
+        while padded and len(padded) < self.total_size:
+            padded += padded[: self.total_size - len(padded)]
+        self.indices = padded[self.rank :: self.num_replicas]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class _Handler:
+    """Save, restore and broadcast an object that has a state_dict."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._saved = copy.deepcopy(value.state_dict())
+
+    def save(self) -> None:
+        """Keep a copy."""
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Restore the copy."""
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        """Broadcast the state of rank 0."""
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+        self.save()
+
+
+class _ModelHandler(_Handler):
+    def sync(self) -> None:
+        """Broadcast the tensors of rank 0."""
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+        self.save()
+
+
+class _OptimizerHandler(_Handler):
+    def sync(self) -> None:
+        """Broadcast the state and the options of rank 0."""
+        broadcast_optimizer_state(self.value, root_rank=0)
+        self.save()
+
+
+_HANDLERS: tuple[tuple[type, type[_Handler]], ...] = (
+    (torch.nn.Module, _ModelHandler),
+    (torch.optim.Optimizer, _OptimizerHandler),
+    (torch.optim.lr_scheduler.LRScheduler, _Handler),
+    (ElasticSampler, _Handler),
+)
+
+
+class TorchState(ObjectState):
+    """The state of a training program: each argument is an attribute.
+
+    model, optimizer, and keyword arguments that are modules, optimizers, schedulers or `ElasticSampler`s are saved
+    and restored in place; other objects as `ObjectState` does.
+    """
+
+    def __init__(self, model: torch.nn.Module | None = None, optimizer: Any = None, **kwargs: Any) -> None:
+        given = {"model": model, "optimizer": optimizer} | kwargs
+        self._handlers: dict[str, _Handler] = {}
+        plain = {}
+        for name, value in given.items():
+            handler = next((make(value) for kind, make in _HANDLERS if isinstance(value, kind)), None)
+            if handler is None:
+                plain[name] = value
+            else:
+                self._handlers[name] = handler
+                object.__setattr__(self, name, value)
+        super().__init__(broadcast_object, rank, **plain)
+
+    def save(self) -> None:
+        """Keep a copy of the state in memory."""
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        """Restore the copies."""
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        """Broadcast the state of rank 0."""
+        for handler in self._handlers.values():
+            handler.sync()
+        super().sync()
+
+    def reset(self) -> None:
+        """Divide the samples among the ranks of the new world."""
+        for handler in self._handlers.values():
+            if isinstance(handler.value, ElasticSampler):
+                handler.value.reset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        handlers = self.__dict__.get("_handlers", {})
+        if name in handlers:
+            handlers[name] = type(handlers[name])(value)
+        super().__setattr__(name, value)
+
+
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function of an elastic state, so that it continues from the last commit when the world has changed."""
+    return run_with(function, reset=horovod.reform, begin=horovod.prepare_to_reform)
+
+
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
