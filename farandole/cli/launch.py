@@ -13,14 +13,18 @@ from farandole.cli.mistakes import Command
 
 if TYPE_CHECKING:
     from farandole.launch.hosts import Host
-    from farandole.launch.program import Program
-
-RANKS = 2
-"""The default number of ranks of a job on one host."""
+    from farandole.launch.program import Kind
 
 RANK_OPTIONS = ("--ranks", "-n", "-np", "--num-proc")
 
 FIXED = "the ranks of a job are fixed when it starts; torchrun --nnodes MIN:MAX script.py starts elastic jobs"
+
+
+LOG = "--output-filename DIR writes the output of each rank to files"
+TIMEOUT = "--start-timeout is the time that hosts wait for each other, in seconds"
+SELECTION = "omit it: --rendezvous or --hosts selects the network between hosts"
+TUNED = "set --fusion-threshold-mb and --cycle-time-ms by hand"
+HIERARCHICAL = "omit it: the ranks of a host communicate through shared memory"
 
 
 class LaunchCommand(Command):
@@ -29,16 +33,48 @@ class LaunchCommand(Command):
     elsewhere = {
         "--min-np": FIXED,
         "--max-np": FIXED,
+        "--min-num-proc": FIXED,
+        "--max-num-proc": FIXED,
+        "--slots-per-host": FIXED,
+        "--reset-limit": "--max-restarts is the number of restarts",
         "--host-discovery-script": f"{FIXED}; --hosts or --hostfile names the hosts",
         "--check-build": "`farandole info` lists what is available",
         "--gloo": "omit it: ranks of one host use shared memory, ranks of several hosts TCP",
         "--mpi": "start the ranks with MPI's own launcher: mpirun -n 4 python script.py",
-        "--nproc-per-node": "--ranks is the number of processes on this host",
-        "--nproc_per_node": "--ranks is the number of processes on this host",
-        "--nnodes": "--nodes is the number of hosts",
-        "--master-addr": "--rendezvous HOST:PORT is where the hosts rendezvous",
-        "--master-port": "--rendezvous HOST:PORT is where the hosts rendezvous",
+        "--jsrun": "start the ranks with LSF's own launcher: jsrun -n 4 python script.py",
+        "--mpi-args": "start the ranks with MPI's own launcher: mpirun ARGS -n 4 python script.py",
+        "--config-file": "write the options on the command line",
+        "--log-level": "set the level in the program: logging.getLogger('farandole').setLevel(level)",
+        "--prefix-output-with-timestamp": LOG,
+        "--autotune": TUNED,
+        "--autotune-log-file": TUNED,
+        "--hierarchical-allreduce": HIERARCHICAL,
+        "--hierarchical-allgather": HIERARCHICAL,
+        "--rdzv-id": "omit it: the address of --rendezvous identifies the job",
+        "--rdzv-conf": TIMEOUT,
+        "--local-addr": SELECTION,
+        "--monitor-interval": "omit it: the ranks are checked 20 times a second",
+        "--start-method": "omit it: each rank is a new process",
+        "--role": "omit it: all ranks of a job have the same role",
+        "--log-dir": LOG,
+        "--redirects": LOG,
+        "--tee": LOG,
+        "--local-ranks-filter": LOG,
+        "--numa-binding": "--pin, the default, pins each rank to its own cores",
+        "--run-path": "omit it: scripts run in the process of the rank",
     }
+
+
+def _nodes(text: str | int) -> int:
+    """Parse the value of --nodes."""
+    if isinstance(text, str) and ":" in text:
+        low, _, high = text.partition(":")
+        if low != high:
+            raise typer.BadParameter(f"{text}: {FIXED}")
+        text = low
+    if not str(text).isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"{text!r} is not a number of hosts, at least 1")
+    return int(text)
 
 
 def launch(
@@ -51,13 +87,25 @@ def launch(
         typer.Option(
             *RANK_OPTIONS,
             min=1,
-            show_default=f"{RANKS}, or with --hosts all slots",
+            show_default="one per accelerator, else one per core; with --hosts all slots",
             help="Processes on this host; with --hosts, of the whole job.",
+        ),
+    ] = None,
+    nproc_per_node: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|gpu|cpu|N", show_default=False, help="Processes on each host, as in torchrun."
         ),
     ] = None,
     module: Annotated[
         bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")
     ] = False,
+    no_python: Annotated[
+        bool, typer.Option("--no-python", help="SCRIPT is a command, which is not run by Python.")
+    ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="How often all ranks are started again after a failure, on one host.")
+    ] = 0,
     pin: Annotated[bool, typer.Option("--pin/--no-pin", help="Pin each rank to its own cores.")] = True,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of each rank.", show_default="cores divided by ranks")
@@ -94,9 +142,12 @@ def launch(
             envvar="FARANDOLE_REMOTE_SHELL", help="The command that runs a command on another host, like ssh."
         ),
     ] = "ssh",
-    ssh_port: Annotated[int | None, typer.Option(min=1, max=65535, help="For ssh -p.")] = None,
+    ssh_port: Annotated[
+        int | None, typer.Option("--ssh-port", "-p", min=1, max=65535, help="For ssh -p.")
+    ] = None,
     ssh_identity_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", show_default=False, help="For ssh -i.")
+        Path | None,
+        typer.Option("--ssh-identity-file", "-i", metavar="FILE", show_default=False, help="For ssh -i."),
     ] = None,
     network_interface: Annotated[
         str | None,
@@ -112,14 +163,42 @@ def launch(
     start_timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds that hosts wait for each other at the start.")
     ] = 600.0,
-    nodes: Annotated[int, typer.Option(min=1, help="Number of hosts; run this command on each.")] = 1,
-    node_rank: Annotated[int, typer.Option(min=0, help="The number of this host, from 0.")] = 0,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            "--nodes",
+            "--nnodes",
+            metavar="N",
+            parser=_nodes,
+            help="Number of hosts; run this command on each.",
+        ),
+    ] = 1,
+    node_rank: Annotated[
+        int | None, typer.Option(min=0, show_default="0", help="The number of this host, from 0.")
+    ] = None,
     rendezvous: Annotated[
         str | None,
         typer.Option(
+            "--rendezvous",
+            "--rdzv-endpoint",
             metavar="HOST:PORT",
             help="Where the hosts rendezvous: a free port of the first.",
             show_default=False,
+        ),
+    ] = None,
+    rdzv_backend: Annotated[
+        str | None, typer.Option(metavar="c10d|static", show_default=False, help="Accepted for torchrun.")
+    ] = None,
+    standalone: Annotated[
+        bool, typer.Option("--standalone", help="Start a job on this host alone, the default.")
+    ] = False,
+    master_addr: Annotated[
+        str | None, typer.Option(metavar="HOST", show_default=False, help="The host of --rendezvous.")
+    ] = None,
+    master_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=65535, show_default="29500", help="The port of --rendezvous, with --master-addr."
         ),
     ] = None,
     timeline_filename: Annotated[
@@ -130,12 +209,31 @@ def launch(
         int | None, typer.Option(min=0, help="Sets HOROVOD_FUSION_THRESHOLD, in bytes.")
     ] = None,
     cycle_time_ms: Annotated[float | None, typer.Option(min=0, help="Sets HOROVOD_CYCLE_TIME.")] = None,
+    timeline_mark_cycles: Annotated[
+        bool, typer.Option("--timeline-mark-cycles", help="Sets HOROVOD_TIMELINE_MARK_CYCLES.")
+    ] = False,
+    cache_capacity: Annotated[int | None, typer.Option(min=0, help="Sets HOROVOD_CACHE_CAPACITY.")] = None,
+    disable_cache: Annotated[
+        bool, typer.Option("--disable-cache", help="Sets HOROVOD_CACHE_CAPACITY to 0.")
+    ] = False,
+    no_stall_check: Annotated[
+        bool, typer.Option("--no-stall-check", help="Sets HOROVOD_STALL_CHECK_DISABLE.")
+    ] = False,
+    stall_check_warning_time_seconds: Annotated[
+        int | None, typer.Option(min=1, help="Sets HOROVOD_STALL_CHECK_TIME_SECONDS.")
+    ] = None,
+    stall_check_shutdown_time_seconds: Annotated[
+        int | None, typer.Option(min=0, help="Sets HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.")
+    ] = None,
 ) -> None:
     """Run a Python program in several processes, the ranks of one job.
 
     The program joins the job with farandole.init(), or as any program for torchrun does.  The output of the
     ranks passes through.  If a rank fails the others are stopped, and the cause is printed once.  Ctrl-C asks the
     ranks to stop; a second Ctrl-C kills them.
+
+    The options of torchrun and horovodrun are accepted too, with hyphens or underscores.  `python` before the
+    script may be written or omitted.
 
     \b
       farandole launch --ranks 2 train.py --lr 0.1    --lr belongs to train.py
@@ -155,22 +253,46 @@ def launch(
     from farandole.launch.hosts import parse_rendezvous
     from farandole.launch.local import run_on_this_host
     from farandole.launch.placement import LaunchError
-    from farandole.launch.program import Program
+    from farandole.launch.program import Program, without_python
     from farandole.launch.reports import describe_stop
 
-    program = Program(target, tuple(arguments or ()), module, pin, threads, output, verbose)
-    _hint(program, ranks)
-    _set_variables(timeline_filename, fusion_threshold_mb, cycle_time_ms)
+    _hint(target, arguments or [], ranks)
+    _set_variables(
+        TIMELINE=timeline_filename,
+        TIMELINE_MARK_CYCLES=1 if timeline_mark_cycles else None,
+        FUSION_THRESHOLD=None if fusion_threshold_mb is None else fusion_threshold_mb << 20,
+        CYCLE_TIME=None if cycle_time_ms is None else f"{cycle_time_ms:g}",
+        CACHE_CAPACITY=0 if disable_cache else cache_capacity,
+        STALL_CHECK_DISABLE=1 if no_stall_check else None,
+        STALL_CHECK_TIME_SECONDS=stall_check_warning_time_seconds,
+        STALL_SHUTDOWN_TIME_SECONDS=stall_check_shutdown_time_seconds,
+    )
     try:
+        kind: Kind = "command" if no_python else "module" if module else "script"
+        words = (target, *(arguments or ()))
+        if kind == "script":
+            kind, words = without_python(words)
+        program = Program(words[0], words[1:], kind, pin, threads, output, verbose, max_restarts)
+        if master_addr is not None or master_port is not None:
+            if rendezvous is not None or master_addr is None:
+                raise LaunchError(
+                    "give --rendezvous HOST:PORT, or --master-addr HOST with --master-port PORT"
+                )
+            rendezvous = f"{master_addr}:{master_port or 29500}"
         if hosts is None and hostfile is None:
             _only_with_hosts(ssh_port=ssh_port, ssh_identity_file=ssh_identity_file)
-            config = parse_rendezvous(nodes, node_rank, rendezvous, start_timeout, network_interface)
-            status = run_on_this_host(program, ranks or RANKS, config)
+            _check_torchrun(rdzv_backend, standalone, nodes, node_rank, rendezvous)
+            config = parse_rendezvous(nodes, node_rank or 0, rendezvous, start_timeout, network_interface)
+            status = run_on_this_host(program, _ranks_here(ranks, nproc_per_node), config)
         else:
-            if nodes > 1 or node_rank > 0 or rendezvous is not None:
+            if nproc_per_node is not None:
                 raise LaunchError(
-                    "--hosts starts the launchers of all hosts; --nodes, --node-rank and --rendezvous are for "
-                    "launchers that you start on each host"
+                    "--nproc-per-node: with --hosts, give each host its slots, as in node0:4,node1:4"
+                )
+            if nodes > 1 or node_rank or rendezvous is not None or standalone or rdzv_backend is not None:
+                raise LaunchError(
+                    "--hosts starts the launchers of all hosts; --nodes, --node-rank, --rendezvous, --rdzv-backend "
+                    "and --standalone are for launchers that you start on each host"
                 )
             from farandole.launch.remote import RemoteShell, launch_on_hosts
 
@@ -212,21 +334,56 @@ def _only_with_hosts(**given: object) -> None:
             )
 
 
-def _hint(program: Program, ranks: int | None) -> None:
+def _check_torchrun(
+    backend: str | None, standalone: bool, nodes: int, node_rank: int | None, rendezvous: str | None
+) -> None:
+    """Refuse combinations of torchrun's options that start no job here."""
+    from farandole.launch.placement import LaunchError
+
+    if backend not in (None, "c10d", "static"):
+        raise LaunchError(
+            f"--rdzv-backend {backend}: expected c10d or static; farandole needs no other service"
+        )
+    if standalone and (nodes > 1 or node_rank or rendezvous is not None):
+        raise LaunchError(
+            "--standalone is a job on this host alone; omit it, or --nodes, --node-rank and --rendezvous"
+        )
+    if nodes > 1 and node_rank is None and backend == "c10d":
+        raise LaunchError(f"--rdzv-backend c10d: give each of the {nodes} hosts its --node-rank, from 0")
+
+
+def _ranks_here(ranks: int | None, per_node: str | None) -> int:
+    """Return the number of ranks on this host, from --ranks or --nproc-per-node, else what the machine offers."""
+    from farandole.launch.limits import offered_accelerators, offered_ranks
+    from farandole.launch.placement import LaunchError
+
+    if per_node is None:
+        return ranks or offered_ranks()
+    if ranks is not None:
+        raise LaunchError("--ranks and --nproc-per-node are mutually exclusive")
+    if per_node == "auto":
+        return offered_ranks()
+    if per_node == "cpu":
+        return offered_ranks(accelerators=0)
+    if per_node == "gpu":
+        if count := offered_accelerators():
+            return count
+        raise LaunchError("--nproc-per-node gpu: this host has no accelerator; try --nproc-per-node cpu")
+    if per_node.isdecimal() and int(per_node) > 0:
+        return int(per_node)
+    raise LaunchError(f"--nproc-per-node {per_node}: expected auto, gpu, cpu or a number from 1")
+
+
+def _hint(target: str, arguments: list[str], ranks: int | None) -> None:
     """Print a note if --ranks follows the script, so that the script gets it."""
-    word = next((word for word in program.arguments if word.split("=")[0] in RANK_OPTIONS), None)
+    word = next((word for word in arguments if word.split("=")[0] in RANK_OPTIONS), None)
     if ranks is None and word is not None:
         typer.echo(
-            f"{word} follows {program.target} and is passed to it; put {word} before {program.target} to set the ranks",
+            f"{word} follows {target} and is passed to it; put {word} before {target} to set the ranks",
             err=True,
         )
 
 
-def _set_variables(timeline: str | None, fusion_mb: int | None, cycle_ms: float | None) -> None:
-    """Set the environment variables of horovodrun's options for the program."""
-    variables = {
-        "HOROVOD_TIMELINE": timeline,
-        "HOROVOD_FUSION_THRESHOLD": None if fusion_mb is None else str(fusion_mb << 20),
-        "HOROVOD_CYCLE_TIME": None if cycle_ms is None else f"{cycle_ms:g}",
-    }
-    os.environ.update({name: text for name, text in variables.items() if text is not None})
+def _set_variables(**values: object) -> None:
+    """Set the variables HOROVOD_NAME of horovodrun's options for the program."""
+    os.environ.update({f"HOROVOD_{name}": str(value) for name, value in values.items() if value is not None})

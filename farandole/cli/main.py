@@ -5,6 +5,8 @@ The subcommands import what they run when they run, so that `farandole --help` a
 
 from __future__ import annotations
 
+import sys
+
 import typer
 
 from farandole import __version__
@@ -41,7 +43,10 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,  # plain text, wrapped to the terminal
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # --nproc_per_node is --nproc-per-node
+    },
 )
 app.command(cls=TrainCommand)(train)
 app.command(cls=Command)(plan)
@@ -62,10 +67,18 @@ def _options(
         raise typer.Exit
 
 
-def main() -> None:
+def horovodrun() -> None:
+    """Run `farandole launch` with the words of a horovodrun command line, and end the process.
+
+    The script is named farandole-horovodrun: a script named horovodrun would overwrite Horovod's, or be overwritten.
+    """
+    main(["launch", *sys.argv[1:]])
+
+
+def main(words: list[str] | None = None) -> None:
     """Run the command line, and end the process; Ctrl-C ends it without a trace."""
     try:
-        app(prog_name="farandole")
+        app(words, prog_name="farandole")
     except KeyboardInterrupt:
         leave(130)
     except ModuleNotFoundError as error:

@@ -27,6 +27,7 @@ class Command(TyperCommand):
             raise
 
     def _answer(self, name: str) -> str:
+        name = name.replace("_", "-")
         if name in self.elsewhere:
             return f"{name} is not served: {self.elsewhere[name]}"
         options = [option for param in self.params for option in (*param.opts, *param.secondary_opts)]

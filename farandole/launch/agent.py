@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessConte
 
 from farandole.launch.monitor import SIGNALS, RankMonitor, signals_to_handle
 from farandole.launch.rendezvous import LauncherRendezvous
-from farandole.launch.reports import RankFailure, notify, read_report
+from farandole.launch.reports import RankFailure, explain_failures, notify, read_report
 
 # `reports` explains a failed rank better than the agent's log does.
 logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
@@ -76,10 +76,21 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self.rank_monitor.poll():
             result: RunResult = super()._monitor_workers(worker_group)
+            if result.state is WorkerState.FAILED and self._remaining_restarts:
+                self._announce_restart(result)
             return result
         if self.rendezvous.check_remote_failure():
             self.rank_monitor.fail()
         return RunResult(state=WorkerState.HEALTHY)
+
+    def _announce_restart(self, result: RunResult) -> None:
+        """Print why the ranks are started again; a job that was interrupted is not."""
+        if self.rank_monitor.interrupted_by:
+            self._remaining_restarts = 0
+            return
+        total = self.get_worker_group().spec.max_restarts
+        notify(explain_failures(self.failures(result)))
+        notify(f"restart {total - self._remaining_restarts + 1} of {total}: all ranks start again")
 
     def _exit_barrier(self) -> None:
         self.rendezvous.wait_for_others(give_up=lambda: bool(self.rank_monitor.interrupted_by))

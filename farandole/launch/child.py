@@ -17,11 +17,14 @@ import sys
 import traceback
 from dataclasses import asdict, dataclass
 from types import ModuleType, TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from farandole._startup import leave, pause_collection
 from farandole.launch.cores import Share
 from farandole.launch.reports import ErrorReport, write_report
+
+if TYPE_CHECKING:
+    from farandole.launch.program import Kind
 
 PR_SET_PDEATHSIG = 1
 
@@ -32,7 +35,7 @@ class RankSpec:
 
     launcher_pid: int
     shares: tuple[Share, ...]
-    module: bool
+    kind: Kind
     output: str | None = None
     """The folder for the output of the ranks."""
 
@@ -59,11 +62,13 @@ def main(arguments: list[str]) -> None:
         # Lines of different ranks do not mix, and a rank that is killed loses none.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     sys.argv = [target, *program_arguments]
-    own = spec.module and target.startswith("farandole.")
+    own = spec.kind == "module" and target.startswith("farandole.")
     try:
         if own:
             pause_collection()
-        if spec.module:
+        if spec.kind == "command":
+            _run_command(target, program_arguments)
+        elif spec.kind == "module":
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             run_script(os.path.abspath(target))
@@ -78,6 +83,12 @@ def main(arguments: list[str]) -> None:
     except BaseException as error:  # reported, and the process ends
         sys.last_value = error  # as the interpreter does: this rank tells the other ranks why it ended
         _fail(_error_report(error))
+
+
+def _run_command(name: str, arguments: list[str]) -> NoReturn:
+    """Replace this process by a command, which keeps the cores and the link to the launcher."""
+    sys.stdout.flush()
+    os.execvp(name, [name, *arguments])
 
 
 def run_script(path: str) -> None:

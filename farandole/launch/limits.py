@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from farandole.launch import control_groups
+from farandole.launch.cores import usable_cores
 from farandole.launch.placement import LaunchError
 
 RANK_BYTES = 140 << 20
@@ -20,6 +21,25 @@ START_S = 2.0
 """Core seconds that a rank needs to load torch."""
 MAX_RANKS_PER_CORE = 4
 """More ranks than this on each core cause a warning."""
+
+
+ACCELERATOR_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
+"""The device files of the drivers of NVIDIA and AMD."""
+
+
+def offered_accelerators() -> int:
+    """Return the number of accelerators that torch sees; torch is loaded only where there is a driver."""
+    if not any(os.path.exists(path) for path in ACCELERATOR_DRIVERS):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def offered_ranks(accelerators: int | None = None) -> int:
+    """Return the default number of ranks on this host: one per accelerator, else one per physical core."""
+    found = offered_accelerators() if accelerators is None else accelerators
+    return found or usable_cores()
 
 
 def check_rank_limits(ranks: int) -> None:

@@ -61,7 +61,8 @@ def launch(
     Raises:
         LaunchError: The ranks cannot be started.
     """
-    return run_on_this_host(Program(target, arguments, module, pin), ranks, RendezvousConfig())
+    program = Program(target, arguments, "module" if module else "script", pin)
+    return run_on_this_host(program, ranks, RendezvousConfig())
 
 
 def run_on_this_host(
@@ -75,6 +76,11 @@ def run_on_this_host(
     """
     if ranks < 1:
         raise LaunchError(f"--ranks {ranks}: a job has at least 1 rank on each host")
+    if program.max_restarts and rendezvous.nodes > 1:
+        raise LaunchError(
+            "--max-restarts is for a job on one host; on several hosts use torchrun --max-restarts, or start the job "
+            "again from its last checkpoint"
+        )
     program.check()
     check_rank_limits(ranks)
     if program.output is not None:
@@ -94,9 +100,9 @@ def run_on_this_host(
         if program.output is not None:
             folder = os.path.join(program.output, "rank.N")
             notify(f"{prefix}the output of the ranks goes to {folder}/stdout and stderr")
-        spec = RankSpec(os.getpid(), division.shares, program.module, program.output)
+        spec = RankSpec(os.getpid(), division.shares, program.kind, program.output)
         command = ["-m", "farandole.launch.child", spec.dump(), program.target, *program.arguments]
-        return _run_agent(command, ranks, rendezvous, program.verbose, print_end=name is None)
+        return _run_agent(command, ranks, rendezvous, program, print_end=name is None)
 
 
 @contextlib.contextmanager
@@ -123,7 +129,7 @@ def _threads_of_user() -> int | None:
 
 
 def _run_agent(
-    command: Sequence[str], ranks: int, config: RendezvousConfig, verbose: bool, *, print_end: bool
+    command: Sequence[str], ranks: int, config: RendezvousConfig, program: Program, *, print_end: bool
 ) -> int:
     """Run the agent until the job ends, and report how it ended."""
     with uncollected():  # torch takes a second to import, so it comes after all checks
@@ -140,12 +146,12 @@ def _run_agent(
         entrypoint=sys.executable,
         args=tuple(argument.replace("$", "$$") for argument in command),  # the agent expands "$"
         rdzv_handler=rendezvous,
-        max_restarts=0,
+        max_restarts=program.max_restarts,
         monitor_interval=0.05,
     )
     with _scratch_folder() as folder, restored_handlers():
         before = control_groups.oom_kills()
-        agent = Agent(spec, DefaultLogsSpecs(log_dir=folder), rendezvous, verbose)
+        agent = Agent(spec, DefaultLogsSpecs(log_dir=folder), rendezvous, program.verbose)
         try:
             result = agent.run()
         except SignalException as stop:  # a signal before the ranks were monitored

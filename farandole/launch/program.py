@@ -8,22 +8,28 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from shutil import which
+from typing import Literal
 
 from farandole.launch.placement import LaunchError
+
+PYTHON = re.compile(r"python(\d(\.\d+)?)?")
+Kind = Literal["script", "module", "command"]
 
 
 @dataclass(frozen=True)
 class Program:
-    """A script, or a module, with its arguments, and how each rank runs it."""
+    """A script, a module or a command, with its arguments, and how each rank runs it."""
 
     target: str
     arguments: Sequence[str] = ()
-    module: bool = False
+    kind: Kind = "script"
     pin: bool = True
     """Whether each rank is pinned to its own cores."""
     threads: int | None = None
@@ -32,13 +38,45 @@ class Program:
     """The folder for the output of the ranks, with a folder for each rank; None passes the output through."""
     verbose: bool = False
     """Whether to print the processes that are started."""
+    max_restarts: int = 0
+    """How often all ranks are started again after a failure."""
 
     def check(self) -> None:
-        """Raise `LaunchError` if there is no such script or module to run."""
-        if self.module:
+        """Raise `LaunchError` if there is no such script, module or command to run."""
+        if self.kind == "module":
             _check_module(self.target)
+        elif self.kind == "command":
+            if which(self.target) is None:
+                raise LaunchError(
+                    f"there is no command {self.target!r} (omit --no-python for a Python script)"
+                )
         else:
             _check_script(Path(self.target), self.target)
+
+
+def without_python(words: Sequence[str]) -> tuple[Kind, Sequence[str]]:
+    """Return the kind and the words of a program, without `python` and its `-u` and `-m`.
+
+    Raises:
+        LaunchError: `python` is not followed by a script or a module.
+    """
+    name = Path(words[0]).name
+    if not PYTHON.fullmatch(name) or Path(words[0]).suffix == ".py":
+        return "script", words
+    rest = list(words[1:])
+    while rest[:1] == ["-u"]:  # the output of ranks is written line by line
+        rest.pop(0)
+    kind: Kind = "script"
+    if rest[:1] == ["-m"]:
+        kind = "module"
+        rest.pop(0)
+    if not rest:
+        raise LaunchError(f"{words[0]} is not followed by a script; write farandole launch {name} script.py")
+    if rest[0].startswith("-"):
+        raise LaunchError(
+            f"{words[0]} {rest[0]}: options of Python are not passed on; write --no-python {words[0]} {rest[0]} ..."
+        )
+    return kind, rest
 
 
 def _check_script(path: Path, target: str) -> None:
