@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from farandole._autoload import REPLACE_GLOO
 from farandole.cli.mistakes import Command
 
 if TYPE_CHECKING:
@@ -120,6 +122,12 @@ def launch(
         ),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the processes that are started.")] = False,
+    replace_gloo: Annotated[
+        bool,
+        typer.Option(
+            "--replace-gloo", help="Use farandole in place of Gloo: for Accelerate, Lightning and others."
+        ),
+    ] = False,
     hosts: Annotated[
         str | None,
         typer.Option(
@@ -267,9 +275,11 @@ def launch(
         STALL_CHECK_TIME_SECONDS=stall_check_warning_time_seconds,
         STALL_SHUTDOWN_TIME_SECONDS=stall_check_shutdown_time_seconds,
     )
+    if replace_gloo:
+        os.environ[REPLACE_GLOO] = "1"
     try:
         kind: Kind = "command" if no_python else "module" if module else "script"
-        words = (target, *(arguments or ()))
+        words: Sequence[str] = (target, *(arguments or ()))
         if kind == "script":
             kind, words = without_python(words)
         program = Program(words[0], words[1:], kind, pin, threads, output, verbose, max_restarts)

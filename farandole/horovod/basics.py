@@ -115,7 +115,7 @@ class Horovod:
                 dist.destroy_process_group(group)
         runtime.close()
         if self._owns_world and dist.is_initialized():
-            # one that was formed anew, which the runtime only took over
+            # one that was formed again, which the runtime only took over
             dist.destroy_process_group()
 
     def _world_is_gone(self) -> bool:
@@ -131,7 +131,7 @@ class Horovod:
             return
         if not self._owns_world:
             raise HorovodInternalError(
-                "hvd.elastic.run forms the world anew when ranks die, and cannot where the program has called "
+                "hvd.elastic.run forms the world again when ranks die, and cannot where the program has called "
                 "torch.distributed.init_process_group itself: leave that to hvd.init()"
             )
         store = _get_default_store()

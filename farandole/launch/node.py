@@ -80,7 +80,7 @@ def _run(spec: NodeSpec) -> int:
         raise LaunchError(
             f"cannot run in {spec.folder}: {error.strerror}; all hosts need the folder of the job"
         ) from error
-    if not spec.program.module:
+    if spec.program.kind != "module":
         sys.path[0] = ""
     return run_on_this_host(spec.program, spec.ranks, spec.rendezvous, name=spec.host)
 

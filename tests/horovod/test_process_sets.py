@@ -27,7 +27,7 @@ def sets(rank, size):
         with pytest.raises(ValueError, match="it is not in it"):
             hvd.allreduce(torch.ones(1), process_set=other)
 
-        # both sets at once, with the same name, beside operations of all ranks, in different orders
+        # both sets at once, with the same name, together with operations of all ranks, in different orders
         everyone = all_given(size, (4, 3))
         whole = hvd.allreduce_async(everyone[rank], name="a", op=hvd.Sum) if rank % 2 else None
         part = hvd.allreduce_async(everyone[rank], name="a", op=hvd.Sum, process_set=mine)

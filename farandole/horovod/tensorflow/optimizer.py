@@ -39,7 +39,7 @@ class _Accumulation:
         return tf.equal(self._done, self._passes)
 
     def take(self) -> list[tf.Tensor | None]:
-        """The sums (or averages), which begin anew."""
+        """The sums (or averages), which begin again."""
         self._done.assign(0)
         taken = [None if total is None else total * tf.cast(self._scale, total.dtype) for total in self._sums]
         for total in self._sums:

@@ -193,7 +193,7 @@ def test_gradients():
 
 
 def test_functions_loops_and_branches():
-    """Nodes run in one order, whatever they are nested in, and whoever traces more often."""
+    """Nodes run in one order, whatever they are nested in, and any rank may trace more often."""
     state = tf.Variable(1.0)
 
     @tf.function
