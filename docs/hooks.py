@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
-LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+(?:farandole|labs|benchmarks|tests|README)[^)]*)\)")
+from mkdocs.exceptions import PluginError
+
+ROOT = Path(__file__).parents[1]
+
+DOCS = ROOT / "docs"
+LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(?:#[^)]*)?\)")
+MARKER = "<!-- help texts -->"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace links to files outside docs/ by their names, and the marker of the command line by help texts."""
-    markdown = LINK.sub(
-        lambda match: match[1] if "`" in match[1] else f"`{match[2].replace('../', '')}`", markdown
-    )
-    return (
-        markdown.replace("<!-- help texts -->", help_texts())
-        if "<!-- help texts -->" in markdown
-        else markdown
-    )
+    folder = (DOCS / page.file.src_uri).parent
+
+    def name_of_file(link: re.Match[str]) -> str:
+        target = (folder / link[2]).resolve()
+        if target.is_relative_to(DOCS):
+            return link[0]
+        if not target.exists():
+            raise PluginError(f"{page.file.src_uri} links to {link[2]}, which does not exist")
+        return link[1] if "`" in link[1] else f"`{target.relative_to(ROOT)}`"
+
+    markdown = LINK.sub(name_of_file, markdown)
+    return markdown.replace(MARKER, help_texts()) if MARKER in markdown else markdown
 
 
 def help_texts() -> str:
