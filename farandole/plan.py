@@ -197,10 +197,15 @@ class Plan:
                 f"rounding='stochastic' with offload={self.offload!r}: stochastic rounding has no master weights to offload; "
                 f"nearest plan: rounding='nearest'"
             )
-        if (self.recompute == "auto") != (self.activation_bytes is not None):
+        if self.recompute == "auto" and self.activation_bytes is None:
             raise PlanError(
-                f"recompute={self.recompute!r} with activation_bytes={self.activation_bytes}: 'auto' needs the "
-                f"bytes of activations that a rank may keep, and other values do not take them"
+                "recompute='auto' needs activation_bytes, the bytes of activations that a rank may keep; nearest plan: "
+                "recompute='block'"
+            )
+        if self.recompute != "auto" and self.activation_bytes is not None:
+            raise PlanError(
+                f"activation_bytes={self.activation_bytes} with recompute={self.recompute!r}: only recompute='auto' uses "
+                f"activation_bytes"
             )
         if self.lora is not None and self.precision == "fp8":
             raise PlanError(

@@ -351,4 +351,4 @@ def test_the_benchmark_measures_itself(tmp_path: Path) -> None:
     assert result["moved_bytes"] == pytest.approx(2 * 48 << 20, rel=1e-4)
     assert result["share_of_plain"] > 0.1  # far below what is seen: others may use the machine
     assert "AdamW, state on the disk" in offload.table(result)
-    assert "of the plain bandwidth" in offload.remarks(result)
+    assert "of the plain bandwidth" in offload.notes(result)

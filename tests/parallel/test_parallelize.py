@@ -17,7 +17,7 @@ from farandole.parallel.engine import Engine
     ("options", "says"),
     [
         ({"zero": 4}, "zero=4: the stages are 0, 1, 2 and 3"),
-        ({"data": 0}, "data=0: an axis has 1 rank or more"),
+        ({"data": 0}, "data=0: at least 1 rank is needed"),
         ({"precision": "fp4"}, "precision='fp4': one of fp32, bf16, fp16, fp8"),
     ],
 )
@@ -27,14 +27,14 @@ def test_a_plan_that_cannot_be(options: dict[str, Any], says: str) -> None:
 
 
 def test_without_ranks() -> None:
-    with pytest.raises(RuntimeError, match=r"call farandole\.init\(\) before"):
+    with pytest.raises(RuntimeError, match=r"call farandole\.init\(\) first"):
         farandole.parallelize(nn.Linear(2, 2))
 
 
 def _meet(rank: int, size: int) -> None:
     with pytest.raises(PlanError, match="needs data=3 ranks, 2 were launched; nearest plan: data=2"):
         farandole.parallelize(nn.Linear(2, 2), Plan(data=3))
-    with pytest.raises(PlanError, match="bfloat16: make the model in fp32"):
+    with pytest.raises(PlanError, match="bfloat16: create the model in fp32"):
         farandole.parallelize(nn.Linear(2, 2).bfloat16(), Plan())
     model = nn.Linear(2, 2)
     engine = farandole.parallelize(model, Plan(data=2, zero=2, precision="bf16"))

@@ -211,7 +211,7 @@ def test_going_on(ranks: Any) -> None:
         ({"rounding": "up"}, "rounding='up': one of nearest, stochastic"),
         (
             {"rounding": "stochastic", "precision": "fp16"},
-            "with precision='fp16': it is for bf16; nearest plan: precision='bf16'",
+            "with precision='fp16': stochastic rounding needs bf16; nearest plan: precision='bf16'",
         ),
         ({"rounding": "stochastic"}, "with precision='fp32'"),
     ],
