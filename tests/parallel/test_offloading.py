@@ -275,7 +275,9 @@ def test_what_cannot_be_is_refused_on_all_ranks(ranks: Any, tmp_path: Path) -> N
         Plan(offload="nvme")
     with pytest.raises(PlanError, match="nearest plan: zero=3"):
         Plan(zero=2, offload="disk:.", offloaded="parameters")
-    with pytest.raises(PlanError, match="gradients and parameters are offloaded together with optimizer states"):
+    with pytest.raises(
+        PlanError, match="gradients and parameters are offloaded together with optimizer states"
+    ):
         Plan(zero=2, offloaded="gradients")
     with pytest.raises(PlanError, match="only recompute='auto' uses activation_bytes"):
         Plan(recompute="block", activation_bytes=1)

@@ -56,7 +56,10 @@ def test_files_override_presets_and_arguments_override_both(tmp_path: Path) -> N
         ("plan.swap=tape", "plan.swap='tape': 'none', 'host' or 'disk:FOLDER'"),
         ("plan.zero=5", "plan.zero=5: the stages are 0, 1, 2 and 3"),
         ("plan.hybrid=true", "plan.hybrid=True with zero=0: nothing is divided; nearest plan: zero=1"),
-        ("plan.rounding=stochastic", "plan.rounding='stochastic' with precision='fp32': stochastic rounding needs bf16"),
+        (
+            "plan.rounding=stochastic",
+            "plan.rounding='stochastic' with precision='fp32': stochastic rounding needs bf16",
+        ),
         ("plan.recompute=auto", "recompute='auto' needs activation_bytes"),
         ("parallel.zero=2", "unknown key parallel.zero; did you mean plan.zero?"),
         ("precision=bf16", "unknown key precision; did you mean plan.precision?"),
