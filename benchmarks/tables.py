@@ -36,7 +36,7 @@ def measure(starts: list[Start], address: str, link: str) -> Table:
                 "-m",
                 "farandole",
                 "launch",
-                "--ranks",
+                "--nproc-per-node",
                 "1",
                 "--nodes",
                 str(len(starts)),

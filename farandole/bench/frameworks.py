@@ -18,7 +18,7 @@ class Training(Protocol):
         """Synchronize the device."""
 
     def close(self) -> None:
-        """Release the resources of the engine before the job ends."""
+        """Release the resources of the implementation before the job ends."""
 
 
 class Framework(Protocol):
@@ -27,10 +27,10 @@ class Framework(Protocol):
     def check(self, setup: TrainingSetup) -> None:
         """Raise BenchError, before a rank starts, for options that this framework does not support."""
 
-    def build(self, setup: TrainingSetup, runtime: Runtime, engine: str) -> Training:
-        """Return a training run of this rank with one of the framework's engines; a collective call.
+    def build(self, setup: TrainingSetup, runtime: Runtime, implementation: str) -> Training:
+        """Return a training run of this rank with one of the framework's implementations; a collective call.
 
-        The engine "alone" trains without communication and is the reference of the efficiency.
+        The implementation "alone" trains without communication and is the reference of the efficiency.
         """
 
 

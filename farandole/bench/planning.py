@@ -25,7 +25,7 @@ from farandole.planner import Estimate, Machine, Workload, estimate_workload, pl
 from farandole.train.config import TrainConfig, load_config
 from farandole.train.memory import workload_of
 from farandole.train.precision import bf16_unit
-from farandole.train.start import read_request
+from farandole.train.start import default_ranks, read_request
 
 _PRECISIONS = tuple(precision for precision in get_args(Precision) if precision != "fp8")
 
@@ -66,14 +66,14 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?(?:/s)?", re.IGNORECAS
 class PlanSetup:
     """Options of `farandole plan`: the run, the machine, and the plans to consider.
 
-    `memory` (bytes), `flops` and `bandwidth` are per rank; None stands for the values of this machine.  `accelerators` plans for
+    Without `ranks`, `default_ranks` chooses.  `memory` (bytes), `flops` and `bandwidth` are per rank; None stands for the values of this machine.  `accelerators` plans for
     accelerators, and requires all three.  `choices` maps fields of `Plan` to the values to consider; every valid combination is a plan.
     Without `choices`, `plan_candidates` selects the plans.
     """
 
     words: tuple[str, ...]
-    ranks: int
-    hosts: int = 1
+    ranks: int | None = None
+    nodes: int = 1
     memory: int | None = None
     flops: float | None = None
     bandwidth: float | None = None
@@ -100,27 +100,28 @@ def plan(setup: PlanSetup) -> Planned:
         ConfigError, PlanError, BenchError: the options are invalid."""
     request = read_request(setup.words, resume=False)
     config = load_config(request.source, request.overrides)
-    if setup.hosts > 1 and (setup.ranks % setup.hosts or setup.bandwidth is None):
-        raise BenchError(
-            f"--hosts {setup.hosts}: --ranks must be a multiple of --hosts, and --bandwidth (of the link between hosts) must be given"
-        )
+    ranks = setup.ranks or default_ranks(config)
+    if ranks % setup.nodes:
+        raise BenchError(f"--nodes {setup.nodes}: --ranks {ranks} is not a multiple of the number of hosts")
+    if setup.nodes > 1 and setup.bandwidth is None:
+        raise BenchError(f"--nodes {setup.nodes} needs --bandwidth, the bytes/s of the link between hosts")
     choices = _given(setup, config, request.overrides)
-    workload = workload_of(config, setup.ranks)
-    machine = _machine(setup)
+    workload = workload_of(config, ranks)
+    machine = _machine(setup, ranks)
     axes: dict[str, Sequence[Any]] = {
         "zero": range(4),
-        "hybrid": [False, True] if setup.hosts > 1 else [False],
+        "hybrid": [False, True] if setup.nodes > 1 else [False],
         "recompute": [mode for mode in get_args(Recompute) if mode != "auto"],
         "precision": [_precision(config, machine)],
     }
-    machine, estimates = _estimates(workload, setup.ranks, machine, axes | choices)
+    machine, estimates = _estimates(workload, ranks, machine, axes | choices)
     for further in _RESORTS if machine.host else _ACCELERATORS_RESORTS:
         if any(one.fits(machine.memory) for one in estimates):
             break
         if further.keys() - choices.keys():
             axes |= further
-            machine, estimates = _estimates(workload, setup.ranks, machine, axes | choices)
-    return Planned(config, workload, machine, setup.ranks, estimates)
+            machine, estimates = _estimates(workload, ranks, machine, axes | choices)
+    return Planned(config, workload, machine, ranks, estimates)
 
 
 def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> dict[str, Sequence[Any]]:
@@ -212,18 +213,18 @@ def _estimates(
     return machine, plan_candidates(workload, ranks, machine, plans)
 
 
-def _machine(setup: PlanSetup) -> Machine:
+def _machine(setup: PlanSetup, ranks: int) -> Machine:
     """Return this machine, with the values that the options replace."""
     if setup.accelerators:
         return _accelerated(setup)
-    found = speeds(setup.ranks, remeasure=setup.remeasure)
+    found = speeds(ranks, remeasure=setup.remeasure)
     accelerated = torch.cuda.is_available()
     if setup.memory is not None:
         memory = setup.memory
     elif accelerated:
         memory = torch.cuda.get_device_properties(0).total_memory
     else:
-        memory = available_memory() * setup.hosts // setup.ranks
+        memory = available_memory() * setup.nodes // ranks
     flops = found.flops if setup.flops is None else dict.fromkeys(found.flops, setup.flops)
     return Machine(
         memory=memory,
@@ -232,7 +233,7 @@ def _machine(setup: PlanSetup) -> Machine:
         bandwidth=setup.bandwidth or found.bandwidth,
         process=found.process,
         libraries=0 if accelerated else found.libraries,
-        hosts=setup.hosts,
+        hosts=setup.nodes,
         shared=not accelerated,
         overlap=accelerated,
         host=not accelerated,
@@ -252,7 +253,7 @@ def _accelerated(setup: PlanSetup) -> Machine:
         bandwidth=setup.bandwidth,
         process=_CONTEXT_BYTES,
         libraries=0,
-        hosts=setup.hosts,
+        hosts=setup.nodes,
         shared=False,
         overlap=True,
         host=False,

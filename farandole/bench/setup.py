@@ -10,8 +10,6 @@ from pathlib import Path
 
 from farandole.models.resnet import STRIDE, resnet_config
 
-PRECISIONS = ("fp32", "bf16")
-
 
 class BenchError(ValueError):
     """The options of a benchmark are invalid; the message names the option and a valid value."""
@@ -21,19 +19,20 @@ class BenchError(ValueError):
 class TrainingSetup:
     """Options of a training benchmark: the model, the work of each rank, and how gradients are reduced.
 
-    A rank trains `batch_size` images of `image_size` x `image_size` pixels per step.  After `num_warmup_batches` steps, each of `num_iters`
-    measurements takes `num_batches_per_iter` steps.  Rank 0 writes the result to `json`.
+    A rank trains `micro_batch` images of `image_size` x `image_size` pixels per step, with `autocast` in bf16 where
+    autocast uses bf16.  After `num_warmup_batches` steps, each of `num_iters` measurements takes
+    `num_batches_per_iter` steps.  Rank 0 writes the result to `json`.
     """
 
     framework: str = "pytorch"
     model: str = "resnet50"
-    batch_size: int = 32
+    micro_batch: int = 32
     image_size: int = 224
     num_warmup_batches: int = 10
     num_batches_per_iter: int = 10
     num_iters: int = 10
-    precision: str = "fp32"
-    engine: str = "farandole"
+    autocast: bool = False
+    implementation: str = "farandole"
     fp16_allreduce: bool = False
     efficiency: bool = False
     json: str | None = None
@@ -49,9 +48,8 @@ class TrainingSetup:
             resnet_config(self.model)
         except ValueError as error:
             raise BenchError(f"--model {self.model}: {error}") from None
-        check_choice("--precision", self.precision, PRECISIONS)
         for option, number, least in (
-            ("--batch-size", self.batch_size, 1),
+            ("--micro-batch", self.micro_batch, 1),
             ("--num-warmup-batches", self.num_warmup_batches, 0),
             ("--num-batches-per-iter", self.num_batches_per_iter, 1),
             ("--num-iters", self.num_iters, 1),
@@ -63,9 +61,9 @@ class TrainingSetup:
                 f"--image-size {self.image_size}: a ResNet reduces each side {STRIDE} times, so images need at least "
                 f"{STRIDE} x {STRIDE} pixels"
             )
-        if self.batch_size == 1 and self.image_size == STRIDE:
+        if self.micro_batch == 1 and self.image_size == STRIDE:
             raise BenchError(
-                f"--batch-size 1 with --image-size {STRIDE} leaves one value per channel, which batch normalization "
+                f"--micro-batch 1 with --image-size {STRIDE} leaves one value per channel, which batch normalization "
                 f"cannot normalize; use 2 images or larger images"
             )
         if self.json is not None and (folder := Path(self.json).absolute().parent) and not folder.is_dir():

@@ -1,7 +1,7 @@
 """Train a ResNet on one synthetic batch with TensorFlow: the networks of `farandole.models.resnet`, built from Keras layers.
 
-The step is a `tf.function` without XLA, for the engine "alone" too: XLA cannot compile the reduction, and the engines must differ only
-in communication.
+The step is a `tf.function` without XLA, for the implementation "alone" too: XLA cannot compile the reduction, and the
+implementations must differ only in communication.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from farandole.models.resnet import EXPANSION, ResNetConfig, resnet_config
 if TYPE_CHECKING:
     import keras
 
-ENGINES = {
+IMPLEMENTATIONS = {
     "farandole": "DistributedGradientTape of farandole.horovod.tensorflow",
     "horovod": "DistributedOptimizer of farandole.horovod.tensorflow",
 }
@@ -56,9 +56,9 @@ def build_resnet(config: ResNetConfig, image_size: int) -> keras.Model:
 
 
 class TensorFlowTraining:
-    """A training run of one rank with one engine; ranks have different batches and equal initial weights."""
+    """A training run of one rank with one implementation; ranks have different batches and equal initial weights."""
 
-    def __init__(self, setup: TrainingSetup, runtime: Runtime, engine: str) -> None:
+    def __init__(self, setup: TrainingSetup, runtime: Runtime, implementation: str) -> None:
         import keras
         import tensorflow as tf
 
@@ -67,17 +67,17 @@ class TensorFlowTraining:
         hvd.init()
         self.close: Callable[[], None] = hvd.shutdown
         config, before = resnet_config(setup.model), keras.config.dtype_policy()
-        keras.config.set_dtype_policy("mixed_bfloat16" if setup.precision == "bf16" else "float32")
+        keras.config.set_dtype_policy("mixed_bfloat16" if setup.autocast else "float32")
         model = build_resnet(config, setup.image_size)
         keras.config.set_dtype_policy(before)
         hvd.broadcast_variables(model.variables, root_rank=0)
         generator = np.random.default_rng(1 + runtime.rank)
-        shape = setup.batch_size, setup.image_size, setup.image_size, 3
+        shape = setup.micro_batch, setup.image_size, setup.image_size, 3
         images = tf.constant(generator.standard_normal(shape, np.float32))
-        targets = tf.constant(generator.integers(0, config.classes, setup.batch_size))
+        targets = tf.constant(generator.integers(0, config.classes, setup.micro_batch))
         compression = hvd.Compression.fp16 if setup.fp16_allreduce else hvd.Compression.none
         optimizer = keras.optimizers.SGD(0.01)
-        if engine == "horovod":
+        if implementation == "horovod":
             optimizer = hvd.DistributedOptimizer(optimizer, compression=compression)
         optimizer.build(model.trainable_variables)
 
@@ -87,7 +87,7 @@ class TensorFlowTraining:
                 logits = model(images, training=True)
                 losses = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, logits)
                 loss = tf.reduce_mean(losses)
-            if engine == "farandole":
+            if implementation == "farandole":
                 tape = hvd.DistributedGradientTape(tape, compression=compression)
             optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
             return loss
@@ -110,11 +110,11 @@ class TensorFlow:
     """The framework "tensorflow"."""
 
     def check(self, setup: TrainingSetup) -> None:
-        """Raise BenchError for an unknown engine, or if TensorFlow is not installed."""
-        check_choice("--engine", setup.engine, ENGINES)
+        """Raise BenchError for an unknown implementation, or if TensorFlow is not installed."""
+        check_choice("--implementation", setup.implementation, IMPLEMENTATIONS)
         if importlib.util.find_spec("tensorflow") is None:
             raise BenchError("--framework tensorflow needs TensorFlow 2: pip install 'farandole[tensorflow]'")
 
-    def build(self, setup: TrainingSetup, runtime: Runtime, engine: str) -> TensorFlowTraining:
+    def build(self, setup: TrainingSetup, runtime: Runtime, implementation: str) -> TensorFlowTraining:
         """Return a training run of this rank."""
-        return TensorFlowTraining(setup, runtime, engine)
+        return TensorFlowTraining(setup, runtime, implementation)

@@ -1,4 +1,4 @@
-"""Train a ResNet on one synthetic batch with PyTorch, with each engine that reduces gradients."""
+"""Train a ResNet on one synthetic batch with PyTorch, with each implementation that reduces gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOROVOD = "farandole.horovod.torch"
 
 
 def do_nothing() -> None:
-    """Do nothing, as most engines do when they are closed."""
+    """Do nothing: most implementations have nothing to close."""
 
 
 @dataclass
@@ -39,14 +39,14 @@ class Job:
     optimizer: torch.optim.Optimizer
     images: Tensor
     targets: Tensor
-    bf16: bool
+    autocast: bool
     fp16_allreduce: bool
     runtime: Runtime
     at_end: Callable[[], None] = do_nothing
 
     def backward(self, model: nn.Module) -> None:
         """Compute the gradients of the batch's loss; `model` is the job's model, or a wrapper of it."""
-        with torch.autocast(self.images.device.type, torch.bfloat16, enabled=self.bf16):
+        with torch.autocast(self.images.device.type, torch.bfloat16, enabled=self.autocast):
             loss = F.cross_entropy(model(self.images), self.targets)
         loss.backward()
 
@@ -118,7 +118,7 @@ def horovod(job: Job) -> Step:
     return alone(job)  # the optimizer reduces
 
 
-ENGINES: dict[str, Callable[[Job], Step]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Job], Step]] = {
     "farandole": farandole,
     "ddp": ddp,
     "ddp-gloo": ddp_gloo,
@@ -127,7 +127,7 @@ ENGINES: dict[str, Callable[[Job], Step]] = {
 
 
 class TorchTraining:
-    """A training run of one rank with one engine."""
+    """A training run of one rank with one implementation."""
 
     def __init__(self, job: Job, make: Callable[[Job], Step]) -> None:
         self.step = make(job)
@@ -144,31 +144,33 @@ class PyTorch:
     """The framework "pytorch"."""
 
     def check(self, setup: TrainingSetup) -> None:
-        """Raise BenchError for an unavailable engine."""
-        check_choice("--engine", setup.engine, ENGINES)
-        if setup.engine == "horovod" and not _is_there(HOROVOD):
-            others = ", ".join(name for name in ENGINES if name != "horovod")
-            raise BenchError(f"--engine horovod needs {HOROVOD}, which is not installed; use {others}")
+        """Raise BenchError for an unavailable implementation."""
+        check_choice("--implementation", setup.implementation, IMPLEMENTATIONS)
+        if setup.implementation == "horovod" and not _is_there(HOROVOD):
+            others = ", ".join(name for name in IMPLEMENTATIONS if name != "horovod")
+            raise BenchError(
+                f"--implementation horovod needs {HOROVOD}, which is not installed; use {others}"
+            )
 
-    def build(self, setup: TrainingSetup, runtime: Runtime, engine: str) -> TorchTraining:
+    def build(self, setup: TrainingSetup, runtime: Runtime, implementation: str) -> TorchTraining:
         """Return a training run of this rank; ranks have different batches and equal initial weights."""
         config, device = resnet_config(setup.model), runtime.device
         torch.manual_seed(0)
         model = build_resnet(config).to(device)
         generator = torch.Generator().manual_seed(1 + runtime.rank)
-        shape = setup.batch_size, 3, setup.image_size, setup.image_size
+        shape = setup.micro_batch, 3, setup.image_size, setup.image_size
         images = torch.randn(shape, generator=generator)
-        targets = torch.randint(config.classes, (setup.batch_size,), generator=generator)
+        targets = torch.randint(config.classes, (setup.micro_batch,), generator=generator)
         job = Job(
             model=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
             images=images.to(device, memory_format=torch.channels_last),
             targets=targets.to(device),
-            bf16=setup.precision == "bf16",
+            autocast=setup.autocast,
             fp16_allreduce=setup.fp16_allreduce,
             runtime=runtime,
         )
-        return TorchTraining(job, alone if engine == "alone" else ENGINES[engine])
+        return TorchTraining(job, alone if implementation == "alone" else IMPLEMENTATIONS[implementation])
 
 
 def _is_there(module: str) -> bool:

@@ -72,7 +72,7 @@ class _Benchmark:
     def run(self) -> None:
         setup, ranks = self.setup, self.runtime.size
         self.say(f"Model: {setup.title}")
-        self.say(f"Batch size: {setup.batch_size}")
+        self.say(f"Batch size: {setup.micro_batch}")
         self.say(f"Number of ranks: {ranks}")
         trainings = self.trainings()
         implementations = self.implementations(trainings)
@@ -93,7 +93,7 @@ class _Benchmark:
     def trainings(self) -> dict[str, Training]:
         """Return the figures by mode: together, apart and alone."""
         build = self.framework.build
-        trainings = {"together": build(self.setup, self.runtime, self.setup.engine)}
+        trainings = {"together": build(self.setup, self.runtime, self.setup.implementation)}
         if self.setup.efficiency:
             trainings["apart"] = build(self.setup, self.runtime, "alone")
         return trainings
@@ -121,7 +121,7 @@ class _Benchmark:
         started = time.perf_counter()
         implementation(self.setup.num_batches_per_iter)
         seconds = time.perf_counter() - started
-        images = self.setup.batch_size * self.setup.num_batches_per_iter
+        images = self.setup.micro_batch * self.setup.num_batches_per_iter
         if name == "apart":  # no rank waits for another, so the mean over ranks counts
             speed = torch.tensor([images / seconds], dtype=torch.float64)
             comm.all_reduce(speed, "avg")

@@ -1,4 +1,4 @@
-"""`farandole bench`: measure on this machine."""
+"""`farandole bench`: measure training and collectives on this machine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from farandole.bench.setup import TrainingSetup
     from farandole.launch.placement import Placement
 
-DEFAULT_RANKS = 2
+OFFERED = "one per accelerator, else one per core, at least 2"
 
 app = typer.Typer(
-    help="Measure what this machine reaches.",
+    help="Measure the speed of this machine: training and collectives.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
@@ -30,36 +30,42 @@ def training(
     ] = "resnet50",
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", "-n", min=1, help="Processes on this host.", show_default=str(DEFAULT_RANKS)),
+        typer.Option("--ranks", "-n", min=1, help="Processes of the job.", show_default=OFFERED),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Images per rank and step.")] = 32,
-    num_warmup_batches: Annotated[int, typer.Option(help="Steps before anything counts.")] = 10,
-    num_batches_per_iter: Annotated[int, typer.Option(help="Steps per figure.")] = 10,
-    num_iters: Annotated[int, typer.Option(help="Figures.")] = 10,
-    image_size: Annotated[int, typer.Option(help="Pixels, in both directions.")] = 224,
-    precision: Annotated[str, typer.Option(help="fp32, or bf16 (mixed).")] = "fp32",
-    engine: Annotated[
-        str, typer.Option(help="How gradients are reduced: farandole, ddp, ddp-gloo or horovod.")
+    micro_batch: Annotated[
+        int, typer.Option("--micro-batch", "--batch-size", help="Images per rank and step.")
+    ] = 32,
+    num_warmup_batches: Annotated[int, typer.Option(help="Steps before the first measurement.")] = 10,
+    num_batches_per_iter: Annotated[int, typer.Option(help="Steps per measurement.")] = 10,
+    num_iters: Annotated[int, typer.Option(help="Measurements.")] = 10,
+    image_size: Annotated[int, typer.Option(help="Height and width of the images in pixels.")] = 224,
+    autocast: Annotated[
+        bool, typer.Option("--autocast", help="Compute in bf16 where autocast does; weights stay in fp32.")
+    ] = False,
+    implementation: Annotated[
+        str, typer.Option(help="Reduces the gradients: farandole, ddp, ddp-gloo or horovod.")
     ] = "farandole",
     fp16_allreduce: Annotated[
         bool, typer.Option("--fp16-allreduce", help="Reduce gradients as fp16.")
     ] = False,
     efficiency: Annotated[
-        bool, typer.Option("--efficiency", help="Compare with ranks that do not communicate, and with one.")
+        bool,
+        typer.Option("--efficiency", help="Compare with ranks that do not communicate, and with one rank."),
     ] = False,
-    framework: Annotated[str, typer.Option(help="Who trains: pytorch, or tensorflow.")] = "pytorch",
+    framework: Annotated[str, typer.Option(help="pytorch or tensorflow.")] = "pytorch",
     json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Also write the figures there.", show_default=False)
+        str | None,
+        typer.Option(metavar="FILE", help="Also write the measurements to FILE.", show_default=False),
     ] = None,
 ) -> None:
-    """Images per second of a ResNet that trains on synthetic images, across ranks.
+    """Measure the images per second of a ResNet that trains on synthetic images.
 
-    Reports as Horovod's synthetic benchmark does: the mean and 1.96 standard deviations over the iterations.
+    The report has the format of Horovod's synthetic benchmark: the mean and 1.96 standard deviations.
 
     \b
-      farandole bench training --model resnet50 --batch-size 64 --num-iters 5
-      farandole bench training --model tiny --image-size 32 --efficiency      over in seconds
-      farandole bench training --engine ddp-gloo                              torch's own, to compare
+      farandole bench training --model resnet50 --micro-batch 64 --num-iters 5
+      farandole bench training --model tiny --image-size 32 --efficiency      takes seconds
+      farandole bench training --implementation ddp-gloo                      PyTorch's own
       mpirun -n 4 farandole bench training                                    under another launcher
     """
     from farandole.bench.setup import TrainingSetup
@@ -67,13 +73,13 @@ def training(
     setup = TrainingSetup(
         framework=framework,
         model=model,
-        batch_size=batch_size,
+        micro_batch=micro_batch,
         image_size=image_size,
         num_warmup_batches=num_warmup_batches,
         num_batches_per_iter=num_batches_per_iter,
         num_iters=num_iters,
-        precision=precision,
-        engine=engine,
+        autocast=autocast,
+        implementation=implementation,
         fp16_allreduce=fp16_allreduce,
         efficiency=efficiency,
         json=json,
@@ -95,46 +101,56 @@ def collectives(
         list[str] | None,
         typer.Option(
             help="farandole, shared (buffers that all ranks share), gloo, mpi, farandole-mpi or nccl.  Repeatable.",
-            show_default="all that are here",
+            show_default="all that are installed",
         ),
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", "-n", min=1, help="Processes on this host.", show_default=str(DEFAULT_RANKS)),
+        typer.Option("--ranks", "-n", min=1, help="Processes of the job.", show_default=OFFERED),
     ] = None,
-    least: Annotated[str, typer.Option("--min", metavar="BYTES", help="The first size: 8, 1K, 4M.")] = "8",
-    most: Annotated[str, typer.Option("--max", metavar="BYTES", help="Sizes double up to here.")] = "4M",
+    least: Annotated[str, typer.Option("--min", metavar="BYTES", help="Smallest size: 8, 1K, 4M.")] = "8",
+    most: Annotated[
+        str, typer.Option("--max", metavar="BYTES", help="Largest size; each size is twice the one before.")
+    ] = "4M",
     dtype: Annotated[str, typer.Option(help="Type of the elements.")] = "float32",
     reduction: Annotated[str, typer.Option(help="sum, avg, product, min, max, and, or, xor.")] = "sum",
     iterations: Annotated[
         int | None,
-        typer.Option("--iterations", "-i", help="Calls that count.", show_default="1000, above 8K 100"),
+        typer.Option("--iterations", "-i", help="Measured calls.", show_default="1000, above 8K 100"),
     ] = None,
     warmup: Annotated[
-        int | None, typer.Option("--warmup", "-x", help="Calls before them.", show_default="100, above 8K 10")
+        int | None,
+        typer.Option(
+            "--warmup", "-x", help="Calls before the measured calls.", show_default="100, above 8K 10"
+        ),
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", "-f", help="Also the least and most of the ranks, and the iterations.")
+        bool,
+        typer.Option(
+            "--full", "-f", help="Also print minimum and maximum over the ranks, and the iterations."
+        ),
     ] = False,
     validate: Annotated[
         bool, typer.Option("--validate", "-c", help="Check every element of every result.")
     ] = False,
     overlap: Annotated[
-        bool, typer.Option("--overlap", help="How much is hidden behind a computation (non-blocking calls).")
+        bool,
+        typer.Option("--overlap", help="Measure the share of non-blocking calls that a computation hides."),
     ] = False,
-    pin: Annotated[bool, typer.Option("--pin", help="Keep each rank to cores of its own.")] = False,
+    pin: Annotated[bool, typer.Option("--pin", help="Pin each rank to its own cores.")] = False,
     json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Also write the figures there.", show_default=False)
+        str | None,
+        typer.Option(metavar="FILE", help="Also write the measurements to FILE.", show_default=False),
     ] = None,
     picture: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Also draw them: .png, .pdf or .svg.", show_default=False),
+        typer.Option(metavar="FILE", help="Also draw them to FILE: .png, .pdf or .svg.", show_default=False),
     ] = None,
 ) -> None:
-    """Latency and bandwidth of collectives, of every backend that is here, taking turns in one run.
+    """Measure latency and bandwidth of collectives, with all backends interleaved in one run.
 
-    Columns as the OSU Micro-Benchmarks have them, and the bandwidths of nccl-tests.  MPI takes part where mpi4py and
-    mpiexec are installed (pip install mpi4py mpich).
+    The table has the columns of the OSU Micro-Benchmarks and the bandwidths of nccl-tests.  MPI is measured if mpi4py
+    and mpiexec are installed (pip install mpi4py mpich).
 
     \b
       farandole bench collectives                             all_reduce on 2 ranks
@@ -169,7 +185,7 @@ def collectives(
 
 
 def run_or_refuse(name: str, measure: Callable[[Placement], int]) -> NoReturn:
-    """Measure where this process has its place, and end with the status; what is refused is said in a line."""
+    """Run `measure` with the placement of this process, and exit with its status; report errors in one line."""
     # Imports here and not above: `--help` need not wait for torch.
     from farandole.bench.setup import BenchError
     from farandole.launch.environments import find_placement
@@ -181,49 +197,54 @@ def run_or_refuse(name: str, measure: Callable[[Placement], int]) -> NoReturn:
         rank = placement.rank
         status = measure(placement)
     except (BenchError, LaunchError) as refusal:
-        if rank == 0:  # under another launcher all ranks are refused alike, and one says so
+        if rank == 0:  # under another launcher all ranks have the same error, and one reports it
             typer.echo(f"farandole {name}: {refusal}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(status)
 
 
-def ranks_there(ranks: int | None, placement: Placement) -> int | None:
-    """How many ranks another launcher has started; None where this process is to start them."""
+def launched_ranks(ranks: int | None, placement: Placement) -> int | None:
+    """Return the number of ranks that another launcher started; None if this process is to start them."""
     from farandole.bench.setup import BenchError
     from farandole.launch.placement import ALONE
 
     if placement is ALONE:
         return None
     if ranks not in (None, placement.size):
-        raise BenchError(
-            f"--ranks {ranks}: {placement.launcher} has started {placement.size}; leave --ranks away"
-        )
+        raise BenchError(f"--ranks {ranks}: {placement.launcher} started {placement.size}; omit --ranks")
     return placement.size
 
 
+def default_ranks() -> int:
+    """Return the ranks that this host offers, at least 2: a single rank has no peer to communicate with."""
+    from farandole.launch.limits import offered_ranks
+
+    return max(2, offered_ranks())
+
+
 def _train(setup: TrainingSetup, ranks: int | None, placement: Placement) -> int:
-    """Measure as the rank of a job that this process is, or check everything and launch one."""
+    """Measure as a rank of a running job; without one, check the setup and launch the ranks."""
     from farandole.bench.frameworks import find_framework
     from farandole.bench.training import run
     from farandole.launch.local import launch
 
-    there = ranks_there(ranks, placement)
+    launched = launched_ranks(ranks, placement)
     setup.check()
     find_framework(setup.framework).check(setup)
-    if there is None:
-        return launch("farandole.bench.training", [setup.dump()], ranks=ranks or DEFAULT_RANKS, module=True)
+    if launched is None:
+        return launch("farandole.bench.training", [setup.dump()], ranks=ranks or default_ranks(), module=True)
     run(setup)
     return 0
 
 
 def _communicate(setup: CollectivesSetup, ranks: int | None, placement: Placement) -> int:
-    """The same for collectives."""
+    """Measure collectives as a rank of a running job; without one, launch the ranks."""
     from farandole.bench.collectives import run, start
     from farandole.bench.collectives_backends import choose
 
-    there = ranks_there(ranks, placement)
-    if there is None:
-        return start(setup, ranks or DEFAULT_RANKS)
-    setup.check(there)
-    run(choose(setup, there, placement.launcher))
+    launched = launched_ranks(ranks, placement)
+    if launched is None:
+        return start(setup, ranks or default_ranks())
+    setup.check(launched)
+    run(choose(setup, launched, placement.launcher))
     return 0

@@ -13,23 +13,26 @@ def generate(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a run, or a folder of runs.")
     ],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What the text begins with.")] = "def",
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The beginning of the text.")] = "def",
     tokens: Annotated[int, typer.Option("--tokens", "-t", min=1, help="Tokens to generate.")] = 200,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="Below 1 plainer, above 1 wilder; 0 takes the likeliest.")
+        float,
+        typer.Option(min=0.0, help="Below 1 less random, above 1 more; 0: always the most likely token."),
     ] = 0.7,
-    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Draw from so many likeliest; 0: all.")] = 50,
+    top_k: Annotated[
+        int, typer.Option("--top-k", min=0, help="Sample from this many most likely tokens; 0: from all.")
+    ] = 50,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
 ) -> None:
-    """Print text that a trained model writes after a prompt.
+    """Continue a prompt with a trained model, and print the text.
 
-    Of a run or a folder of runs the newest checkpoint is taken.
+    For a run or a folder of runs, the newest checkpoint is used.
 
     \b
       farandole generate runs/stdlib-20260102-030405 --prompt "class Queue:"
       farandole generate runs --prompt "import" --tokens 400 --temperature 1 --seed 7
     """
-    # Imports here and not above: `--help` need not wait for torch.
+    # imported here so that `--help` does not wait for torch
     from farandole.models.generate import generate as tokens_after
     from farandole.train.config import ConfigError
     from farandole.train.run_folder import CheckpointError, newest_checkpoint
@@ -43,7 +46,7 @@ def generate(
         raise typer.Exit(2) from None
     given = tokenizer.encode(prompt).ids
     if not given:
-        typer.echo("farandole generate: the prompt is empty: give at least one character", err=True)
+        typer.echo("farandole generate: the prompt is empty: expected at least one character", err=True)
         raise typer.Exit(2)
     if chosen != checkpoint:
         typer.echo(f"from {chosen}", err=True)
@@ -54,7 +57,7 @@ def generate(
     ):
         written.append(token)
         text = tokenizer.decode(written)
-        if text.endswith("�"):  # a character whose bytes are not all there yet
+        if text.endswith("�"):  # the bytes of a character are incomplete
             continue
         sys.stdout.write(text[len(shown) :])
         sys.stdout.flush()

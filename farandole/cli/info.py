@@ -1,25 +1,67 @@
-"""`farandole info`: what this machine offers, and what is missing."""
+"""`farandole info`: the versions and the hardware of this machine, and how ranks would communicate here."""
 
 from __future__ import annotations
 
 import os
 import platform
+import resource
+import shutil
 import sys
+from importlib import metadata
 from pathlib import Path
 from shutil import which
+from typing import Annotated
 
 import typer
 
+PACKAGES = (
+    "numpy",
+    "typer",
+    "pydantic",
+    "mpi4py",
+    "transformers",
+    "accelerate",
+    "lightning",
+    "peft",
+    "torchao",
+    "deepspeed",
+    "tensorflow",
+    "keras",
+    "horovod",
+)
+"""The packages of which a report gives the versions."""
 
-def info() -> None:
+PREFIXES = (
+    "FARANDOLE_",
+    "HOROVOD_",
+    "OMP_",
+    "MKL_",
+    "GLOO_",
+    "NCCL_",
+    "CUDA_",
+    "TORCH_",
+    "KMP_",
+    "LD_PRELOAD",
+)
+"""The beginnings of the names of environment variables that a report includes."""
+
+
+def info(
+    report: Annotated[
+        bool, typer.Option("--report", help="Print more, as Markdown for a bug report, without secrets.")
+    ] = False,
+) -> None:
     """Show the versions, the cores, and how ranks would communicate here.
 
     \b
       farandole info                            this machine
-      mpirun -n 2 python -m farandole info      what each rank would find
+      farandole info --report                   for a bug report
+      mpirun -n 2 python -m farandole info      the environment of each rank
     """
-    for name, value in _facts():
-        typer.echo(f"{name:<14} {value}")
+    lines = [f"{name:<14} {value}" for name, value in _facts() + (_details() if report else [])]
+    if report:
+        lines = ["```", *(line.replace(str(Path.home()), "~") for line in lines), "```"]
+    typer.echo("\n".join(lines))
 
 
 def _facts() -> list[tuple[str, str]]:
@@ -37,6 +79,59 @@ def _facts() -> list[tuple[str, str]]:
         ("placement", _placement()),
         ("launchers", _launchers()),
     ]
+
+
+def _details() -> list[tuple[str, str]]:
+    """Return what explains failures: limits of the system, versions, and variables that change behavior."""
+    from farandole.data.wording import size
+    from farandole.launch.control_groups import available_memory
+
+    shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    files, processes = (
+        resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
+    )
+    variables = sorted(name for name in os.environ if name.startswith(PREFIXES))
+    return [
+        ("kernel", platform.release()),
+        ("libc", " ".join(platform.libc_ver())),
+        ("processor", _processor()),
+        ("memory", f"{size(available_memory())} available"),
+        ("/dev/shm", "missing" if shared is None else f"{size(shared.free)} of {size(shared.total)} free"),
+        ("limits", f"{_limit(files)} open files, {_limit(processes)} processes"),
+        ("package", str(Path(__file__).parent.parent)),
+        ("packages", _versions()),
+        ("variables", ", ".join(f"{name}={_shown(name)}" for name in variables) or "none"),
+    ]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
+    )
+
+
+def _limit(number: int) -> str:
+    return "unlimited" if number == resource.RLIM_INFINITY else str(number)
+
+
+def _versions() -> str:
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def _shown(name: str) -> str:
+    """Return the value of a variable, unless its name is that of a secret."""
+    secret = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))
+    return "(hidden)" if secret else os.environ[name]
 
 
 def _cores() -> str:
@@ -76,7 +171,7 @@ def _placement() -> str:
     except LaunchError as error:
         return str(error)
     if found.size == 1:
-        return f"{found.launcher}: a world of one"
+        return f"{found.launcher}: a job of 1 rank"
     return f"{found.launcher}: rank {found.rank} of {found.size}"
 
 

@@ -1,4 +1,4 @@
-"""Commands to type next, spelled as this one was: what is printed can be copied."""
+"""Print commands for the user to copy, with the name under which the user runs farandole."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 def command(*words: str) -> str:
-    """`farandole WORDS...` for a shell, where `farandole` is the name under which the user runs it.
+    """Return `farandole WORDS...` for a shell, with the name under which the user runs `farandole`.
 
-    That may be a path (`.venv/bin/farandole`) or a module (`python -m farandole`).
+    The name may be a path (`.venv/bin/farandole`) or a module (`python -m farandole`).
     """
     return shlex.join([*_program(), *words])
 

@@ -90,13 +90,13 @@ def launch(
             *RANK_OPTIONS,
             min=1,
             show_default="one per accelerator, else one per core; with --hosts all slots",
-            help="Processes on this host; with --hosts, of the whole job.",
+            help="Processes of the whole job.",
         ),
     ] = None,
     nproc_per_node: Annotated[
         str | None,
         typer.Option(
-            metavar="auto|gpu|cpu|N", show_default=False, help="Processes on each host, as in torchrun."
+            metavar="auto|gpu|cpu|N", show_default=False, help="Processes on this host, as in torchrun."
         ),
     ] = None,
     module: Annotated[
@@ -293,7 +293,7 @@ def launch(
             _only_with_hosts(ssh_port=ssh_port, ssh_identity_file=ssh_identity_file)
             _check_torchrun(rdzv_backend, standalone, nodes, node_rank, rendezvous)
             config = parse_rendezvous(nodes, node_rank or 0, rendezvous, start_timeout, network_interface)
-            status = run_on_this_host(program, _ranks_here(ranks, nproc_per_node), config)
+            status = run_on_this_host(program, _ranks_here(ranks, nproc_per_node, nodes), config)
         else:
             if nproc_per_node is not None:
                 raise LaunchError(
@@ -362,13 +362,20 @@ def _check_torchrun(
         raise LaunchError(f"--rdzv-backend c10d: give each of the {nodes} hosts its --node-rank, from 0")
 
 
-def _ranks_here(ranks: int | None, per_node: str | None) -> int:
+def _ranks_here(ranks: int | None, per_node: str | None, nodes: int) -> int:
     """Return the number of ranks on this host, from --ranks or --nproc-per-node, else what the machine offers."""
     from farandole.launch.limits import offered_accelerators, offered_ranks
     from farandole.launch.placement import LaunchError
 
     if per_node is None:
-        return ranks or offered_ranks()
+        if ranks is None:
+            return offered_ranks()
+        if ranks % nodes:
+            raise LaunchError(
+                f"--ranks {ranks}: the ranks of the job are divided evenly among --nodes {nodes}; for different "
+                f"numbers, give each host its own --nproc-per-node"
+            )
+        return ranks // nodes
     if ranks is not None:
         raise LaunchError("--ranks and --nproc-per-node are mutually exclusive")
     if per_node == "auto":

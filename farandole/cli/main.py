@@ -1,6 +1,6 @@
 """The command `farandole`: one file per subcommand.
 
-The subcommands import what they run when they run, so that `farandole --help` answers at once.
+Subcommands import their modules when they run, so that `farandole --help` takes little time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from farandole import __version__
 from farandole._extras import explain_missing
 from farandole._startup import leave
 from farandole.cli.bench import app as bench
+from farandole.cli.config import app as config
 from farandole.cli.generate import generate
 from farandole.cli.info import info
 from farandole.cli.launch import LaunchCommand, launch
@@ -24,23 +25,23 @@ from farandole.cli.tune import tune
 HELP = """Parallel computing on PyTorch, on a laptop's cores or on a cluster.
 
 \b
-  farandole train                           train a language model on 2 ranks
+  farandole train                           train a language model
+  farandole config keys                     the keys of its configuration
   farandole plan gpt2-small -n 8            does it fit, and how fast is it?
-  farandole generate runs --prompt "def"    let it write
+  farandole generate runs --prompt "def"    generate text
   farandole launch --ranks 4 script.py      run your own program on 4 ranks
   farandole bench training                  images per second of a ResNet
   farandole bench collectives               latency and bandwidth of collectives
   farandole tune                            the fastest algorithms between hosts
   farandole info                            what this machine offers
 
-COMMAND --help says more about each, with examples.
+farandole COMMAND --help describes a command, with examples.
 """
 
 app = typer.Typer(
     name="farandole",
     help=HELP,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # plain text, wrapped to the terminal
     pretty_exceptions_enable=False,
     context_settings={
@@ -51,16 +52,17 @@ app = typer.Typer(
 app.command(cls=TrainCommand)(train)
 app.command(cls=Command)(plan)
 app.command(cls=Command)(generate)
-# Options end where the program begins: what follows belongs to the program.
+# options end at the program; the words after it are its arguments
 app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})(launch)
 app.command(cls=Command)(info)
+app.add_typer(config, name="config")
 app.add_typer(bench, name="bench")
 app.command(cls=Command)(tune)
 
 
 @app.callback(invoke_without_command=True)
 def _options(
-    version: bool = typer.Option(False, "--version", help="Print the version and end."),
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
     if version:
         typer.echo(f"farandole {__version__}")

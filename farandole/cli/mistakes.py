@@ -1,4 +1,4 @@
-"""What the command line says to an option that it does not have: the nearest one, or what to use instead."""
+"""Errors for unknown options, with the nearest option or the alternative."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typer.core import TyperCommand
 
 
 class Command(TyperCommand):
-    """A subcommand that answers mistakes."""
+    """A subcommand whose errors name the nearest option."""
 
     elsewhere: Mapping[str, str] = {}
-    """Options that people know from other launchers, and what to use instead."""
+    """Options of other launchers without a counterpart here, and their alternatives."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse; an unknown option is refused with the nearest one, or with what serves its purpose here."""
+        """Parse the arguments; refuse an unknown option with the nearest option or the alternative."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -29,7 +29,7 @@ class Command(TyperCommand):
     def _answer(self, name: str) -> str:
         name = name.replace("_", "-")
         if name in self.elsewhere:
-            return f"{name} is not served: {self.elsewhere[name]}"
+            return f"{name} is not supported: {self.elsewhere[name]}"
         options = [option for param in self.params for option in (*param.opts, *param.secondary_opts)]
         nearest = difflib.get_close_matches(name, [o for o in options if o.startswith("-")], 1)
         return f"there is no option {name}" + (f"; nearest: {nearest[0]}" if nearest else "")

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from farandole.cli.config import complete_words
+
 if TYPE_CHECKING:
     from farandole.bench.planning import Planned, PlanSetup
-
-DEFAULT_RANKS = 2
 
 
 def plan(
@@ -17,20 +17,34 @@ def plan(
         list[str] | None,
         typer.Argument(
             metavar="[PRESET] [KEY=VALUE]...",
-            help="What to train, as farandole train takes it: a preset or TOML file, and changes to it.",
+            help="The training: the same words as for farandole train.",
             show_default=False,
+            autocompletion=complete_words,
         ),
     ] = None,
     ranks: Annotated[
-        int, typer.Option("--ranks", "-n", min=1, help="Devices that share the work.")
-    ] = DEFAULT_RANKS,
-    hosts: Annotated[int, typer.Option(min=1, help="Hosts that the ranks are on.")] = 1,
+        int | None,
+        typer.Option(
+            "--ranks",
+            "-n",
+            min=1,
+            help="Processes of the job.",
+            show_default="one per accelerator, else one per core, if they divide the batch",
+        ),
+    ] = None,
+    nodes: Annotated[
+        int, typer.Option("--nodes", "--nnodes", min=1, help="Hosts, with equal numbers of ranks.")
+    ] = 1,
     memory: Annotated[
         str | None,
-        typer.Option(metavar="BYTES", help="Memory of each rank: 16GiB.", show_default="what is free here"),
+        typer.Option(
+            metavar="BYTES",
+            help="Memory of each rank: 16GiB.",
+            show_default="the free memory of this host, divided by its ranks",
+        ),
     ] = None,
     zero: Annotated[
-        list[int] | None, typer.Option(help="Stages of ZeRO to consider.  Repeatable.", show_default="all")
+        list[int] | None, typer.Option(help="ZeRO stages to consider.  Repeatable.", show_default="all")
     ] = None,
     recompute: Annotated[
         list[str] | None,
@@ -39,21 +53,21 @@ def plan(
     offload: Annotated[
         list[str] | None,
         typer.Option(
-            help="States of the optimizer: none, host or disk:FOLDER.  Repeatable.",
+            help="Where to keep optimizer states: none, host or disk:FOLDER.  Repeatable.",
             show_default="none; if nothing fits, all",
         ),
     ] = None,
     offloaded: Annotated[
         list[str] | None,
         typer.Option(
-            help="What goes there: optimizer, gradients or parameters too.  Repeatable.",
+            help="What to offload: optimizer, also gradients, or also parameters.  Repeatable.",
             show_default="optimizer; if nothing fits, all",
         ),
     ] = None,
     swap: Annotated[
         list[str] | None,
         typer.Option(
-            help="Activations: none, host (accelerators) or disk:FOLDER.  Repeatable.",
+            help="Where to swap activations: none, host (accelerators) or disk:FOLDER.  Repeatable.",
             show_default="none; if nothing fits, both",
         ),
     ] = None,
@@ -64,7 +78,7 @@ def plan(
     rounding: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of bf16 weights: nearest or stochastic.  Repeatable.",
+            help="Rounding of bf16 weights: nearest or stochastic.  Repeatable.",
             show_default="nearest; if nothing fits, both",
         ),
     ] = None,
@@ -72,8 +86,8 @@ def plan(
         bool | None,
         typer.Option(
             "--hybrid/--no-hybrid",
-            help="Whether each host has a copy of what ZeRO divides.",
-            show_default="both, if there are several hosts",
+            help="Hybrid sharding: ZeRO divides states within each host only.",
+            show_default="both, with several --nodes",
         ),
     ] = None,
     flops: Annotated[
@@ -87,35 +101,37 @@ def plan(
     accelerators: Annotated[
         bool,
         typer.Option(
-            "--accelerators", help="Plan for such, which are not here, with the three options above."
+            "--accelerators",
+            help="Plan for accelerators that this host lacks; requires the three options above.",
         ),
     ] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine again.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Run the first plan on real ranks, and compare.")
+        bool, typer.Option("--check", help="Run the best plan on real ranks, and compare.")
     ] = False,
     steps: Annotated[int, typer.Option(min=2, help="Steps of --check.")] = 3,
     json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Also write the plans there.", show_default=False)
+        str | None,
+        typer.Option(metavar="FILE", help="Also write the plans to FILE, as JSON.", show_default=False),
     ] = None,
     picture: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Also draw them: .png, .pdf or .svg.", show_default=False),
+        typer.Option(metavar="FILE", help="Also draw them to FILE: .png, .pdf or .svg.", show_default=False),
     ] = None,
 ) -> None:
-    """Predict the memory and the seconds per step of every plan for a training, the fastest that fits first.
+    """Predict memory and seconds per step of all plans for a training; the fastest plan that fits comes first.
 
-    Nothing is trained.  The machine is measured once, in seconds; what you give is not.  Ends with status 1 where
-    no plan fits, or where --check finds a peak that was not predicted to 10 %.
+    Nothing is trained.  The speed of this machine is measured once, in seconds, unless --flops and --bandwidth give it.
+    The exit status is 1 if no plan fits, or if --check measures a peak more than 10 % from the prediction.
 
     \b
-      farandole plan                                    the main job, on 2 ranks of this machine
+      farandole plan                                    the default preset on this machine
       farandole plan gpt2-small -n 8 --memory 16GiB --picture plans.png
       farandole plan my.toml micro_batch=8 --zero 2 --precision fp32 --precision bf16
-      farandole plan gpt2-small -n 64 --hosts 8 --accelerators --memory 80GiB --flops 300T --bandwidth 12G
-      farandole plan tiny plan.zero=1 --check       run it, and compare
+      farandole plan gpt2-small -n 64 --nodes 8 --accelerators --memory 80GiB --flops 300T --bandwidth 12G
+      farandole plan tiny plan.zero=1 --check       run the best plan, and compare
     """
-    # Imports here and not above: `--help` need not wait for torch.
+    # imported here so that `--help` does not wait for torch
     from farandole.bench.planning import PlanSetup, parse_number
     from farandole.bench.setup import BenchError
     from farandole.launch.placement import LaunchError
@@ -127,7 +143,7 @@ def plan(
         setup = PlanSetup(
             words=tuple(words or ()),
             ranks=ranks,
-            hosts=hosts,
+            nodes=nodes,
             memory=None if memory is None else int(parse_number("--memory", memory, 1024)),
             flops=None if flops is None else parse_number("--flops", flops, 1000),
             bandwidth=None if bandwidth is None else parse_number("--bandwidth", bandwidth, 1000),
@@ -152,7 +168,7 @@ def plan(
 
 
 def _answer(setup: PlanSetup, json: str | None, picture: str | None, steps: int | None) -> int:
-    """Show the plans, and what came of the first; the exit status."""
+    """Print the plans, and with `steps` the check of the first one; return the exit status."""
     from rich.console import Console
 
     from farandole.bench import plan_table
@@ -161,20 +177,20 @@ def _answer(setup: PlanSetup, json: str | None, picture: str | None, steps: int 
     planned = plan(setup)
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 200  # a pipe or a file has no edge to wrap at
+        console.width = 200  # do not wrap lines in a pipe or a file
     console.print(plan_table.plans(planned))
     _write(planned, json, picture)
     if steps is None:
         return 0 if planned.estimates[0].fits(planned.machine.memory) else 1
-    predicted, seen = check(planned, steps)
-    table, close = plan_table.checked(predicted, seen)
+    predicted, measured = check(planned, steps)
+    table, close = plan_table.checked(predicted, measured)
     console.print()
     console.print(table)
     return 0 if close else 1
 
 
 def _write(planned: Planned, json: str | None, picture: str | None) -> None:
-    """To the files that were asked for.  Raises `BenchError` where one cannot be written."""
+    """Write the requested files.  Raises `BenchError` if one cannot be written."""
     from pathlib import Path
 
     from farandole.bench.planning import dump
@@ -187,5 +203,5 @@ def _write(planned: Planned, json: str | None, picture: str | None) -> None:
             from farandole.bench.plan_picture import draw
 
             draw(planned, picture)
-    except (OSError, ValueError) as error:  # matplotlib raises the latter for a suffix that it does not know
+    except (OSError, ValueError) as error:  # matplotlib raises ValueError for an unknown suffix
         raise BenchError(f"cannot write {picture or json}: {error}") from error

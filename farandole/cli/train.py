@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from farandole._startup import uncollected
+from farandole.cli.config import complete_words
 from farandole.cli.invocation import command
 from farandole.cli.mistakes import Command
 
@@ -21,16 +22,16 @@ if TYPE_CHECKING:
 
 PRESETS = resources.files("farandole.train") / "presets"
 
-WORDS = f"""A preset ({", ".join(sorted(Path(file.name).stem for file in PRESETS.iterdir()))}) or a TOML file to
-start from, then any number of KEY=VALUE, a key being written with its section: steps=1000 model.width=384
-optimizer.learning_rate=1e-3.  With --resume also the folder of a run."""
+WORDS = f"""A preset ({", ".join(sorted(Path(file.name).stem for file in PRESETS.iterdir()))}) or a TOML file, then
+any number of KEY=VALUE with the full names of keys: steps=1000 model.width=384 optimizer.learning_rate=1e-3.  With
+--resume also the folder of a run."""
 
 
 class TrainCommand(Command):
-    """Takes `--resume=RUN` for `--resume RUN`: --resume is a flag, and words are sorted by what they are."""
+    """Accepts `--resume=RUN` for `--resume RUN`: --resume is a flag, and RUN is one of the words."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the command line."""
+        """Parse the command line."""
         words: list[str] = []
         for word in args:
             flag, equals, value = word.partition("=")
@@ -40,30 +41,42 @@ class TrainCommand(Command):
 
 def train(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="PRESET|FILE|KEY=VALUE", show_default=False, help=WORDS)
+        list[str] | None,
+        typer.Argument(
+            metavar="PRESET|FILE|KEY=VALUE", show_default=False, help=WORDS, autocompletion=complete_words
+        ),
     ] = None,
     ranks: Annotated[
         int | None,
         typer.Option(
-            "--ranks", "-n", min=1, help="Processes to train with, on this host: 2, or as many as before."
+            "--ranks",
+            "-n",
+            min=1,
+            help="Processes of the job.",
+            show_default="one per accelerator, else one per core, if they divide the batch; with --resume as before",
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the last run, or the one whose folder is named.")
+        bool, typer.Option("--resume", help="Resume the last run, or the run whose folder is given.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check the configuration, the data and the memory, and do not train."),
     ] = False,
 ) -> None:
     """Train a model across ranks: a GPT on text, a BERT, a ResNet, or a task of your own.
 
-    With no arguments: the default preset, a small GPT that learns from the source files of the Python standard
-    library in a few minutes on two cores.
+    Without arguments this trains the preset `default`: a small GPT that learns the source files of the Python
+    standard library in a few minutes on two cores.
 
-    Each run has a folder of its own, runs/NAME-DATE-TIME, with checkpoints, metrics, the loss curve and a
-    sample of text.  Ctrl-C saves before it stops; --resume goes on from there.
+    Each run writes checkpoints, metrics, the loss curve and a sample of text to its own folder,
+    runs/NAME-DATE-TIME.  Ctrl-C saves a checkpoint and stops; --resume continues.
 
     \b
-    The main job, on 2 ranks; another preset, over in seconds:
+    The default preset; a tiny one that takes seconds; a check that does not train:
       farandole train
       farandole train tiny
+      farandole train gpt2-small --dry-run
 
     \b
     Text of your own (files, folders, .jsonl, .parquet); a configuration file:
@@ -71,7 +84,7 @@ def train(
       farandole train my.toml optimizer.learning_rate=1e-3
 
     \b
-    Divide optimizer states, gradients and weights among 4 ranks; keep less in memory:
+    Divide optimizer states, gradients and weights among 4 ranks, with bf16 and recomputation:
       farandole train --ranks 4 plan.zero=3 plan.precision=bf16 plan.recompute=block
 
     \b
@@ -81,36 +94,35 @@ def train(
       farandole train task=my_module:Mine options.depth=3
 
     \b
-    Go on with the last run, or with this one:
+    Resume the last run, or a given run:
       farandole train --resume
       farandole train --resume runs/stdlib-20260102-030405
 
     \b
-    Under another launcher:
+    On several hosts; under another launcher:
+      farandole launch --hosts node0:4,node1:4 -m farandole train
       torchrun --nproc-per-node 8 -m farandole train
 
     \b
-    Every key, with its default and what it means:
-      {keys}
+    Every key, with its default and its description:
+      farandole config keys
     """
-    # Imports here and not above: `--help` need not wait for them.
+    # imported here so that `--help` does not wait for them
     from farandole.launch.placement import LaunchError
     from farandole.train.start import REFUSALS
 
     try:
-        status = _train(words or [], ranks, resume)
+        status = _train(words or [], ranks, resume, dry_run)
     except (*REFUSALS, LaunchError) as refusal:
         typer.echo(f"farandole train: {refusal}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(status)
 
 
-train.__doc__ = (train.__doc__ or "").replace("{keys}", str(PRESETS / "default.toml"))
-
-
-def _train(words: list[str], ranks: int | None, resume: bool) -> int:
-    """Join the job that this process is a rank of, or check everything and launch one."""
+def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> int:
+    """Train as a rank of a running job; without one, check everything and launch the ranks."""
     from farandole.launch.environments import find_placement
+    from farandole.launch.limits import offered_ranks
     from farandole.launch.placement import ALONE
     from farandole.train.config import ConfigError
     from farandole.train.start import check, order, read_request
@@ -119,27 +131,37 @@ def _train(words: list[str], ranks: int | None, resume: bool) -> int:
     placement = find_placement(os.environ)
     if placement is not ALONE:
         if ranks not in (None, placement.size):
+            raise ConfigError(f"--ranks {ranks}: {placement.launcher} started {placement.size}; omit --ranks")
+        if dry_run:
             raise ConfigError(
-                f"--ranks {ranks}: {placement.launcher} has started {placement.size}; leave --ranks away"
+                f"--dry-run checks without ranks, and {placement.launcher} started this process as one"
             )
         from farandole.train.worker import join
 
         run = join(request)
         if placement.rank == 0:
-            _say_how_to_go_on(run, 0)
+            _print_next_step(run, 0)
         return 0
     start = check(request, ranks)
-    # From here on torch is needed, which takes seconds to load.
-    with uncollected():
-        from farandole.train.memory import check_memory
+    if ranks is None and start.checkpoint is None and start.ranks < (offered := offered_ranks()):
+        typer.echo(
+            f"training on {start.ranks} of {offered} cores or accelerators: more ranks do not divide batch={start.config.batch}",
+            err=True,
+        )
+    with uncollected():  # loads torch, which takes seconds
+        from farandole.train.memory import check_memory, summary
 
     check_memory(start.config, start.ranks)
     _check_task(start.config)
+    if dry_run:
+        for name, text in summary(start).items():
+            typer.echo(f"{name:<14} {text}")
+        return 0
     return _launch(order(start), start.ranks)
 
 
 def _check_task(config: TrainConfig) -> None:
-    """Make the task once, before the ranks start: mistakes are found, and tokens are in the cache."""
+    """Make the task before the ranks start: errors are found early, and the tokens are cached."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -149,24 +171,24 @@ def _check_task(config: TrainConfig) -> None:
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, TaskID] = {}
 
-        def show(what: str, share: float) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=1.0)
-            bar.update(tasks[what], completed=share)
+        def show(activity: str, share: float) -> None:
+            if activity not in tasks:
+                tasks[activity] = bar.add_task(activity, total=1.0)
+            bar.update(tasks[activity], completed=share)
 
         make_task(config, show)
 
 
 def _launch(order: Order, ranks: int) -> int:
-    """Start the ranks; when they have ended, say how to go on."""
+    """Run the ranks; then print the next command."""
     from farandole.launch.local import launch
 
     status = launch("farandole.train.worker", [order.dump()], ranks=ranks, module=True)
-    _say_how_to_go_on(order.run, status)
+    _print_next_step(order.run, status)
     return status
 
 
-def _say_how_to_go_on(run: Path, status: int) -> None:
+def _print_next_step(run: Path, status: int) -> None:
     from farandole.train.config import load_config
     from farandole.train.run_folder import checkpoints
 
@@ -174,6 +196,8 @@ def _say_how_to_go_on(run: Path, status: int) -> None:
     if status == 0 and load_config(str(run / "config.toml")).task == "text":
         typer.echo(f'generate more: {command("generate", str(run))} --prompt "def"')
     elif status and saved:
-        typer.echo(f"{saved[-1].name} is saved; to go on: {command('train', '--resume', str(run))}", err=True)
+        typer.echo(
+            f"{saved[-1].name} is saved; to resume: {command('train', '--resume', str(run))}", err=True
+        )
     elif status:
-        typer.echo(f"nothing is saved: run {run} ended before its first checkpoint", err=True)
+        typer.echo(f"no checkpoint is saved: run {run} ended before its first one", err=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from farandole.cli.bench import DEFAULT_RANKS, ranks_there, run_or_refuse
+from farandole.cli.bench import OFFERED, default_ranks, launched_ranks, run_or_refuse
 
 if TYPE_CHECKING:
     from farandole.launch.placement import Placement
@@ -15,31 +15,32 @@ if TYPE_CHECKING:
 def tune(
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", "-n", min=1, help="Processes on this host.", show_default=str(DEFAULT_RANKS)),
+        typer.Option("--ranks", "-n", min=1, help="Processes of the job.", show_default=OFFERED),
     ] = None,
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the table there.", show_default=False),
+        typer.Option("--output", "-o", metavar="FILE", help="Write the table to FILE.", show_default=False),
     ] = None,
     link: Annotated[
         str | None,
-        typer.Option(help="What the table calls the link, as in '25 Gbit/s Ethernet'.", show_default=False),
+        typer.Option(help="Name of the link in the table, such as '25 Gbit/s Ethernet'.", show_default=False),
     ] = None,
-    least: Annotated[str, typer.Option("--min", metavar="BYTES", help="The first size: 64, 1K, 4M.")] = "64",
+    least: Annotated[str, typer.Option("--min", metavar="BYTES", help="Smallest size: 64, 1K, 4M.")] = "64",
     most: Annotated[
-        str, typer.Option("--max", metavar="BYTES", help="Sizes grow fourfold up to here.")
+        str, typer.Option("--max", metavar="BYTES", help="Largest size; each size is 4 times the one before.")
     ] = "16M",
-    turns: Annotated[int, typer.Option(help="Figures of each, of which the least counts.")] = 9,
+    turns: Annotated[
+        int, typer.Option(help="Measurements of each algorithm, of which the minimum counts.")
+    ] = 9,
 ) -> None:
-    """Measure the all-reduce algorithms between hosts: ring, doubling, rabenseifner, and how many ranks lead.
+    """Measure the all-reduce algorithms between hosts: ring, doubling, rabenseifner, and the number of leaders.
 
-    Takes part in the job in which it is started; alone, it starts ranks on this host, which then stand for hosts.
-    The table is for farandole.comm.Options(table="tuned.json").
+    Run it in a job on the hosts to measure.  Outside a job, it starts ranks on this host, each of which stands for a
+    host.  Use the table with farandole.comm.Options(table="tuned.json").
 
     \b
-    On each of two hosts, but for --node-rank:
-      farandole launch -n 4 --nodes 2 --node-rank 0 \\
-          --rendezvous node0:29500 -m farandole tune --output tuned.json
+    On two hosts:
+      farandole launch --hosts node0:4,node1:4 -m farandole tune --output tuned.json
 
     \b
     To see how it works:
@@ -52,11 +53,11 @@ def tune(
     def measure(placement: Placement) -> int:
         least_bytes, most_bytes = parse_size("--min", least), parse_size("--max", most)
         setup = TuneSetup(least_bytes, most_bytes, turns, link, output)
-        there = ranks_there(ranks, placement)
+        launched = launched_ranks(ranks, placement)
         setup.check()
-        if there is None:
-            check_ranks(ranks or DEFAULT_RANKS)
-            return launch("farandole.bench.tune", [setup.dump()], ranks=ranks or DEFAULT_RANKS, module=True)
+        if launched is None:
+            check_ranks(ranks or default_ranks())
+            return launch("farandole.bench.tune", [setup.dump()], ranks=ranks or default_ranks(), module=True)
         run(setup)
         return 0
 

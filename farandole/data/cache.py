@@ -13,6 +13,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import sys
@@ -25,6 +26,8 @@ from filelock import FileLock
 
 from farandole.data.errors import DataError
 from farandole.data.sources import Source
+
+_log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
 """Increased when the format changes, so that older entries are not used."""
@@ -76,7 +79,9 @@ def cached_folder(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
             if damage is None:
                 return folder
             if folder.exists():
-                print(f"cached tokens in {folder} are damaged ({damage}): building them again", flush=True)
+                _log.warning(
+                    "farandole: cached tokens in %s are damaged (%s): building them again", folder, damage
+                )
                 shutil.rmtree(folder)
             for partial in cache.glob(f"{key}.*.tmp"):  # left by a killed process
                 shutil.rmtree(partial)

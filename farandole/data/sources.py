@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from farandole.data.errors import DataError
 from farandole.data.wording import counted
+
+_log = logging.getLogger(__name__)
 
 STANDARD_LIBRARY = "stdlib"
 """The path that stands for the source files of Python's standard library."""
@@ -173,14 +177,31 @@ def _read_text(path: Path) -> str:
         raise DataError(
             f"{path} is not UTF-8 text: {replaced:.0%} of its characters are invalid; {_ACCEPTED}"
         )
+    if replaced:
+        try:
+            path.read_text(encoding="utf-8")  # the file may contain the replacement character itself
+        except UnicodeDecodeError as error:
+            _warn_invalid(path, f"byte {error.start + 1}")
     return text
 
 
+@cache  # a file is read several times
+def _warn_invalid(path: Path, where: str) -> None:
+    _log.warning(
+        "farandole: %s, %s: invalid UTF-8, replaced by U+FFFD; convert the file, or exclude it", path, where
+    )
+
+
 def _read_json_lines(path: Path, text_field: str) -> Iterator[str]:
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
+    with path.open("rb") as lines:
+        for number, encoded in enumerate(lines, 1):
+            if not encoded.strip():
                 continue
+            try:
+                line = encoded.decode()
+            except UnicodeDecodeError:
+                _warn_invalid(path, f"line {number}")
+                line = encoded.decode(errors="replace")
             try:
                 record: Any = json.loads(line)
             except ValueError as error:

@@ -11,13 +11,13 @@ Rank 0 reports an overflow in a line on standard error:
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from farandole.comm.notices import warn
 from farandole.parallel.overflow import GradientWatch, OutputWatch, OverflowReport
 
 if TYPE_CHECKING:
@@ -237,6 +237,6 @@ class ScaledSteps:
 
     def _print_report(self) -> None:
         if self.overflow is not None and self.scaler.is_reported:
-            print(self.overflow, file=sys.stderr)
+            warn(str(self.overflow))
             if self.scaler.advice:
-                print(f"farandole: {self.scaler.advice}", file=sys.stderr, flush=True)
+                warn(self.scaler.advice)

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from farandole.comm.communicator import Communicator
+from farandole.comm.notices import warn
 from farandole.data.cache import flush
 from farandole.data.wording import disk_failure
 from farandole.parallel.checkpoint import folder as engine_folder
@@ -87,7 +88,7 @@ class CheckpointWriter:
             for path in later:
                 path.rename(aside / path.name)
             names = ", ".join(path.name for path in later)
-            print(f"resuming from an earlier step: moved later checkpoints {names} to {aside}", flush=True)
+            warn(f"resuming from an earlier step: moved later checkpoints {names} to {aside}")
 
     @property
     def newest(self) -> Path:

@@ -8,9 +8,10 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -27,6 +28,32 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+SYNONYMS = {
+    "lr": "optimizer.learning_rate",
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "gradient_clipping"), "optimizer.clip"),
+    **dict.fromkeys(("warmup", "warmup_iters"), "optimizer.warmup_steps"),
+    **dict.fromkeys(("batch_size", "global_batch_size", "train_batch_size"), "batch"),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "micro_batch"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "micro_batch"),
+    **dict.fromkeys(("max_steps", "max_iters", "train_iters", "epochs", "num_train_epochs"), "steps"),
+    **dict.fromkeys(("output_dir", "out_dir"), "out"),
+    **dict.fromkeys(("n_layer", "num_layers", "num_hidden_layers"), "model.layers"),
+    **dict.fromkeys(("n_head", "num_heads", "num_attention_heads"), "model.heads"),
+    **dict.fromkeys(("n_embd", "d_model", "dim", "hidden_size"), "model.width"),
+    "vocab_size": "model.vocabulary",
+    **dict.fromkeys(("block_size", "seq_len", "seq_length", "max_length", "n_positions"), "model.context"),
+    **dict.fromkeys(("dataset", "data_path"), "data.path"),
+    **dict.fromkeys(("precision", "dtype", "fp16", "bf16", "mixed_precision"), "plan.precision"),
+    **dict.fromkeys(("stage", "zero_stage"), "plan.zero"),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "plan.recompute"),
+    **dict.fromkeys(("cpu_offload", "offload_optimizer"), "plan.offload"),
+    **dict.fromkeys(("save_steps", "save_interval"), "checkpoint.every"),
+    **dict.fromkeys(("eval_steps", "eval_interval"), "evaluate.every"),
+    **dict.fromkeys(("logging_steps", "log_interval"), "log.every"),
+}
+"""The names that Hugging Face, Megatron-LM, DeepSpeed, Lightning and nanoGPT have for our keys."""
 
 
 class ConfigError(ValueError):
@@ -216,12 +243,18 @@ class TrainConfig(_Section):
 
     def to_toml(self) -> str:
         """Return this configuration as TOML for `load_config`."""
-        values = self.model_dump()
-        sections = {key: value for key, value in values.items() if isinstance(value, dict)}
-        lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if key not in sections]
-        for section, items in sections.items():
-            lines += ["", f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in items.items())]
-        return "\n".join(lines) + "\n"
+        return to_toml(self.flat())
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Return values with full keys, such as `model.width`, as TOML with sections."""
+    lines: list[str] = []
+    for section, keys in itertools.groupby(
+        sorted(values, key=lambda key: "." in key), lambda key: key.rpartition(".")[0]
+    ):
+        lines += ["", f"[{section}]"] if section else []
+        lines += [f"{key.rpartition('.')[2]} = {json.dumps(values[key])}" for key in keys]
+    return "\n".join(lines).lstrip() + "\n"
 
 
 def presets() -> dict[str, str]:
@@ -338,7 +371,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"{override!r} is not an override: expected key=value, such as steps=100")
     section, dot, name = key.rpartition(".")
     if key not in known_keys() and not (section == "options" and name):
-        raise ConfigError(_unknown(key))
+        raise ConfigError(unknown_key(key))
     (values.setdefault(section, {}) if dot else values)[name] = _value(text.strip())
 
 
@@ -350,15 +383,26 @@ def _value(text: str) -> Any:
         return text
 
 
-def _unknown(key: str) -> str:
-    if key in ("precision", "parallel") or key.startswith("parallel."):
-        new = "plan.precision" if key == "precision" else f"plan{key.removeprefix('parallel')}"
-        return f"unknown key {key}; did you mean {new}?"
-    near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.5)
+def unknown_key(key: str) -> str:
+    """Return the message for an unknown key, with the nearest key or the keys of its section."""
+    known = known_keys()
+    section, _, name = key.rpartition(".")
+    same = [other for other in known if other.endswith(f".{name}")]
+    if section == "parallel" or key == "precision":  # of earlier versions
+        same = [f"plan.{name}"]
+    if current := same[0] if len(same) == 1 else SYNONYMS.get(name):
+        return f"unknown key {key}; did you mean {current}?"
+    for folder in (key, section):
+        siblings = {other.rpartition(".")[2]: other for other in known if other.startswith(f"{folder}.")}
+        if siblings:
+            near = difflib.get_close_matches(name, siblings, n=1)
+            hint = f"did you mean {siblings[near[0]]}?" if near else f"{folder} has {', '.join(siblings)}"
+            return f"unknown key {key}; {hint}"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if not near:
-        ends = {known.rpartition(".")[2]: known for known in known_keys()}
-        near = [ends[end] for end in difflib.get_close_matches(key.rpartition(".")[2], ends, n=1)]
-    hint = f"did you mean {near[0]}?" if near else f"keys are {', '.join(known_keys())}"
+        names = {other.rpartition(".")[2]: other for other in known}
+        near = [names[other] for other in difflib.get_close_matches(name, names, n=1)]
+    hint = f"did you mean {near[0]}?" if near else "farandole config keys lists all keys"
     return f"unknown key {key}; {hint}"
 
 
@@ -366,7 +410,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            yield _unknown(key)
+            yield unknown_key(key)
         elif problem["type"] == "value_error":
             cause = problem["ctx"]["error"]
             yield str(plan_config_error(cause)) if isinstance(cause, PlanError) else f"{key}: {cause}"

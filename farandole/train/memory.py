@@ -7,6 +7,7 @@ estimates the activations of a step (`planner`), unless an upper bound already f
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from farandole.models.loss import CHUNK_BYTES, next_token_loss
 from farandole.plan import Plan
 from farandole.planner import Estimate, Machine, Workload, bytes_per_parameter, estimate_workload
 from farandole.train.config import ConfigError, TrainConfig
+from farandole.train.start import Start
 
 _STAGES = (0, 1, 2, 3)
 
@@ -70,6 +72,33 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
     _check_state(config, each, ranks, have, "this host has", parts)
     if not torch.cuda.is_available() and config.plan.swap == "none":
         check_step(config, ranks, have)
+
+
+def summary(start: Start) -> dict[str, str]:
+    """Return the size, the memory and the batch of a checked run, as text by name, for `farandole train --dry-run`."""
+    config, ranks = start.config, start.ranks
+    count, samples = config.micro_batches(ranks)
+    micro_batches = "1 micro-batch" if count == 1 else f"{count:,} micro-batches"
+    plan = config.plan.model_dump(exclude_defaults=True)
+    lines = {
+        "task": config.task,
+        "ranks": f"{ranks} on this host",
+        "steps": f"{config.steps:,}",
+        "batch": f"{counted(config.batch, 'sample')} = {counted(ranks, 'rank')} x {micro_batches} x {samples:,}",
+        "plan": ", ".join(f"{key}={value}" for key, value in plan.items()) or "default",
+    }
+    if config.task == "text":
+        lines["parameters"] = short(config.model.gpt().parameters)
+        if not torch.cuda.is_available():
+            lines["memory"] = (
+                f"{size(ranks * _estimated(config, ranks).peak)} predicted on {counted(ranks, 'rank')}, "
+                f"{size(available_memory())} available"
+            )
+    if start.checkpoint is None:
+        lines["run folder"] = str(Path(config.out) / f"{config.name}-DATE-TIME")
+    else:
+        lines["checkpoint"] = str(start.checkpoint)
+    return lines | {"dry run": "the configuration and the data are valid; nothing was trained or saved"}
 
 
 def _trained(zero: int, offload: str, ranks: int) -> float:

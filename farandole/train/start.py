@@ -14,6 +14,7 @@ from pathlib import Path
 from farandole.data.errors import DataError
 from farandole.data.sources import find_source
 from farandole.data.wording import counted
+from farandole.launch.limits import offered_ranks
 from farandole.memory.disk import OffloadError
 from farandole.plan import PlanError
 from farandole.train.config import (
@@ -39,8 +40,6 @@ from farandole.train.tasks import task_path
 
 REFUSALS = (ConfigError, DataError, CheckpointError, DiskError, OffloadError, FloatingPointError)
 """Errors that the user can fix, reported without a stack trace."""
-
-DEFAULT_RANKS = 2
 
 CHANGEABLE = (
     "name",
@@ -133,7 +132,7 @@ def check(request: Request, ranks: int | None = None) -> Start:
     """Check a request without writing anything.
 
     Args:
-        ranks: by default 2 for a new run, and the previous number for a resumed run.
+        ranks: by default `default_ranks` for a new run, and the previous number for a resumed run.
 
     Raises:
         ConfigError: if the configuration is invalid.
@@ -143,12 +142,21 @@ def check(request: Request, ranks: int | None = None) -> Start:
     if request.resume:
         start = _resumed(request, ranks)
     else:
-        start = Start(load_config(request.source, request.overrides), ranks or DEFAULT_RANKS)
+        config = load_config(request.source, request.overrides)
+        start = Start(config, ranks or default_ranks(config))
         _check_ranks(start.config, start.ranks)
     task_path(start.config.task)
     if start.config.task in ("text", "masked-text"):
         find_source(start.config.data.path, start.config.data.field)
     return start
+
+
+def default_ranks(config: TrainConfig) -> int:
+    """Return the largest number of ranks that divides the batch, up to the number that this host offers."""
+    if config.plan.data:
+        return config.plan.data
+    sizes = config.batch // (config.micro_batch or 1)
+    return max((n for n in range(1, offered_ranks() + 1) if sizes % n == 0), default=1)
 
 
 def order(start: Start) -> Order:
@@ -177,6 +185,12 @@ def _resumed(request: Request, ranks: int | None) -> Start:
         raise CheckpointError(
             f"checkpoint {checkpoint} has residuals of plan.compression={before.plan.compression} for "
             f"{counted(saved.ranks, 'rank')}, and this job has {ranks}: resume with --ranks {saved.ranks}"
+        )
+    if config.batch % ranks and config.batch == before.batch:
+        fitting = [n for n in range(1, max(ranks, saved.ranks) + 1) if config.batch % n == 0]
+        raise CheckpointError(
+            f"--ranks {ranks}: the batch of checkpoint {checkpoint} is {config.batch}, which is not divisible by "
+            f"{ranks} and may not change; resume with --ranks {' or '.join(map(str, fitting))}"
         )
     _check_ranks(config, ranks)
     if changed := _changes(before, config):

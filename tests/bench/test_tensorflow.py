@@ -1,4 +1,4 @@
-"""The synthetic training benchmark with TensorFlow: the same networks as PyTorch's, trained by every engine."""
+"""The synthetic training benchmark with TensorFlow: the same networks as PyTorch's, trained by every implementation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from farandole.bench.setup import BenchError, TrainingSetup
-from farandole.bench.tensorflow import ENGINES, TensorFlow
+from farandole.bench.tensorflow import IMPLEMENTATIONS, TensorFlow
 from tests.horovod.tensorflow.jobs import LIMIT_S, needs_tensorflow
 from tests.launch.jobs import finish, start, write
 
@@ -42,15 +42,15 @@ def test_the_networks_are_those_of_pytorch(tmp_path):
 
 
 @needs_tensorflow
-@pytest.mark.parametrize("engine", ENGINES)
-def test_it_measures(tmp_path, engine):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_it_measures(tmp_path, implementation):
     path = tmp_path / "figures.json"
     command = (
-        f"bench training --framework tensorflow --model tiny --image-size 32 --batch-size 4 --engine {engine} "
+        f"bench training --framework tensorflow --model tiny --image-size 32 --micro-batch 4 --implementation {implementation} "
         f"--num-warmup-batches 1 --num-batches-per-iter 2 --num-iters 2 --efficiency --json {path} --fp16-allreduce"
     )
-    if engine == "horovod":
-        command += " --precision bf16"
+    if implementation == "horovod":
+        command += " --autocast"
     status, out, err = finish(start(["env", sys.executable, "-m", "farandole", *command.split()]), LIMIT_S)
     assert status == 0, err
     result = json.loads(path.read_text())
@@ -58,9 +58,9 @@ def test_it_measures(tmp_path, engine):
     assert "Total img/sec on 2 rank(s)" in out and set(result["efficiency"]) == {"apart", "alone"}
 
 
-def test_what_is_not_there_is_refused(monkeypatch):
-    with pytest.raises(BenchError, match="--engine ddp"):
-        TensorFlow().check(TrainingSetup(framework="tensorflow", engine="ddp"))
+def test_unavailable_implementations_are_refused(monkeypatch):
+    with pytest.raises(BenchError, match="--implementation ddp"):
+        TensorFlow().check(TrainingSetup(framework="tensorflow", implementation="ddp"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(BenchError, match=r"pip install 'farandole\[tensorflow\]'"):
         TensorFlow().check(TrainingSetup(framework="tensorflow"))

@@ -1,4 +1,4 @@
-"""The synthetic training benchmark: every engine trains the same model, and the report adds up."""
+"""The synthetic training benchmark: every implementation trains the same model, and the report adds up."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch.distributed as dist
 import farandole
 from farandole.bench.half import HalfCommunicator
 from farandole.bench.setup import BenchError, TrainingSetup
-from farandole.bench.torch_training import ENGINES, HOROVOD, Job, PyTorch, _is_there
+from farandole.bench.torch_training import HOROVOD, IMPLEMENTATIONS, Job, PyTorch, _is_there
 from farandole.bench.training import run
 from farandole.models.resnet import build_resnet, resnet_config
 from tests.comm.programs import free_port
 from tests.launch.jobs import run as run_command
 
 TINY = TrainingSetup(
-    model="tiny", batch_size=4, image_size=32, num_warmup_batches=1, num_batches_per_iter=2, num_iters=3
+    model="tiny", micro_batch=4, image_size=32, num_warmup_batches=1, num_batches_per_iter=2, num_iters=3
 )
-HERE = [name for name in ENGINES if name != "horovod" or _is_there(HOROVOD)]
+HERE = [name for name in IMPLEMENTATIONS if name != "horovod" or _is_there(HOROVOD)]
 
 
 def _report(rank: int, size: int, setup: TrainingSetup) -> None:
@@ -49,9 +49,9 @@ def test_the_report_adds_up(ranks, tmp_path, size):
 
 
 def _gradients(
-    rank: int, size: int, engine: str, half: bool
+    rank: int, size: int, implementation: str, half: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The weights after one step of an engine, and after a step with the mean of the ranks' gradients."""
+    """The weights after one step of an implementation, and after a step with the mean of the ranks' gradients."""
     torch.manual_seed(0)
     models = [build_resnet(resnet_config("tiny")) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -63,7 +63,7 @@ def _gradients(
             Job(model, torch.optim.SGD(model.parameters(), 0.1), images, targets, False, half, runtime)
             for model in models
         ]
-        ENGINES[engine](jobs[0])()
+        IMPLEMENTATIONS[implementation](jobs[0])()
     jobs[1].backward(models[1])
     for parameter in models[1].parameters():
         assert parameter.grad is not None
@@ -74,9 +74,9 @@ def _gradients(
 
 
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("engine", HERE)
-def test_every_engine_averages_gradients(ranks, engine, half):
-    for ours, expected in ranks(2).run(_gradients, engine, half):
+@pytest.mark.parametrize("implementation", HERE)
+def test_every_engine_averages_gradients(ranks, implementation, half):
+    for ours, expected in ranks(2).run(_gradients, implementation, half):
         tolerance = {"rtol": 2e-2, "atol": 2e-4} if half else {}
         for one, other in zip(ours, expected, strict=True):
             torch.testing.assert_close(one, other, **tolerance)
@@ -105,13 +105,12 @@ def test_half_precision_is_for_fp32_only(ranks):
     ("change", "message"),
     [
         ({"model": "resnet5"}, "--model resnet5: unknown model 'resnet5'; nearest: resnet50"),
-        ({"batch_size": 0}, "--batch-size 0: at least 1"),
+        ({"micro_batch": 0}, "--micro-batch 0: at least 1"),
         ({"num_iters": 0}, "--num-iters 0: at least 1"),
         ({"num_warmup_batches": -1}, "--num-warmup-batches -1: at least 0"),
         ({"image_size": 31}, "--image-size 31: .* at least 32 x 32"),
-        ({"batch_size": 1}, "--batch-size 1 with --image-size 32 .* use 2 images or larger images"),
-        ({"precision": "fp16"}, r"--precision fp16; nearest: bf16 \(there are fp32, bf16\)"),
-        ({"engine": "gloo"}, r"--engine gloo; nearest: ddp-gloo \(there are farandole, "),
+        ({"micro_batch": 1}, "--micro-batch 1 with --image-size 32 .* use 2 images or larger images"),
+        ({"implementation": "gloo"}, r"--implementation gloo; nearest: ddp-gloo \(there are farandole, "),
         ({"json": "/no/such/folder/x.json"}, "there is no folder /no/such/folder"),
     ],
 )
@@ -124,12 +123,12 @@ def test_what_cannot_be_done_is_refused(change, message):
 def test_horovod_is_refused_where_it_is_missing(monkeypatch):
     monkeypatch.setattr("farandole.bench.torch_training.HOROVOD", "farandole.nowhere.torch")
     with pytest.raises(BenchError, match="needs farandole.nowhere.torch, .*; use farandole, ddp, ddp-gloo"):
-        PyTorch().check(TrainingSetup(**{**vars(TINY), "engine": "horovod"}))
+        PyTorch().check(TrainingSetup(**{**vars(TINY), "implementation": "horovod"}))
 
 
 COMMAND = [
     *(sys.executable, "-m", "farandole", "bench", "training", "--model", "tiny", "--image-size", "32"),
-    *("--batch-size", "2", "--num-warmup-batches", "1", "--num-batches-per-iter", "1", "--num-iters", "2"),
+    *("--micro-batch", "2", "--num-warmup-batches", "1", "--num-batches-per-iter", "1", "--num-iters", "2"),
 ]
 
 

@@ -16,7 +16,7 @@ def test_help_teaches():
     assert "training" in invoke("--help").output
     result = invoke("training", "--help")
     assert result.exit_code == 0
-    assert "farandole bench training --model resnet50 --batch-size 64" in result.output
+    assert "farandole bench training --model resnet50 --micro-batch 64" in result.output
     assert "mpirun -n 4 farandole bench training" in result.output
 
 
@@ -24,7 +24,7 @@ def test_help_teaches():
     ("arguments", "message"),
     [
         (("--model", "resnt50"), "nearest: resnet50"),
-        (("--batch-size", "0"), "--batch-size 0: at least 1"),
+        (("--micro-batch", "0"), "--micro-batch 0: at least 1"),
         (("--framework", "mxnet"), "--framework mxnet is not supported; use pytorch or tensorflow"),
     ],
 )
@@ -46,4 +46,4 @@ def test_under_another_launcher_one_rank_refuses_for_all(monkeypatch, rank):
         monkeypatch.setenv(name, str(value))
     result = invoke("training", "--ranks", "3")
     assert result.exit_code == 2
-    assert ("has started 2; leave --ranks away" in result.output) == (rank == 0)
+    assert ("started 2; omit --ranks" in result.output) == (rank == 0)

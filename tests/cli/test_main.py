@@ -48,9 +48,9 @@ def test_every_command_shows_an_example(command):
         (["train", "--resum"], "there is no option --resum; nearest: --resume"),
         (
             ["launch", "--mpi", "x.py"],
-            "--mpi is not served: start the ranks with MPI's own launcher: mpirun -n 4",
+            "--mpi is not supported: start the ranks with MPI's own launcher: mpirun -n 4",
         ),
-        (["launch", "--gloo", "x.py"], "--gloo is not served: omit it"),
+        (["launch", "--gloo", "x.py"], "--gloo is not supported: omit it"),
         (["launch", "--min-np", "2", "x.py"], "torchrun --nnodes MIN:MAX script.py starts elastic jobs"),
         (["launch", "--host-discovery-script", "x.sh", "x.py"], "--hosts or --hostfile names the hosts"),
         (["launch", "--check-build"], "`farandole info` lists what is available"),
@@ -98,8 +98,19 @@ def test_info():
     result = invoke("info")
     assert result.exit_code == 0
     assert torch.__version__ in result.output
-    assert "alone: a world of one" in result.output
+    assert "alone: a job of 1 rank" in result.output
     assert ("not available: " if not native.available() else "available, ") in result.output
+
+
+def test_a_report_has_limits_and_versions_and_no_secrets(monkeypatch):
+    monkeypatch.setenv("FARANDOLE_JOB_KEY", "xyzzy")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    result = invoke("info", "--report")
+    assert result.exit_code == 0
+    assert result.output.startswith("```\n") and result.output.endswith("```\n")
+    assert "xyzzy" not in result.output and "FARANDOLE_JOB_KEY=(hidden)" in result.output
+    assert "OMP_NUM_THREADS=3" in result.output and "numpy " in result.output
+    assert str(Path.home()) not in result.output
 
 
 def test_info_shows_a_contradiction(monkeypatch):

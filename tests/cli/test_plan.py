@@ -43,8 +43,8 @@ def test_help_teaches() -> None:
         (("--offload", "disc:/x"), "offload='disc:/x': 'none', 'host' or 'disk:FOLDER'"),
         (("--memory", "lots"), "--memory 'lots' is not a number above 0, as in 512M, 16GiB or 1.5G"),
         (("tinny",), "tinny is not a preset or file; did you mean tiny?"),
-        (("tiny", "batch=7"), "batch=7 is not divisible by 2 ranks"),
-        (("tiny", "--hosts", "2"), "of the link between hosts"),
+        (("tiny", "batch=7", "-n", "2"), "batch=7 is not divisible by 2 ranks"),
+        (("tiny", "--nodes", "2"), "of the link between hosts"),
         (("tiny", "--accelerators"), "needs --memory, --flops and --bandwidth"),
         (("tiny", "--picure", "x.png"), "there is no option --picure; nearest: --picture"),
     ],
@@ -118,7 +118,7 @@ def test_every_choice_is_a_plan(tmp_path: Path) -> None:
         "--zero",
         "1",
     )
-    words = ("-n", "8", "--hosts", "2", "--accelerators", *given, *chosen, "--json", str(file))
+    words = ("-n", "8", "--nodes", "2", "--accelerators", *given, *chosen, "--json", str(file))
     result = _plan("tiny", *words)
     assert result.exit_code == 0, result.output
     found = [one["plan"] for one in json.loads(file.read_text())["plans"]]

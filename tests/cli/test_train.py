@@ -69,7 +69,7 @@ def test_runs_never_share_a_folder(launched: list[Any]) -> None:
         (("--resume",), "there is no run to resume: folder runs does not exist"),
         (("--resume", "text"), "text does not exist: expected a checkpoint, a run, or a folder of runs"),
         (("--resume", "tiny-1"), "tiny-1 does not exist"),
-        ((*MINE, "model.width=1000000"), "2 ranks"),
+        ((*MINE, "model.width=1000000", "-n", "2"), "2 ranks"),
         ((*MINE, "model.width=1000000"), "try model.width="),
         ((".",), ". is a folder: to train on its text, use data.path=.; to resume the run"),
         (("tiny", "steps", "100"), "steps is a key without a value: use steps=VALUE"),
@@ -131,10 +131,39 @@ def test_resume_finds_the_newest_checkpoint_and_its_configuration(launched: list
     assert launched[1][0].config.plan.zero == 3
 
 
+def test_a_dry_run_checks_and_writes_nothing(launched: list[Any]) -> None:
+    result = _train(*MINE, "--dry-run", "-n", "2", "plan.zero=2")
+    assert result.exit_code == 0, result.output
+    lines = dict(line.split("  ", 1) for line in result.output.splitlines())
+    assert lines["batch"].strip() == "8 samples = 2 ranks x 1 micro-batch x 4"
+    assert lines["plan"].strip() == "zero=2"
+    assert "predicted on 2 ranks" in lines["memory"]
+    assert "nothing was trained" in lines["dry run"]
+    assert not launched and not Path("runs").exists()
+    _checkpoint(Path("runs/tiny-1"), 10)
+    assert "step-000010" in _train("--resume", "--dry-run").output
+    assert _train(*MINE, "model.width=1000000", "--dry-run").exit_code == 2
+
+
+def test_the_default_number_of_ranks_divides_the_batch(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("farandole.train.start", "farandole.launch.limits"):
+        monkeypatch.setattr(f"{name}.offered_ranks", lambda: 6)
+    result = _train(*MINE)
+    assert launched.pop()[1] == 4
+    assert "training on 4 of 6 cores or accelerators: more ranks do not divide batch=8" in result.output
+    result = _train(*MINE, "batch=12", "micro_batch=2")
+    assert launched.pop()[1] == 6
+    assert "training on" not in result.output
+    _train(*MINE, "plan.data=1")
+    assert launched.pop()[1] == 1
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--ranks", "3"), "batch=8 is not divisible by 3 ranks"),
+        (("--ranks", "3"), "not divisible by 3 and may not change; resume with --ranks 1 or 2\n"),
         (("model.width=64",), "model.width was 32, is 64"),
         (("seed=1", "batch=4"), "seed was 0, is 1; batch was 8, is 4"),
         (("default",), "belongs to another configuration"),
@@ -220,7 +249,7 @@ def test_another_launcher_has_the_word_about_ranks(
         monkeypatch.setenv(name, value)
     result = _train("tiny", "--ranks", "2")
     assert result.exit_code == 2
-    assert "has started 4; leave --ranks away" in result.output
+    assert "started 4; omit --ranks" in result.output
 
 
 def test_variables_that_contradict_each_other_are_said_in_a_line(
@@ -247,5 +276,5 @@ def test_help_teaches_by_example() -> None:
     assert result.exit_code == 0
     for example in ("farandole train tiny", "data.path=notes/", "farandole train --resume", "torchrun"):
         assert example in result.output
-    for word in ("gpt2-small", "steps=1000", "presets/default.toml"):
+    for word in ("gpt2-small", "steps=1000", "farandole config keys"):
         assert word in result.output

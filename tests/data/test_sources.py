@@ -31,9 +31,21 @@ def test_text_file_may_have_any_suffix(tmp_path: Path) -> None:
     assert _documents(tmp_path / "poem.verse") == ["roses\n"]
 
 
-def test_a_few_invalid_bytes_are_replaced(tmp_path: Path) -> None:
+def test_a_few_invalid_bytes_are_replaced_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    assert _documents(tmp_path / "latin.txt") == ["caf�"]
+    (tmp_path / "lines.jsonl").write_bytes(b'{"text": "tea"}\n{"text": "caf\xe9"}\n')
+    (tmp_path / "replacement.txt").write_text("\N{REPLACEMENT CHARACTER} is valid UTF-8")
+    for _ in range(2):  # a file is read several times
+        assert _documents(tmp_path / "latin.txt") == ["caf�"]
+        assert _documents(tmp_path / "lines.jsonl") == ["tea", "caf�"]
+    assert len(_documents(tmp_path / "replacement.txt")) == 1
+    warnings = [record.getMessage() for record in caplog.records]
+    assert [text.partition(":")[2].partition(";")[0].rpartition("/")[2] for text in warnings] == [
+        "latin.txt, byte 4: invalid UTF-8, replaced by U+FFFD",
+        "lines.jsonl, line 2: invalid UTF-8, replaced by U+FFFD",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_cache_is_used_until_content_or_settings_change(
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "unreadable"])
 def test_damaged_entry_is_built_again(
-    corpus: Path, cache: Path, damage: str, capsys: pytest.CaptureFixture[str]
+    corpus: Path, cache: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = _prepare(corpus, cache).folder
     train = (folder / "train.bin").read_bytes()
@@ -124,7 +124,7 @@ def test_damaged_entry_is_built_again(
             (folder / "entry.json").write_text("{")
     text = _prepare(corpus, cache)
     assert (text.folder / "train.bin").read_bytes() == train
-    assert "building them again" in capsys.readouterr().out
+    assert "building them again" in caplog.text
 
 
 def test_full_disk_is_reported_and_leaves_no_files(

@@ -383,7 +383,7 @@ def test_what_cannot_be_is_refused(ranks: Any) -> None:
     ranks(2).run(_refusals)
 
 
-def _said(rank: int, size: int) -> list[str]:
+def _reported(rank: int, size: int) -> list[str]:
     model = _blocks()
     _spoil(model.first.bias, [True], NAN)
     engine = Engine(model, _world(), scaler=LossScaler(1.0, minimum=1.0))
@@ -398,12 +398,12 @@ def _said(rank: int, size: int) -> list[str]:
     return reported.getvalue().splitlines()
 
 
-def test_an_overflow_is_said_once_at_the_minimum(ranks: Any) -> None:
-    reported, other = ranks(2).run(_said)
+def test_an_overflow_at_the_minimum_is_reported_once(ranks: Any) -> None:
+    reported, other = ranks(2).run(_reported)
     assert other == []
     assert (
         reported[0]
-        == "OVERFLOW step 1: rank 0, first.bias grad nan (also on rank 1); scale 1 -> 1, step skipped"
+        == "farandole: OVERFLOW step 1: rank 0, first.bias grad nan (also on rank 1); scale 1 -> 1, step skipped"
     )
     assert "lower the learning rate" in reported[1]
     assert len(reported) == 2

@@ -37,7 +37,7 @@ def test_full_disk_is_reported_and_the_run_resumes_with_more_space(tmp_path: Pat
     saved = Path("disk") / run.name / "checkpoints" / "step-000005"
     assert f"{saved.with_name('step-000010')}: no space left on the disk (about " in command.output
     assert f" free); the last good checkpoint is {saved}\n" in command.output
-    assert f"step-000005 is saved; to go on: farandole train --resume disk/{run.name}\n" in command.output
+    assert f"step-000005 is saved; to resume: farandole train --resume disk/{run.name}\n" in command.output
     assert "Traceback" not in command.output
     assert not list(disk.rglob("*.tmp"))
 
@@ -55,4 +55,4 @@ def test_run_without_any_checkpoint_reports_it(tmp_path: Path, disk: Path) -> No
     assert command.end() == 1, command.output
     run = Path("disk/runs") / only_run(disk / "runs").name
     assert "there is no earlier checkpoint" in command.output
-    assert command.output.endswith(f"nothing is saved: run {run} ended before its first checkpoint\n")
+    assert command.output.endswith(f"no checkpoint is saved: run {run} ended before its first one\n")

@@ -66,7 +66,7 @@ def test_stopped_and_killed_run_resumes_bit_for_bit(folder: Path, reference: Pat
     assert command.end() == 128 + signal.SIGTERM, command.output
     stopped_at = len(losses(run))
     assert 5 <= stopped_at < STEPS
-    assert f"to go on: farandole train --resume {run.relative_to(folder)}" in command.output
+    assert f"to resume: farandole train --resume {run.relative_to(folder)}" in command.output
     assert (run / "checkpoints" / f"step-{stopped_at:06d}").is_dir(), "not saved before stopping"
 
     (folder / "scratch").mkdir()
@@ -80,7 +80,7 @@ def test_stopped_and_killed_run_resumes_bit_for_bit(folder: Path, reference: Pat
     assert "activations of 1.0 MiB or more are swapped to scratch" in command.output
     assert "optimizer states on the disk: each step reads" in command.output
     assert not list((folder / "scratch").iterdir())
-    assert "to go on: farandole train --resume" in command.output
+    assert "to resume: farandole train --resume" in command.output
 
     command = Command(folder, "train", "--resume", str(run))
     assert command.end() == 0, command.output
