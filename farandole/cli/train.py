@@ -125,7 +125,7 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
     from farandole.launch.limits import offered_ranks
     from farandole.launch.placement import ALONE
     from farandole.train.config import ConfigError
-    from farandole.train.start import check, order, read_request
+    from farandole.train.start import check, order, read_request, task_config
 
     request = read_request(words, resume)
     placement = find_placement(os.environ)
@@ -152,7 +152,7 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
         from farandole.train.memory import check_memory, summary
 
     check_memory(start.config, start.ranks)
-    _check_task(start.config)
+    _check_task(task_config(start.config, start.checkpoint))
     if dry_run:
         for name, text in summary(start).items():
             typer.echo(f"{name:<14} {text}")

@@ -80,6 +80,7 @@ def prepare_text(
     text_field: str = "text",
     validation_share: float = 0.02,
     special_tokens: Sequence[str] = (),
+    tokenizer: Path | None = None,
     cache: Path | None = None,
     progress: Progress = lambda what, share: None,
 ) -> Text:
@@ -93,6 +94,7 @@ def prepare_text(
         validation_share: the fraction of the text for validation.
         special_tokens: tokens to add to the vocabulary, such as `tokenizer.MASK`.  Their names in the text are encoded
             as text.
+        tokenizer: a `tokenizer.json` to use; by default a tokenizer is trained on the text.
         cache: the cache folder, by default the user's.
         progress: called with the current activity and its completed fraction.
 
@@ -111,13 +113,14 @@ def prepare_text(
     settings: dict[str, object] = {"vocabulary": vocabulary, "validation_share": validation_share}
     if special_tokens:  # keeps the keys of cache entries without special tokens
         settings["special_tokens"] = list(special_tokens)
+    if tokenizer is not None:
+        settings["tokenizer"] = _check_tokenizer(tokenizer, vocabulary, special_tokens)
     key = content_key(source, settings, progress)
 
     def build(folder: Path) -> None:
-        _build(source, folder, vocabulary, validation_share, special_tokens, progress)
+        _build(source, folder, vocabulary, validation_share, special_tokens, tokenizer, progress)
 
     folder = cached_folder((cache or default_cache()) / "tokens", key, build)
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
     dtype = _dtype(vocabulary)
     parts = {}
     for name in ("train", "validation"):
@@ -128,7 +131,24 @@ def prepare_text(
                 f"of model.context={context}; use more text, or lower model.context"
             )
         parts[name] = Windows(np.memmap(folder / f"{name}.bin", dtype, "r"), context)
-    return Text(folder, tokenizer, parts["train"], parts["validation"])
+    return Text(folder, load_tokenizer(folder / "tokenizer.json"), parts["train"], parts["validation"])
+
+
+def _check_tokenizer(path: Path, vocabulary: int, special_tokens: Sequence[str]) -> str:
+    """Return the content of a `tokenizer.json`.  Raises `DataError` unless a model with `vocabulary` can use it."""
+    try:
+        tokenizer = load_tokenizer(path)
+    except Exception as error:  # the library raises Exception itself
+        raise DataError(f"tokenizer {path} is damaged: {error}") from None
+    if tokenizer.get_vocab_size() > vocabulary:
+        raise DataError(
+            f"tokenizer {path} has {tokenizer.get_vocab_size():,} tokens, and model.vocabulary={vocabulary}; "
+            f"use model.vocabulary={tokenizer.get_vocab_size()}"
+        )
+    for token in (END_OF_TEXT, *special_tokens):
+        if tokenizer.token_to_id(token) is None:
+            raise DataError(f"tokenizer {path} has no token {token}, which this task needs")
+    return path.read_text(encoding="utf-8")
 
 
 def _build(
@@ -137,13 +157,16 @@ def _build(
     vocabulary: int,
     share: float,
     special_tokens: Sequence[str],
+    tokenizer_file: Path | None,
     progress: Progress,
 ) -> None:
     """Write the files of a cache entry to `folder`."""
-    total = max(1, source.size)
-    stride = 1 + total // _TOKENIZER_BYTES
-    sample = islice(_chunks(source, "learning tokens", progress), 0, None, stride)
-    tokenizer = train_tokenizer((chunk.text for chunk in sample), vocabulary, special_tokens)
+    if tokenizer_file is not None:
+        tokenizer = load_tokenizer(tokenizer_file)
+    else:
+        stride = 1 + source.size // _TOKENIZER_BYTES
+        sample = islice(_chunks(source, "learning tokens", progress), 0, None, stride)
+        tokenizer = train_tokenizer((chunk.text for chunk in sample), vocabulary, special_tokens)
     tokenizer.save(str(folder / "tokenizer.json"))
     tokenizer.encode_special_tokens = bool(special_tokens)  # "[MASK]" in the text is ordinary text
 

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from safetensors import safe_open
+
 from farandole.comm.communicator import Communicator
 from farandole.comm.notices import warn
 from farandole.data.cache import flush
@@ -21,7 +23,9 @@ from farandole.parallel.checkpoint import folder as engine_folder
 from farandole.parallel.checkpoint.errors import UnreadableError
 from farandole.parallel.checkpoint.folder import PendingSave
 from farandole.parallel.checkpoint.safetensors_files import write_weights
+from farandole.parallel.lora.peft_adapter import save_adapter
 from farandole.train.run_folder import (
+    ADAPTER,
     METADATA,
     STATE,
     WEIGHTS,
@@ -130,6 +134,13 @@ class CheckpointWriter:
         """Write the other files next to the state, rename the checkpoint to its final name, and delete old ones."""
         folder = self._partial
         write_weights(folder / WEIGHTS, folder / STATE, trainer.model)
+        if (
+            trainer.config.plan.lora_rank
+        ):  # not from the model, which may be sharded and which training changes
+            with safe_open(folder / WEIGHTS, "pt") as file:
+                names = [name for name in file.keys() if ".lora_" in name]  # noqa: SIM118 - it is not a mapping
+                values = {name: file.get_tensor(name) for name in names}
+            save_adapter(trainer.model, folder / ADAPTER, trainer.config.weights or None, values)
         for name, path in self._files.items():
             shutil.copyfile(path, folder / name)
         (folder / METADATA).write_text(metadata)

@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from farandole.data.tokenizer import SMALLEST_VOCABULARY
-from farandole.plan import Compression, Offloaded, Plan, PlanError, Precision, Recompute, Rounding
+from farandole.plan import (
+    ALL_LINEAR,
+    Compression,
+    LoRA,
+    Offloaded,
+    Plan,
+    PlanError,
+    Precision,
+    Recompute,
+    Rounding,
+)
 
 if TYPE_CHECKING:
     from farandole.models.gpt import GPTConfig
@@ -116,13 +126,24 @@ class PlanSection(_Section):
     offloaded: Offloaded = "optimizer"
     swap: str = "none"
     compression: Compression = "none"
+    lora_rank: CountOrZero = 0
+    lora_alpha: Positive = 16.0
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    lora_targets: str | list[str] = ALL_LINEAR
 
     def plan(self, precision: Precision) -> Plan:
         """Return the plan with this precision in place of "auto".  Raises `PlanError`."""
-        values = self.model_dump() | {"precision": precision}
+        values = {name: value for name, value in self.model_dump().items() if not name.startswith("lora_")}
+        values |= {"precision": precision, "lora": self.lora()}
         for name in ("data", "activation_bytes"):  # TOML has no None
             values[name] = values[name] or None
         return Plan(**values)
+
+    def lora(self) -> LoRA | None:
+        """Return the options of LoRA, or None if all weights are trained."""
+        if not self.lora_rank:
+            return None
+        return LoRA(self.lora_rank, self.lora_alpha, self.lora_targets, self.lora_dropout)
 
     @model_validator(mode="after")
     def _is_valid_plan(self) -> PlanSection:
@@ -191,6 +212,7 @@ class TrainConfig(_Section):
     batch: Count
     micro_batch: CountOrZero
     task: str = "text"
+    weights: str = ""
     model: ModelSection
     images: ImagesSection = ImagesSection()
     data: DataSection

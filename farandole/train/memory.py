@@ -17,6 +17,7 @@ from farandole.launch.control_groups import available_memory
 from farandole.memory.disk import Bandwidth
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.models.loss import CHUNK_BYTES, next_token_loss
+from farandole.parallel.lora import add_lora
 from farandole.plan import Plan
 from farandole.planner import Estimate, Machine, Workload, bytes_per_parameter, estimate_workload
 from farandole.train.config import ConfigError, TrainConfig
@@ -43,6 +44,9 @@ def workload_of(config: TrainConfig, ranks: int) -> Workload:
         model = build_gpt(config.model.gpt())
         tokens = torch.empty(samples, config.model.context, dtype=torch.int64)
 
+    if (lora := config.plan.lora()) is not None:
+        add_lora(model, lora)
+
     def loss(logits: Tensor) -> Tensor:
         targets = torch.zeros(tokens.shape, dtype=torch.int64, device=logits.device)
         return next_token_loss(logits, targets, max(CHUNK_BYTES, 4 * logits.numel() // _CHUNKS))
@@ -53,6 +57,12 @@ def workload_of(config: TrainConfig, ranks: int) -> Workload:
 def check_memory(config: TrainConfig, ranks: int) -> None:
     """Raise `ConfigError` if a GPT does not fit on the `ranks` of this host.  Other models are not checked."""
     if config.task != "text":
+        return
+    if (
+        config.plan.lora_rank
+    ):  # few parameters have gradients and states: only the estimate of a step is meaningful
+        if not torch.cuda.is_available() and config.plan.swap == "none":
+            check_step(config, ranks, available_memory())
         return
     offload = config.plan.offload
     copies = {stage: _copied(stage, offload, ranks) for stage in _STAGES}
@@ -139,6 +149,7 @@ def _estimated(config: TrainConfig, ranks: int, micro_batch: int | None = None) 
     if micro_batch is not None:
         config = config.model_copy(update={"micro_batch": micro_batch})
     plan = config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision)
+    plan = replace(plan, lora=None)  # the model of the workload has the adapters
     machine = Machine(memory=available_memory(), disk=Bandwidth(1e9, 1e9, "any"))  # its speed is not used
     return estimate_workload(workload_of(config, ranks), plan, ranks, machine)
 

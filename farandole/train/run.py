@@ -19,6 +19,7 @@ from farandole.train.config import TrainConfig
 from farandole.train.observer import Observer
 from farandole.train.precision import PrecisionChoice, choose_precision
 from farandole.train.run_folder import RunLock, read_metadata
+from farandole.train.start import task_config
 from farandole.train.tasks import make_task
 from farandole.train.trainer import Trainer
 
@@ -34,10 +35,10 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
         CheckpointError: if a checkpoint cannot be loaded or saved.
     """
     keep_freed_memory()
-    task = make_task(config)
+    task = make_task(task_config(config, resume))
     with StopSignals() as stop, RunLock(run, runtime.comm):
         choice = _precision(config, resume, runtime)
-        trainer = Trainer(config, task, choice.name, runtime.comm, runtime.device)
+        trainer = Trainer(config, task, choice.name, runtime.comm, runtime.device, resume is not None)
         earlier_s, resumed_step = 0.0, None
         if resume is not None:
             before = checkpoint.load(trainer, resume, runtime.comm)

@@ -4,9 +4,10 @@
         config.toml  metrics.jsonl  tensorboard/  loss.png  sample.txt
         checkpoints/step-000100/
             train.json           step, samples consumed, ranks, precision and configuration, as JSON
-            state/               written by `engine.save`: weights, optimizer, loss scale, random generators of all
-            ranks model.safetensors    parameters and buffers, in the types in which the model computes
+            state/               written by `engine.save`: weights, optimizer, loss scale, random generators
+            model.safetensors    parameters and buffers, in the types in which the model computes
             tokenizer.json       for tasks with text
+            adapter/             with LoRA: the adapters in the format of PEFT
 
 A checkpoint is renamed to its final name once all of its files are on the disk, so a folder with this name is complete
 unless files were deleted later.  Only one job at a time may train in a folder: two would delete each other's
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from farandole.comm.communicator import Communicator
 
 STATE, WEIGHTS, METADATA, TOKENIZER = "state", "model.safetensors", "train.json", "tokenizer.json"
+ADAPTER = "adapter"
 STATE_INDEX = "state/.metadata"
 LOCK = ".lock"
 
@@ -86,6 +88,21 @@ def newest_checkpoint(path: Path) -> Path:
     if not found:
         raise CheckpointError(_no_checkpoint(path))
     return max(found, key=lambda checkpoint: checkpoint.stat().st_mtime)
+
+
+def weights_file(config: TrainConfig) -> Path | None:
+    """Return the safetensors file of the initial weights, or None if they are random.  Raises `CheckpointError`."""
+    if not config.weights:
+        return None
+    path = Path(config.weights).expanduser()
+    return path if path.suffix == ".safetensors" and path.is_file() else newest_checkpoint(path) / WEIGHTS
+
+
+def tokenizer_file(config: TrainConfig) -> Path | None:
+    """Return the tokenizer that belongs to the initial weights, or None if there is none."""
+    file = weights_file(config)
+    tokenizer = None if file is None else file.with_name(TOKENIZER)
+    return tokenizer if tokenizer is not None and tokenizer.is_file() else None
 
 
 def checkpoint_to_resume(path: Path) -> Path:

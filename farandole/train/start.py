@@ -35,6 +35,7 @@ from farandole.train.run_folder import (
     checkpoint_to_resume,
     new_run,
     read_metadata,
+    weights_file,
 )
 from farandole.train.tasks import task_path
 
@@ -78,6 +79,13 @@ class Start:
     config: TrainConfig
     ranks: int
     checkpoint: Path | None = None
+
+
+def task_config(config: TrainConfig, checkpoint: Path | None) -> TrainConfig:
+    """Return the configuration to make a task with; a resumed run needs only the tokenizer of its checkpoint."""
+    if checkpoint is None or not config.weights:
+        return config
+    return config.model_copy(update={"weights": str(checkpoint)})
 
 
 @dataclass(frozen=True)
@@ -146,6 +154,8 @@ def check(request: Request, ranks: int | None = None) -> Start:
         start = Start(config, ranks or default_ranks(config))
         _check_ranks(start.config, start.ranks)
     task_path(start.config.task)
+    if start.checkpoint is None:
+        weights_file(start.config)
     if start.config.task in ("text", "masked-text"):
         find_source(start.config.data.path, start.config.data.field)
     return start

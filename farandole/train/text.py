@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -21,8 +19,9 @@ from farandole.models.generate import generate
 from farandole.models.gpt import build_gpt
 from farandole.models.loss import token_loss
 from farandole.train.config import TrainConfig, saved_config
-from farandole.train.run_folder import TOKENIZER, WEIGHTS, CheckpointError, read_metadata
+from farandole.train.run_folder import TOKENIZER, WEIGHTS, CheckpointError, read_metadata, tokenizer_file
 from farandole.train.tasks import Mean, Task
+from farandole.train.weights import read_weights
 
 
 def open_text(
@@ -38,6 +37,7 @@ def open_text(
         text_field=config.data.field,
         validation_share=config.data.validation_share,
         special_tokens=special_tokens,
+        tokenizer=tokenizer_file(config),
         cache=Path(config.data.cache).expanduser() if config.data.cache else None,
         progress=progress,
     )
@@ -110,10 +110,10 @@ def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]
             f"checkpoint {checkpoint} is of task={config.task!r}: expected task='text', which can generate text"
         )
     model = build_gpt(config.model.gpt())
+    weights = read_weights(checkpoint / WEIGHTS)
     try:
-        weights = load_file(checkpoint / WEIGHTS)
         tokenizer = load_tokenizer(checkpoint / TOKENIZER)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:  # the library raises Exception itself
         raise CheckpointError(f"checkpoint {checkpoint} is damaged: {error}") from None
     expected = dict(model.named_parameters())
     if weights.keys() != expected.keys():

@@ -28,6 +28,7 @@ from farandole.plan import PlanError, Precision
 from farandole.train.config import ConfigError, TrainConfig, plan_config_error
 from farandole.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from farandole.train.tasks import Mean, Samples, Task, checked_mean
+from farandole.train.weights import load_initial_weights
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,20 @@ class StepResult:
 class Trainer:
     """Trains the model of `task` in batches of `config.batch` samples over the ranks of `comm`.
 
+    A `resumed` trainer does not read the initial weights, because the caller loads a checkpoint.
+
     Raises:
         ConfigError: on all ranks, if the plan does not suit the model or the ranks.
     """
 
     def __init__(
-        self, config: TrainConfig, task: Task, precision: Precision, comm: Communicator, device: torch.device
+        self,
+        config: TrainConfig,
+        task: Task,
+        precision: Precision,
+        comm: Communicator,
+        device: torch.device,
+        resumed: bool = False,
     ) -> None:
         self.config = config
         self.task = task
@@ -74,6 +83,8 @@ class Trainer:
         _, self._size = config.micro_batches(comm.size)
         torch.manual_seed(config.seed)
         self.model = task.build(config).to(device)
+        if not resumed:
+            load_initial_weights(self.model, config)
         torch.manual_seed(config.seed + 1 + comm.rank)  # dropout differs between ranks
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         try:

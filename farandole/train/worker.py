@@ -15,7 +15,7 @@ from farandole.launch.runtime import Runtime
 from farandole.train.config import ConfigError
 from farandole.train.memory import check_memory
 from farandole.train.run import train
-from farandole.train.start import REFUSALS, Order, Request, check, order
+from farandole.train.start import REFUSALS, Order, Request, check, order, task_config
 from farandole.train.tasks import make_task
 
 
@@ -44,7 +44,7 @@ def _agree(request: Request, runtime: Runtime) -> Order:
         try:
             start = check(request, runtime.size)
             check_memory(start.config, runtime.local_size)
-            make_task(start.config)
+            make_task(task_config(start.config, start.checkpoint))
             text = order(start).dump()
         except REFUSALS as refusal:
             refused = str(refusal)

@@ -19,7 +19,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,18 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 
 
-def save_adapter(model: nn.Module, folder: str | Path, base_model: str | None = None) -> None:
+def save_adapter(
+    model: nn.Module,
+    folder: str | Path,
+    base_model: str | None = None,
+    values: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write the adapters of `model`, and what else was trained, to `folder`, which is made if it is not there.
 
     Whether they are merged makes no difference. `base_model` is noted as the name of the model that they are for.
     Of several ranks one calls this. (PEFT takes the names in `modules_to_save`, which are whole paths, for endings:
-    "2" would be "12" as well there.) Raises ValueError without LoRA, `AdapterError` where it cannot be written:
+    "2" would be "12" as well there.) With `values`, tensors by their names in the model replace those of the model,
+    whose own may be sharded or in use. Raises ValueError without LoRA, `AdapterError` where it cannot be written:
     an adapter that was in the folder is then still there.
     """
     model = _unwrapped(model)
@@ -58,10 +64,13 @@ def save_adapter(model: nn.Module, folder: str | Path, base_model: str | None = 
         raise ValueError("the model has no LoRA to save")
     lora = next(iter(layers.values())).lora
     tensors: dict[str, Tensor] = {}
+    values = values or {}
     for path, layer in layers.items():
-        tensors |= {f"{path}.lora_A.weight": layer.lora_A, f"{path}.lora_B.weight": layer.lora_B}
-    for name, tensor in other_trained(model, lora).items():
+        tensors[f"{path}.lora_A.weight"] = values.get(f"{path}.lora_A", layer.lora_A)
+        tensors[f"{path}.lora_B.weight"] = values.get(f"{path}.lora_B", layer.lora_B)
+    for name, own in other_trained(model, lora).items():
         path, _, last = name.rpartition(".")
+        tensor = values.get(name, own)
         tensors[f"{path}.base_layer.{last}" if path in layers else name] = tensor
     config = _config(model, lora, list(layers), base_model)
     _write(Path(folder).expanduser(), {PREFIX + name: _copy(t) for name, t in tensors.items()}, config)

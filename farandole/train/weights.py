@@ -1,0 +1,67 @@
+"""Read the weights of checkpoints: to generate text, and as the initial weights of another run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from farandole.train.config import ConfigError, TrainConfig, saved_config
+from farandole.train.run_folder import METADATA, CheckpointError, read_metadata, weights_file
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """Return the parameters and buffers in a safetensors file by name, with LoRA adapters merged into the weights.
+
+    Raises:
+        CheckpointError: if the file is damaged.
+    """
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {file.parent} is damaged: {error}") from None
+    paths = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
+    if paths:
+        if not (file.parent / METADATA).is_file():
+            raise CheckpointError(
+                f"{file} contains LoRA adapters, and {METADATA} with their scaling is missing"
+            )
+        lora = saved_config(read_metadata(file.parent).config).plan.lora()
+        assert lora is not None
+        for path in paths:
+            weight, down, up = (tensors[f"{path}.{name}"] for name in ("weight", "lora_A", "lora_B"))
+            update = (up.float() @ down.float()).mul_(lora.scaling)
+            tensors[f"{path}.weight"] = (weight.float() + update).to(weight.dtype)
+            del tensors[f"{path}.lora_A"], tensors[f"{path}.lora_B"]
+    return tensors
+
+
+@torch.no_grad()
+def load_initial_weights(model: nn.Module, config: TrainConfig) -> None:
+    """Copy the weights that `config.weights` names into `model`; without this key do nothing.
+
+    Raises:
+        ConfigError: if names or shapes differ from those of the model.
+        CheckpointError: if there is no such checkpoint, or it is damaged.
+    """
+    file = weights_file(config)
+    if file is None:
+        return
+    saved = read_weights(file)
+    expected = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, tensor in expected.items():
+        if name in saved and saved[name].shape != tensor.shape:
+            raise ConfigError(
+                f"weights={config.weights}: {name} has shape {tuple(saved[name].shape)} in {file}, and "
+                f"{tuple(tensor.shape)} in the model; use the [model] section of the run that saved the weights"
+            )
+    parameters = {name for name, _ in model.named_parameters()}
+    if odd := sorted((saved.keys() - expected.keys()) | (parameters - saved.keys())):
+        raise ConfigError(
+            f"weights={config.weights}: {file} is of another model: missing or unexpected {', '.join(odd[:5])}"
+        )
+    for name, tensor in saved.items():
+        expected[name].copy_(tensor)
