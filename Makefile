@@ -1,5 +1,6 @@
 # make demo   train a small language model on 2 ranks, in an environment of its own
 # make test   lint, types and all tests
+# make test-tensorflow   the tests of Horovod's interface for TensorFlow, a part of make test
 # make test-torch TORCH=2.15.0   the tests of the process groups on that version of torch, in an environment of its own
 # make docs   build the documentation into site/, checking every link; make docs-serve shows it at 127.0.0.1:8000
 # make pictures   draw the pictures of the documentation whose data or code changed
@@ -35,7 +36,7 @@ INSTALL   := $(BIN)/pip install -qq --no-compile --disable-pip-version-check --c
 # Images of containers often set it. Without bytecode each process spends 2 to 3 s on compiling torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test types tests test-torch test-all docs docs-serve pictures coverage matrix wheels gpu sanitize clean
+.PHONY: demo test types tests test-tensorflow test-torch test-all docs docs-serve pictures coverage matrix wheels gpu sanitize clean
 
 demo: $(VENV)/train.stamp
 	$(BIN)/farandole train
@@ -53,8 +54,16 @@ types:
 	$(BIN)/mypy farandole
 
 # Three tests at a time: most of them wait, for processes to start or for deadlines.
-tests:
-	$(BIN)/pytest --numprocesses 3 --dist worksteal
+PYTEST := $(BIN)/pytest --numprocesses 3 --dist worksteal
+
+tests: test-tensorflow
+	$(PYTEST) $(TENSORFLOW_TESTS:%=--ignore=%)
+
+# TensorFlow is visible to its own tests only: with TensorFlow installed, tensorboard imports it in every training run.
+TENSORFLOW_TESTS := tests/horovod/tensorflow tests/bench/test_tensorflow.py
+
+test-tensorflow: $(VENV)/tensorflow.stamp
+	PYTHONPATH=$(CURDIR)/$(VENV)/tensorflow $(PYTEST) --quiet $(TENSORFLOW_TESTS)
 
 # All packages but torch, torchvision, and setuptools, which some versions of torch limit, have the versions of `make test`.
 test-torch:
@@ -116,6 +125,13 @@ $(VENV)/test.stamp: $(INSTALLED) | $(BIN)/pip
 	@echo "Installing Farandole, torch and what the tests need into $(VENV): a minute or two"
 	@$(INSTALL) '.[test]'
 	@touch $@ $(VENV)/train.stamp
+
+$(VENV)/tensorflow.stamp: $(VENV)/test.stamp
+	@echo "Installing TensorFlow into $(VENV)/tensorflow"
+	@rm -rf $(VENV)/tensorflow
+	@$(subst --editable,,$(INSTALL)) --target $(VENV)/tensorflow keras \
+		"tensorflow-cpu; platform_machine == 'x86_64'" "tensorflow; platform_machine != 'x86_64'"
+	@touch $@
 
 $(VENV)/docs.stamp: $(VENV)/test.stamp
 	@echo "Installing the tools of the documentation into $(VENV)"

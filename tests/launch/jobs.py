@@ -20,7 +20,8 @@ LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM
 def environment(**more: str) -> dict[str, str]:
     """This environment, without a trace of a launcher, in which the package can be imported."""
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
-    return clean | {"PYTHONPATH": str(ROOT)} | more
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return clean | {"PYTHONPATH": path} | more
 
 
 def write(folder: Path, text: str, name: str = "program.py") -> str:
