@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from torch import nn
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
-"""Containers without a forward pass of their own, which are no blocks."""
+"""Containers without a forward pass, which are not blocks."""
 
 
 def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the blocks of `module` with their names in it, in the order in which they are registered, each once.
+    """Return the blocks of `module` with their names, each once, in the order of registration.
 
-    - Of an `nn.Sequential`, the blocks are its children: `0`, `1`, ...
-    - Else they are the members of its outermost ModuleLists and Sequentials, as in `transformer.h.0`.  Modules outside
-      these lists (an embedding, a last norm) belong to no block.
+    - The blocks of an `nn.Sequential` are its children: `0`, `1`, ...
+    - The blocks of another module are the members of its outermost ModuleLists and Sequentials, such as
+      `transformer.h.0`.  Modules outside these lists (an embedding, the last norm) belong to no block.
     - If there is no list, `module` is its only block, named ``""``.
 
-    A ModuleList or ModuleDict cannot be called, so a member of such a type stands for its own members.  A block that
-    has two names appears under the first.
+    A ModuleList or ModuleDict cannot be called, so its members are blocks in its place.  A block with two names has the
+    first one.
     """
     members = _called(module, "") if isinstance(module, nn.Sequential) else _in_lists(module, "")
     found: dict[nn.Module, str] = {}
@@ -31,12 +31,12 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def group_by_block(
     model: nn.Module,
 ) -> tuple[list[list[nn.Parameter]], list[tuple[nn.Module, list[int]]]]:
-    """Group the parameters of `model` by the block that has them for itself.
+    """Group the parameters of `model` by the only block that contains them.
 
     Returns:
-        The parameters of each group in the model's order: one group per block of `blocks_of(model)`, then those of no
-        block or of several (any of the groups may be empty).  And for each block, and last for `model` if
-        some parameters are in no block, the module and the numbers of the groups that its forward pass needs.
+        The parameters of each group in the model's order: one group per block of `blocks_of(model)`, and a last group for
+        parameters of no block or of several blocks (groups may be empty).  For each block, and last for `model` if
+        some parameters are in no block: the module, and the numbers of the groups that its forward pass needs.
     """
     blocks = [block for _, block in blocks_of(model)]
     owners: dict[nn.Parameter, list[int]] = {parameter: [] for parameter in model.parameters()}

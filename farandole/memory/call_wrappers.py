@@ -1,11 +1,11 @@
-"""Wrap the calls of a module without a change to its names, and unwrap them.
+"""Wrap the calls of a module without changing names of parameters and submodules.
 
-    wrap_calls(block, wrapper)          # block(x) is now wrapper(block, call, (x,), {}), where call(x) is what it was
+    wrap_calls(block, wrapper)          # block(x) calls wrapper(block, call, (x,), {}); call(x) is the original call
     unwrap_calls(block, type(wrapper))
 
 The class of the module is replaced by a subclass of the same name, as FSDP2 does: `isinstance`, parameters,
-`state_dict` and hooks stay as they are, and the hooks of the module run inside the wrapper.  A copy or a pickle of the
-module is one of the plain module.
+`state_dict` and hooks do not change, and the hooks of the module run inside the wrapper.  A copy or a pickle of the
+module is a copy or a pickle of the plain module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WRAPPERS = "_farandole_wrappers"
 
 
 class Wrapper(Protocol):
-    """Called in place of a module's `call`; returns what the caller gets, normally `call(*args, **kwargs)`."""
+    """A replacement for a module's call, which returns the result, normally `call(*args, **kwargs)`."""
 
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -33,7 +33,7 @@ WrapperT = TypeVar("WrapperT", bound=Wrapper)
 
 
 class _Wrapped(nn.Module):
-    """Goes before a module class among the bases: calls pass through the wrappers in `_WRAPPERS`."""
+    """The first base of a wrapped class, which passes calls through the wrappers in `_WRAPPERS`."""
 
     _plain: type[nn.Module]
 
@@ -51,7 +51,7 @@ class _Wrapped(nn.Module):
         state = reduced[2]
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key != _WRAPPERS}
-        # the older protocols' form of `object.__new__(plain)`, which a reader can load without this package
+        # `object.__new__(plain)` in the form of older protocols, which loads without this package
         return (copyreg._reconstructor, (self._plain, object, None), state, *reduced[3:])  # type: ignore[attr-defined]
 
 
@@ -69,7 +69,7 @@ def _wrapped(plain: Any) -> Any:
 
 
 def wrap_calls(module: nn.Module, wrapper: Wrapper) -> None:
-    """Pass calls of `module` through `wrapper`, outside of its wrappers so far."""
+    """Pass calls of `module` through `wrapper`, outside its existing wrappers."""
     if not isinstance(module, _Wrapped):
         plain: Any = type(module)
         module.__class__ = _wrapped(plain)
@@ -78,7 +78,7 @@ def wrap_calls(module: nn.Module, wrapper: Wrapper) -> None:
 
 
 def unwrap_calls(module: nn.Module, wrapper: type[Wrapper] | Wrapper) -> bool:
-    """Remove `wrapper`, or all wrappers of that type; return whether there was one."""
+    """Remove `wrapper`, or all wrappers of this type; return whether one was removed."""
     before = module.__dict__.get(_WRAPPERS, [])
     kind = wrapper if isinstance(wrapper, type) else None
     after = [one for one in before if not (isinstance(one, kind) if kind else one is wrapper)]
@@ -92,5 +92,5 @@ def unwrap_calls(module: nn.Module, wrapper: type[Wrapper] | Wrapper) -> bool:
 
 
 def wrapper_of(module: nn.Module, kind: type[WrapperT]) -> WrapperT | None:
-    """Return the wrapper of type `kind` of the calls of `module`, if there is one."""
+    """Return the wrapper of `module` with type `kind`, or None."""
     return next((one for one in module.__dict__.get(_WRAPPERS, []) if isinstance(one, kind)), None)

@@ -1,4 +1,4 @@
-"""What a disk offers: the file system of a folder, its free space, its bandwidth, and what a step of training costs."""
+"""Properties of a disk: file system, free space, bandwidth, and the cost of a training step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 
 
 class OffloadError(RuntimeError):
-    """State cannot be kept, read or written in its place; the message says what, where and why."""
+    """Offloaded state cannot be stored, read or written; the message names the state, the place and the reason."""
 
 
 class NoSpace(OffloadError):
@@ -33,7 +33,7 @@ class FileSystem:
 
     @property
     def in_memory(self) -> bool:
-        """Whether its files occupy memory, so that offloading to it gains nothing."""
+        """Whether its files are in memory, so that offloading to it saves no memory."""
         return self.kind in _IN_MEMORY
 
     def __str__(self) -> str:
@@ -45,20 +45,20 @@ def file_system(folder: str | os.PathLike[str]) -> FileSystem:
     real = Path(folder).resolve()
     found = FileSystem("file system", "an unknown device", str(real))
     longest = -1
-    for mount in _mounts():  # the last one mounted at a place covers the others
+    for mount in _mounts():  # the last mount at a path hides the earlier ones
         if real.is_relative_to(mount.mounted) and len(Path(mount.mounted).parts) >= longest:
             found, longest = mount, len(Path(mount.mounted).parts)
     return found
 
 
 def free_bytes(folder: str | os.PathLike[str]) -> int:
-    """Return the bytes that an unprivileged user can still write; sys.maxsize if the file system states none."""
+    """Return the bytes that an unprivileged user can still write; sys.maxsize if the file system has no limit."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
 
 def require_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return `folder` as a path, `~` expanded.  Raise `OffloadError`, naming the nearest folder, if it is none."""
+    """Return `folder` as a path, `~` expanded.  Raise `OffloadError` with the nearest existing folder if there is none."""
     path = Path(folder).expanduser()
     try:
         if stat.S_ISDIR(path.stat().st_mode):
@@ -66,17 +66,18 @@ def require_folder(folder: str | os.PathLike[str]) -> Path:
     except FileNotFoundError:
         nearest = next((parent for parent in path.absolute().parents if parent.exists()), Path("/"))
         raise OffloadError(
-            f"no folder {path} to keep state in; the nearest that exists is {nearest}"
+            f"cannot offload to {path}: there is no such folder; the nearest existing folder is {nearest}"
         ) from None
     except OSError as error:
-        raise OffloadError(f"cannot keep state in {path}: {error.strerror}") from error
-    raise OffloadError(f"{path} is not a folder to keep state in; it lies in {path.absolute().parent}")
+        raise OffloadError(f"cannot offload to {path}: {error.strerror}") from error
+    raise OffloadError(f"cannot offload to {path}: it is not a folder; try {path.absolute().parent}")
 
 
 def require_space(folder: str | os.PathLike[str], needed: int, ranks: int = 1) -> None:
     """Raise `NoSpace` unless `folder` has space for `needed` bytes of each of this host's `ranks`.
 
-    All ranks check before the first one makes its file: space that one has reserved is no longer free for the others.
+    All ranks must check before the first of them creates its file, because the space that it reserves is not free for the
+    others.
     """
     path = require_folder(folder)
     total, free = needed * ranks, free_bytes(path)
@@ -90,7 +91,7 @@ def require_space(folder: str | os.PathLike[str], needed: int, ranks: int = 1) -
 
 
 def _advice(needed: int, free: int, where: FileSystem) -> str:
-    """Say how much to free, and which other disk has space."""
+    """Return how much to free, and which other disk has enough space."""
     best, most = "", needed - 1
     for mount in _mounts():
         if mount.in_memory or mount.device == where.device or not mount.device.startswith("/"):
@@ -103,7 +104,7 @@ def _advice(needed: int, free: int, where: FileSystem) -> str:
 
 
 def _mounts() -> list[FileSystem]:
-    """Return what is mounted, in the order of mounting."""
+    """Return the mounted file systems, in the order of mounting."""
     try:
         lines = _MOUNTS.read_text(errors="replace").splitlines()
     except OSError:  # not Linux
@@ -123,7 +124,7 @@ def _unescape(text: str) -> str:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes per second of a disk, one direction at a time, and how the disk is accessed."""
+    """The bandwidth of a disk in bytes per second, one direction at a time, and how the disk is accessed."""
 
     read: float
     write: float
@@ -135,7 +136,7 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that a step reads and writes, and the disk's bandwidth if it has been measured."""
+    """The bytes that a step reads and writes, and the disk's bandwidth if it is known."""
 
     read_bytes: int
     written_bytes: int
@@ -143,7 +144,7 @@ class Budget:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that the disk takes for a step, if nothing else uses it."""
+        """The seconds that the disk needs for a step if no other process uses it, or None."""
         if self.bandwidth is None:
             return None
         return self.read_bytes / self.bandwidth.read + self.written_bytes / self.bandwidth.write

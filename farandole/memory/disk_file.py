@@ -1,7 +1,7 @@
-"""A scratch file: reserved space, no name that could be left behind, read and written past the page cache.
+"""A scratch file: unnamed, with reserved space, accessed without the page cache.
 
-Offloaded state is read once and written once per step, so the page cache has nothing to offer: it would cost a copy, and
-the memory that offloading saves.  The file is opened with O_DIRECT, which needs addresses, offsets and lengths that
+Offloaded state is read once and written once per step, so the page cache would only cost a copy and the memory that
+offloading saves.  The file is opened with O_DIRECT, which needs addresses, offsets and lengths that
 are multiples of a block.
 """
 
@@ -27,11 +27,11 @@ from farandole.memory.disk import (
 )
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)
-"""Bytes.  Offsets, lengths and buffers are multiples of it; no disk in use has larger blocks."""
+"""Offsets, lengths and buffers are multiples of this number of bytes; current disks have no larger blocks."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR)
-"""EISDIR comes from a kernel that takes O_TMPFILE for an attempt to open the folder itself."""
+"""EISDIR is the error of a kernel without O_TMPFILE, which tries to open the folder itself."""
 
 
 def padded(nbytes: int) -> int:
@@ -40,7 +40,7 @@ def padded(nbytes: int) -> int:
 
 
 def aligned_buffer(nbytes: int) -> Tensor:
-    """Return zeroed memory for `nbytes` bytes: 1-D, uint8, page aligned, a whole number of blocks long."""
+    """Return zeroed memory for `nbytes` bytes (1-D, uint8), page aligned and padded to whole blocks."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, padded(nbytes))
@@ -48,17 +48,18 @@ def aligned_buffer(nbytes: int) -> Tensor:
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a kernel built without them
+            if error.errno != errno.EINVAL:  # the kernel has no huge pages
                 raise
     return torch.frombuffer(memory, dtype=torch.uint8)  # the tensor keeps the memory alive
 
 
 class DiskFile:
-    """An unnamed file in `folder`, which disappears however the process ends.
+    """An unnamed file in `folder`, which the kernel deletes when the process ends.
 
-    `name` says in errors what the file holds.  `direct` tells whether it is read and written past the page cache.
+    `name` is the name of the content in errors.  `direct` is whether the file is accessed without the page cache.
 
-    Raises `OffloadError` if no file can be made there.
+    Raises:
+        OffloadError: if no file can be created there.
     """
 
     def __init__(self, folder: str | os.PathLike[str], name: str) -> None:
@@ -72,17 +73,17 @@ class DiskFile:
 
     @property
     def access(self) -> str:
-        """Which disk, and how it is accessed, for people."""
+        """A description of the disk, and how it is accessed."""
         if self.file_system.in_memory:
-            how = "which lies in memory, so that nothing is gained by keeping state there"
+            how = "which is in memory, so offloading to it saves no memory"
         elif self.direct:
             how = "direct"
         else:
-            how = "without O_DIRECT: through the page cache, flushed at once"
+            how = "without O_DIRECT: through the page cache, flushed after each write"
         return f"{self.file_system}, {how}"
 
     def extend(self, nbytes: int) -> None:
-        """Reserve `nbytes` more.  Raise `NoSpace` or `OffloadError` and reserve nothing."""
+        """Reserve `nbytes` more.  If that fails, raise `NoSpace` or `OffloadError` and reserve nothing."""
         if nbytes:
             require_space(self.folder, nbytes)
             self._reserve(nbytes)
@@ -91,17 +92,17 @@ class DiskFile:
             self.nbytes += nbytes
 
     def read(self, part: memoryview, offset: int) -> None:
-        """Fill `part` from the bytes at `offset`.  Raise OSError if that fails or the file ends before."""
+        """Fill `part` from the bytes at `offset`.  Raise OSError if that fails or the file is too short."""
         done = 0
         while done < len(part):
             count = os.preadv(self._descriptor, [part[done:]], offset + done)
             if count == 0:
-                raise OSError(errno.EIO, f"the file ends {len(part) - done:,} bytes too early")
+                raise OSError(errno.EIO, f"the file is {len(part) - done:,} bytes too short")
             done += count
         self._drop_cache(offset, len(part))
 
     def write(self, part: memoryview, offset: int) -> None:
-        """Write `part` at `offset`, so that no later error of the disk goes unseen.  Raise OSError if that fails."""
+        """Write `part` at `offset` to the disk.  Raise OSError if that fails."""
         done = 0
         while done < len(part):
             done += os.pwritev(self._descriptor, [part[done:]], offset + done)
@@ -110,11 +111,11 @@ class DiskFile:
             self._drop_cache(offset, len(part))
 
     def why(self, error: OSError) -> str:
-        """Say what failed, and where, for people."""
+        """Return the reason and the place of a failure."""
         return f"{error.strerror or error} in {self.folder} ({self.file_system})"
 
     def close(self) -> None:
-        """Free the space; may be called again.  Nothing may be read or written any more."""
+        """Free the space; may be called again.  Later reads and writes are not allowed."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -135,8 +136,8 @@ class DiskFile:
             os.unlink(path)
         except OSError as error:
             raise OffloadError(
-                f"cannot make a file for {self.name}: {self.why(error)}; "
-                f"name a folder in which user {os.geteuid()} can write"
+                f"cannot create a file for {self.name}: {self.why(error)}; "
+                f"choose a folder in which user {os.geteuid()} can write"
             ) from error
         return descriptor
 
@@ -158,7 +159,7 @@ class DiskFile:
             raise NoSpace(f"{needed}, {size(free)} free: {more}") from error
 
     def _make_direct(self) -> bool:
-        """Switch to direct access and try it: some file systems accept the flag and refuse the access."""
+        """Switch to direct access and test it, because some file systems accept the flag and refuse the access."""
         if not hasattr(os, "O_DIRECT"):
             return False
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)

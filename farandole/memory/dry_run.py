@@ -1,12 +1,12 @@
-"""Dry runs of a model on fake tensors: what it keeps for its backward pass, computes again, and where attention is.
+"""Dry runs of a model on fake tensors: bytes saved for the backward pass, recomputed operations, attention modules.
 
     model = build_gpt(config)                             # or under torch.device("meta"): nothing is allocated
     kept = saved_bytes(model, tokens, loss=lambda logits: next_token_loss(logits, targets))
     kept.total, kept.blocks["1"], kept.outside
 
-A fake tensor has a shape and no data.  A pass runs the kernels' shape functions only, in little time and without an
-allocation, and autograd saves what it would save: torch's FakeTensor follows the code paths of the device that it stands
-for, which the meta device does not (its attention, for example, is the unfused one).
+A fake tensor has a shape and no data.  A pass runs only the shape functions of kernels, without allocations, and autograd
+saves the same tensors as in a real pass.  PyTorch's FakeTensor follows the code paths of a real device, unlike the meta
+device, whose attention, for example, is unfused.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _BATCHED_PRODUCTS = frozenset({aten.bmm, aten.baddbmm})
 _CPU_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 OUTSIDE = None
-"""The place of what no block saves."""
+"""The key for tensors that are saved outside of blocks."""
 
 
 def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that `example` stands for: a tuple's or list's members, a dict's keywords, else itself."""
+    """Return the arguments in `example`: the members of a tuple or list, the keywords of a dict, or the object itself."""
     if isinstance(example, dict):
         return (), dict(example)
     if isinstance(example, tuple | list):
@@ -51,9 +51,10 @@ def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def device_of(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
-    """Return the device of a dry run: `device`, else that of `model`, else (meta, no parameters) the host.
+    """Return the device of a dry run: `device`, or that of `model`, or the CPU for a model on the meta device.
 
-    Raises ValueError for a device that this machine cannot imitate.
+    Raises:
+        ValueError: if this machine cannot imitate the device.
     """
     if device is not None:
         wanted = torch.device(device)
@@ -62,12 +63,12 @@ def device_of(model: nn.Module, device: torch.device | str | None = None) -> tor
         wanted = torch.device("cpu") if first is None or first.device.type == "meta" else first.device
     if wanted.type == "meta":
         raise ValueError(
-            "device='meta': what is saved depends on a device's kernels; give device='cpu' or 'cuda'"
+            "device='meta': the saved tensors depend on the kernels of a device; use device='cpu' or 'cuda'"
         )
     if wanted.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            f"device={str(wanted)!r}: this machine has no CUDA device, without which torch cannot follow its "
-            "kernels; device='cpu' works here and differs little"
+            f"device={str(wanted)!r}: PyTorch can imitate a CUDA device only if there is one; "
+            "use device='cpu', whose result is similar"
         )
     return wanted
 
@@ -76,10 +77,10 @@ def device_of(model: nn.Module, device: torch.device | str | None = None) -> tor
 def fake_model(
     model: nn.Module, example: Any, device: torch.device, dtype: torch.dtype | None = None
 ) -> Iterator[Any]:
-    """Replace the tensors of `model` by fake ones on `device`; yield `example` made of fake tensors.
+    """Replace the tensors of `model` by fake tensors on `device`; yield `example` as fake tensors.
 
-    With a `dtype` all floating-point tensors are of that type.  The real parameters and buffers, gradients and the states
-    of random generators are untouched.  Not for a model that another thread uses meanwhile.
+    With `dtype`, all floating-point tensors have this type.  Real parameters, buffers, gradients and the states
+    of random generators do not change.  No other thread may use the model within the context.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twins: dict[int, Tensor] = {}
@@ -116,9 +117,9 @@ def fake_model(
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes kept for the backward pass, by the name of the block that keeps them.
+    """The bytes saved for the backward pass, by the name of the block that saves them.
 
-    `outside` is what is kept outside of blocks, the loss included.
+    `outside` counts the bytes saved outside of blocks, including those of the loss.
     """
 
     blocks: dict[str, int]
@@ -126,7 +127,7 @@ class SavedBytes:
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """The bytes of all blocks and outside of them."""
         return sum(self.blocks.values()) + self.outside
 
 
@@ -139,27 +140,27 @@ def saved_bytes(
     dtype: torch.dtype | None = None,
     real: bool = False,
 ) -> SavedBytes:
-    """Measure what `model(example)` keeps for its backward pass, in its present mode, under the current autocast.
+    """Measure the bytes that `model(example)` saves for its backward pass, in its current mode and autocast.
 
-    What counts is what autograd saves and what a recomputation keeps: the memory of each tensor once, however
-    many views it has, for the block that saves it first.  Parameters, buffers and the example do not count.  Not
-    seen are tensors that a custom `autograd.Function` hides in attributes of `ctx`, and those that a model itself keeps.
+    The tensors that autograd and recomputation save are counted.  The memory of views of one tensor counts once, for the
+    block that saves it first.  Parameters, buffers and the example do not count.  Tensors that a custom
+    `autograd.Function` stores in attributes of `ctx`, or that the model itself stores, are not detected.
 
     Args:
-        example: one tensor, a tuple of arguments or a dict of keywords; on the meta device for a model there.
-        loss: called with the output; what it saves counts.
-        device: of the fake tensors; by default that of the model, and the CPU for a model on the meta device.
-        dtype: of floating-point tensors; by default their own.
-        real: run a forward pass with the real tensors, which leaves buffers and random states as they were.
+        example: one tensor, a tuple of arguments or a dict of keywords; on the meta device if the model is there.
+        loss: a function of the output, whose saved tensors are counted.
+        device: the device of the fake tensors; by default that of the model, and the CPU for a model on the meta device.
+        dtype: the type of floating-point tensors; by default their own.
+        real: run a forward pass with the real tensors, and restore buffers and random states afterwards.
 
     Raises:
-        ValueError: for a device that cannot be imitated here.  What the model raises is raised too; a model whose path
-            depends on values (`.item()`) can be measured with `real=True` only.
+        ValueError: if this machine cannot imitate the device.  Exceptions of the model are passed on.  A model whose
+            control flow depends on values (`.item()`) needs `real=True`.
     """
     if real:
         if device is not None or dtype is not None:
             raise ValueError(
-                f"device={device!r} and dtype={dtype} are for fake tensors; with real=True the model's own are measured"
+                f"device={device!r} and dtype={dtype} apply to fake tensors; omit them with real=True"
             )
         with _undone(model):
             return _measured(model, example, loss)
@@ -168,7 +169,7 @@ def saved_bytes(
 
 
 class _InBlock:
-    """Wraps a block: assigns what is saved meanwhile to it."""
+    """Run a block, and assign the tensors that are saved meanwhile to it."""
 
     def __init__(self, name: str, stack: list[str | None]) -> None:
         self.name, self.stack = name, stack
@@ -196,13 +197,13 @@ def _measured(model: nn.Module, example: Any, loss: Callable[[Any], Tensor] | No
     def note(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         known = found.get(storage._cdata)
-        gone = known is not None and known[0]() is None  # its address is used again
+        gone = known is not None and known[0]() is None  # its address was reused
         if storage._cdata not in not_counted and (known is None or gone):
             found[storage._cdata] = (weakref.ref(storage), stack[-1])
 
     def pack(tensor: Tensor) -> Tensor:
         note(tensor)
-        return tensor.detach()  # an output that is saved as it is would keep its own graph alive
+        return tensor.detach()  # saving an output itself would keep its own graph alive
 
     args, kwargs = call_arguments(example)
     with ExitStack() as undo:
@@ -229,7 +230,7 @@ def _measured(model: nn.Module, example: Any, loss: Callable[[Any], Tensor] | No
 
 @contextmanager
 def _undone(model: nn.Module) -> Iterator[None]:
-    """Restore buffers (running statistics) and the random generators afterwards."""
+    """Restore buffers (running statistics) and random generators after the context."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
     with torch.random.fork_rng(devices=devices):
@@ -247,8 +248,8 @@ def _undone(model: nn.Module) -> Iterator[None]:
 def flops_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Return the floating-point operations of one call of `kind` (an `OpOverloadPacket`) in products and attention.
 
-    They are those of torch's `FlopCounterMode`.  Its table lacks the CPU's fused attention, which counts like the others:
-    two products forward, five backward (Dao et al., 2022, "FlashAttention": the scores are computed once more).
+    The numbers are those of torch's `FlopCounterMode`, whose table lacks the fused attention of the CPU.  It counts like the
+    other kernels: two products forward, five backward (Dao et al., 2022, "FlashAttention": scores are recomputed).
     """
     if kind in FUSED_ATTENTION:
         return _attention_flops(args[0], args[1], args[2], score_products=1, value_products=1)
@@ -260,15 +261,15 @@ def flops_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
 
 
 def _attention_flops(query: Any, key: Any, value: Any, score_products: int, value_products: int) -> int:
-    """Count products of (positions, width) with (width, positions), and of as many positions with values."""
+    """Count `score_products` of (positions, width) by (width, positions), and `value_products` of scores and values."""
     scores = 2 * query[..., 0].numel() * key.shape[-2]
     return int(scores * (score_products * query.shape[-1] + value_products * value.shape[-1]))
 
 
 def recomputed_flops(model: nn.Module, example: Any, dtype: torch.dtype | None = None) -> Counter[str]:
-    """Count the operations (`flops_of`) that recomputations of each module repeat, by the module's name.
+    """Count the operations (`flops_of`) that the recomputation of each module repeats, by the module's name.
 
-    Runs one forward and backward pass of `model(example)`, from which recomputations also learn how far they have to go.
+    Run one forward and backward pass of `model(example)`, from which recomputations also learn where they can stop.
     `dtype` is as for `fake_model`.
     """
     counting = _CountRecomputed()
@@ -282,7 +283,7 @@ def recomputed_flops(model: nn.Module, example: Any, dtype: torch.dtype | None =
 
 
 class _CountRecomputed(TorchDispatchMode):
-    """Counts what runs in recomputations.  Kept products do not: their mode answers before this one."""
+    """Counts the operations of recomputations.  Kept products are not counted: their mode returns before this one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,10 +306,10 @@ class _CountRecomputed(TorchDispatchMode):
 def attention_modules(
     model: nn.Module, example: Any, dtype: torch.dtype | None = None
 ) -> list[tuple[str, nn.Module]]:
-    """Return the modules of `model`, by name, that compute attention themselves and not in a module inside them.
+    """Return the modules of `model`, by name, that compute attention directly, not in a submodule.
 
     Attention is a call of torch's scaled dot-product attention, or batched matrix products with a softmax, which may be
-    a module of its own.  `dtype` is as for `fake_model`.
+    a separate module.  `dtype` is as for `fake_model`.
     """
     finder = _AttentionFinder()
     with ExitStack() as undo:
@@ -323,7 +324,7 @@ def attention_modules(
 
 
 class _AttentionFinder(TorchDispatchMode):
-    """Wraps every module, notes the operations of its running calls, and collects attention modules in `found`."""
+    """Record the operations of the running calls of all modules, and collect attention modules in `found`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,15 +1,15 @@
-"""Stores for state that need not stay in the memory in which it is used: host memory, or a file on a disk.
+"""Stores for state that is offloaded from the memory in which it is used: host memory, or a file on a disk.
 
     store = DiskStore("/scratch", "activations")     # or HostStore(pinned=True) for a CUDA device
     record, = store.allocate([data.nbytes])
-    store.write(record, data).synchronize()          # data may be freed
+    store.write(record, data).synchronize()          # data may be freed afterwards
     again = store.empty(record.nbytes, data.device)
     store.read(record, again).wait()
 
-Reads and writes run while the caller computes: on threads that are in the kernel all the while (disk), or on a CUDA
-stream (host).  The space of a record is reused when the record is garbage.
+Reads and writes run while the caller computes: on threads that wait in the kernel (disk), or on a CUDA
+stream (host).  The space of a record is reused after the record has been garbage-collected.
 
-On a disk a record is moved in parts, several at a time (the queue of a modern disk needs more than one request),
+On a disk a record is transferred in parts, several at a time, because modern disks need several requests in their queue,
 following ZeRO-Infinity's offload engine (Rajbhandari et al., 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for
 Extreme Scale Deep Learning", section 6.3).
 """
@@ -35,54 +35,54 @@ from farandole.memory.disk import Bandwidth, NoSpace, OffloadError, free_bytes, 
 from farandole.memory.disk_file import ALIGNMENT, DiskFile, aligned_buffer, padded
 
 PART_BYTES = 4 << 20
-"""Bytes of one request to the kernel."""
+"""The size of one request to the kernel in bytes."""
 
 DEPTH = 4
-"""Requests in flight: with 4 MiB each, the smallest number that reached the full bandwidth of the disks tried."""
+"""Requests in flight: with 4 MiB each, the smallest number that reached the full bandwidth of the tested disks."""
 
 _PROBE_BYTES = 256 << 20
 _PROBE_S = 1.0
 
 
 class Transfer:
-    """A read or write of a record; this one is finished from the start.
+    """A read or write of a record; an instance of this base class has already finished.
 
-    Until it is `done` the caller keeps it, and must not touch the memory that is read into or written from.
+    Until it is `done`, the caller must keep a reference to it, and must not use the memory of the transfer.
     """
 
     error: OffloadError | None = None
-    """What went wrong, once it is done."""
+    """The error of a failed transfer, once it is done."""
 
     @property
     def done(self) -> bool:
-        """Whether it has finished or failed."""
+        """Return whether the transfer has finished or failed."""
         return True
 
     def settle(self) -> None:
-        """Block until it is done, failed or not."""
+        """Wait until the transfer has finished or failed."""
 
     def synchronize(self) -> None:
-        """Block until it is done.  Raise `OffloadError`, naming the record, if it failed."""
+        """Wait until the transfer is done.  Raise `OffloadError` with the record if it failed."""
         self.settle()
         if self.error is not None:
             raise self.error
 
     def wait(self) -> None:
-        """Have later computation wait: that of this thread, or of the current stream of a CUDA device."""
+        """Make later computation wait: that of this thread, or of the current stream of a CUDA device."""
         self.synchronize()
 
 
 class Record:
-    """A place for `nbytes` bytes in a store; `memory` is its content if the store is in memory."""
+    """Space for `nbytes` bytes in a store; `memory` is its content if the store is in memory."""
 
     def __init__(self, index: int, nbytes: int, memory: Tensor | None = None) -> None:
         self.index, self.nbytes, self.memory = index, nbytes, memory
 
 
 class OffloadStore(ABC):
-    """Records of fixed sizes; `name` says in errors what they hold.
+    """Records of fixed sizes; `name` is the name of their content in errors.
 
-    The caller orders transfers that touch the same record or memory, for example with `after`.
+    The caller must order transfers of the same record or memory, for example with `after`.
     """
 
     name: str
@@ -92,15 +92,15 @@ class OffloadStore(ABC):
     @property
     @abstractmethod
     def access(self) -> str:
-        """Where the records are and how they are accessed, for people."""
+        """A description of the store, and how it is accessed."""
 
     @abstractmethod
     def allocate(self, sizes: Sequence[int]) -> Sequence[Record]:
-        """Reserve space for records of these sizes at once.  Raise `NoSpace` or `OffloadError` and reserve nothing."""
+        """Reserve space for records of these sizes.  If that fails, raise `NoSpace` or `OffloadError` and reserve nothing."""
 
     @abstractmethod
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return memory on `device` into which a record of `nbytes` can be read (1-D, uint8, maybe longer)."""
+        """Return memory on `device` into which a record of `nbytes` can be read (1-D, uint8, of at least this size)."""
 
     @abstractmethod
     def write(self, record: Any, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
@@ -120,9 +120,9 @@ class OffloadStore(ABC):
 
 
 class HostStore(OffloadStore):
-    """Records in the memory of this host; `pinned` for a CUDA device, which then copies at full speed while kernels run.
+    """Records in host memory, with `pinned` for fast copies from and to a CUDA device while kernels run.
 
-    Copies from and to a device run in order on a stream of their own.
+    Copies from and to a device run in order on a separate stream.
     """
 
     in_memory = True
@@ -130,7 +130,7 @@ class HostStore(OffloadStore):
     def __init__(self, name: str = "records", pinned: bool = False) -> None:
         if pinned and not torch.cuda.is_available():
             raise ValueError(
-                "pinned=True: memory is pinned for a CUDA device, and there is none; pinned=False works"
+                "pinned=True requires a CUDA device, and this machine has none; use pinned=False"
             )
         self.name = name
         self._pinned = pinned
@@ -139,7 +139,7 @@ class HostStore(OffloadStore):
 
     @property
     def access(self) -> str:
-        """Where the records are, for people."""
+        """A description of the store."""
         return f"{'pinned ' if self._pinned else ''}memory, {size(self._nbytes)}"
 
     def allocate(self, sizes: Sequence[int]) -> Sequence[Record]:
@@ -155,11 +155,11 @@ class HostStore(OffloadStore):
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def write(self, record: Record, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Copy `data`, from a CUDA device after the kernels queued so far."""
+        """Copy `data`; from a CUDA device after the kernels that are already queued."""
         return self._copy(record.memory, data, data)
 
     def read(self, record: Record, into: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Copy to `into`; the current stream may have freed its memory a moment ago."""
+        """Copy to `into`, after the kernels of the current stream, which may have used this memory before."""
         return self._copy(into, record.memory, into)
 
     def settle(self) -> None:
@@ -209,18 +209,18 @@ class _StreamTransfer(Transfer):
 
 
 class _Extent(Record):
-    """A record in a file, whose space is `returned` when the record is garbage."""
+    """A record in a file, whose space is `returned` when the record is garbage-collected."""
 
     def __init__(self, index: int, nbytes: int, offset: int, returned: deque[tuple[int, int]]) -> None:
         super().__init__(index, nbytes)
         self.offset, self._extent, self._returned = offset, (offset, padded(nbytes)), returned
 
-    def __del__(self) -> None:  # at any time and in any thread, so it takes no lock
+    def __del__(self) -> None:  # runs at any time in any thread, so it must not take a lock
         self._returned.append(self._extent)
 
 
 class _DiskTransfer(Transfer):
-    """`parts` (offsets in a record), which several threads move by calling `work`."""
+    """The transfer of `parts` (offsets in a record) by several threads, which call `work`."""
 
     def __init__(
         self, what: str, parts: Iterable[int], move: Callable[[int], None], after: Iterable[Transfer]
@@ -241,7 +241,7 @@ class _DiskTransfer(Transfer):
         self._finished.wait()
 
     def work(self) -> None:
-        """Move parts until there are none left."""
+        """Transfer parts until none is left."""
         for before in self._after:
             if isinstance(before, _DiskTransfer):
                 before.work()  # in case no other thread does
@@ -260,7 +260,7 @@ class _DiskTransfer(Transfer):
                 self._end_part()
 
     def fail(self, error: Exception) -> None:
-        """Give up the parts that no thread has begun."""
+        """Fail the parts that no thread has started."""
         with suppress(IndexError):
             while True:
                 self._parts.pop()
@@ -277,17 +277,18 @@ class _DiskTransfer(Transfer):
 
 
 def _nothing(at: int) -> None:
-    """Move nothing."""
+    """Transfer nothing."""
 
 
 class DiskStore(OffloadStore):
-    """Records in an unnamed scratch file of this process in `folder`, read and written past the page cache.
+    """Records in an unnamed scratch file of this process in `folder`, accessed without the page cache.
 
-    `allocate` reserves the space.  `read` and `write` return at once and may be called from any thread; memory
-    that is not aligned passes through a buffer.  Where several ranks share the disk, all of them call
+    `allocate` reserves the space.  `read` and `write` return immediately and may be called from any thread.  Unaligned
+    memory is copied through a buffer.  If several ranks share the disk, all of them must call
     `require_space` with their number before they allocate.
 
-    Raises `OffloadError` if no file can be made there.
+    Raises:
+        OffloadError: if no file can be created there.
     """
 
     in_memory = False
@@ -307,12 +308,12 @@ class DiskStore(OffloadStore):
 
     @property
     def direct(self) -> bool:
-        """Whether the disk is read and written past the page cache."""
+        """Whether the disk is accessed without the page cache."""
         return self._file.direct
 
     @property
     def access(self) -> str:
-        """Which disk, and how it is accessed, for people."""
+        """A description of the disk, and how it is accessed."""
         return self._file.access
 
     @property
@@ -321,9 +322,9 @@ class DiskStore(OffloadStore):
         return self._file.nbytes
 
     def allocate(self, sizes: Sequence[int]) -> Sequence[Record]:
-        """Reserve space, first where records of the same sizes were: the steps of a training are alike."""
+        """Reserve space, if possible where earlier records of the same sizes were, because training steps are alike."""
         if any(count < 0 for count in sizes):
-            raise ValueError(f"sizes={list(sizes)}: a record has 0 bytes or more")
+            raise ValueError(f"sizes={list(sizes)}: expected sizes of at least 0 bytes")
         with self._lock:
             while self._returned:
                 offset, length = self._returned.popleft()
@@ -349,9 +350,9 @@ class DiskStore(OffloadStore):
         return records
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return aligned memory, which goes back to the kernel when it is freed."""
+        """Return aligned memory, which returns to the kernel when it is freed."""
         if device.type != "cpu":
-            raise ValueError(f"a disk is read into memory of the host, not of {device}")
+            raise ValueError(f"expected a device of the host, got {device}: a disk is read into host memory")
         return aligned_buffer(nbytes)
 
     def write(self, record: Record, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
@@ -374,7 +375,7 @@ class DiskStore(OffloadStore):
     def close(self) -> None:
         """Finish transfers and free the space; may be called again."""
         self._closed = True
-        if self._process == os.getpid():  # a forked process has none of the threads
+        if self._process == os.getpid():  # a forked process does not have the threads
             self.settle()
             self._threads.shutdown()
         self._file.close()
@@ -396,9 +397,9 @@ class DiskStore(OffloadStore):
         try:
             for _ in range(min(DEPTH, -(-record.nbytes // PART_BYTES))):
                 self._threads.submit(transfer.work)
-        except RuntimeError as error:  # the program ends, or there can be no more threads
+        except RuntimeError as error:  # the interpreter is shutting down, or no thread can be started
             transfer.fail(error)
-        except BaseException:  # Ctrl-C: no record is left half-written, and nobody waits for ever
+        except BaseException:  # after Ctrl-C no record is half-written, and no thread waits forever
             self._threads.submit(transfer.work)
             raise
         return transfer
@@ -422,12 +423,12 @@ class DiskStore(OffloadStore):
             self._file.write(buffer.data, offset)
 
     def _check(self, what: str, record: Record, memory: Tensor) -> np.ndarray[Any, Any]:
-        """Return the bytes to move: those of the record, and its padding if `memory` has it."""
+        """Return the bytes to transfer: those of the record, and its padding if `memory` contains it."""
         if self._closed:
             raise OffloadError(f"{what}: the file has been closed")
         if self._process != os.getpid():
             raise OffloadError(
-                f"{what}: the file belongs to process {self._process}, from which this one forked"
+                f"{what}: the file belongs to process {self._process}, of which this process is a fork"
             )
         flat = memory.dim() == 1 and memory.is_contiguous()
         if (
@@ -437,25 +438,28 @@ class DiskStore(OffloadStore):
             or memory.numel() < record.nbytes
         ):
             raise ValueError(
-                f"{what} takes 1-D contiguous uint8 memory of at least {record.nbytes:,} bytes on the CPU; this is "
+                f"{what}: expected contiguous 1-D uint8 memory of at least {record.nbytes:,} bytes on the CPU, got "
                 f"{tuple(memory.shape)} {memory.dtype} on {memory.device}"
             )
         content: np.ndarray[Any, Any] = memory.detach().numpy()[: padded(record.nbytes)]
-        return content  # it keeps the memory alive while threads move it
+        return content  # keeps the memory alive during the transfer
 
 
 def measure_bandwidth(folder: str | os.PathLike[str], limit_bytes: int = _PROBE_BYTES) -> Bandwidth:
-    """Write and read back random bytes in `folder`, as `DiskStore` does, for at most about a second and `limit_bytes`.
+    """Write and read random bytes in `folder` as `DiskStore` does, for about one second and at most `limit_bytes`.
 
-    Raises `OffloadError` if that cannot be done.
+    Raises:
+        OffloadError: if the folder cannot be written to, or has too little space.
     """
     allowed = min(limit_bytes, free_bytes(require_folder(folder)))
     if allowed < PART_BYTES:
-        raise NoSpace(f"measuring the disk of {folder} takes {size(PART_BYTES)}; {size(allowed)} can be used")
+        raise NoSpace(
+            f"measuring the disk of {folder} needs {size(PART_BYTES)}, and {size(allowed)} may be used"
+        )
     store = DiskStore(folder, "random bytes")
     try:
         records = store.allocate([PART_BYTES] * (allowed // PART_BYTES))
-        own = torch.Generator().manual_seed(0)  # measuring draws none of the random numbers of others
+        own = torch.Generator().manual_seed(0)  # the measurement must not change the global generator
         buffers = [aligned_buffer(PART_BYTES).random_(generator=own) for _ in range(2 * DEPTH)]
         written, write = _move_for_a_while(store.write, records, buffers)
         _, read = _move_for_a_while(store.read, records[:written], buffers)
@@ -467,7 +471,7 @@ def measure_bandwidth(folder: str | os.PathLike[str], limit_bytes: int = _PROBE_
 def _move_for_a_while(
     move: Callable[[Record, Tensor], Transfer], records: Sequence[Record], buffers: list[Tensor]
 ) -> tuple[int, float]:
-    """Move records for at most half the time of the measurement; return how many, and bytes per second."""
+    """Transfer records for at most half the time of the measurement; return their number and bytes per second."""
     start = time.perf_counter()
     moving: list[Transfer] = []
     for at, record in enumerate(records):

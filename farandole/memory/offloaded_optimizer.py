@@ -26,7 +26,7 @@ _ALIGNMENT = 64
 """Bytes.  Every tensor in a record starts on a cache line."""
 
 _PROBE_ELEMENTS = 3
-"""Elements of the shard with which an optimizer shows what state it keeps."""
+"""Elements of the example shard that is stepped once to find the names and types of the state."""
 
 _IN_RECORD = object()
 """In `_kept`: the tensor is in the record."""
@@ -36,7 +36,7 @@ _IN_RECORD = object()
 class ShardState:
     """One shard in a checkpoint: weights, and state by name (tensors of its length, and single numbers).
 
-    The state of a shard that has not been stepped yet is empty.
+    The state of a shard is empty before its first step.
     """
 
     weights: Tensor
@@ -44,18 +44,19 @@ class ShardState:
 
 
 class OffloadedOptimizer:
-    """Steps `optimizer`, any elementwise one of torch's interface, unit by unit.
+    """Step `optimizer`, an elementwise `torch.optim.Optimizer`, one unit at a time.
 
-    Results are bit for bit those of `optimizer` itself.  Its values and state so far are taken over.  Schedulers change
-    `optimizer.param_groups` as usual.  `fused` is switched on in groups that leave it open.
+    The result has the same bits as with `optimizer` itself, whose values and state are kept.  Schedulers change
+    `optimizer.param_groups` as usual.  Groups that do not set `fused` use `fused=True`.
 
     Args:
-        units: the optimizer's parameters ("shards": 1-D, floating point, on the CPU), divided into units.  A unit is read,
-            stepped and written at a time, as one record: the weights and state of its shards, one after another.
-        open_stream: returns a stream of records of the sizes (bytes) that it gets: `host_records`, or `partial(disk_records, folder)`.
-        weights: keep the shards' values in the records too (the model then computes with other copies).  Between
-            the steps of its unit a shard then holds NaN, without using memory; its gradient can be set at any time.
-            Otherwise values stay in memory and only the state is offloaded.
+        units: the optimizer's parameters ("shards": 1-D, floating point, on the CPU), divided into units.  Each unit is
+            one record, which is read, stepped and written as a whole: the weights and states of its shards in order.
+        open_stream: a function that returns a stream of records with the given sizes in bytes: `host_records`, or
+            `partial(disk_records, folder)`.
+        weights: also keep the values of the shards in the records, while the model computes with other copies.  Between
+            the steps of its unit a shard is then NaN and uses no memory; its gradient can be set at any time.
+            If false, values stay in memory and only the state is offloaded.
 
     Raises:
         OffloadError: if the state is not one number per element or shard, or if there is no space for the records.
@@ -94,17 +95,17 @@ class OffloadedOptimizer:
     def step(
         self, before: Callable[[int], None] | None = None, after: Callable[[int], None] | None = None
     ) -> None:
-        """Step every unit; shards whose `grad` is None stay as they are, as usual.
+        """Step every unit; shards whose `grad` is None do not change.
 
-        `before(unit)` may set the gradients of a unit; `after(unit)` sees the new values in the unit's shards, and may copy
-        them to the model.  Without `before`, units in which no shard has a gradient are not read.
+        `before(unit)` may set the gradients of a unit.  `after(unit)` may copy the new values of the unit's shards to the
+        model.  Without `before`, units in which no shard has a gradient are not read.
 
-        If this raises or is interrupted, some units are stepped and others not: the next step is refused until
-        `load` has been called for every unit.
+        If a step raises an exception or is interrupted, only some units have been stepped.  Further steps are then refused
+        until `load` has been called for every unit.
         """
         if self._broken:
             raise OffloadError(
-                f"the last step was broken off between units; load {counted(len(self._broken), 'unit')} from a "
+                f"the last step was interrupted between units; load {counted(len(self._broken), 'unit')} from a "
                 f"checkpoint (next: unit {min(self._broken)}) before the next step"
             )
         order = [
@@ -123,7 +124,7 @@ class OffloadedOptimizer:
         self._broken = set()
 
     def kept(self, unit: int) -> list[dict[str, Any]]:
-        """Return the states of each shard of `unit`: the type of state with one number per element, else the value."""
+        """Return the state of each shard of `unit` by name: the type of elementwise state, and the value of other state."""
         return [
             {
                 key: places.state[key].dtype if value is _IN_RECORD else value
@@ -138,7 +139,7 @@ class OffloadedOptimizer:
             yield index, [self._shard_state(index, at, record) for at in range(len(self.units[index]))]
 
     def load(self, unit: int, shards: Sequence[ShardState]) -> None:
-        """Set `unit` to the state that `saved` yielded for it.  Raise ValueError if that does not fit."""
+        """Set `unit` to the state that `saved` yielded for it.  Raise ValueError if it does not fit."""
         if not 0 <= unit < len(self.units):
             raise IndexError(f"unit {unit}: there are {counted(len(self.units), 'unit')}, counted from 0")
         if len(shards) != len(self.units[unit]):
@@ -161,7 +162,7 @@ class OffloadedOptimizer:
         self.stream.close()
 
     def _load_records(self) -> None:
-        """Move values and states into the records; free them only when all are written."""
+        """Move values and states into the records; free their memory only when all are written."""
 
         def work(index: int, record: Tensor) -> None:
             unit = self.units[index]
@@ -183,13 +184,13 @@ class OffloadedOptimizer:
             self._keep(shard, places, record, given.state)
 
     def _keep(self, shard: nn.Parameter, places: _ShardLayout, record: Tensor, state: dict[str, Any]) -> None:
-        """Keep `state`: in the record if it has one number per element."""
+        """Store `state`: elementwise state in the record, other state in memory."""
         kept: dict[str, Any] = {}
         name = type(self.optimizer).__name__
         for key, value in state.items():
             if key in places.state and value is not None:
                 view = places.state[key].of(record)
-                # the first step of a shard, or a new tensor each time
+                # in the first step of a shard, or if the optimizer creates a new tensor in each step
                 if value.data_ptr() != view.data_ptr():
                     _check_element_state(name, key, value, view)
                     view.copy_(value)
@@ -242,7 +243,7 @@ class OffloadedOptimizer:
             state: dict[Tensor, dict[str, Any]] = {
                 p: held for p, place in pairs if (held := self._state(p, place, record))
             }
-            self._broken = set(range(len(self.units)))  # until all are through
+            self._broken = set(range(len(self.units)))  # until all units are stepped
             with _restricted_to(self.optimizer, [groups[key] for key in sorted(groups)], state):
                 self._step_all()
                 for shard, place in pairs:
@@ -327,7 +328,7 @@ def _lay_out(
 def _restricted_to(
     optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]
 ) -> Iterator[None]:
-    """Let `optimizer` see only `groups` and their `state`."""
+    """Restrict `optimizer` to `groups` and their `state` within the context."""
     kept = optimizer.param_groups, optimizer.state
     optimizer.param_groups, optimizer.state = groups, defaultdict(dict, state)
     try:
@@ -337,9 +338,9 @@ def _restricted_to(
 
 
 def _state_of_group(optimizer: Optimizer, index: int) -> dict[str, torch.dtype]:
-    """Return the names and types of the state of one number per element for shards in group `index`.
+    """Return the names and types of the elementwise state of shards in group `index`.
 
-    They are those of the state so far; if there is none, those after a step on a shard of three elements.
+    They are taken from existing state, or from a step on a shard of three elements if there is none.
     """
     group = optimizer.param_groups[index]
     shards = [shard for shard in group["params"] if optimizer.state.get(shard)]
@@ -381,11 +382,7 @@ def _check(optimizer: Optimizer, units: list[list[nn.Parameter]]) -> dict[Tensor
     for index, unit in enumerate(units):
         for at, shard in enumerate(unit):
             if shard not in left:
-                why = (
-                    "is in a unit already"
-                    if shard in group_of
-                    else f"is not in the {type(optimizer).__name__}"
-                )
+                why = "is in two units" if shard in group_of else f"is not in the {type(optimizer).__name__}"
                 raise ValueError(f"unit {index}, shard {at} {why}: units divide the optimizer's parameters")
             left.discard(shard)
             if shard.dim() != 1 or not shard.is_floating_point() or shard.device.type != "cpu":
@@ -429,7 +426,7 @@ def _check_fits(what: str, places: _ShardLayout, shard: nn.Parameter, given: Sha
 def _check_element_state(optimizer: str, key: str, value: Tensor, view: Tensor) -> None:
     if value.shape != view.shape or value.dtype != view.dtype:
         raise OffloadError(
-            f"{optimizer} keeps {key!r} as {tuple(value.shape)} {value.dtype}, where the record has room for "
+            f"{optimizer} keeps {key!r} as {tuple(value.shape)} {value.dtype}, and the record has space for "
             f"{tuple(view.shape)} {view.dtype}"
         )
 
@@ -437,6 +434,6 @@ def _check_element_state(optimizer: str, key: str, value: Tensor, view: Tensor) 
 def _check_shard_state(optimizer: str, key: str, value: Any) -> None:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise OffloadError(
-            f"{optimizer} keeps {key!r} of {value.numel():,} elements, for which records have no room: it did not "
-            f"when they were laid out; after changing its options make a new OffloadedOptimizer"
+            f"{optimizer} keeps {key!r} of {value.numel():,} elements, for which records have no space, because it "
+            f"had no such state when they were created; create a new OffloadedOptimizer after changing options"
         )

@@ -2,12 +2,12 @@
 
     tensors = OffloadedTensors(DiskStore("/scratch", "gradients"))
     tensor = tensors.make(numel, torch.float32, device)
-    tensor.write(values)          # starts; the caller no longer uses `values`
+    tensor.write(values)          # starts to write; the caller must not use `values` afterwards
     tensor.prefetch()             # starts to read
-    values = tensor.read()        # on `device`; the caller's until it is written or freed
+    values = tensor.read()        # on `device`; valid until the tensor is written or freed
 
-For gradients and weights, each of which has a size of its own; the states of an optimizer, which pass through a few buffers
-one after another, use `record_stream`.
+These tensors are for gradients and weights, whose sizes differ.  Optimizer states, which pass through a few buffers in a
+fixed order, use `record_stream`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from torch import Tensor
 from farandole.memory.offload_store import OffloadStore, Transfer
 
 WRITES = 2
-"""Tensors that are being written at a time, and occupy memory meanwhile."""
+"""The number of tensors that may be written at the same time; each occupies memory until it is written."""
 
 _HOST = torch.device("cpu")
 
 
 class OffloadedTensors:
-    """Makes tensors in `store`, which it closes.
+    """Creates tensors in `store`, and closes the store.
 
-    One thread at a time uses them.  A failure is raised as `OffloadError`: by the next writes, or by `read` of the tensor.
+    Only one thread at a time may use the tensors.  A failed transfer raises `OffloadError` in a later write, or in `read` of
+    its tensor.
     """
 
     def __init__(self, store: OffloadStore) -> None:
@@ -36,11 +37,11 @@ class OffloadedTensors:
         self._writing: deque[Transfer] = deque()
 
     def make(self, numel: int, dtype: torch.dtype, device: torch.device) -> OffloadedTensor:
-        """Return a tensor of undefined content that is used on `device`."""
+        """Return a tensor with undefined values that is used on `device`."""
         return OffloadedTensor(self, numel, dtype, device)
 
     def wait_for_old(self, newest: Transfer) -> None:
-        """Count a write that has started, and wait until few are under way."""
+        """Register a write that has started, and wait while too many are in progress."""
         self._writing.append(newest)
         while len(self._writing) > WRITES:
             self._writing.popleft().synchronize()
@@ -52,7 +53,7 @@ class OffloadedTensors:
 
 
 class OffloadedTensor:
-    """A flat tensor, made by `OffloadedTensors`."""
+    """A flat tensor, created by `OffloadedTensors`."""
 
     def __init__(
         self, tensors: OffloadedTensors, numel: int, dtype: torch.dtype, device: torch.device
@@ -65,15 +66,15 @@ class OffloadedTensor:
         self._reading = self._writing = Transfer()
 
     def prefetch(self) -> None:
-        """Start to read, if that has not begun."""
+        """Start to read the tensor, unless a read is in progress."""
         if self._ahead is None and self._in_place(self._device) is None:
             self._ahead = self._store.empty(self._nbytes, self._device)
             self._reading = self._store.read(self._record, self._ahead, after=[self._writing])
 
     def read(self, device: torch.device | None = None) -> Tensor:
-        """Return the values on `device`, which is the tensor's own or the host.
+        """Return the values on `device`, which is the tensor's device or the host.
 
-        Where they need not be copied it is the memory of the record: what the caller changes is then changed in the record.
+        If no copy is needed, the result is the memory of the record, so changes by the caller change the record.
         """
         if (memory := self._in_place(device or self._device)) is not None:
             self._wait_for_host()
@@ -87,35 +88,35 @@ class OffloadedTensor:
         return self._values(memory)
 
     def empty(self, device: torch.device | None = None) -> Tensor:
-        """Return memory of undefined content on `device`, to be filled and written."""
+        """Return a tensor with undefined values on `device`, to be filled and passed to `write`."""
         if (memory := self._in_place(device or self._device)) is not None:
             self._wait_for_host()
             return memory
         return self._values(self._store.empty(self._nbytes, self._device))
 
     def write(self, values: Tensor) -> None:
-        """Start to write `values`, which the caller must not touch any more; what was prefetched is forgotten."""
+        """Start to write `values`, which the caller must not use afterwards, and discard prefetched values."""
         self.drop()
         self._writing = self._store.write(self._record, values.view(torch.uint8), after=[self._writing])
         self._tensors.wait_for_old(self._writing)
 
     def drop(self) -> None:
-        """Forget what was prefetched."""
+        """Discard prefetched values."""
         if self._ahead is not None:
             self._reading.settle()
             self._ahead = None
 
     def shares_memory(self, device: torch.device) -> bool:
-        """Whether `read(device)` returns the memory of the record."""
+        """Return whether `read(device)` returns the memory of the record."""
         return self._in_place(device) is not None
 
     def _in_place(self, device: torch.device) -> Tensor | None:
-        """The memory of the record, if the store has memory and `device` can use it."""
+        """Return the memory of the record if the store is in memory and `device` can access it, else None."""
         memory = self._record.memory
         return None if memory is None or device.type != "cpu" else memory.view(self._dtype)
 
     def _wait_for_host(self) -> None:
-        """Wait for copies between the memory of the record and a device."""
+        """Wait for copies between the record's memory and a device."""
         self.drop()
         self._reading.synchronize()
         self._writing.synchronize()

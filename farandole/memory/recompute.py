@@ -1,22 +1,22 @@
 """Recompute activations in the backward pass instead of keeping them (Chen et al., 2016, "Training Deep Nets with
 Sublinear Memory Cost").
 
-    apply_recompute(model, "block")                       # every block: least memory, one more forward pass
-    apply_recompute(model, "selective")                   # all but matrix products: half of the memory, little time
-    apply_recompute(model, "attention", example=tokens)   # the inside of attention only
+    apply_recompute(model, "block")                       # every block: least memory, one additional forward pass
+    apply_recompute(model, "selective")                   # all operations but matrix products: half of the memory, little time
+    apply_recompute(model, "attention", example=tokens)   # attention only
     apply_recompute(model, "auto", example=tokens, budget_bytes=2 << 30)
     apply_recompute(model, "none")                        # undo
 
-Names in `state_dict` stay.  Gradients are the same to the bit: random states are those of the forward pass, and so are
-buffers (a batch norm counts a batch once).  A forward pass without gradients runs as usual.  Keyword arguments,
-nested and repeated calls, autocast, inputs without gradients and `retain_graph` work.  A block must do the same both
-times, from its inputs, parameters, buffers and random numbers alone; torch raises if shapes or types differ.
+Names in `state_dict` do not change.  Gradients have the same bits as without recomputation, because random states and
+buffers are those of the forward pass (batch normalization counts a batch once).  Forward passes without gradients,
+keyword arguments, nested and repeated calls, autocast, inputs without gradients and `retain_graph` work.  A block must
+depend on its inputs, parameters, buffers and random numbers only; PyTorch raises an error if shapes or types differ.
 
-For engines that change `parameter.data` between forward and backward (ZeRO-3): a recomputation calls the block as the
-forward pass did, so forward pre-hooks of the block and of everything inside it run again, before the parameters are
-used.  It ends as soon as it has what was saved, so forward hooks of the block itself do not run, and those inside it may
-run.  `recomputing()` is true in all of them: do not free gathered parameters then, the backward pass of
-the block follows.
+For engines that change `parameter.data` between forward and backward pass (ZeRO-3): a recomputation calls the block like the
+forward pass, so forward pre-hooks of the block and of its submodules run again before the parameters are
+used.  It ends as soon as all saved tensors are recomputed, so forward hooks of the block do not run, and those of its
+submodules may run.  `recomputing()` is true in all these hooks: they must not free gathered parameters, because the backward
+pass of the block follows.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ __all__ = ["Recomputed", "apply_recompute", "recomputing"]
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What `apply_recompute` did: `modules` maps the name of each module to how it is recomputed.
+    """The result of `apply_recompute`: `modules` maps the name of each module to its mode.
 
-    "block" keeps its inputs only, "selective" the outputs of products with weights and of fused attention too,
-    "attention" those of products with weights.  `before` and `after` are the bytes kept for the backward pass without
-    and with it, `flops` the operations of matrix products and attention that are done once more; all three
+    "block" keeps only the inputs, "selective" also the outputs of products with weights and of fused attention,
+    "attention" also those of products with weights.  `before` and `after` are the bytes saved for the backward pass without
+    and with recomputation, and `flops` is the number of repeated operations in matrix products and attention.  All three
     are None if no example was given.
     """
 
@@ -67,22 +67,22 @@ def apply_recompute(
     budget_bytes: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Recomputed:
-    """Recompute parts of `model` from now on, in place of what an earlier call asked for.
+    """Recompute parts of `model` in its backward passes; a later call replaces an earlier one.
 
     Args:
-        mode: "none": nothing.  "block": every block of `blocks_of(model)`.  "selective": every block, except that what
-            products with weights and fused attention return is kept.  "attention": modules that compute attention,
-            all but their products with weights.  "auto": the blocks that save most bytes for each repeated operation,
+        mode: "none": nothing.  "block": every block of `blocks_of(model)`.  "selective": every block, except the products
+            with weights and fused attention, whose outputs are kept.  "attention": modules that compute attention,
+            except their products with weights.  "auto": the blocks that save the most bytes per repeated operation,
             selectively or as a whole, until at most `budget_bytes` are kept.
-        example: an input of the model as for `saved_bytes`, for a dry run (no memory, hardly any time) under the
-            autocast of the training.  "attention" and "auto" need it.  With it, bytes are reported, those of `loss`
-            included, and a selective recomputation knows from the first step what it need not keep (without, from the
-            second).
-        dtype: the type that the model will have in training, if that is another one.
+        example: an input of the model as for `saved_bytes`, for a dry run, which must run under the autocast of the
+            training.  Required by "attention" and "auto".  With an example, the result reports bytes, including those of
+            `loss`, and a selective recomputation knows from the first step which outputs it need not keep (without it,
+            from the second step).
+        dtype: the type of the model in training, if it differs from the current one.
 
     Raises:
-        ValueError: for an unknown mode, a missing or superfluous argument, a model without attention, and a budget
-            that no choice keeps, naming the least possible; then nothing is recomputed.
+        ValueError: if the mode is unknown, an argument is missing or not applicable, the model has no attention, or
+            no choice meets the budget; the message names the smallest possible budget.  Nothing is recomputed then.
     """
     _check(mode, example, loss, budget_bytes)
     saved = partial(saved_bytes, model, example, loss=loss, dtype=dtype)
@@ -95,7 +95,7 @@ def apply_recompute(
         ways = {name: mode for name, _ in attention_modules(model, example, dtype)}
         if not ways:
             raise ValueError(
-                "recompute='attention': no module of this model computes attention; 'selective' and 'block' work for any"
+                "recompute='attention': no module of this model computes attention; use 'selective' or 'block'"
             )
     elif mode != "none":
         ways = {name: mode for name, _ in blocks_of(model)}
@@ -110,23 +110,19 @@ def apply_recompute(
 
 def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None:
     if mode not in get_args(Recompute):
-        raise ValueError(f"recompute={mode!r} is not known; it is one of {', '.join(get_args(Recompute))}")
+        raise ValueError(f"recompute={mode!r} is unknown; expected one of {', '.join(get_args(Recompute))}")
     if mode in ("attention", "auto") and example is None:
         wanted = "finds attention" if mode == "attention" else "measures blocks"
         raise ValueError(
-            f"recompute={mode!r} {wanted} in a forward pass: give example=(an input of the model)"
+            f"recompute={mode!r} {wanted} in a forward pass: pass example=(an input of the model)"
         )
     if loss is not None and example is None:
-        raise ValueError(
-            "loss= is for the forward pass that measures: give example=(an input of the model) too"
-        )
+        raise ValueError("loss= is used in a dry run only: also pass example=(an input of the model)")
     if mode == "auto" and budget_bytes is None:
-        raise ValueError(
-            "recompute='auto' chooses for a budget: give budget_bytes, or mode 'selective' or 'block'"
-        )
+        raise ValueError("recompute='auto' needs budget_bytes; without a budget use 'selective' or 'block'")
     if mode != "auto" and budget_bytes is not None:
         raise ValueError(
-            f"budget_bytes={budget_bytes} is for recompute='auto'; {mode!r} has no choice to make"
+            f"budget_bytes={budget_bytes} with recompute={mode!r}: only recompute='auto' uses budget_bytes"
         )
     if budget_bytes is not None and budget_bytes < 0:
         raise ValueError(f"budget_bytes={budget_bytes} is negative")
@@ -140,18 +136,18 @@ def _wrap(model: nn.Module, ways: dict[str, str]) -> None:
 
 
 class Option(NamedTuple):
-    """One way to recompute a block: the bytes that it saves and the floating-point operations that it repeats."""
+    """A mode of recomputing a block: the bytes that it saves and the floating-point operations that it repeats."""
 
     saved: int
     flops: int
 
 
 def cheapest_first(blocks: Mapping[str, Mapping[str, Option]]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield choices that save more and more bytes: (bytes saved by all, way by block).
+    """Yield choices with increasing savings: (bytes saved by all blocks, mode of each block).
 
-    `blocks` gives the options of each block, by way.  A choice differs from the one before it in one block, by the
-    change that saves most bytes for each further operation: the greedy solution of a knapsack, where a
-    block may be taken in part (one way) or whole (another).  Equals are taken in the order given: the first
+    `blocks` has the options of each block by mode.  Consecutive choices differ in one block, by the change with the most
+    saved bytes per additional operation.  This is the greedy solution of a knapsack problem in which a
+    block is recomputed partly (one mode) or entirely (another).  Ties are resolved in the given order: the first
     blocks keep their activations longest.
     """
     chosen: dict[str, str] = {}
@@ -187,13 +183,13 @@ def _within_budget(
             options[name][way] = Option(before.blocks[name] - kept, flops[name])
 
     choices = [(0, {}), *cheapest_first(options)]
-    # What two blocks share counts for one of them, so the sum of the savings is an estimate, a little too high or
-    # too low: the first choice that could suffice is measured, and then those after it until one does.
+    # Memory that two blocks share counts for one of them, so the sum of the savings is only an estimate.  Therefore
+    # choices are measured, from the first that could meet the budget until one meets it.
     promising = [ways for spared, ways in choices if before.total - spared <= budget_bytes]
     least = before.total
     for ways in promising or [choices[-1][1]]:
         _wrap(model, ways)
-        again = sum(repeated().values())  # before `saved`: recomputations learn how far they have to go
+        again = sum(repeated().values())  # before `saved`, so that recomputations learn where they can stop
         after = saved().total
         if after <= budget_bytes:
             return Recomputed("auto", ways, before.total, after, again)
@@ -201,5 +197,5 @@ def _within_budget(
     _wrap(model, {})
     raise ValueError(
         f"budget_bytes={budget_bytes} ({size(budget_bytes)}): this model keeps {size(before.total)} for its backward "
-        f"pass, and {size(least)} with all blocks recomputed; give at least budget_bytes={least}, or a smaller example"
+        f"pass, and {size(least)} with all blocks recomputed; use at least budget_bytes={least}, or a smaller example"
     )

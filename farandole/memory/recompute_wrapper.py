@@ -1,14 +1,14 @@
 """The wrapper that recomputes a module's calls in the backward pass, with `torch.utils.checkpoint` (not reentrant).
 
-Outputs of matrix products can be kept, so that only the cheap rest is computed again.  Two dispatch modes share a
-`_Kept`: one runs around the forward pass and keeps what products return, the other runs around the recomputation
-and returns it when the product is called again (Korthikanti et al., 2022, "Reducing Activation Recomputation in Large
-Transformer Models", recompute attention only; Chen et al., 2016, section 4.2, all that is not a convolution).
+Outputs of matrix products can be kept, so that only the cheaper operations are computed again.  Two dispatch modes share a
+`_Kept`: one runs around the forward pass and keeps the outputs of products; the other runs around the recomputation
+and returns them when the products are called again (Korthikanti et al., 2022, "Reducing Activation Recomputation in Large
+Transformer Models", recompute only attention; Chen et al., 2016, section 4.2, everything but convolutions).
 
-torch has such a pair (`create_selective_checkpoint_contexts`).  This one differs in three things.  Outputs that the
-last recomputation did not reach are not kept (of a block x + f(x), the product at the end of f).  An output
-that is overwritten in place is computed again, where torch raises in the backward pass.  Products with dropout
-inside are never kept, because skipping them would shift the random numbers of what follows.
+PyTorch has a similar pair (`create_selective_checkpoint_contexts`), with three differences.  Here, outputs that the
+last recomputation did not reach are not kept (in a block x + f(x), the product at the end of f).  An output
+that is overwritten in place is computed again, whereas PyTorch raises an error in the backward pass.  Products with
+dropout are never kept, because skipping them would shift the random numbers of later operations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 aten = torch.ops.aten
 
 WEIGHT_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.convolution, aten._scaled_mm, aten.mv, aten.addmv})
-"""Products with weights: many operations for each byte of output."""
+"""Products with weights, which have many operations per byte of output."""
 
 FUSED_ATTENTION = frozenset(
     {
@@ -38,14 +38,14 @@ FUSED_ATTENTION = frozenset(
         aten._scaled_dot_product_fused_attention_overrideable,
     }
 )
-"""Attention in one kernel: its output is as small as a query."""
+"""Fused attention, whose output has the size of the queries."""
 
 KEPT_PRODUCTS: dict[str, frozenset[Any]] = {
     "block": frozenset(),
     "selective": WEIGHT_PRODUCTS | FUSED_ATTENTION,
     "attention": WEIGHT_PRODUCTS,
 }
-"""The products whose outputs each way of recomputing a module keeps, besides the module's inputs."""
+"""The products whose outputs are kept in each mode, besides the inputs of the module."""
 
 _SMALL_BYTES = 1 << 20
 
@@ -82,8 +82,8 @@ def measuring() -> bool:
 class RecomputeWrapper:
     """Recomputes the calls of a module in the backward pass.  `way` is a key of `KEPT_PRODUCTS`.
 
-    Beyond torch: tensors inside of nested arguments are kept like saved tensors, buffers are those of
-    the forward pass and are changed once, products may be kept, and an error names a module that changes its input.
+    In addition to PyTorch's checkpointing, tensors in nested arguments are treated like saved tensors, buffers have
+    the values of the forward pass and change once, products can be kept, and an error names a module that changes its input.
     """
 
     def __init__(self, name: str, way: str) -> None:
@@ -94,11 +94,11 @@ class RecomputeWrapper:
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the module, keeping its inputs (and products) only."""
+        """Call the module, and keep only its inputs and products."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        # All tensors become arguments of their own: torch keeps those like any saved tensor,
-        # so that they are checked for changes, counted and swapped.
+        # All tensors become separate arguments, which PyTorch saves like any tensor, so that they are checked for
+        # changes, counted and swapped.
         inputs, structure = tree_flatten((args, kwargs))
         versions = [
             (one, one._version) for one in inputs if isinstance(one, Tensor) and not one.is_inference()
@@ -128,7 +128,7 @@ class RecomputeWrapper:
         if any(tensor._version != version for tensor, version in versions):
             raise RuntimeError(
                 f"block {self.name!r} ({type(module).__name__}) changes its input in place, so it cannot be "
-                "recomputed from it: use the form that is not in place (inplace=False), or do not recompute this block"
+                "recomputed from it: use the out-of-place form (inplace=False), or do not recompute this block"
             )
         buffers.drop_unchanged()
         kept.report(tree_leaves(results))
@@ -146,7 +146,7 @@ def _recomputation(name: str) -> Iterator[None]:
 
 
 class _Buffers:
-    """The buffers that a call changes, as they were before it: a recomputation starts from them and changes none."""
+    """The values of buffers before a call that changes them, from which a recomputation starts."""
 
     def __init__(self, module: nn.Module) -> None:
         self._before = [
@@ -157,9 +157,9 @@ class _Buffers:
         ]
 
     def drop_unchanged(self) -> None:
-        """After the call, drop large buffers that have not changed.
+        """After the call, drop copies of large buffers that have not changed.
 
-        Small ones are kept: running statistics are updated by kernels that do not count as a change.
+        Small buffers are kept, because kernels update running statistics without a change of the version counter.
         """
         self._before = [
             entry
@@ -182,10 +182,10 @@ class _Buffers:
 
 
 class _Kept:
-    """Outputs of the `products` of one forward pass, by their number.
+    """The outputs of the `products` of one forward pass, by their number.
 
-    `needed` is how many products an earlier recomputation passed before it had all it needed, None if there
-    was none; later ones are not kept.
+    `needed` is the number of products that an earlier recomputation ran before it had recomputed all saved tensors, or
+    None.  Later products are not kept.
     """
 
     def __init__(self, products: frozenset[Any], needed: int | None) -> None:
@@ -195,7 +195,7 @@ class _Kept:
         self.replayed = 0
 
     def report(self, results: Iterable[Any]) -> None:
-        """After the forward pass: drop its `results`, which the caller may overwrite, and observe the rest."""
+        """After the forward pass, drop its `results`, which the caller may overwrite, and pass the others to observers."""
         self.drop(results)
         for _, output in self.outputs.values():
             for tensor in tree_iter(output):
@@ -226,7 +226,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _Keep(_Mode):
-    """Around the forward pass: keeps outputs of products."""
+    """The mode around the forward pass, which keeps outputs of products."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -244,10 +244,10 @@ class _Keep(_Mode):
 
 
 class _Replay(_Mode):
-    """Around the recomputation: returns kept outputs."""
+    """The mode around the recomputation, which returns kept outputs."""
 
     def __enter__(self) -> _Replay:
-        self.count = 0  # the same mode serves every backward pass over a retained graph
+        self.count = 0  # the mode is reused in every backward pass over a retained graph
         super().__enter__()
         return self
 
@@ -260,8 +260,8 @@ class _Replay(_Mode):
             self.kept.replayed = max(self.kept.replayed, self.count)
             if then is not func:
                 raise RuntimeError(
-                    f"the recomputation calls {func} where the forward pass called {then}: a block that is recomputed "
-                    "must do the same both times; what it does may depend on its inputs and random numbers only"
+                    f"the recomputation calls {func} where the forward pass called {then}: the operations of a recomputed "
+                    "block may depend only on its inputs and random numbers"
                 )
             if output is not None:
                 return _aliases(output)
@@ -269,7 +269,7 @@ class _Replay(_Mode):
 
 
 def _aliases(output: Any) -> Any:
-    """Return the same memory in new tensors: autograd attaches its graph to those that an operation returns."""
+    """Return new tensors with the same memory, to which autograd can attach its graph."""
     return tree_map_only(Tensor, Tensor.detach, output)
 
 

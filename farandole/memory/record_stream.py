@@ -1,4 +1,4 @@
-"""Records that pass through a few buffers: the next is read and the last one written while one is worked on."""
+"""Stream records through a few buffers: while one record is processed, the next is read and the previous one written."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from farandole.memory.disk import OffloadError
 from farandole.memory.offload_store import DiskStore, HostStore, OffloadStore, Transfer
 
 Work = Callable[[int, Tensor], None]
-"""What is done with a record: its number, and its bytes (1-D, uint8)."""
+"""A function that processes a record, given its number and its bytes (1-D, uint8)."""
 
 _CPU = torch.device("cpu")
 
 
 def host_records(record_bytes: Sequence[int], pinned: bool = False) -> RecordStream:
-    """Return records in host memory, which are used where they are."""
+    """Return a stream of records in host memory, which are processed without copies."""
     return RecordStream(HostStore("optimizer state", pinned), record_bytes)
 
 
@@ -32,7 +32,7 @@ def disk_records(
     name: str = "optimizer state",
     buffers: int = 3,
 ) -> RecordStream:
-    """Return records in a scratch file in `folder`.  Raise `OffloadError` if there is no space for them."""
+    """Return a stream of records in a scratch file in `folder`.  Raise `OffloadError` if there is no space for them."""
     store = DiskStore(folder, name)
     try:
         return RecordStream(store, record_bytes, buffers)
@@ -43,37 +43,38 @@ def disk_records(
 
 @dataclass
 class _Slot:
-    """A buffer, and the record in it or on its way there."""
+    """A buffer, and the record that it contains or into which it is being read."""
 
     buffer: Tensor
     record: int | None = None
     held: bool = False  # by the caller, until `write` or `release`
-    blank: bool = False  # given to the caller without having been read
-    prefetched: bool = False  # and not yet asked for
-    used: int = 0  # when, on the stream's own clock
-    # the last one: it began after those before it had ended
+    blank: bool = False  # returned to the caller without a read
+    prefetched: bool = False  # and not yet requested
+    used: int = 0  # time of the last use, on the stream's own clock
+    # the last transfer, which started after the earlier ones had ended
     moving: Transfer = field(default_factory=Transfer)
 
 
 class RecordStream:
-    """Records of `record_bytes` in `store`, through `buffers` buffers (at least 2; with 3, all of them move at any time).
+    """A stream of records with sizes `record_bytes` in `store`, through `buffers` buffers.
 
-    Records of a store in memory need no buffers: they are used where they are.
+    At least 2 buffers are needed; with 3, one record can be read and one written while one is processed.  Records of a store
+    in memory need no buffers.
 
-    `update` and `visit` go over many records.  For one at a time: `read` (or `blank`) gives the bytes of a record,
-    until `write` or `release` takes them back; `prefetch` starts to read one that will be wanted.  Reading a record
-    that is still being written waits for that; one that is still in a buffer is not read again.
+    `update` and `visit` iterate over many records.  Single records: `read` (or `blank`) returns the bytes of a record,
+    which the caller owns until `write` or `release`; `prefetch` starts to read a record.  A read waits for a write of
+    the same record.  A record that is still in a buffer is not read again.
 
-    One thread at a time may use a stream.  A failure is raised as `OffloadError` by the call that waits for the
-    record, and a failure to write also by every later call: the store no longer has the whole state.
+    Only one thread at a time may use a stream.  A failed read raises `OffloadError` in the call that waits for the
+    record.  A failed write raises it also in every later call, because the store is incomplete.
 
-    `waited_s` counts the seconds in which the caller waited for the disk.  The stream closes its store.
+    `waited_s` is the time in seconds for which the caller has waited for the disk.  The stream closes its store.
     """
 
     def __init__(self, store: OffloadStore, record_bytes: Sequence[int], buffers: int = 3) -> None:
         if buffers < 2:
             raise ValueError(
-                f"buffers={buffers}: a stream needs 2 at least, to read one while another is used"
+                f"buffers={buffers}: at least 2 are needed, to read one record while another is used"
             )
         self.store = store
         self.record_bytes = tuple(record_bytes)
@@ -91,16 +92,16 @@ class RecordStream:
 
     @property
     def access(self) -> str:
-        """Where the records are and how they are accessed, for people."""
+        """A description of the store, and how it is accessed."""
         return self.store.access
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the buffers, or of the records if they are in memory."""
+        """The size of the buffers in bytes, or that of the records if they are in memory."""
         return sum(slot.buffer.nbytes for slot in self._slots)
 
     def prefetch(self, record: int) -> bool:
-        """Start to read `record`; return False if all buffers are in use or prefetched already."""
+        """Start to read `record`; return False if all buffers are in use or contain prefetched records."""
         self._check(record)
         slot = self._holder(record) or self._free_slot(evict=False)
         if slot is None:
@@ -110,7 +111,7 @@ class RecordStream:
         return True
 
     def read(self, record: int) -> Tensor:
-        """Return the bytes of `record`, for the caller alone until `write` or `release`."""
+        """Return the bytes of `record`, which the caller owns until `write` or `release`."""
         self._check(record)
         slot = self._holder(record) or self._free_slot(evict=True)
         self._fetch(slot, record)
@@ -123,11 +124,11 @@ class RecordStream:
         return slot.buffer[: self.record_bytes[record]]
 
     def blank(self, record: int) -> Tensor:
-        """Return a buffer of undefined content, to make `record` again in."""
+        """Return a buffer with undefined content, in which the caller creates `record`."""
         self._check(record)
         slot = self._holder(record) or self._free_slot(evict=True)
         self._hand_out(slot, blank=True)
-        slot.record = None  # until nothing moves the buffer
+        slot.record = None  # until transfers of the buffer have ended
         try:
             self._settle_one(slot.moving)
         except BaseException:
@@ -137,14 +138,14 @@ class RecordStream:
         return slot.buffer[: self.record_bytes[record]]
 
     def write(self, record: int) -> None:
-        """Take back the bytes of `record`, which the caller must not touch any more, and start to write them."""
+        """Start to write `record`; the caller must not use its bytes afterwards."""
         slot = self._held(record)
         slot.moving = self.store.write(self.records[record], slot.buffer, after=self._unwritten(record))
         self._writing[record] = slot.moving
         slot.held = False
 
     def release(self, record: int) -> None:
-        """Take back the bytes of `record`, which the caller has not changed, or does not want to keep if blank."""
+        """Release the bytes of `record` without a write; the caller must not have changed bytes that were read."""
         slot = self._held(record)
         slot.held = False
         if slot.blank:
@@ -153,17 +154,17 @@ class RecordStream:
     def update(self, order: Iterable[int], work: Work) -> None:
         """Call `work(record, bytes)`, which may change the bytes, for each record in `order`, and write the bytes.
 
-        If `work` raises, so does this, after all transfers have ended and all buffers are taken back.  On a disk the
-        current record is as it was before, the ones before it as `work` left them.  The same holds for Ctrl-C.
+        If `work` raises an exception, or on Ctrl-C, the exception is raised after all transfers have ended and all buffers
+        are released.  On a disk, the current record is unchanged and the earlier records are updated.
         """
         self._pass(list(order), work, self.read)
 
     def fill(self, order: Iterable[int], work: Work) -> None:
-        """The same with bytes of undefined content, to make the records in `order` again."""
+        """Like `update`, with undefined bytes, in which `work` creates the records."""
         self._pass(list(order), work, self.blank)
 
     def visit(self, order: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield each record in `order` and its bytes, valid until the next one and not to be changed."""
+        """Yield each record in `order` with its bytes, which are read-only and valid until the next record."""
         ahead = list(order)
         for position, record in enumerate(ahead):
             content = self.read(record)
@@ -174,13 +175,13 @@ class RecordStream:
                 self.release(record)
 
     def flush(self) -> None:
-        """Block until everything is written; raise what went wrong."""
+        """Wait until all records are written; raise the error of a failed write."""
         for transfer in self._writing.values():
             self._settle_one(transfer)
         self._raise_failed()
 
     def close(self) -> None:
-        """Wait until nothing moves, and free buffers and store; may be called again."""
+        """Wait for all transfers, and free buffers and store; may be called again."""
         self._settle()
         self._closed = True
         self._slots, self.records = [], []
@@ -226,19 +227,19 @@ class RecordStream:
     def _free_slot(self, evict: Literal[False]) -> _Slot | None: ...
 
     def _free_slot(self, evict: bool) -> _Slot | None:
-        """The least recently used slot; a prefetched one only with `evict`."""
+        """Return the least recently used free slot; with `evict` it may contain a prefetched record."""
         free = [slot for slot in self._slots if not slot.held]
         idle = [slot for slot in free if not slot.prefetched]
         if evict and not free:
             raise OffloadError(
                 f"all {len(self._slots)} buffers of {self.store.name} are in use (records "
                 f"{sorted(slot.record for slot in self._slots if slot.record is not None)}): write or release "
-                f"one, or make the stream with more"
+                f"one, or create the stream with more buffers"
             )
         return min(idle or (free if evict else []), key=lambda slot: slot.used, default=None)
 
     def _fetch(self, slot: _Slot, record: int) -> None:
-        """Have `record` in `slot`, if it is not there."""
+        """Start to read `record` into `slot`, unless the slot contains it."""
         self._refuse_held(slot, record)
         if slot.record != record:
             before = [slot.moving, *self._unwritten(record)]
@@ -264,17 +265,15 @@ class RecordStream:
     def _held(self, record: int) -> _Slot:
         slot = self._holder(record)
         if slot is None or not slot.held:
-            raise OffloadError(
-                f"record {record} of {self.store.name} has not been read: nothing to take back"
-            )
+            raise OffloadError(f"record {record} of {self.store.name} is not in use: call read first")
         return slot
 
     def _unwritten(self, record: int) -> list[Transfer]:
-        """What must end before `record` can be read or written again."""
+        """Return the transfers that must end before `record` is read or written again."""
         return [self._writing[record]] if record in self._writing else []
 
     def _wait(self, slot: _Slot) -> None:
-        """Block until nothing moves in `slot`; raise what went wrong with it, or with anything written before."""
+        """Wait for the transfer of `slot`; raise its error, or that of an earlier write."""
         self._settle_one(slot.moving)
         self._raise_failed()
         slot.moving.synchronize()
@@ -292,9 +291,9 @@ class RecordStream:
                 raise transfer.error
 
     def _settle(self) -> None:
-        """Take all buffers back, and return when nothing moves."""
+        """Release all buffers, and wait for all transfers."""
         try:
             self.store.settle()
-        finally:  # a second Ctrl-C ends the waiting; the next use of a slot waits for its last transfer
+        finally:  # a second Ctrl-C interrupts the wait; the next use of a slot waits for its last transfer
             for slot in self._slots:
                 slot.record, slot.held, slot.prefetched = None, False, False

@@ -1,14 +1,14 @@
-"""Move activations out of the device's memory between forward and backward pass, and back in time.
+"""Swap activations out of device memory between the forward and the backward pass.
 
     swap = swap_activations(model, "host")            # CUDA: to pinned memory of the host
     swap = swap_activations(model, "disk:/scratch")   # CPU: to a file on a disk
     loss(model(x)).backward()                         # as usual, any number of times
     swap.close()
 
-What autograd saves in the model's forward pass is copied to an `OffloadStore` while the forward pass goes on, and freed
-(Rhu et al., 2016, "vDNN").  When the backward pass first needs something of a block, the rest of that block and all of the
-block before it are prefetched.  Gradients are the same to the bit.  With `apply_recompute(model, "block")`,
-the inputs of blocks are swapped; what a selective recomputation keeps stays where it is.
+Tensors that autograd saves are copied to an `OffloadStore` during the forward pass, and freed (Rhu et al., 2016,
+"vDNN").  When the backward pass needs the first tensor of a block, the other tensors of this block and those of the previous
+block are prefetched.  Gradients have the same bits as without swapping.  With `apply_recompute(model, "block")`,
+the inputs of blocks are swapped.  Tensors that selective recomputation keeps are not swapped.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def swap_activations(
 
     Args:
         to: "host" for a model on a CUDA device, "disk:FOLDER" for one on the CPU: an unnamed file that disappears with
-            the process.  Swapping to a disk has this process map large blocks of memory one by one until `close`.
-        threshold_bytes: tensors with less memory stay, as do parameters and buffers.
-        behind_bytes: if more bytes than this wait to be copied away, the forward pass waits.
-        ahead_bytes: at most this much is prefetched beyond what is asked for.
+            the process.  While a model swaps to a disk, this process maps large blocks of memory one by one.
+        threshold_bytes: smaller tensors, parameters and buffers are not swapped.
+        behind_bytes: the largest number of bytes that may wait to be written; beyond it the forward pass waits.
+        ahead_bytes: the largest number of bytes that are prefetched.
 
     Raises:
-        ValueError: for an unknown place, or one that does not suit the model.
-        OffloadError: for a folder that cannot be written to.  A forward or backward pass raises it when the disk is full
-            or fails.
+        ValueError: if the place is unknown, or does not suit the model's device.
+        OffloadError: if the folder cannot be written to.  Forward and backward passes raise it if the disk is full or
+            fails.
     """
     for name, value in (("threshold_bytes", threshold_bytes), ("ahead_bytes", ahead_bytes)):
         if value < 0:
@@ -71,7 +71,7 @@ def swap_activations(
     if behind_bytes < 1:
         raise ValueError(f"behind_bytes={behind_bytes}: at least one byte must be allowed to wait")
     if wrapper_of(model, Swap) is not None:
-        raise ValueError("the activations of this model are swapped already: close() that first")
+        raise ValueError("the activations of this model are already swapped: close() the existing Swap first")
     store = _store(to, device_of(model))
     if not store.in_memory:
         map_blocks_from(threshold_bytes)
@@ -84,7 +84,7 @@ def _store(to: str, device: torch.device) -> OffloadStore:
     except ValueError:
         place = Place("none")
     if place.kind == "none":
-        raise ValueError(f"swap={to!r} is not known; it is 'host' (CUDA) or 'disk:FOLDER' (CPU)")
+        raise ValueError(f"unknown swap={to!r}: expected 'host' (CUDA) or 'disk:FOLDER' (CPU)")
     if place.kind == "host" and device.type != "cuda":
         raise ValueError(
             f"swap='host' moves activations from a CUDA device to the host, and this model is on {device}: "
@@ -102,12 +102,12 @@ def _store(to: str, device: torch.device) -> OffloadStore:
 
 
 def map_blocks_from(threshold_bytes: int) -> None:
-    """Have glibc map blocks from that size on (within its bounds) one by one; no effect on other C libraries.
+    """Make glibc map blocks of at least this size one by one; no effect on other C libraries.
 
-    glibc takes blocks from its heap once it has seen that they are freed and wanted again, and its aligned blocks leave
-    gaps there into which the next ones of the same size do not fit: a process that swaps would grow as much as one
-    that does not.  Mapped blocks go back to the kernel when they are freed; the price is that the kernel clears their
-    pages each time.  See `man mallopt`.
+    By default glibc raises its threshold when large blocks are freed, and then allocates them in its heap.  There, aligned
+    blocks leave gaps that are too small for the next block of the same size, so a process that swaps would use as
+    much memory as one that does not.  Mapped blocks return to the kernel when they are freed, at the cost of clearing their
+    pages at each allocation.  See `man mallopt`.
     """
     if sys.platform != "linux":
         return
@@ -118,7 +118,7 @@ def map_blocks_from(threshold_bytes: int) -> None:
 
 
 class _Saved:
-    """The memory of one or more saved tensors: `original` until it is written, then in `record`."""
+    """The memory of one or more saved tensors: `original` until it is written, afterwards in `record`."""
 
     def __init__(self, tensor: Tensor, number: int, block: int, record: Record) -> None:
         storage = tensor.untyped_storage()
@@ -126,16 +126,16 @@ class _Saved:
         self.nbytes = storage.nbytes()
         self.memory = weakref.ref(storage)
         self.version = tensor._version
-        self.original: Tensor | None = tensor.detach()  # shares the version; until it is written
+        self.original: Tensor | None = tensor.detach()  # shares the version counter; None once it is written
         self.writing: Transfer | None = None
         self.fetched: tuple[Tensor, Transfer] | None = None
         self.changed = False
         self.unread = 0
-        """Saved tensors that the backward pass has not asked for yet."""
+        """The saved tensors that the backward pass has not requested yet."""
 
 
 class _View:
-    """What autograd holds in place of a tensor: where it lies in its memory."""
+    """The stand-in for a saved tensor in the autograd graph: its position in its memory."""
 
     def __init__(self, saved: _Saved, tensor: Tensor) -> None:
         self.saved = saved
@@ -145,7 +145,7 @@ class _View:
         saved.unread += 1
 
     def done(self) -> None:
-        """Note that this view has been read, or never will be; the last one frees the memory."""
+        """Mark this view as read or unreachable; the last view frees the memory."""
         if not self.read:
             self.read = True
             self.saved.unread -= 1
@@ -157,9 +157,9 @@ class _View:
 
 
 class Swap:
-    """Swapping of one model's activations, made by `swap_activations`; a context manager that closes.
+    """Swapping of one model's activations, created by `swap_activations`; a context manager that closes on exit.
 
-    `written_bytes` and `read_bytes` count what has been copied away and back.
+    `written_bytes` and `read_bytes` count the bytes that were swapped out and in.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Swap:
             wrap_calls(module, wrapper)
 
     def close(self) -> None:
-        """Stop swapping and free the store; graphs that exist now cannot be used for a backward pass."""
+        """Stop swapping and free the store; backward passes over existing graphs raise an error."""
         if self._closed:
             return
         self._closed = True
@@ -196,7 +196,7 @@ class Swap:
         self._waiting.clear()
         self._store.close()
         if not self._store.in_memory:
-            map_blocks_from(_MOST_MMAP_THRESHOLD)  # the value that glibc adapts to in a training
+            map_blocks_from(_MOST_MMAP_THRESHOLD)  # the value to which glibc adapts in a training run
 
     def __enter__(self) -> Swap:
         return self
@@ -207,7 +207,7 @@ class Swap:
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the model's forward pass under the hooks, as the wrapper of its calls."""
+        """Run the model's forward pass under the hooks; the wrapper of its calls."""
         if not torch.is_grad_enabled() or measuring():
             return call(*args, **kwargs)
         with self.hooks(args, kwargs):
@@ -216,7 +216,7 @@ class Swap:
     def _run_block(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Wraps a block: what it saves is fetched together."""
+        """Run a block, whose saved tensors are prefetched together."""
         if torch.is_grad_enabled() and not recomputing():
             self.enter_block()
         return call(*args, **kwargs)
@@ -233,14 +233,14 @@ class Swap:
         return saved_tensors_hooks(self.pack, self.unpack)
 
     def enter_block(self) -> None:
-        """Begin another block: what is saved from now on belongs to it."""
+        """Start the next block, to which tensors saved from now on belong."""
         self._block += 1
         self._first_of_block[self._block] = self._count
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
-        """Return what autograd keeps in place of `tensor`, in a forward pass under `hooks`."""
+        """Return the stand-in for `tensor` that autograd saves in a forward pass under `hooks`."""
         if not self._is_swapped(tensor):
-            return tensor.detach()  # an output that is saved as it is would keep its own graph alive
+            return tensor.detach()  # saving an output itself would keep its own graph alive
         with self._lock:
             self._free_written(self._behind)
             key = tensor.untyped_storage()._cdata
@@ -265,7 +265,7 @@ class Swap:
         if tensor.device.type != self._device.type or tensor.untyped_storage()._cdata in self._stays:
             return False
         root = tensor if tensor._base is None else tensor._base
-        if root.is_leaf and root.requires_grad:  # a parameter whose data was exchanged since the pass began
+        if root.is_leaf and root.requires_grad:  # a parameter whose data was replaced during the pass
             return False
         return tensor.untyped_storage().nbytes() >= max(self._threshold, 1)
 
@@ -282,10 +282,10 @@ class Swap:
         return saved
 
     def _free_written(self, allowed: int) -> None:
-        """Free memory that has been written, and wait until at most `allowed` bytes are still to be.
+        """Free memory that has been written, and wait until at most `allowed` bytes are unwritten.
 
-        The thread that computes does it, because a change in place shows in the version only when the operation is over:
-        in this thread, none is running.
+        The computing thread calls this, because an in-place change appears in the version counter only after the operation,
+        and in this thread no operation is running.
         """
         while self._waiting:
             saved = self._waiting[0]
@@ -300,7 +300,7 @@ class Swap:
             saved.original = saved.writing = None
 
     def unpack(self, packed: Tensor | _View) -> Tensor:
-        """Return the tensor, when the backward pass asks for it."""
+        """Return the tensor that the backward pass requests."""
         if isinstance(packed, Tensor):
             return packed
         if self._closed:
@@ -313,7 +313,7 @@ class Swap:
         tensor = torch.empty(0, dtype=packed.dtype, device=packed.device)
         tensor.set_(data.untyped_storage(), *packed.place)
         packed.done()
-        if saved.unread == 0:  # in the second pass over a retained graph done() has nothing more to do
+        if saved.unread == 0:  # second pass over a retained graph: all views are marked
             saved.fetched = None
         return tensor
 
@@ -321,8 +321,8 @@ class Swap:
         original = saved.original
         if saved.changed if original is None else original._version != saved.version:
             raise RuntimeError(
-                "a tensor that the backward pass needs was modified in place after it was saved: use the operation "
-                "that is not in place (torch raises the same without swapping)"
+                "a tensor that the backward pass needs was modified in place after it was saved: use the out-of-place "
+                "operation (PyTorch raises the same error without swapping)"
             )
         if original is not None:
             return original
@@ -331,7 +331,7 @@ class Swap:
         return data
 
     def _fetch(self, saved: _Saved) -> tuple[Tensor, Transfer]:
-        """Start to read `saved` if nobody has; return the memory for it and the transfer."""
+        """Start to read `saved` unless a read is in progress; return its memory and the transfer."""
         if saved.fetched is None:
             memory = self._store.empty(saved.nbytes, self._device)
             saved.fetched = memory, self._store.read(saved.record, memory)
@@ -339,7 +339,7 @@ class Swap:
         return saved.fetched
 
     def _prefetch(self, wanted: _Saved) -> None:
-        """Start to read `wanted` if it is written, then what was saved before it in its block and in the block before that."""
+        """Start to read `wanted`, then the tensors saved before it in its block and in the previous block."""
         if wanted.original is None:
             self._fetch(wanted)
         first = self._first_of_block.get(wanted.block - 1, self._first_of_block.get(wanted.block, 0))

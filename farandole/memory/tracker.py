@@ -1,4 +1,4 @@
-"""Count the memory of live tensors: what it is for, its peak, and a limit that holds from the first allocation on.
+"""Track the memory of live tensors by kind, its peak, and a limit that applies from the first allocation on.
 
     with DeviceMemory(12 << 30, torch.device("cpu")) as memory:
         memory.watch(model)
@@ -8,7 +8,7 @@
             ...
             memory.in_use, memory.peak
 
-Code that allocates tags the memory, which costs next to nothing if nobody counts:
+Code that allocates memory tags it, at almost no cost if no tracker is active:
 
     with memory_tag("weights", parameters):
         buffer = torch.empty(length)
@@ -43,9 +43,9 @@ Kind = Literal["weights", "gradients", "masters and states", "activations"]
 
 @dataclass(frozen=True)
 class MemoryTag:
-    """Memory of one kind, for some of a model's parameters if they are known.
+    """The kind of some memory, and the parameters to which it belongs if they are known.
 
-    `ranks` share the memory.
+    The memory is shared by `ranks` ranks.
     """
 
     kind: Kind
@@ -74,10 +74,10 @@ def by_kind(count: Mapping[Kind, int]) -> str:
 
 
 class OutOfDeviceMemory(RuntimeError):
-    """The device has less memory than was requested.
+    """An allocation exceeds the memory of the device.
 
-    `requested` is the bytes, if they are known; `in_use` the bytes of each kind before; `purpose` what the memory was
-    for; `place` the block and the part of a step in which it was requested; and `step` its number (None before the first).
+    `requested` is the size in bytes if it is known, and `purpose` the use of the memory.  `in_use` has the bytes of each kind
+    before.  `place` is the block and the part of the step, and `step` the number of the step (None before the first).
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class OutOfDeviceMemory(RuntimeError):
         more = "more" if requested is None else size(requested)
         held = by_kind(in_use) or "nothing"
         super().__init__(
-            f"out of device memory {when}{place}: {more} wanted for {purpose}, and of {size(limit)} there are "
-            f"{size(max(0, limit - sum(in_use.values())))} left; in use: {held}"
+            f"out of device memory {when}{place}: {more} requested for {purpose}, and "
+            f"{size(max(0, limit - sum(in_use.values())))} of {size(limit)} are free; in use: {held}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,19 +104,23 @@ class OutOfDeviceMemory(RuntimeError):
 
 
 class DeviceMemory:
-    """Limits this process to `limit_bytes` of `device` within the context, and counts its memory by kind.
+    """Limit this process to `limit_bytes` of `device` within the context, and count its memory by kind.
 
-    What counts is the memory of every tensor on the device, once however many views it has, from the first
-    operation that makes or takes it until it is freed; memory that several ranks share counts as this rank's part.  Not
-    seen is what no tensor holds, such as libraries' work space and what torch makes inside of one operation.  A CUDA
-    device enforces the limit itself, with all that.
+    The memory of each tensor on the device counts once for all of its views, from the first operation that creates or
+    uses it until it is freed.  For memory that several ranks share, this rank's part counts.  Memory without a tensor is
+    not detected, such as workspaces of libraries and temporary memory within an operation.  A CUDA device enforces the
+    limit itself, including this memory.
 
-    `limit_bytes` None counts only.  Raises ValueError for a limit below one byte.
+    Args:
+        limit_bytes: the limit, or None to count without a limit.
+
+    Raises:
+        ValueError: if the limit is below one byte.
     """
 
     def __init__(self, limit_bytes: int | None, device: torch.device) -> None:
         if limit_bytes is not None and limit_bytes < 1:
-            raise ValueError(f"a device has at least one byte of memory, not {limit_bytes}")
+            raise ValueError(f"limit_bytes={limit_bytes}: expected at least 1")
         if str(device) == "cuda":  # torch's limit needs a number
             device = torch.device("cuda", torch.cuda.current_device())
         self.limit, self.device = limit_bytes, device
@@ -127,7 +131,7 @@ class DeviceMemory:
         self._place = ""
         self._updating = False
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, MemoryTag]] = {}
-        self._freed: deque[int] = deque()  # keys to subtract; any thread may free something
+        self._freed: deque[int] = deque()  # keys to subtract; any thread may free memory
         self._mode = _TensorMode(self._see, self._refused)
         self._hooks: list[Any] = []
 
@@ -145,9 +149,9 @@ class DeviceMemory:
         return self.in_use.total()
 
     def watch(self, model: nn.Module) -> None:
-        """Name blocks and parameters of `model` in errors, and count its present tensors as weights.
+        """Name blocks and parameters of `model` in errors, and count its existing tensors as weights.
 
-        Call it before the model is parallelized.
+        Call this method before the model is parallelized.
         """
         self._model = model
         for tensor in (*model.parameters(), *model.buffers()):
@@ -181,7 +185,7 @@ class DeviceMemory:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     def _see(self, tensor: Tensor) -> None:
-        """Count the memory of `tensor` if it is new or has changed its size."""
+        """Count the memory of `tensor` if it is new or its size has changed."""
         storage = tensor.untyped_storage()
         if storage.device.type != self.device.type:
             return
@@ -200,7 +204,7 @@ class DeviceMemory:
         self.peak = max(self.peak, in_use.total())
 
     def _refused(self) -> OutOfDeviceMemory | None:
-        """Return the error to raise if a CUDA device has refused memory because of this limit."""
+        """Return the error to raise if a CUDA device has refused an allocation because of this limit."""
         return None if self.limit is None else self._error(None, self._tag(), self.limit)
 
     def _note_freed(self, key: int) -> Callable[[Any], None]:
@@ -229,7 +233,9 @@ class DeviceMemory:
             self._place = ""
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(behind)  # its gradient is there: the block's backward pass begins
+                    tensor.register_hook(
+                        behind
+                    )  # its gradient is complete, so the block's backward pass starts
 
         return leave
 
@@ -238,7 +244,7 @@ class DeviceMemory:
         return OutOfDeviceMemory(limit, requested, dict(self.in_use), wanted, self._place, self.step)
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> str:
-        """Return ` of 3.attention.qkv.weight`, of several names the first and the last."""
+        """Return ` of 3.attention.qkv.weight`, with the first and the last name if there are several."""
         if self._model is None or not parameters:
             return ""
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -248,9 +254,9 @@ class DeviceMemory:
 
 
 class _TensorMode(TorchDispatchMode):
-    """Calls `see` with every tensor that an operation takes, before it runs, and every tensor that it makes.
+    """Call `see` with every input of an operation before it runs, and with every output.
 
-    If an operation runs out of memory, the error that `refused` returns is raised.
+    If an operation runs out of memory, raise the error that `refused` returns.
     """
 
     def __init__(
@@ -281,9 +287,9 @@ class _TensorMode(TorchDispatchMode):
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations make, real or fake, and the work of the operations.
+    """Count the bytes of the real or fake tensors that operations create, and the work of the operations.
 
-    Memory of the tensors in `outside` does not count.  `now` and `peak` are bytes; `flops` and `moved` as in
+    The memory of the tensors in `outside` does not count.  `now` and `peak` are bytes; `flops` and `moved` as in
     `planner.Trace`.
     """
 
@@ -291,7 +297,7 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = self.flops = self.moved = 0
         self._mapped = self._peak_in_heap = self._peak_mapped = 0
-        self._live: dict[int, int] = {}  # bytes of each memory, by number
+        self._live: dict[int, int] = {}  # bytes of each storage, by number
         self._count = 0
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._outside = {tensor.untyped_storage()._cdata for tensor in outside if isinstance(tensor, Tensor)}
@@ -308,13 +314,13 @@ class MemoryTracker(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
         flops = flops_of(func.overloadpacket, args, kwargs, output)
         self.flops += flops
-        if not flops and (fresh or func._schema.is_mutable):  # else it is a view
+        if not flops and (fresh or func._schema.is_mutable):  # otherwise it is a view
             read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
             self.moved += sum(one.numel() * one.element_size() for one in (*read, *written))
         return output
 
     def _add(self, tensor: Tensor) -> bool:
-        """Count the storage of `tensor`; return whether it is a new one."""
+        """Count the storage of `tensor`; return whether it is new."""
         if tensor.layout is not torch.strided:
             return False
         storage = tensor.untyped_storage()
@@ -345,13 +351,13 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def resident_peak(self) -> int:
-        """The most bytes in use if the heap keeps freed memory, as glibc's does, and larger blocks are mapped one by one."""
+        """The peak in bytes if the heap keeps freed memory, as that of glibc does, and larger blocks are mapped one by one."""
         return self._peak_in_heap + self._peak_mapped
 
     def live(self, least_bytes: int = 0, *, without: Sequence[Tensor] = ()) -> dict[int, int]:
-        """Return the bytes of each memory of `least_bytes` or more that is allocated now, by a number of its own.
+        """Return the bytes of each live storage of at least `least_bytes`, by a unique number.
 
-        Memory of the tensors in `without` is left out.
+        The storages of the tensors in `without` are omitted.
         """
         keys = {tensor.untyped_storage()._cdata for tensor in without}
         left_out = {self._seen[key][1] for key in keys if key in self._seen}

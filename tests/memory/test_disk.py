@@ -56,10 +56,10 @@ def test_too_little_room_is_said_with_what_is_needed_and_free(tmp_path: Path) ->
 
 
 def test_the_nearest_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(OffloadError, match=f"the nearest that exists is {tmp_path}$"):
+    with pytest.raises(OffloadError, match=f"the nearest existing folder is {tmp_path}$"):
         require_folder(tmp_path / "a" / "b")
     (tmp_path / "file").touch()
-    with pytest.raises(OffloadError, match=f"{tmp_path}/file is not a folder .* it lies in {tmp_path}$"):
+    with pytest.raises(OffloadError, match=f"{tmp_path}/file: it is not a folder; try {tmp_path}$"):
         require_folder(tmp_path / "file")
 
 

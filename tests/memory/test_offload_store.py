@@ -95,7 +95,7 @@ def test_a_system_without_nameless_files_leaves_no_name_either(
 def test_memory_that_poses_as_a_disk_is_called_so(tmp_path: Path) -> None:
     with in_memory(tmp_path / "disk", "32m") as disk:
         file = DiskStore(disk)
-        assert "lies in memory, so that nothing is gained" in file.access
+        assert "is in memory, so offloading to it saves no memory" in file.access
         check_round_trip(file)
         file.close()
 
@@ -152,7 +152,7 @@ def test_a_read_only_disk_is_said(tmp_path: Path) -> None:
     with (
         mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "ro,size=8m", "farandole-test") as disk,
         pytest.raises(
-            OffloadError, match=r"cannot make a file for things: Read-only file system in .* user \d"
+            OffloadError, match=r"cannot create a file for things: Read-only file system in .* user \d"
         ),
     ):
         DiskStore(disk, "things").allocate([1])
@@ -170,14 +170,14 @@ def test_a_folder_without_permission_is_said() -> None:
         try:
             if user == 0:
                 with pytest.raises(
-                    OffloadError, match=f"cannot keep state in {closed}/inside: Permission denied"
+                    OffloadError, match=f"cannot offload to {closed}/inside: Permission denied"
                 ):
                     DiskStore(closed / "inside", "things").allocate([1])
                 os.seteuid(0)
                 closed.chmod(0o555)
                 os.seteuid(65534)
             with pytest.raises(
-                OffloadError, match="cannot make a file for things: Permission denied in .* user "
+                OffloadError, match="cannot create a file for things: Permission denied in .* user "
             ):
                 DiskStore(closed, "things").allocate([1])
         finally:
@@ -208,7 +208,7 @@ def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
     buffer = aligned_buffer(PART_BYTES)
     file.read(first, buffer).wait()
     with pytest.raises(
-        OffloadError, match=r"^reading record 1 of things: the file ends [\d,]+ bytes too early in "
+        OffloadError, match=r"^reading record 1 of things: the file is [\d,]+ bytes too short in "
     ):
         file.read(second, buffer).wait()
     file.close()
@@ -248,10 +248,10 @@ def test_wrong_sizes_and_memory_are_refused(tmp_path: Path) -> None:
     whole = aligned_buffer(4 * ALIGNMENT)
     for memory in (whole[:ALIGNMENT], whole.float(), whole[::2], whole.view(2, -1)):
         with pytest.raises(
-            ValueError, match="takes 1-D contiguous uint8 memory of at least 8,192 bytes on the CPU"
+            ValueError, match="expected contiguous 1-D uint8 memory of at least 8,192 bytes on the CPU"
         ):
             file.write(record, memory)
-    with pytest.raises(ValueError, match="a record has 0 bytes or more"):
+    with pytest.raises(ValueError, match="expected sizes of at least 0 bytes"):
         file.allocate([-1])
     with pytest.raises(ValueError, match="read into memory of the host, not of cuda"):
         file.empty(1, torch.device("cuda"))
@@ -290,7 +290,7 @@ def test_a_forked_process_does_not_wait_for_threads_that_it_has_not(tmp_path: Pa
         file.close()
         os._exit(0)
     os.wait()
-    assert b"from which this one forked" in os.read(heard, 1000)
+    assert b"of which this process is a fork" in os.read(heard, 1000)
     file.read(record, buffer).wait()
     file.close()
 
@@ -317,7 +317,7 @@ def test_memory_is_pinned_only_where_there_is_a_device() -> None:
         store.read(record, again).wait()
         assert torch.equal(again, data)
     else:
-        with pytest.raises(ValueError, match="there is none; pinned=False works"):
+        with pytest.raises(ValueError, match="this machine has none; use pinned=False"):
             HostStore(pinned=True)
 
 
@@ -334,7 +334,7 @@ def test_the_probe_is_short_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_disk_without_room_for_the_probe_says_so(tmp_path: Path) -> None:
     with (
         in_memory(tmp_path / "disk", "2m") as disk,
-        pytest.raises(NoSpace, match=r"takes 4\.0 MiB; 2\.0 MiB can be used"),
+        pytest.raises(NoSpace, match=r"needs 4\.0 MiB, and 2\.0 MiB may be used"),
     ):
         measure_bandwidth(disk)
 

@@ -316,7 +316,7 @@ def test_units_divide_the_parameters() -> None:
     first, second = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
     with pytest.raises(ValueError, match="1 parameter of the optimizer in no unit"):
         OffloadedOptimizer(AdamW([first, second]), [[first]], host_records)
-    with pytest.raises(ValueError, match="unit 1, shard 0 is in a unit already"):
+    with pytest.raises(ValueError, match="unit 1, shard 0 is in two units"):
         OffloadedOptimizer(AdamW([first]), [[first], [first]], host_records)
     with pytest.raises(ValueError, match="unit 0, shard 1 is not in the AdamW"):
         OffloadedOptimizer(AdamW([first]), [[first, second]], host_records)

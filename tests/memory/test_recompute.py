@@ -45,7 +45,7 @@ def test_same_to_the_bit(name: str, way: str) -> None:
     torch.manual_seed(0)
     case = CASES[name]()
     if way == "attention" and name in ("resnet", "keywords"):
-        with pytest.raises(ValueError, match="no module of this model computes attention; 'selective'"):
+        with pytest.raises(ValueError, match="no module of this model computes attention; use 'selective'"):
             apply_recompute(case[0], "attention", example=case[1])
         return
     steps(case, way)
@@ -268,13 +268,13 @@ def test_the_choice_is_reported() -> None:
         (
             "blocks",
             {},
-            "recompute='blocks' is not known; it is one of none, block, selective, attention, auto",
+            "recompute='blocks' is unknown; expected one of none, block, selective, attention, auto",
         ),
-        ("attention", {}, "give example="),
-        ("auto", {"budget_bytes": 1}, "measures blocks in a forward pass: give example="),
-        ("auto", {"example": True}, "give budget_bytes"),
-        ("block", {"budget_bytes": 1}, "is for recompute='auto'"),
-        ("block", {"loss": torch.sum}, "give example="),
+        ("attention", {}, "pass example="),
+        ("auto", {"budget_bytes": 1}, "measures blocks in a forward pass: pass example="),
+        ("auto", {"example": True}, "needs budget_bytes"),
+        ("block", {"budget_bytes": 1}, "only recompute='auto' uses budget_bytes"),
+        ("block", {"loss": torch.sum}, "pass example="),
         ("auto", {"example": True, "budget_bytes": -1}, "negative"),
     ],
 )
@@ -315,7 +315,7 @@ def test_a_budget_that_cannot_be_kept_is_refused_with_the_least() -> None:
     model, tokens = small_gpt()
     least = apply_recompute(model, "block", example=tokens).after
     assert least is not None
-    with pytest.raises(ValueError, match=rf"give at least budget_bytes={least}, or a smaller example"):
+    with pytest.raises(ValueError, match=rf"use at least budget_bytes={least}, or a smaller example"):
         apply_recompute(model, "auto", example=tokens, budget_bytes=least - 1)
     assert not any("_farandole_wrappers" in vars(module) for module in model.modules())
     assert apply_recompute(model, "auto", example=tokens, budget_bytes=least).after == least

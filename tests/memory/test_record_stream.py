@@ -155,7 +155,7 @@ def test_a_record_in_a_buffer_is_not_read_again(file: DiskStore) -> None:
     os.ftruncate(file._file._descriptor, 0)
     assert stream.read(0).tolist() == [0] * 1000
     stream.release(0)
-    with pytest.raises(OffloadError, match="reading record 1 of things: the file ends"):
+    with pytest.raises(OffloadError, match="reading record 1 of things: the file is"):
         stream.read(1)
     stream.close()
 
@@ -173,11 +173,11 @@ def test_misuse_is_refused(file: DiskStore) -> None:
     with pytest.raises(OffloadError, match=r"all 2 buffers of things are in use \(records \[0, 3\]\)"):
         stream.read(4)
     stream.release(3)
-    with pytest.raises(OffloadError, match="record 3 of things has not been read: nothing to take back"):
+    with pytest.raises(OffloadError, match="record 3 of things is not in use: call read first"):
         stream.write(3)
     with pytest.raises(IndexError, match="record 6 of things: there are 6 records, counted from 0"):
         stream.update([0, 6], add_one)
-    with pytest.raises(ValueError, match="buffers=1: a stream needs 2"):
+    with pytest.raises(ValueError, match="buffers=1: at least 2 are needed"):
         RecordStream(file, SIZES, buffers=1)
     stream.close()
     stream.close()

@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_named(ranks: Any, text: list[str]) -> None:
     for error in ranks(2).run(_train, [*text, "--device-memory", "1MiB"]):
         assert isinstance(error, OutOfDeviceMemory)
         assert "before the first step: " in str(error)
-        assert "wanted for weights of " in str(error)
+        assert "requested for weights of " in str(error)
         assert error.in_use["gradients"] > error.in_use["weights"]
     for error in ranks(2).run(_train, [*text, "--zero", "3", "--device-memory", "2400KiB"]):
         assert isinstance(error, OutOfDeviceMemory)

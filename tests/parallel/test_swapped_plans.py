@@ -65,7 +65,10 @@ def _refused(rank: int, size: int, swap: str) -> str:
     [
         ("host", "swap='disk:FOLDER' moves them to a disk"),
         ("tape", "swap='tape': 'none', 'host' or 'disk:FOLDER'"),
-        ("disk:/there/is/none", "no folder /there/is/none to keep state in; the nearest that exists is /"),
+        (
+            "disk:/there/is/none",
+            "cannot offload to /there/is/none: there is no such folder; the nearest existing folder is /",
+        ),
     ],
 )
 def test_places_that_do_not_do(ranks: Any, swap: str, message: str) -> None:
