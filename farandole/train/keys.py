@@ -99,5 +99,6 @@ def _type(schema: dict[str, Any], name: str) -> str:
     found = properties[last]
     if "enum" in found:
         return "one of " + ", ".join(found["enum"])
+    types = " or ".join(option["type"] for option in found.get("anyOf", [found]))
     limits = [words.format(found[limit]) for limit, words in _LIMITS.items() if limit in found]
-    return ", ".join([found["type"], *limits])
+    return ", ".join([types, *limits])

@@ -253,7 +253,7 @@ def test_wrong_sizes_and_memory_are_refused(tmp_path: Path) -> None:
             file.write(record, memory)
     with pytest.raises(ValueError, match="expected sizes of at least 0 bytes"):
         file.allocate([-1])
-    with pytest.raises(ValueError, match="read into memory of the host, not of cuda"):
+    with pytest.raises(ValueError, match="expected a device of the host, got cuda"):
         file.empty(1, torch.device("cuda"))
     file.close()
 

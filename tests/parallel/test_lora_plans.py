@@ -93,7 +93,7 @@ def _refused(rank: int, size: int, lora: LoRA, adapted: bool, meta: bool) -> str
     ("lora", "adapted", "meta", "says"),
     [
         (LoRA(targets="nothing"), False, False, "LoRA targets: 'nothing' matches no module"),
-        (ADAPTERS, True, False, "the model has LoRA already"),
+        (ADAPTERS, True, False, "the model already has LoRA"),
         (ADAPTERS, False, True, "adapters need a model that is in memory"),
     ],
 )

@@ -157,7 +157,7 @@ def test_a_removed_layer_keeps_its_quantized_weight() -> None:
     expected = F.linear(X, dense(net[0].weight), net[0].bias)
     remove(net)
     torch.testing.assert_close(net[0](X), expected)
-    with pytest.raises(ValueError, match="a Int8Tensor already"):
+    with pytest.raises(ValueError, match="already of type Int8Tensor"):
         add_lora(net, LoRA(targets="0"))
 
 

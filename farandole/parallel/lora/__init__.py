@@ -1,4 +1,4 @@
-"""LoRA: a large model is fine-tuned by training small matrices in place of its weights, which are frozen.
+"""LoRA: fine-tune a model by training small matrices while its weights are frozen.
 
 A Linear layer with the frozen weight W (out, in) computes x (W + s B A)^T, where A is (rank, in), B is
 (out, rank) and s = alpha / rank (Hu et al., 2021, "LoRA: Low-Rank Adaptation of Large Language Models").
@@ -7,10 +7,10 @@ A Linear layer with the frozen weight W (out, in) computes x (W + s B A)^T, wher
     engine = farandole.parallelize(model, Plan(zero=2, lora=lora))      # or add_lora(model, lora) without an engine
     ...                                         # train: only the adapters have gradients
     save_adapter(model, "adapter")              # two files, in the format of PEFT (`peft_adapter`)
-    merge(model)                                # as fast as the model was
-    remove(model)                               # plain nn.Linear layers again, with what was merged
+    merge(model)                                # inference at the speed of the base model
+    remove(model)                               # plain nn.Linear layers again, with the merged weights
 
-    load_adapter(model, "adapter")              # elsewhere: the same base model, and the adapter on it
+    load_adapter(model, "adapter")              # in another process, on the same base model
 """
 
 from farandole.parallel.lora.adapters import (

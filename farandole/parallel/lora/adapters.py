@@ -1,4 +1,4 @@
-"""Adapters are added to a model, merged into its weights and removed."""
+"""Add adapters to a model, merge them into its weights, and remove them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from farandole.plan import LoRA
 
 @dataclass(frozen=True)
 class Summary:
-    """What is trained of a model: the adapted layers by path, parameters, and the bytes of all parameters."""
+    """The adapted layers of a model by path, its numbers of parameters, and the bytes of all parameters."""
 
     layers: tuple[str, ...]
     trained: int
@@ -32,29 +32,29 @@ class Summary:
 
 
 def add_lora(model: nn.Module, lora: LoRA) -> Summary:
-    """Freeze `model`, and add trained adapters to the layers that `lora` names (and train what else it names).
+    """Freeze `model`, add trained adapters to the layers in `lora.targets`, and train the modules in `lora.also_train`.
 
-    Layers are changed in place, before anything that collects parameters is made: an optimizer, `Engine`.
-    The model computes what it did, since B starts at zero, and with a quantized `lora.base` nearly that. Draws A
-    from torch's global generator: `Engine` gives all ranks those of rank 0.
+    Layers are changed in place, so call this before the optimizer or `Engine` collects parameters.  The output of the
+    model does not change, because B starts at zero; with a quantized `lora.base` it changes by the quantization error.
+    A is drawn from torch's global generator, and `Engine` copies the values of rank 0 to all ranks.
 
-    Raises ValueError, with the model as it was, where a pattern matches nothing or no plain `nn.Linear`, where the
-    model has adapters already, or where tied weights would not stay so; ImportError where torchao is missing.
+    Raises:
+        ValueError: if a pattern matches nothing or no plain `nn.Linear`, the model already has adapters, or weights
+            would no longer be tied.  The model is then unchanged.
+        ImportError: if torchao is needed and missing.
     """
     present = lora_layers(model)
     if present:
         raise ValueError(
-            f"the model has LoRA already, in {counted(len(present), 'layer')} ({next(iter(present))}, ...): "
-            f"remove(model) first, after merge(model) if it is to be kept"
+            f"the model already has LoRA, in {counted(len(present), 'layer')} ({next(iter(present))}, ...): "
+            f"call remove(model) first, and before it merge(model) to keep the adapters"
         )
     targets = find_targets(model, lora)
     trained = find_trained(model, lora)
     _check_trained_alone(model, trained)
     weights: dict[str, Tensor] = {}
     if lora.base is not None:
-        _check_not_tied(
-            model, targets, "a quantized weight would not be tied any more; leave it out of the targets"
-        )
+        _check_not_tied(model, targets, "a quantized weight cannot be tied; exclude it from the targets")
         weights = quantized_weights(targets, lora.base)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -66,7 +66,7 @@ def add_lora(model: nn.Module, lora: LoRA) -> Summary:
 
 
 def summarize(model: nn.Module) -> Summary:
-    """What is trained of `model` now."""
+    """Return the adapted layers and the numbers of parameters of `model`."""
     parameters = list(model.parameters())
     return Summary(
         layers=tuple(lora_layers(model)),
@@ -77,24 +77,27 @@ def summarize(model: nn.Module) -> Summary:
 
 
 def merge(model: nn.Module, untie: bool = False) -> None:
-    """Add the updates to the weights: the model computes the same (fp32: to rounding) without adapters' work.
+    """Add the updates to the weights, so that the model has the same output (up to rounding) at the speed of the base model.
 
-    The weight is changed in place and rounded once; bf16 and fp16 weights lose what they cannot hold of the
-    update. A quantized weight becomes an ordinary one. Adapters stay, for `unmerge`, `save_adapter` and `remove`.
+    Weights are changed in place and rounded once; bf16 and fp16 weights lose the part of the update below their
+    precision. A quantized weight becomes an ordinary tensor. Adapters are kept for `unmerge`, `save_adapter` and `remove`.
 
-    A weight that something else of the model uses is refused, as that would change too; with `untie` the layer
-    gets its own copy first. Raises ValueError for that and for updates that are not finite, RuntimeError if
-    already merged; the model is then as it was.
+    Args:
+        untie: give a layer its own copy of a weight that other modules use too.
+
+    Raises:
+        ValueError: if other modules use a weight and `untie` is false, or an update is not finite.
+        RuntimeError: if adapters are already merged.  In all cases the model is unchanged.
     """
     layers = _layers(model)
     if merged := [path for path, layer in layers.items() if layer.merged]:
-        raise RuntimeError(f"LoRA is merged already, in {merged[0]}")
+        raise RuntimeError(f"LoRA is already merged, in {merged[0]}")
     for path, layer in layers.items():
         if not layer.update().isfinite().all():
             raise ValueError(f"the LoRA update of {path} is not finite: the training has diverged")
     if not untie:
         _check_not_tied(
-            model, layers, "merging would change that too; merge(model, untie=True) copies the weight"
+            model, layers, "merging would change them too; merge(model, untie=True) copies the weight"
         )
     for layer in layers.values():
         if untie and held_elsewhere(model, layer.weight, [layer]):
@@ -104,9 +107,12 @@ def merge(model: nn.Module, untie: bool = False) -> None:
 
 
 def unmerge(model: nn.Module) -> None:
-    """Take the updates out of the weights again, which are then what they were but for rounding.
+    """Subtract the updates from the weights, which restores them up to rounding.
 
-    A weight that was quantized stays an ordinary one. Raises RuntimeError if it was not merged.
+    A weight that was quantized remains an ordinary tensor.
+
+    Raises:
+        RuntimeError: if adapters are not merged.
     """
     layers = _layers(model)
     if apart := [path for path, layer in layers.items() if not layer.merged]:
@@ -117,23 +123,26 @@ def unmerge(model: nn.Module) -> None:
 
 
 def remove(model: nn.Module) -> None:
-    """Make all layers plain `nn.Linear` again: with the updates if they are merged, and without otherwise.
+    """Turn all adapted layers into plain `nn.Linear`, with the updates if they are merged.
 
-    What else was trained stays as it is, and what was frozen stays frozen.  Raises ValueError without LoRA.
+    Other parameters do not change, and frozen parameters remain frozen.
+
+    Raises:
+        ValueError: if the model has no LoRA.
     """
     for layer in _layers(model).values():
         restore(layer)
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
-    """The layers of `model` that have adapters, by path."""
+    """Return the layers of `model` with adapters, by path."""
     return {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
 def other_trained(model: nn.Module, lora: LoRA, layers: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """What is trained besides adapters, by name; of modules trained whole also their buffers that are saved.
+    """Return trained tensors other than adapters by name, including persistent buffers of the modules in `also_train`.
 
-    `layers` are the paths of those with adapters, where the model is to get them only now.
+    `layers` are the paths of the layers to adapt, if the model has no adapters yet.
     """
     whole = {
         f"{path}.{name}": tensor.detach()
@@ -160,7 +169,7 @@ def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def _biases(model: nn.Module, lora: LoRA, layers: Iterable[str]) -> dict[str, nn.Parameter]:
-    """The biases that `lora` trains, by name; what is called one is one, as in PEFT."""
+    """Return the biases that `lora` trains, by name.  As in PEFT, a bias is a parameter with "bias" in its name."""
     named = dict(model.named_parameters())
     if lora.bias == "all":
         return {name: p for name, p in named.items() if "bias" in name.rpartition(".")[2]}
@@ -170,15 +179,15 @@ def _biases(model: nn.Module, lora: LoRA, layers: Iterable[str]) -> dict[str, nn
 
 
 def _check_trained_alone(model: nn.Module, trained: dict[str, nn.Module]) -> None:
-    """Refuse to train a part of what is tied: saved without the rest, it would be loaded into that part only."""
+    """Refuse to train only some of several tied modules, because loading the adapter would untie them."""
     inside = {module for outer in trained.values() for module in outer.modules()}
     for path, outer in trained.items():
         for name, parameter in outer.named_parameters():
             if others := held_elsewhere(model, parameter, inside):
                 holder = others[0].rpartition(".")[0] or "the model itself"
                 raise ValueError(
-                    f"LoRA also_train: {path}.{name} is tied to {others[0]}: name {holder} in also_train as well, "
-                    f"or leave out {path}"
+                    f"LoRA also_train: {path}.{name} is tied to {others[0]}: also name {holder} in also_train, "
+                    f"or omit {path}"
                 )
 
 

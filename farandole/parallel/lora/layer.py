@@ -13,24 +13,24 @@ from farandole.plan import LoRA
 
 
 class LoRALinear(nn.Linear):
-    """(..., in) to (..., out) by x (W + s B A)^T + bias, where W is frozen and s is `lora.scaling`.
+    """A linear layer that computes x (W + s B A)^T + bias, where W is frozen and s is `lora.scaling`.
 
-    Parameters: `weight` (out, in) and `bias` (out) of the layer that it was, `lora_A` (rank, in), `lora_B` (out,
-    rank). A layer becomes one and stops being one in place (`adapt`, `restore`): what else refers to it, its
-    hooks, and the names and objects of its parameters stay.
+    It maps (..., in) to (..., out).  Parameters: `weight` (out, in) and `bias` (out) of the original layer, `lora_A`
+    (rank, in), `lora_B` (out, rank).  `adapt` and `restore` change the class of a layer in place, so references to the
+    layer, its hooks, and the names and objects of its parameters remain valid.
 
-    Raises RuntimeError when it is to be trained while the update is merged: `lora_A` and `lora_B` would get no
-    gradient.
+    Raises:
+        RuntimeError: in a training step while the update is merged, because `lora_A` and `lora_B` would get no gradient.
     """
 
     lora: LoRA
     lora_A: nn.Parameter  # noqa: N815 - the name in the paper and in files
     lora_B: nn.Parameter  # noqa: N815
     merged: bool
-    """Whether `weight` is W + s B A."""
+    """Whether `weight` contains the update, W + s B A."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in) to (..., out)."""
+        """Return the output (..., out) for `input` (..., in)."""
         rows = input.reshape(-1, self.in_features)
         if is_wrapper(self.weight.data):
             result = frozen_linear(rows, self.weight, self.bias)
@@ -43,40 +43,40 @@ class LoRALinear(nn.Linear):
         return result.view(*input.shape[:-1], self.out_features)
 
     def _updated(self, result: Tensor, rows: Tensor) -> Tensor:
-        """`result` with s `rows` A^T B^T added."""
-        if not torch.is_autocast_enabled(rows.device.type):  # there the products choose their type
+        """Return `result` + s `rows` A^T B^T."""
+        if not torch.is_autocast_enabled(rows.device.type):  # autocast chooses the type of the products
             rows = rows.to(self.lora_A.dtype)
         low = F.linear(rows, self.lora_A)
-        if low.dtype == result.dtype:  # in place: a third of the time of a product and a sum
+        if low.dtype == result.dtype:  # in place, which takes a third of the time of a product and a sum
             return result.addmm_(low, self.lora_B.to(low.dtype).T, alpha=self.lora.scaling)
         return torch.add(result, F.linear(low, self.lora_B).to(result.dtype), alpha=self.lora.scaling)
 
     def extra_repr(self) -> str:
-        """The settings that `print(model)` shows."""
+        """Return the settings that `print(model)` shows."""
         state = ", merged" if self.merged else ""
         return f"{super().extra_repr()}, rank={self.lora.rank}, alpha={self.lora.alpha:g}{state}"
 
     def update(self) -> Tensor:
-        """s B A, (out, in), in fp32 or the type of the weight if that is larger."""
+        """Return s B A (out, in), in fp32 or the type of the weight if it is wider."""
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
             return (self.lora_B.to(dtype) @ self.lora_A.to(dtype)).mul_(self.lora.scaling)
 
     def add_to_weight(self, sign: int) -> None:
-        """Add `sign` times the update to the weight, in place; a quantized weight becomes an ordinary one."""
+        """Add `sign` times the update to the weight, in place; a quantized weight becomes an ordinary tensor."""
         update = self.update()
         with torch.no_grad():
             if is_wrapper(self.weight.data):
                 self.weight = nn.Parameter(dense(self.weight), requires_grad=False)
-            # Rounded once, to the type of the weight.
+            # rounded once, to the type of the weight
             self.weight.copy_(self.weight.to(update.dtype).add_(update, alpha=sign))
 
 
 def adapt(linear: nn.Linear, lora: LoRA, frozen_weight: Tensor | None = None) -> None:
-    """Make `linear` a `LoRALinear` that computes what it did; its weight becomes `frozen_weight` if one is given.
+    """Turn `linear` into a `LoRALinear` with the same output, and with the weight `frozen_weight` if it is given.
 
-    A starts as the weight of a new Linear would, uniform in +-1/sqrt(in), drawn from torch's global generator;
-    B at zero. Both are fp32 if the weight is bf16 or fp16, in which small updates would be lost.
+    A is initialized like the weight of a new Linear, uniform in +-1/sqrt(in), from torch's global generator, and
+    B with zeros. Both are fp32 if the weight is bf16 or fp16, in which small updates would be lost.
     """
     weight = linear.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -93,6 +93,6 @@ def adapt(linear: nn.Linear, lora: LoRA, frozen_weight: Tensor | None = None) ->
 
 
 def restore(layer: LoRALinear) -> None:
-    """Make `layer` a plain `nn.Linear` with the weight that it has now."""
+    """Turn `layer` into a plain `nn.Linear` with its current weight."""
     del layer.lora, layer.merged, layer.lora_A, layer.lora_B
     layer.__class__ = nn.Linear  # type: ignore[assignment]

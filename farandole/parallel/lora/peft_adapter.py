@@ -1,15 +1,15 @@
-"""Adapters of LoRA on a disk, in the format of the library PEFT.
+"""Save and load LoRA adapters in the format of PEFT.
 
 A folder with two files:
 
     adapter_model.safetensors   base_model.model.PATH.lora_A.weight   (rank, in)
                                 base_model.model.PATH.lora_B.weight   (out, rank)
                                 base_model.model.PATH.base_layer.bias (out), a trained bias of an adapted layer
-                                base_model.model.NAME                 what else was trained, by its name in the model
+                                base_model.model.NAME                 other trained tensors, by their names in the model
     adapter_config.json         {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": [PATH, ...],
                                  "lora_dropout": ..., "use_rslora": ..., "bias": ..., "modules_to_save": ..., ...}
 
-PATH is that of the layer in the model. Each file is written to a temporary name, flushed and renamed.
+PATH is the path of the layer in the model. Each file is written to a temporary name, flushed and renamed.
 """
 
 from __future__ import annotations
@@ -50,13 +50,19 @@ def save_adapter(
     base_model: str | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the adapters of `model`, and what else was trained, to `folder`, which is made if it is not there.
+    """Write the adapters of `model` and other trained tensors to `folder`, which is created if it is missing.
 
-    Whether they are merged makes no difference. `base_model` is noted as the name of the model that they are for.
-    Of several ranks one calls this. (PEFT takes the names in `modules_to_save`, which are whole paths, for endings:
-    "2" would be "12" as well there.) With `values`, tensors by their names in the model replace those of the model,
-    whose own may be sharded or in use. Raises ValueError without LoRA, `AdapterError` where it cannot be written:
-    an adapter that was in the folder is then still there.
+    Call this on one rank only.  Adapters may be merged or not.  PEFT matches the paths in `modules_to_save` as endings,
+    so there "2" would also match "12".
+
+    Args:
+        base_model: the name of the base model to write into the configuration.
+        values: tensors by their names in the model, to write in place of those of the model, which may be sharded or
+            changing.
+
+    Raises:
+        ValueError: if the model has no LoRA.
+        AdapterError: if the files cannot be written.  An existing adapter in the folder is then unchanged.
     """
     model = _unwrapped(model)
     layers = lora_layers(model)
@@ -77,11 +83,14 @@ def save_adapter(
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> Summary:
-    """Put the adapter in `folder` on `model`: a plain one gets LoRA as it was saved, one with LoRA the values.
+    """Load the adapter in `folder` into `model`: add LoRA as saved to a plain model, or replace the values of its LoRA.
 
-    For a quantized base, call `add_lora` with it first. Raises `AdapterError`, with the model as it was, where
-    files are missing or damaged, or ask for what is not supported, or where names, shapes, rank or scaling are not
-    those of the model; ValueError where `add_lora` does.
+    For a quantized base, call `add_lora` first.
+
+    Raises:
+        AdapterError: if files are missing or damaged, need an unsupported feature, or have other names, shapes, rank or
+            scaling than the model.  The model is then unchanged.
+        ValueError: as in `add_lora`.
     """
     model, folder = _unwrapped(model), Path(folder).expanduser()
     saved = _read(folder)
@@ -94,14 +103,14 @@ def load_adapter(model: nn.Module, folder: str | Path) -> Summary:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model whose names are in files: not what `torch.compile` or DDP has put around it."""
+    """Return the model inside the wrappers of `torch.compile` and DDP, which change names."""
     compiled = getattr(model, "_orig_mod", None)  # its class takes seconds to import
     inner = model.module if isinstance(model, DistributedDataParallel) else compiled
     return _unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """On the CPU, with memory of its own: a parameter may be a view of one tensor with others."""
+    """Return a copy on the CPU; a parameter may be a view of a tensor with other parameters."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
@@ -132,7 +141,7 @@ def _config(model: nn.Module, lora: LoRA, paths: list[str], base_model: str | No
 
 
 def _exactly(paths: list[str], modules: Iterable[str]) -> list[str] | str:
-    """`paths` as a list; as a regular expression where PEFT would take one for the ending of another path too."""
+    """Return `paths` as a list, or as a regular expression if PEFT would match the ending of another path."""
     wanted = set(paths)
     endings = tuple(f".{path}" for path in paths)
     if any(module.endswith(endings) for module in modules if module not in wanted):
@@ -150,11 +159,13 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> 
         try:
             partial[1].write_text(text)
             save_file(tensors, partial[0], metadata={"format": "pt"})
-            shutil.copymode(partial[1], partial[0])  # safetensors makes it readable by its owner only
+            shutil.copymode(
+                partial[1], partial[0]
+            )  # safetensors creates files that only their owner can read
             for path in partial:
                 flush(path)
             if description.exists() and description.read_text() != text:
-                description.unlink()  # it never describes weights of another save
+                description.unlink()  # the configuration never describes the weights of another save
             partial[0].rename(weights)
             partial[1].rename(description)
             flush(folder)
@@ -168,17 +179,19 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> 
 
 
 def _read(folder: Path) -> Saved:
-    """What is in `folder`, checked to be an adapter."""
+    """Read the adapter in `folder`."""
     if not folder.is_dir():
         raise AdapterError(
-            f"{folder} is {'no folder' if folder.exists() else 'not there'}: name that of an adapter"
+            f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}: expected the folder of an adapter"
         )
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             has = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-            pickled = "; adapter_model.bin is a pickle, which is not read: save it with safetensors"
+            pickled = (
+                "; adapter_model.bin is a pickle, which is not loaded: save the adapter with safetensors"
+            )
             hint = pickled if (folder / "adapter_model.bin").is_file() else ""
-            raise AdapterError(f"{folder} is no adapter: {name} is missing; it has: {has}{hint}")
+            raise AdapterError(f"{folder} is not an adapter: {name} is missing; found: {has}{hint}")
     try:
         config = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
@@ -187,17 +200,17 @@ def _read(folder: Path) -> Saved:
         raise AdapterError(f"{folder / CONFIG} is damaged: it is a {type(config).__name__}, not an object")
     try:
         with safe_open(folder / WEIGHTS, "pt") as file:
-            named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{folder / WEIGHTS} is damaged: {error}") from error
     strange = [name for name in named if not name.startswith(PREFIX)]
     if strange or not named:
         found = f"{strange[0]!r} does not begin with {PREFIX!r}" if strange else "it has no tensors"
-        raise AdapterError(f"{folder / WEIGHTS} is no adapter of PEFT's format: {found}")
+        raise AdapterError(f"{folder / WEIGHTS} is not in the format of PEFT: {found}")
     return Saved(folder, config, {name.removeprefix(PREFIX): tensor for name, tensor in named.items()})
 
 
-# ---- whether an adapter fits a model, said before anything is changed ----
+# ---- checks before the model is changed ----
 
 
 _UNDERSTOOD = {
@@ -216,25 +229,29 @@ _UNDERSTOOD = {
 _HARMLESS = {
     *("task_type", "base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version"),
     *("exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("megatron_core", "qalora_group_size", "runtime_config"),  # have an effect only together with others
+    *(
+        "megatron_core",
+        "qalora_group_size",
+        "runtime_config",
+    ),  # have an effect only together with other fields
 }
-"""Fields that say where an adapter comes from, or which layers it has, as its tensors do."""
+"""Fields that are ignored: the origin of an adapter, or its layers, which follow from its tensors."""
 
 _STARTS = (True, False, "gaussian", "orthogonal")
-"""How A and B may have begun: other ways change the weights of the base model, which are then not those here."""
+"""Supported initializations of A and B; others change the weights of the base model."""
 
 _SHOWN = 6
 
 
 class AdapterError(RuntimeError):
-    """An adapter cannot be written or read, or does not fit; the message says which and why."""
+    """An adapter cannot be written or read, or does not fit the model; the message names the adapter and the reason."""
 
 
 @dataclass
 class Saved:
-    """An adapter as it was read: what its files say, tensors by their names without the prefix.
+    """A saved adapter: its configuration, and its tensors by name without the prefix.
 
-    `a` and `b` are matrices by path, `others` the other trained tensors by their names in the model.
+    `a` and `b` are the matrices by path, `others` the other trained tensors by their names in the model.
     """
 
     folder: Path
@@ -259,7 +276,7 @@ class Saved:
     def _check_config(self) -> None:
         kind = self.config.get("peft_type")
         if kind != "LORA":
-            raise AdapterError(f"{self.folder} is an adapter of the kind {kind!r}; only 'LORA' is supported")
+            raise AdapterError(f"{self.folder} has peft_type={kind!r}; only 'LORA' is supported")
         more = {
             name: value
             for name, value in self.config.items()
@@ -269,20 +286,20 @@ class Saved:
             more["init_lora_weights"] = start
         if more:
             said = ", ".join(f"{name}={value!r}" for name, value in more.items())
-            raise AdapterError(f"{self.folder} uses what is not supported here: {said}")
+            raise AdapterError(f"{self.folder} uses unsupported options: {said}")
         strange = [
             name
             for name in self.tensors
             if ".lora_" in name and not name.endswith(("_A.weight", "_B.weight"))
         ]
         if strange:
-            raise AdapterError(f"{self.folder} has tensors that are not supported here: {_listed(strange)}")
+            raise AdapterError(f"{self.folder} has unsupported tensors: {_listed(strange)}")
         if not self.a:
-            raise AdapterError(f"{self.folder} has no lora_A: it adapts no layer")
+            raise AdapterError(f"{self.folder} adapts no layer: it has no lora_A")
 
 
 def lora_of(saved: Saved) -> LoRA:
-    """The LoRA that an adapter is of; its layers are those that it has tensors for."""
+    """Return the LoRA options of an adapter; its targets are the layers for which it has tensors."""
     config = saved.config
     bias = config.get("bias", "none")
     names = [name for name in saved.others if not (bias == "all" and "bias" in name.rpartition(".")[2])]
@@ -291,7 +308,7 @@ def lora_of(saved: Saved) -> LoRA:
     trained = dict.fromkeys(name.rpartition(".")[0] for name in names)
     if "" in trained:
         raise AdapterError(
-            f"{saved.folder} has tensors of no module: {_listed([n for n in names if '.' not in n])}"
+            f"{saved.folder} has tensors without a module: {_listed([n for n in names if '.' not in n])}"
         )
     try:
         return LoRA(
@@ -304,13 +321,13 @@ def lora_of(saved: Saved) -> LoRA:
             also_train=[re.compile(re.escape(path)) for path in trained],
         )
     except KeyError as error:
-        raise AdapterError(f"{saved.folder} does not say {error.args[0]}") from None
+        raise AdapterError(f"{saved.folder / CONFIG} has no field {error.args[0]}") from None
     except (TypeError, ValueError) as error:
         raise AdapterError(f"{saved.folder}: {error}") from error
 
 
 def check_fits(model: nn.Module, lora: LoRA, saved: Saved, has_lora: bool) -> None:
-    """Raise `AdapterError` with all that does not fit, of layers first, then of what else was trained."""
+    """Raise `AdapterError` with the differences between an adapter and a model, layers first."""
     problems = [*_layers_that_differ(model, saved, has_lora), *_settings_that_differ(lora, saved)]
     problems += _shapes_that_differ(model, saved)
     if not problems:
@@ -321,7 +338,7 @@ def check_fits(model: nn.Module, lora: LoRA, saved: Saved, has_lora: bool) -> No
 
 
 def put_into(model: nn.Module, lora: LoRA, saved: Saved) -> Summary:
-    """Copy the values of an adapter that fits, in place."""
+    """Copy the values of an adapter into the model."""
     others = other_trained(model, lora)
     with torch.no_grad():
         for path, matrix in saved.a.items():
@@ -352,20 +369,18 @@ def _layers_that_differ(model: nn.Module, saved: Saved, has_lora: bool) -> list[
             problems.append(f"{path} is merged: call unmerge(model) first")
     covered = {modules.get(path) for path in saved.a}
     missing = [path for path, layer in lora_layers(model).items() if layer not in covered]
-    return problems + ([f"it has nothing for {_listed(missing)}"] if missing else [])
+    return problems + ([f"it has no tensors for {_listed(missing)}"] if missing else [])
 
 
 def _settings_that_differ(lora: LoRA, saved: Saved) -> list[str]:
     there = lora_of(saved)
     problems = []
     if there.rank != lora.rank:
-        problems.append(f"its rank is {there.rank}, that of the model's LoRA {lora.rank}")
+        problems.append(f"its rank is {there.rank}, that of the model {lora.rank}")
     elif not math.isclose(there.scaling, lora.scaling):
-        problems.append(
-            f"its update is multiplied by {there.scaling:g}, in the model by {lora.scaling:g} (alpha)"
-        )
+        problems.append(f"its scaling is {there.scaling:g}, that of the model {lora.scaling:g} (alpha)")
     if there.bias != lora.bias:
-        problems.append(f"its trained biases are {there.bias!r}, in the model {lora.bias!r}")
+        problems.append(f"its bias is {there.bias!r}, that of the model {lora.bias!r}")
     return problems
 
 
@@ -385,23 +400,23 @@ def _shapes_that_differ(model: nn.Module, saved: Saved) -> list[str]:
 def _others_that_differ(model: nn.Module, lora: LoRA, saved: Saved) -> list[str]:
     try:
         wanted = other_trained(model, lora, saved.a)
-    except ValueError as error:  # a module that the model has not
+    except ValueError as error:  # a module that the model does not have
         return [str(error)]
     problems = []
     if missing := [name for name in wanted if name not in saved.others]:
-        problems.append(f"it has no {_listed(missing)}, trained whole")
+        problems.append(f"it has no {_listed(missing)}, which also_train names")
     if more := [name for name in saved.others if name not in wanted]:
-        problems.append(f"it has {_listed(more)}, not trained in this model")
+        problems.append(f"it has {_listed(more)}, which this model does not train")
     both = [name for name in wanted if name in saved.others]
     shapes = [_shape(name, saved.others[name], tuple(wanted[name].shape)) for name in both]
     return problems + [problem for problem in shapes if problem]
 
 
 def _shape(name: str, found: Tensor, wanted: tuple[int, ...]) -> str:
-    """What is wrong with a tensor, or nothing."""
+    """Return the difference between the shapes of a tensor, or nothing."""
     if tuple(found.shape) == wanted:
         return ""
-    return f"{name} is {_times(found.shape)}, here {_times(wanted)}"
+    return f"{name} is {_times(found.shape)}, in the model {_times(wanted)}"
 
 
 def _times(shape: Iterable[int]) -> str:

@@ -1,7 +1,7 @@
-"""Frozen weights in 8 or 4 bits, made by torchao, and the product with one.
+"""Frozen weights of 8 or 4 bits, quantized by torchao, and their products.
 
-What is stored is small; a product makes the weight dense for as long as it takes, in the forward pass and
-again in the backward pass, which needs it for the gradient of the input (Dettmers et al., 2023, "QLoRA").
+A product dequantizes the weight temporarily, in the forward pass and
+again in the backward pass, for the gradient of the input (Dettmers et al., 2023, "QLoRA").
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _NF4_UNIT = 64 * 256
-"""64 weights share a scale, and 256 scales, in 8 bits, one of their own: torchao copies such tensors only."""
+"""Each 64 weights share a scale, and each 256 scales share a scale of scales; torchao supports multiples of this size."""
 
 
 def quantized_weights(linears: Mapping[str, nn.Linear], base: str) -> dict[str, Tensor]:
-    """The weight of each layer in the type `base`.
+    """Return the weight of each layer in the type `base`.
 
-    Raises ImportError without torchao, and ValueError for a weight that it cannot be.
+    Raises:
+        ImportError: if torchao is missing.
+        ValueError: if a weight cannot be quantized to this type.
     """
     try:
         with _quiet():
             from torchao import quantization
     except ImportError as error:
         raise ImportError(
-            f"LoRA base={base!r} needs torchao ({error}): pip install 'farandole[qlora]', or leave base out"
+            f"LoRA base={base!r} needs torchao ({error}): pip install 'farandole[qlora]', or omit base"
         ) from error
     return {
         path: _quantized(path, linear.weight.detach(), base, quantization) for path, linear in linears.items()
@@ -43,7 +45,7 @@ def _quantized(path: str, weight: Tensor, base: str, torchao: Any) -> Tensor:
         if weight.numel() % _NF4_UNIT:
             raise ValueError(
                 f"LoRA base='nf4': the weight of {path} has {weight.numel():,} values, not a multiple of "
-                f"{_NF4_UNIT:,}: leave it out of the targets, or use base='int8'"
+                f"{_NF4_UNIT:,}: exclude it from the targets, or use base='int8'"
             )
         made: Tensor = torchao.to_nf4(weight.contiguous())
         return made
@@ -53,7 +55,7 @@ def _quantized(path: str, weight: Tensor, base: str, torchao: Any) -> Tensor:
 
 
 def _int4(path: str, weight: Tensor, torchao: Any) -> Tensor:
-    """Whatever integers of 4 bits torchao has for this device: none for CPUs in the versions up to 0.18."""
+    """Return `weight` in torchao's int4 format for its device; torchao has none for CPUs up to version 0.18."""
     group = next((size for size in (128, 64, 32) if weight.shape[1] % size == 0), None)
     if group is None:
         raise ValueError(
@@ -73,17 +75,15 @@ def _int4(path: str, weight: Tensor, torchao: Any) -> Tensor:
     ) as error:
         raise ValueError(
             f"LoRA base='int4': torchao has no int4 weights for {weight.dtype} on this device, {weight.device} "
-            f"({error}): use base='int8', or base='nf4', which has 4 bits as well"
+            f"({error}): use base='int8', or base='nf4', which also has 4 bits"
         ) from error
     if restored.shape != weight.shape or (restored - weight).norm() > 0.3 * weight.norm():
-        raise ValueError(
-            f"LoRA base='int4': torchao does not give back the weight of {path}: use base='int8'"
-        )
+        raise ValueError(f"LoRA base='int4': torchao cannot dequantize the weight of {path}; use base='int8'")
     return made
 
 
 def _through_config(weight: Tensor, config: Any, torchao: Any) -> Tensor:
-    # On a layer of its own: torchao hangs methods on the layers it changes, and those cannot be pickled.
+    # in a temporary layer, because torchao adds methods to layers, which cannot be pickled
     with torch.device("meta"):
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight = nn.Parameter(weight, requires_grad=False)
@@ -92,20 +92,20 @@ def _through_config(weight: Tensor, config: Any, torchao: Any) -> Tensor:
 
 
 def dense(weight: Tensor) -> Tensor:
-    """The ordinary tensor that a quantized one stands for."""
-    restore = getattr(weight, "get_original_weight", None) or weight.dequantize  # the first is that of NF4
+    """Return the dequantized tensor."""
+    restore = getattr(weight, "get_original_weight", None) or weight.dequantize  # NF4 has the first method
     with torch.no_grad():
         restored: Tensor = restore()
     return restored
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether a tensor consists of others, as quantized ones do."""
+    """Return whether a tensor is a wrapper of other tensors, as quantized tensors are."""
     return hasattr(tensor, "__tensor_flatten__")
 
 
 def stored_bytes(tensor: Tensor) -> int:
-    """The bytes that a tensor takes; of one that consists of others, theirs."""
+    """Return the bytes of a tensor, or of the tensors that it wraps."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()
@@ -113,13 +113,13 @@ def stored_bytes(tensor: Tensor) -> int:
 
 
 def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` with a quantized weight: (..., in) to (..., out) in the type of `x`, or that of autocast."""
+    """Return `F.linear` with a quantized weight: (..., in) to (..., out), in the type of `x` or of autocast."""
     result: Tensor = _FrozenLinear.apply(x, weight, bias)
     return result
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """Keeps nothing for the backward pass but the quantized weight."""
+    """A product that saves only the quantized weight for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -142,7 +142,7 @@ class _FrozenLinear(torch.autograd.Function):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings that torchao's import makes about kernels for other devices."""
+    """Suppress the warnings of torchao's import about kernels for other devices."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

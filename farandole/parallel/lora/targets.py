@@ -1,4 +1,4 @@
-"""The modules that the patterns of a LoRA match, and which other modules hold their weights."""
+"""Find the modules that match the patterns of a LoRA, and the modules that share their weights."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from farandole.plan import ALL_LINEAR, LoRA, Pattern, as_patterns
 
 
 def find_targets(model: nn.Module, lora: LoRA) -> dict[str, nn.Linear]:
-    """The layers that `lora` adapts, by path, in the order of the model.
+    """Return the layers that `lora` adapts by path, in the order of the model.
 
-    Raises ValueError where a pattern matches nothing, or what cannot be adapted.
+    Raises:
+        ValueError: if a pattern matches nothing, or a module that cannot be adapted.
     """
     if isinstance(model, nn.Linear):
         raise ValueError(
@@ -47,7 +48,7 @@ def find_targets(model: nn.Module, lora: LoRA) -> dict[str, nn.Linear]:
 
 
 def find_trained(model: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
-    """The modules that are trained whole, by path.  Raises ValueError where a pattern matches nothing."""
+    """Return the modules of `lora.also_train` by path.  Raise ValueError if a pattern matches nothing."""
     modules = _modules(model)
     found: dict[str, nn.Module] = {}
     for pattern in as_patterns("also_train", lora.also_train):
@@ -62,7 +63,7 @@ def find_trained(model: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
 
 
 def held_elsewhere(model: nn.Module, tensor: Tensor, owners: Iterable[nn.Module]) -> list[str]:
-    """The names under which modules other than `owners` hold `tensor`, or memory of it."""
+    """Return the names of parameters of modules other than `owners` that share memory with `tensor`."""
     own = set(owners)
     return [
         f"{path}.{name}" if path else name
@@ -74,7 +75,7 @@ def held_elsewhere(model: nn.Module, tensor: Tensor, owners: Iterable[nn.Module]
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two ordinary tensors have memory in common (engines make parameters views of one flat tensor)."""
+    """Return whether two tensors overlap in memory; parameters of an engine are views of one flat tensor."""
     if a.device != b.device:
         return False
     first, second = _extent(a), _extent(b)
@@ -82,7 +83,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First byte and end of a tensor; nothing for one without memory of its own (meta, quantized)."""
+    """Return the address range of a tensor, which is empty for meta and quantized tensors."""
     if tensor.layout != torch.strided or tensor.numel() == 0 or tensor.is_meta or is_wrapper(tensor):
         return 0, 0
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -90,7 +91,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """All modules below `model` under all their paths: a shared one has several."""
+    """Return all submodules of `model` by path; a shared module has several paths."""
     return {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
 
 
@@ -107,15 +108,17 @@ def _matches(pattern: Pattern, path: str) -> bool:
 
 
 def _why_not(module: nn.Module) -> str | None:
-    """What a module is that cannot be adapted, or None for one that can."""
+    """Return a description of a module that cannot be adapted, or None."""
     if type(module) is not nn.Linear:
-        derived = isinstance(module, nn.Linear)  # as in nn.MultiheadAttention, which does not call it
+        derived = isinstance(
+            module, nn.Linear
+        )  # such as that of nn.MultiheadAttention, which does not call it
         return f"a {type(module).__name__}{', whose weight may be used without a call of it' * derived}"
     weight = module._parameters.get("weight")
     if weight is None:  # computed before each call, as `nn.utils.weight_norm` does
-        return "an nn.Linear whose weight is no parameter"
+        return "an nn.Linear whose weight is not a parameter"
     if is_wrapper(weight.data):
-        return f"an nn.Linear whose weight is a {type(weight.data).__name__} already"
+        return f"an nn.Linear whose weight is already of type {type(weight.data).__name__}"
     if weight.numel() == 0:
         return f"an nn.Linear of {weight.shape[1]} inputs and {weight.shape[0]} outputs"
     if not weight.is_floating_point():
@@ -124,7 +127,7 @@ def _why_not(module: nn.Module) -> str | None:
 
 
 def _check_fast_path(model: nn.Module, found: dict[str, nn.Module]) -> None:
-    """Refuse layers that torch's encoder reads past: their adapters would be missing in inference."""
+    """Refuse layers whose weights torch's encoder uses without calling them, because their adapters would have no effect."""
     targets = set(found.values())
     for path, module in model.named_modules():
         if (
@@ -141,13 +144,13 @@ def _check_fast_path(model: nn.Module, found: dict[str, nn.Module]) -> None:
 
 
 def _inside(found: Iterable[str], linear: Sequence[str]) -> str:
-    """Advice for a pattern that means a module which holds Linear layers."""
+    """Return the Linear layers inside of the modules that a pattern matches, as a suggestion."""
     within = [path for path in linear if any(path.startswith(f"{outer}.") for outer in found)]
     return f"; Linear layers inside: {_listed(within)}" if within else f"; Linear layers: {_listed(linear)}"
 
 
 def _near(pattern: Pattern, paths: Iterable[str]) -> str:
-    """`; nearest: ...`, or nothing."""
+    """Return `; nearest: ...`, or an empty string."""
     text = (pattern.pattern if isinstance(pattern, re.Pattern) else pattern).lower()
     names = {path: path.lower() for path in paths}
     names |= {ending: ending.lower() for ending in (path.rpartition(".")[2] for path in names)}
