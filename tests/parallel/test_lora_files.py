@@ -279,7 +279,7 @@ def test_folders_that_are_no_adapters(tmp_path: Path) -> None:
     refused("is not a folder")
     (tmp_path / "adapter").unlink()
     (tmp_path / "adapter").mkdir()
-    refused("adapter_config.json is missing; it has: nothing")
+    refused("adapter_config.json is missing; found: nothing")
     save_adapter(trained(LORA), tmp_path / "adapter")
     weights, config = (
         tmp_path / "adapter" / "adapter_model.safetensors",
