@@ -113,7 +113,7 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # the environment may name another folder
-    if "OMP_NUM_THREADS" in environment:  # a new process of torch would read it
+    if "OMP_NUM_THREADS" in environment:  # torch reads the variable only when it is loaded
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in ignored:

@@ -103,7 +103,7 @@ def run_script(path: str) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when its parent `parent_pid` ends, however it ends (Linux)."""
+    """Let the kernel kill this process when its parent `parent_pid` ends (Linux)."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

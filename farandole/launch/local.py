@@ -1,4 +1,4 @@
-"""Start the ranks of a job on this host: `farandole launch` and every `--ranks`."""
+"""Start the ranks of a job on this host, for `farandole launch` and every command with `--ranks`."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def run_on_this_host(
         raise LaunchError(f"--ranks {ranks}: a job has at least 1 rank on each host")
     if program.max_restarts and rendezvous.nodes > 1:
         raise LaunchError(
-            "--max-restarts is for a job on one host; on several hosts use torchrun --max-restarts, or start the job "
-            "again from its last checkpoint"
+            "--max-restarts is for a job on one host; on several hosts use torchrun --max-restarts, or restart the job "
+            "from its last checkpoint"
         )
     program.check()
     check_rank_limits(ranks)

@@ -29,7 +29,7 @@ FAILURE_GRACE_S = 0.5
 TERMINATION_GRACE_S = 5.0
 SIGNAL_GRACE_S = 60.0
 SLOW_STOP_S = 1.0
-"""Ranks that take longer than this to stop, in seconds, are reported."""
+"""The time, in seconds, after which ranks that are still stopping are reported."""
 
 
 def signals_to_handle() -> tuple[signal.Signals, ...]:
@@ -70,7 +70,7 @@ class RankMonitor:
         self._failed_at: float | None = None
         self._kill_at: float | None = None
         self.ended_at: dict[int, float] = {}
-        """When the end of each rank was detected, in seconds since the epoch."""
+        """The time at which the end of each rank was detected, in seconds since the epoch."""
         self.stopped: set[int] = set()
         """The ranks that were signalled before they had ended."""
         self.killed: set[int] = set()

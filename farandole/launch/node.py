@@ -34,7 +34,7 @@ class NodeSpec:
     folder: str
     """The working directory of the ranks."""
     environment: Mapping[str, str]
-    """The variables to set."""
+    """The environment variables to set."""
     program: Program
     ranks: int
     """The number of ranks on this host."""

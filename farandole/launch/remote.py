@@ -30,7 +30,7 @@ from farandole.launch.program import Program
 from farandole.launch.reports import count, describe_stop, notify
 
 STOP_TIMEOUT_S = 8.0
-"""How long the launchers of the other hosts have, in seconds, to stop after one has failed."""
+"""The time, in seconds, in which the launchers of other hosts must stop after one launcher has failed."""
 
 HOST_VARIABLES = re.compile(
     r"HOME|HOSTNAME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|TMPDIR|TERM|_|DISPLAY|LS_COLORS|(SSH|XDG|DBUS|BASH_FUNC)_.*"

@@ -35,7 +35,7 @@ class ErrorReport:
     consequence: bool = False
     """Whether another rank's failure caused it: a communication error."""
     time: float = field(default_factory=time.time)
-    """When it was raised, in seconds since the epoch."""
+    """The time at which it was raised, in seconds since the epoch."""
     status: int = 1
     """The exit status of the rank."""
 

@@ -85,7 +85,7 @@ def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Runtime:
     Args:
         backend: Any backend of `torch.distributed`; None is "farandole", which falls back to Gloo if its C core is
             not available.
-        timeout_s: How long to wait for the other ranks, in seconds: here, and in every collective.
+        timeout_s: How long to wait for the other ranks, in seconds, in this call and in every collective.
 
     Raises:
         LaunchError: The launcher's variables contradict each other, or the ranks do not rendezvous in time.

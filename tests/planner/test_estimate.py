@@ -386,7 +386,7 @@ def test_swap_keeps_the_largest_amount_that_may_wait() -> None:
     machine = replace(MACHINE, disk=Bandwidth(1e8, 1e8, "made up"))
     workload = Workload(model=model, example=example)
     kept, swapped = (estimate_workload(workload, Plan(swap=swap), 1, machine) for swap in ("none", "disk:."))
-    # each layer saves its output; the output of the last layer belongs to the loss, so it is not swapped
+    # each layer saves its output; the last output is also the input of the loss, so it is not swapped
     assert kept.parts["activations"] >= 9 << 26
     assert kept.parts["activations"] - swapped.parts["activations"] == (8 << 26) - BEHIND_BYTES
     assert kept.times.keys() < swapped.times.keys() and swapped.seconds > kept.seconds
