@@ -1,18 +1,18 @@
 # make demo   train a small language model on 2 ranks, in an environment of its own
-# make test   lint, types and all tests
-# make test-tensorflow   the tests of Horovod's interface for TensorFlow, a part of make test
-# make test-torch TORCH=2.15.0   the tests of the process groups on that version of torch, in an environment of its own
-# make docs   build the documentation into site/, checking every link; make docs-serve shows it at 127.0.0.1:8000
+# make test   lint, documentation, types and all tests
+# make test-tensorflow   run the tests of Horovod's interface for TensorFlow, a part of make test
+# make test-torch TORCH=2.15.0   run the tests of process groups with this version of torch, in an environment of its own
+# make docs   build the documentation into site/ and check every link; make docs-serve serves it at 127.0.0.1:8000
 # make pictures   draw the pictures of the documentation whose data or code changed
-# make matrix the tests of the process groups on every Python found and on the versions TORCHES of torch
+# make matrix run the tests of process groups with every installed Python and the versions TORCHES of torch
 # make wheels build the source distribution and wheels for x86_64 and aarch64 in dist/, and test them
-# make coverage  branch coverage of the Python code by all tests, in all ranks: some twenty minutes
-# make test-all  all of test, coverage, wheels, matrix and the long proofs (make sanitize is one of them): hours
-# make sanitize   fuzz the C core and load it with random operations, under sanitizers: ten minutes; needs gcc and clang
+# make coverage  measure the branch coverage of the Python code by all tests, in all ranks: about twenty minutes
+# make test-all  run test, coverage, wheels, matrix and all slow tests, including make sanitize: hours
+# make sanitize   fuzz the C core and run random operations under sanitizers: ten minutes; needs gcc and clang
 # make gpu    check every CUDA path on one NVIDIA GPU, without a network (docs/guides/gpu.md); WHEELS=folder installs missing packages
-# make clean  remove the environments and what was built
+# make clean  remove the environments and build outputs
 #
-# PYTHON=python3.12 chooses the interpreter (3.11 or later), TESTS=tests/parallel the tests of test-torch.
+# PYTHON=python3.12 selects the interpreter (3.11 or later), and TESTS=tests/parallel the tests of test-torch.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -23,17 +23,17 @@ PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 TORCHES ?= 2.11.0 2.12.0 2.13.0 2.14.0 2.15.0
 NATIVE := $(wildcard farandole/native/*.c farandole/native/*.h farandole/native/*.inc)
 
-# The checks use the environment of `make test` where there is one and PYTHON is not given.
+# `make gpu` uses the environment of `make test` if it exists and PYTHON is not set.
 GPU_PYTHON := $(if $(and $(wildcard $(BIN)/python),$(filter file,$(origin PYTHON))),$(BIN)/python,$(PYTHON))
 GPU_JSON   ?= docs/gpu.json
 
-# An installation is redone when what it depends on changed; otherwise it takes no time.
-# pip is quiet (errors only, those in full): each phase says in a line what it does.  Modules are compiled when they
-# are first imported, as most never are.
+# An installation is repeated only if one of these files has changed.
+# pip prints errors only, because each target prints a line of its own.  Most modules are never imported, so modules
+# are compiled on their first import.
 INSTALLED := pyproject.toml setup.py constraints.txt $(NATIVE)
 INSTALL   := $(BIN)/pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable
 
-# Images of containers often set it. Without bytecode each process spends 2 to 3 s on compiling torch.
+# Container images often set this variable. Without bytecode each process spends 2 to 3 s on compiling torch.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test types tests test-tensorflow test-torch test-all docs docs-serve pictures coverage matrix wheels gpu sanitize clean
@@ -41,7 +41,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/train.stamp
 	$(BIN)/farandole train
 	@echo
-	@echo "The command is $(BIN)/farandole; after '. $(BIN)/activate' it is farandole. To let the model write:"
+	@echo "The command is $(BIN)/farandole, or farandole after '. $(BIN)/activate'. To generate text with the model:"
 	@echo "    $(BIN)/farandole generate runs --prompt 'def'"
 
 test: $(VENV)/docs.stamp
@@ -53,7 +53,7 @@ test: $(VENV)/docs.stamp
 types:
 	$(BIN)/mypy farandole
 
-# Three tests at a time: most of them wait, for processes to start or for deadlines.
+# Three tests run at a time, because most tests wait for processes to start or for timeouts.
 PYTEST := $(BIN)/pytest --numprocesses 3 --dist worksteal
 
 tests: test-tensorflow
@@ -65,9 +65,9 @@ TENSORFLOW_TESTS := tests/horovod/tensorflow tests/bench/test_tensorflow.py
 test-tensorflow: $(VENV)/tensorflow.stamp
 	PYTHONPATH=$(CURDIR)/$(VENV)/tensorflow $(PYTEST) --quiet $(TENSORFLOW_TESTS)
 
-# All packages but torch, torchvision, and setuptools, which some versions of torch limit, have the versions of `make test`.
+# All packages have the versions of `make test`, except torch, torchvision, and setuptools, which some versions of torch limit.
 test-torch:
-	@test -n "$(TORCH)" || { echo "give the version of torch: make test-torch TORCH=2.15.0" >&2; exit 2; }
+	@test -n "$(TORCH)" || { echo "TORCH is not set: make test-torch TORCH=2.15.0" >&2; exit 2; }
 	$(PYTHON) -m venv $(OTHER)
 	grep -vE '^(torch|torchvision|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/pip install -qq --no-compile --disable-pip-version-check --constraint $(OTHER)/constraints.txt \
@@ -83,7 +83,7 @@ matrix:
 		done; \
 	done
 
-# zig has the headers and the C library of every target: the wheels need no container, and load where glibc is 2.28 or later.
+# zig includes the headers and the C library of every target, so no container is needed. The wheels need glibc 2.28 or later.
 wheels: $(VENV)/wheels.stamp
 	rm -rf dist
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build --sdist

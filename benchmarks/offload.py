@@ -162,12 +162,12 @@ def notes(result: dict[str, Any]) -> str:
     seconds = result["seconds"]
     step = seconds["step"]
     return (
-        f"{result['access']}: plain read {human_seconds(seconds['plain read'])}, write "
-        f"{human_seconds(seconds['plain write'])}; a step has {100 * result['share_of_plain']:.0f} % of the plain "
-        f"bandwidth (median of turns; best {100 * result['best_share']:.0f} %), waits for the disk "
-        f"{100 * seconds['waited'] / step:.0f} % of its time and uses {human_seconds(seconds['processor'])} of the "
-        f"processor; the budget predicted {human_seconds(result['predicted'])}; the load of the machine was "
-        f"{result['load']:.0f}"
+        f"Disk: {result['access']}. The plain test reads in {human_seconds(seconds['plain read'])} and writes in "
+        f"{human_seconds(seconds['plain write'])}. A step reaches {100 * result['share_of_plain']:.0f} % of the plain "
+        f"bandwidth (median of the turns; best turn: {100 * result['best_share']:.0f} %). It waits for the disk "
+        f"during {100 * seconds['waited'] / step:.0f} % of its time and uses {human_seconds(seconds['processor'])} of "
+        f"processor time. The predicted time is {human_seconds(result['predicted'])}. The load average of the machine "
+        f"was {result['load']:.0f}."
     )
 
 

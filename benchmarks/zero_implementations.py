@@ -2,7 +2,7 @@
 
 They train one model on one batch with AdamW.  In bf16 they compute in bf16 and keep master weights,
 reduced gradients and optimizer states in fp32; DDP and a single rank use autocast instead.  Settings are the fastest found for each: see
-docs/benchmarks/results.md.
+docs/benchmarks/method.md.
 """
 
 from __future__ import annotations

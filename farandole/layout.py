@@ -1,18 +1,22 @@
-"""Which part of each tensor a cell of the mesh stores, and how the gradients of its copies are summed.
+"""The layout of a tensor: the part that each cell of the mesh stores, and the reduction of the gradients of its copies.
 
     qkv = Layout("0.qkv", (3 * 12, 12), shards=(("tensor", Shard(0, (Part(12, unit=4),) * 3)),))
-    qkv.boxes(mesh, cell)              # the boxes of the global tensor that the cell stores: its heads of q, of k and of v
-    norm = Layout("0.norm", (12,), same={"tensor"})                 # its gradient is the same on all ranks of the axis
-    norm.reduction(mesh, piece)        # whose gradients are summed, with which weights
+    qkv.boxes(mesh, cell)              # the boxes of the global tensor that the cell stores: its heads of q, k and v
+    norm = Layout("0.norm", (12,), same={"tensor"})                 # the gradient is the same on all ranks of the axis
+    norm.reduction(mesh, piece)        # the ranks whose gradients are summed, and their weights
 
-A layout states two things for each axis: the tensor is divided along a dimension (`Shard`), or every coordinate has a copy.  The
-gradients of copies are summed, unless the axis is among `same`.  Everything else follows from these functions, so
-that gradient reduction, the division of optimizer states, the global norm, checkpoints and the planner need to know no axis.
+Along each axis, a tensor is either divided in one dimension (`Shard`), or every coordinate has a copy.  The gradients
+of copies are summed, unless the axis is in `same`.  Gradient reduction, the division of optimizer states, the global
+norm, checkpoints and the planner use the functions of `Layout`, and contain no code for a particular axis.
 
-Terms.  A *box* is one range per dimension of the global tensor.  A *piece* is a box that every cell holds whole or not at all: boxes
-are cut into pieces where those of different cells overlap in part, as stages of different widths have them.  The *replica set* of a
-piece is the cells that hold it.  It is divided into *classes*: the gradients of a class are identical, those of different classes
-are to be summed.
+Terms:
+
+- A *box* is one range per dimension of the global tensor.
+- A *piece* is a box that every cell holds whole or not at all.  If boxes of different cells overlap in part, as for
+  stages of different widths, they are cut into pieces.
+- The *replica set* of a piece contains the cells that hold the piece.
+- A replica set is divided into *classes*. The gradients within a class are identical.  The gradients of different
+  classes are summed.
 """
 
 from __future__ import annotations
@@ -33,15 +37,15 @@ Box = tuple[tuple[int, int], ...]
 
 
 class LayoutError(ValueError):
-    """A layout that a mesh cannot have; the message names the tensor and the sizes."""
+    """The layout does not fit the mesh; the message names the tensor and the sizes."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive rows of a sharded dimension that are divided by themselves, as q, k and v in a fused projection.
+    """Consecutive rows of a sharded dimension that are divided separately, such as q, k and v in a fused projection.
 
-    `unit` rows stay together, as those of an attention head.  `copies` neighbors on the axis hold the same chunk, as the ranks that
-    share a key-value head.
+    `unit` rows stay together, such as the rows of an attention head.  `copies` neighbors on the axis hold the same
+    chunk, such as ranks that share a key-value head.
     """
 
     size: int
@@ -51,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Shard:
-    """Divided along dimension `dim`, in whole units; with `parts`, each of them."""
+    """The division along dimension `dim`, in whole units of `unit` rows; `parts` are divided separately."""
 
     dim: int
     parts: tuple[Part, ...] = ()
@@ -62,29 +66,30 @@ class Shard:
 class Reduction:
     """How the ranks that hold a piece sum its gradient.
 
-    Each column of `columns` is a set of ranks whose gradients, multiplied by `weights`, add up to the whole gradient.  The columns
-    are disjoint, have every rank that holds the piece, and sum by themselves.  The first one counts for norms and
-    writes checkpoints.
+    A column of `columns` is a set of ranks whose gradients, multiplied by `weights`, add up to the whole gradient.
+    Every rank that holds the piece is in exactly one column, and each column sums separately.  Norms and checkpoints
+    use the first column.
     """
 
     columns: tuple[tuple[int, ...], ...]
     weights: Mapping[int, float]
 
     def column_of(self, rank: int) -> int:
-        """The number of a rank's column."""
+        """Return the number of a rank's column."""
         return next(number for number, ranks in enumerate(self.columns) if rank in ranks)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Of one tensor, the same on all ranks.
+    """The layout of one tensor, equal on all ranks.
 
     Args:
-        name: in the model of one process.
-        shape: of the tensor of one process.
-        stages: the stages of the pipeline that have it; a tied embedding has two.
-        shards: (axis, how it is divided), applied in this order.
-        same: the axes along which copies have identical gradients, as a norm's under tensor parallelism.
+        name: the name of the tensor in the model of one process.
+        shape: the shape of the tensor in the model of one process.
+        stages: the pipeline stages that have the tensor; two stages have a tied embedding.
+        shards: pairs of an axis and the division along it, applied in this order.
+        same: the axes along which copies have identical gradients, such as normalization weights under tensor
+            parallelism.
     """
 
     name: str
@@ -102,11 +107,11 @@ class Layout:
                 )
 
     def cells(self, mesh: Mesh) -> list[Cell]:
-        """The cells that have the tensor."""
+        """Return the cells that have the tensor or a part of it."""
         return [cell for cell in mesh.cells if cell.pipeline in self.stages]
 
     def boxes(self, mesh: Mesh, cell: Cell) -> tuple[Box, ...]:
-        """The boxes of the global tensor that a cell stores; its tensor is their concatenation along the divided dimensions."""
+        """Return the boxes of the global tensor that a cell stores, concatenated along the divided dimensions."""
         return self._boxes(
             tuple((mesh.width(axis, cell.pipeline), mesh.coordinate(cell, axis)) for axis, _ in self.shards)
         )
@@ -124,19 +129,22 @@ class Layout:
         parts = shard.parts or (Part(end - at, shard.unit),)
         if sum(part.size for part in parts) != end - at:
             raise LayoutError(
-                f"{self.name}: its parts have {sum(part.size for part in parts)} rows, dimension {dim} has {end - at}"
+                f"{self.name}: expected parts of {end - at} rows together, the size of dimension {dim}, got "
+                f"{sum(part.size for part in parts)}"
             )
         for part in parts:
             copies = min(part.copies, width)
             if width % copies:
-                raise LayoutError(f"{self.name}: {axis}={width} is not a multiple of {copies} copies")
+                raise LayoutError(
+                    f"{self.name}: expected {axis} to be a multiple of {copies} copies, got {width}"
+                )
             start, stop = chunk(part.size, width // copies, place // copies, part.unit)
             yield (*box[:dim], (at + start, at + stop), *box[dim + 1 :])
             at += part.size
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - layouts are small, and there are few meshes
     def pieces(self, mesh: Mesh) -> tuple[Box, ...]:
-        """The smallest set of boxes of which every cell's boxes consist, in order; empty boxes are in none."""
+        """Return the pieces of which the boxes of all cells consist, sorted, without empty boxes."""
         if not self.shards:
             whole = tuple((0, length) for length in self.shape)
             return (whole,) if volume(whole) else ()
@@ -147,13 +155,13 @@ class Layout:
         return tuple(sorted(boxes))
 
     def replicas(self, mesh: Mesh, piece: Box) -> tuple[Cell, ...]:
-        """The cells that hold a piece."""
+        """Return the cells that hold a piece."""
         return tuple(
             cell for cell in self.cells(mesh) if any(contains(box, piece) for box in self.boxes(mesh, cell))
         )
 
     def classes(self, mesh: Mesh, piece: Box) -> dict[tuple[int, ...], list[Cell]]:
-        """The replica set in classes of cells whose gradients are identical."""
+        """Return the cells of the replica set, by class."""
         axes = mesh.others(sorted(self.same))
         found: dict[tuple[int, ...], list[Cell]] = defaultdict(list)
         for cell in self.replicas(mesh, piece):
@@ -161,19 +169,22 @@ class Layout:
         return dict(found)
 
     def reduction(self, mesh: Mesh, piece: Box) -> Reduction:
-        """Whose gradients of a piece are summed.
+        """Return the ranks that sum their gradients of a piece, and the weights of the gradients.
 
-        Ranks communicate, not cells.  A rank with several cells of the replica set has one tensor, whose gradient is the sum of
-        theirs, each class as often as it has cells of it: its *signature*.  Ranks of one signature have equal gradients.
+        Ranks communicate, not cells.  A rank with several cells of the replica set has one tensor, whose gradient is
+        the sum over these cells.  The *signature* of a rank is the number of its cells in each class.  Ranks with the
+        same signature have equal gradients.
 
-        - Signatures have no class in common, and equally many ranks: a column has one rank of each.
-        - They have none in common, and different numbers of ranks: one column has all, each with the weight 1 / number.
-        - They have classes in common: one column, whose weights count each class once, if there are such.
+        - If each class occurs once in all signatures together, and all signatures have the same number of ranks, a
+          column has one rank of each signature.
+        - If each class occurs once, but the numbers of ranks differ, one column has all ranks.  The weight of a rank is
+          1 / (number of ranks with its signature).
+        - If a class occurs several times, one column has all ranks, with weights for which each class counts once.
 
         Raises:
-            LayoutError: if there are none.
+            LayoutError: if no such weights exist.
         """
-        if not self.shards:  # name and shape do not matter
+        if not self.shards:  # independent of name and shape, so tensors share the cached result
             return _reduction(Layout("", (), self.stages, (), self.same), mesh, ())
         return _reduction(self, mesh, piece)
 
@@ -181,7 +192,8 @@ class Layout:
 @functools.lru_cache(maxsize=65536)
 def _reduction(layout: Layout, mesh: Mesh, piece: Box) -> Reduction:
     same = sorted(layout.same & set(AXES))
-    held: dict[int, Counter[tuple[int, ...]]] = defaultdict(Counter)  # of a rank: cells of each class
+    # by rank: the number of cells of each class
+    held: dict[int, Counter[tuple[int, ...]]] = defaultdict(Counter)
     first: dict[int, tuple[int, ...]] = {}
     classes = layout.classes(mesh, piece)
     for key, cells in classes.items():
@@ -193,7 +205,7 @@ def _reduction(layout: Layout, mesh: Mesh, piece: Box) -> Reduction:
     for rank in sorted(held, key=lambda rank: (first[rank], rank)):
         alike[frozenset(held[rank].items())].append(rank)
     everyone = tuple(sorted(held))
-    if sum(count for signature in alike for _, count in signature) == len(classes):  # nothing in common
+    if sum(count for signature in alike for _, count in signature) == len(classes):  # each class occurs once
         if len({len(ranks) for ranks in alike.values()}) == 1:
             columns = tuple(tuple(sorted(column)) for column in zip(*alike.values(), strict=True))
             return Reduction(columns, dict.fromkeys(everyone, 1.0))
@@ -203,8 +215,8 @@ def _reduction(layout: Layout, mesh: Mesh, piece: Box) -> Reduction:
     solution, *_ = np.linalg.lstsq(counts, np.ones(len(counts)), rcond=None)
     if not np.allclose(counts @ solution, 1):
         raise LayoutError(
-            f"{layout.name}: the ranks {', '.join(map(str, everyone))} hold copies of {piece} whose gradients cannot be summed so that "
-            f"each counts once; place the stages of the mesh on other ranks"
+            f"{layout.name}: no weights sum the gradients of {piece} on ranks {', '.join(map(str, everyone))} so that each copy "
+            f"counts once; assign the stages of the mesh to other ranks"
         )
     return Reduction((everyone,), dict(zip(everyone, map(float, solution), strict=True)))
 
@@ -213,21 +225,21 @@ def _reduction(layout: Layout, mesh: Mesh, piece: Box) -> Reduction:
 
 
 def chunk(length: int, parts: int, number: int, unit: int = 1) -> tuple[int, int]:
-    """Range `number` of `parts` ranges of whole units, as even as possible, the longer ones first."""
+    """Return range `number` of `parts` ranges of whole units, as even as possible, the longer ranges first."""
     if length % unit:
-        raise LayoutError(f"{length} elements are not whole units of {unit}")
+        raise LayoutError(f"expected a multiple of {unit} elements, got {length}")
     least, longer = divmod(length // unit, parts)
     start = number * least + min(number, longer)
     return start * unit, (start + least + (number < longer)) * unit
 
 
 def volume(box: Box) -> int:
-    """How many elements a box has."""
+    """Return the number of elements of a box."""
     return math.prod(end - start for start, end in box)
 
 
 def contains(outer: Box, inner: Box) -> bool:
-    """Whether one box lies in the other."""
+    """Return whether `outer` contains `inner`."""
     return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))
 
 
@@ -236,7 +248,7 @@ def _overlap(a: Box, b: Box) -> bool:
 
 
 def _grid(box: Box, cuts: Sequence[Sequence[int]]) -> Iterator[Box]:
-    """The parts into which `cuts` in each dimension divide a box."""
+    """Return the parts into which the `cuts` of each dimension divide a box."""
     ranges = [
         [(a, b) for a, b in itertools.pairwise(ends) if start <= a and b <= end]
         for (start, end), ends in zip(box, cuts, strict=True)
@@ -245,9 +257,9 @@ def _grid(box: Box, cuts: Sequence[Sequence[int]]) -> Iterator[Box]:
 
 
 def boxes_of_range(box: Box, start: int, end: int) -> list[Box]:
-    """The boxes that make up the elements `start` to `end` of a box, in the order of its flattened elements.
+    """Return the boxes that contain the flattened elements `start` to `end` of a box, in this order.
 
-    There are at most 2n - 1 of them for n dimensions.
+    For n dimensions there are at most 2n - 1 boxes.
     """
     if start >= end:
         return []

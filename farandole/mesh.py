@@ -1,15 +1,16 @@
-"""Which rank computes which part of a model: cells on the axes of parallelism, and the groups of ranks among them.
+"""The mesh of ranks: the coordinates of each rank on the axes of parallelism, and the groups along the axes.
 
-    mesh = Mesh.box(8, data=2, pipeline=2, tensor=2)            # rank 0 is data 0, pipeline 0, tensor 0; rank 1 is tensor 1
+    mesh = Mesh.box(8, data=2, pipeline=2, tensor=2)            # rank 0 is data 0, pipeline 0, tensor 0
     mesh.peers(cell, "tensor")                                  # the cells that differ from `cell` on that axis only
-    groups = mesh.connect(comm, [("tensor",), ("data",)])       # collective
+    groups = mesh.connect(comm, [("tensor",), ("data",)])       # a collective call
     groups.of(cell, "tensor").comm.all_reduce(tensor)
 
-A *cell* is a place in the mesh: one coordinate on each axis, and the rank that holds it.  Most meshes are boxes, with one cell per
-rank.  Two are not: a pipeline whose stages have different widths, and a mirrored one, where each rank holds one stage of
-each direction (GEMS: Jain et al., 2020), so that with an odd number of stages the rank in the middle holds the same stage twice.
+A *cell* has one coordinate on each axis, and belongs to one rank.  Most meshes are boxes with one cell per rank.  There
+are two exceptions.  The stages of a pipeline may have different widths.  In a mirrored pipeline each rank holds one
+stage of each direction (GEMS: Jain et al., 2020); with an odd number of stages the middle rank holds the same stage
+twice.
 
-A mesh is plain data, the same on every rank.  Nothing here depends on which rank computes it.
+A mesh contains no communicator and is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ import torch
 from farandole.comm.communicator import Communicator
 
 AXES = ("data", "pipeline", "mirror", "spatial", "context", "expert", "tensor")
-"""From the outermost, whose ranks are far apart, to the innermost, whose ranks are neighbors and communicate most."""
+"""The axes from the outermost, with distant ranks, to the innermost, whose ranks are neighbors and communicate most."""
 
 
 LOSS_AXES = ("data", "context", "expert")
-"""The axes along which ranks compute different samples or tokens, and so have losses of their own."""
+"""The axes along which ranks compute different samples or tokens, and therefore different losses."""
 
 
 class MeshError(ValueError):
-    """A mesh that cannot be made; the message names the sizes, and the nearest that can."""
+    """The mesh is invalid; the message names the sizes, and the nearest valid size."""
 
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """A place in a mesh, and the rank that holds it."""
+    """The coordinates of a cell in a mesh, and the rank that holds it."""
 
     data: int = 0
     pipeline: int = 0
@@ -50,13 +51,13 @@ class Cell:
     rank: int = 0
 
     def at(self, axes: Iterable[str]) -> tuple[int, ...]:
-        """The coordinates on some axes."""
+        """Return the coordinates on these axes."""
         return tuple(getattr(self, axis) for axis in axes)
 
 
 @dataclass(frozen=True)
 class SubAxis:
-    """A factor of an axis: coordinate `(c // stride) % size` of the coordinate c on `axis`."""
+    """A factor of an axis: coordinate c on `axis` has the coordinate `(c // stride) % size` on the sub-axis."""
 
     axis: str
     stride: int
@@ -67,12 +68,12 @@ class Mesh:
     """The cells of all ranks.
 
     Args:
-        cells: each with coordinates of its own, and ranks that are numbered from 0.
-        factors: sub-axes of an axis, as `{"data": {"hosts": 2, "local": 4}}`, the outer one first.  They are called
-            "data.hosts" and "data.local".
+        cells: cells with distinct coordinates, on ranks that are numbered from 0.
+        factors: the sub-axes of an axis, the outer one first: `{"data": {"hosts": 2, "local": 4}}` defines "data.hosts"
+            and "data.local".
 
     Raises:
-        MeshError: for cells with equal coordinates, ranks without a cell, and factors whose product is not the size of
+        MeshError: if cells have equal coordinates, a rank has no cell, or the product of factors is not the size of
             their axis.
     """
 
@@ -100,7 +101,9 @@ class Mesh:
         widths = {self.width(axis, stage) for stage in range(self.stages)}
         if widths != {math.prod(sizes.values())}:
             shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
-            raise MeshError(f"{axis}: {shown} is not the size of the axis, {max(widths)}")
+            raise MeshError(
+                f"{axis}: expected factors whose product is the size of the axis, {max(widths)}, got {shown}"
+            )
         stride = math.prod(sizes.values())
         for name, size in sizes.items():
             stride //= size
@@ -119,14 +122,14 @@ class Mesh:
         """Return the mesh whose axes have these sizes; `mirror=2` adds the reversed pipeline on the same ranks.
 
         Args:
-            ranks: how many there are, or the ranks in the order in which cells get them (`by_host`).
+            ranks: the number of ranks, or the ranks in the order in which they are assigned to cells (`by_host`).
 
         Raises:
-            MeshError: if the product of the sizes, without the mirror, is not the number of ranks.
+            MeshError: if the product of the sizes without `mirror` is not the number of ranks.
         """
         unknown = set(sizes) - set(AXES)
         if unknown:
-            raise MeshError(f"{', '.join(sorted(unknown))}: the axes are {', '.join(AXES)}")
+            raise MeshError(f"unknown axes {', '.join(sorted(unknown))}; expected {', '.join(AXES)}")
         inner = {axis: sizes.get(axis, 1) for axis in AXES if axis not in ("data", "pipeline", "mirror")}
         stages = [inner] * sizes.get("pipeline", 1)
         return cls.of_stages(
@@ -143,17 +146,17 @@ class Mesh:
         mirror: int = 1,
         factors: Mapping[str, Mapping[str, int]] | None = None,
     ) -> Mesh:
-        """Return the mesh of a pipeline whose stages have sizes of their own, as `[{"spatial": 4}, {"tensor": 1}]`.
+        """Return the mesh of a pipeline whose stages have different sizes, such as `[{"spatial": 4}, {"tensor": 1}]`.
 
-        With `mirror=2` stage s of the reversed direction is on the ranks of stage `len(stages) - 1 - s`; if these have other
-        sizes, cells take the ranks of that stage in turn.
+        With `mirror=2`, stage s of the reversed direction is on the ranks of stage `len(stages) - 1 - s`.  If the two
+        stages have different sizes, cells are assigned to the ranks of that stage in turn.
         """
         order = list(range(ranks)) if isinstance(ranks, int) else list(ranks)
         if mirror not in (1, 2):
-            raise MeshError(f"mirror={mirror}: 1, or 2 for a pipeline in both directions")
+            raise MeshError(f"expected mirror 1, or 2 for a pipeline in both directions, got {mirror}")
         wrong = {name: size for stage in stages for name, size in stage.items() if size < 1}
         if data < 1 or wrong:
-            raise MeshError(f"{wrong or {'data': data}}: an axis has 1 rank or more")
+            raise MeshError(f"expected axes of at least 1 rank, got {wrong or {'data': data}}")
         widths = [math.prod(stage.values()) for stage in stages]
         needed = data * sum(widths)
         if needed != len(order):
@@ -175,15 +178,15 @@ class Mesh:
 
     @property
     def losses(self) -> int:
-        """The number of ranks that have losses of their own: in a loop of PyTorch, the gradient is the mean over them."""
+        """The number of ranks with different losses; a PyTorch training loop averages gradients over these ranks."""
         return math.prod(self.width(axis, self.stages - 1) for axis in LOSS_AXES)
 
     def of_rank(self, rank: int) -> list[Cell]:
-        """The cells that a rank holds."""
+        """Return the cells that a rank holds."""
         return self._held[rank]
 
     def width(self, axis: str, stage: int = 0) -> int:
-        """The size of an axis, or of a sub-axis, in a stage of the pipeline."""
+        """Return the size of an axis, or of a sub-axis, in a stage of the pipeline."""
         if axis in self.sub_axes:
             return self.sub_axes[axis].size
         if axis == "pipeline":
@@ -191,17 +194,17 @@ class Mesh:
         return self._widths[axis, stage]
 
     def coordinate(self, cell: Cell, axis: str) -> int:
-        """The coordinate of a cell on an axis or a sub-axis."""
+        """Return the coordinate of a cell on an axis or a sub-axis."""
         if axis in AXES:
             return int(getattr(cell, axis))
         if axis not in self.sub_axes:
             known = ", ".join((*AXES, *self.sub_axes))
-            raise MeshError(f"{axis!r} is no axis of this mesh; they are {known}")
+            raise MeshError(f"{axis!r} is not an axis of this mesh; expected one of {known}")
         part = self.sub_axes[axis]
         return int(getattr(cell, part.axis)) // part.stride % part.size
 
     def others(self, axes: Sequence[str]) -> list[str]:
-        """The axes, and parts of factored ones, that are not among `axes`."""
+        """Return the axes that are not among `axes`; of a factored axis, the sub-axes that are not among them."""
         rest = []
         for axis in AXES:
             if axis in axes:
@@ -214,9 +217,9 @@ class Mesh:
         return rest
 
     def peers(self, cell: Cell, *axes: str) -> tuple[Cell, ...]:
-        """The cells that differ from `cell` on these axes only, itself among them, in the order of their coordinates."""
+        """Return `cell` and the cells that differ from it on these axes only, in the order of their coordinates."""
         for axis in axes:
-            self.coordinate(cell, axis)  # raises for an unknown one
+            self.coordinate(cell, axis)  # raises MeshError for an unknown axis
         rest = self.others(axes)
         here = [self.coordinate(cell, axis) for axis in rest]
         return tuple(c for c in self.cells if [self.coordinate(c, axis) for axis in rest] == here)
@@ -229,30 +232,31 @@ class Mesh:
         axes: Iterable[Sequence[str]] = (),
         rank_sets: Iterable[Sequence[int]] = (),
     ) -> Groups:
-        """Make the groups of all cells for each of these sets of axes, and for further sets of ranks; a collective call.
+        """Create the groups of all cells for each of these sets of axes, and for further sets of ranks.
 
-        All ranks of `comm` pass the same.  Groups of the same ranks are made once.
+        This call is collective: all ranks of `comm` pass the same arguments.  One group is created for equal sets of
+        ranks.
         """
         wanted = {ranks_of(self.peers(cell, *names)) for names in axes for cell in self.cells}
         wanted |= {tuple(sorted(set(ranks))) for ranks in rank_sets}
         return Groups(self, comm, sorted(wanted))
 
     def seed(self, seed: int, cell: Cell, *axes: str) -> int:
-        """Return a seed that depends on the coordinates on these axes only: cells that differ elsewhere have the same."""
+        """Return a seed that depends only on the coordinates on these axes."""
         text = f"{seed} " + " ".join(f"{axis}={self.coordinate(cell, axis)}" for axis in sorted(axes))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
     def generator(self, seed: int, cell: Cell, *axes: str, device: str = "cpu") -> torch.Generator:
-        """Return a generator of random numbers with that seed."""
+        """Return a random number generator with the seed that `seed` returns."""
         return torch.Generator(device).manual_seed(self.seed(seed, cell, *axes))
 
 
 @dataclass(frozen=True)
 class Group:
-    """The communicator among some cells, which are in the order of their coordinates; None if one rank holds them all.
+    """Some cells in the order of their coordinates, and their communicator; None if one rank holds all cells.
 
-    `places[i]` is the rank in the communicator of the i-th cell.  Cells of one rank have the same place, and a mirrored mesh may
-    have cells in another order than their ranks.
+    `places[i]` is the rank of cell i in the communicator.  Cells of one rank have the same place.  In a mirrored mesh
+    the order of cells may differ from the order of ranks.
     """
 
     cells: tuple[Cell, ...]
@@ -261,13 +265,13 @@ class Group:
 
     @property
     def places(self) -> list[int]:
-        """The rank in the communicator of every cell."""
+        """The rank of every cell in the communicator."""
         return [self.ranks.index(cell.rank) for cell in self.cells]
 
 
 @dataclass
 class Groups:
-    """The communicators of a mesh that this rank is in, made in one order on all ranks."""
+    """The communicators of a mesh to which this rank belongs, created in the same order on all ranks."""
 
     mesh: Mesh
     comm: Communicator
@@ -275,13 +279,15 @@ class Groups:
     _made: dict[tuple[int, ...], Communicator] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Make them.
+        """Create the communicators.
 
-        No two ranks wait for each other: of all groups that are not complete, the first in the order of `sets` can be made, as
-        none of its members is at an earlier one, and none at a later one.
+        This cannot deadlock.  Consider the first incomplete group in the order of `sets`: none of its members waits in
+        an earlier or a later group, so the group can be created.
         """
         if self.comm.size != self.mesh.size:
-            raise MeshError(f"the mesh has {self.mesh.size} ranks, the communicator {self.comm.size}")
+            raise MeshError(
+                f"expected a communicator of {self.mesh.size} ranks, the size of the mesh, got {self.comm.size}"
+            )
         everyone = tuple(range(self.comm.size))
         for ranks in self.sets:
             if ranks == everyone:
@@ -290,30 +296,30 @@ class Groups:
                 self._made[ranks] = self.comm.create_group(ranks)
 
     def of(self, cell: Cell, *axes: str) -> Group:
-        """The group of the cells that differ from `cell`, which this rank holds, on these axes only."""
+        """Return the group of `cell`, which this rank holds, and the cells that differ from it on these axes only."""
         cells = self.mesh.peers(cell, *axes)
         ranks = ranks_of(cells)
         return Group(cells, ranks, self.of_ranks(ranks))
 
     def of_ranks(self, ranks: Sequence[int]) -> Communicator | None:
-        """The communicator of a set of ranks; None for one rank."""
+        """Return the communicator of a set of ranks; None for one rank."""
         key = tuple(sorted(ranks))
         if len(key) == 1:
             return None
         if key not in self._made:
             raise MeshError(
-                f"ranks {', '.join(map(str, key))} were not connected: name their axes in Mesh.connect"
+                f"there is no group of the ranks {', '.join(map(str, key))}: pass their axes to Mesh.connect"
             )
         return self._made[key]
 
 
 def ranks_of(cells: Iterable[Cell]) -> tuple[int, ...]:
-    """The ranks that hold some cells, each once."""
+    """Return the sorted ranks that hold these cells."""
     return tuple(sorted({cell.rank for cell in cells}))
 
 
 def by_host(hosts: Sequence[str]) -> list[int]:
-    """The ranks in an order in which those of one host are neighbors; `hosts` has the host of every rank."""
+    """Return the ranks ordered so that ranks of the same host are adjacent; `hosts` has the host of every rank."""
     first = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
     return sorted(range(len(hosts)), key=lambda rank: (first[hosts[rank]], rank))
 
@@ -326,4 +332,4 @@ def _wrong_number(stages: Sequence[Mapping[str, int]], data: int, needed: int, r
     else:
         text = f"data={data} x stages of {', '.join(str(math.prod(s.values())) for s in stages)} ranks"
     nearest = max(1, ranks // (needed // data))
-    return f"{text} needs {needed} ranks, {ranks} were launched; nearest: data={nearest} with {nearest * (needed // data)} ranks"
+    return f"{text} needs {needed} ranks, got {ranks}; nearest: data={nearest} with {nearest * (needed // data)} ranks"

@@ -1,4 +1,4 @@
-"""What all tests share: ranks from the pool, and a collector that leaves alone what was there before the first test."""
+"""Shared fixtures: ranks from the pool, one thread, and a garbage collector that ignores objects of the imports."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests import torchvision_models  # noqa: F401 - before transformers is impo
 if TYPE_CHECKING:
     from tests.pool import Pool, Ranks
 
-gc.disable()  # while torch and the tests are imported there is no garbage
+gc.disable()  # imports of torch and the tests produce no garbage
 
 
 def pytest_collection_finish() -> None:
-    """All modules are there."""
+    """Exclude the objects of all imported modules from garbage collection."""
     gc.freeze()
     gc.enable()
 
@@ -27,7 +27,7 @@ def pytest_collection_finish() -> None:
 def default_sigint() -> Iterator[None]:
     """Let Ctrl-C interrupt the session and its child processes, even if SIGINT was inherited as ignored.
 
-    SIGINT is ignored under nohup and in the background jobs of a shell, and a child process inherits that.
+    A background job of a shell ignores SIGINT, and child processes inherit this.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -36,10 +36,9 @@ def default_sigint() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Compute in one thread, as the ranks of the pool do.
+    """Compute in one thread, as the ranks of the pool do, so that results are bitwise equal.
 
-    The results are those of a rank to the bit.  The idle threads of OpenMP would spin on the cores that the ranks
-    and the other sessions of xdist need.
+    Idle threads of OpenMP would spin on the cores that the ranks and the other sessions of xdist need.
     """
     import torch
 
@@ -48,7 +47,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """The processes of the session."""
+    """Yield the pool of processes of the session."""
     from tests.pool import Pool
 
     pool = Pool()
@@ -58,13 +57,13 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def ranks(pool: Pool) -> Callable[..., Ranks]:
-    """`ranks(n).run(function, *args)` calls function(rank, size, *args) in n processes; see `tests/pool.py`.
+    """Return `ranks`: `ranks(n).run(function, *args)` calls `function(rank, size, *args)` in n processes.
 
-    `ranks(n, "gloo")` asks for another backend than the package's own.
+    `ranks(n, "gloo")` uses Gloo instead of the package's own backend.  See `tests/pool.py`.
     """
     from tests.pool import Ranks
 
-    def borrow(size: int, backend: str | None = None) -> Ranks:
+    def world(size: int, backend: str | None = None) -> Ranks:
         return Ranks(pool, size, backend or "farandole")
 
-    return borrow
+    return world

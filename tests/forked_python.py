@@ -1,4 +1,4 @@
-"""Python programs in a process that is forked where torch is loaded, with the interface of a `Popen`."""
+"""Run Python programs in a process forked from one that has loaded torch, with the interface of `Popen`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ _TEMPORARY = tempfile.gettempdir()  # a test may set another for its job
 
 
 class ForkedPython:
-    """`python ARGUMENTS...` with this environment, in this folder, in a session of its own.
+    """A process that runs `python ARGUMENTS...` in a session of its own.
 
-    ARGUMENTS begin with a script or with `-m MODULE`.  What the process prints goes to `log`, or is what
-    `communicate` returns.  The process is started with `ignored` signals ignored, as by nohup.  `enter` is called
-    first, and may change the namespaces of the process.
+    Args:
+        arguments: a script or `-m MODULE`, with its arguments.
+        environment: the environment of the process.
+        folder: the working directory.
+        log: the file for standard output and error; by default two temporary files.
+        ignored: signals that the process ignores, as under nohup.
+        enter: a function that the process calls first, and that may change its namespaces.
     """
 
     def __init__(
@@ -56,37 +60,37 @@ class ForkedPython:
 
     @property
     def returncode(self) -> int | None:
-        """How it ended; None while it runs."""
+        """The exit status; None while the process runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """The same."""
+        """Return `returncode`."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end.  Raises `subprocess.TimeoutExpired`."""
+        """Wait for the end of the process; raise `subprocess.TimeoutExpired` after `timeout` seconds."""
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("python", timeout or 0)
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait for its end; what it and its ranks have printed by then."""
+        """Wait for the end of the process; return the standard output and error of the process and its ranks."""
         self.wait(timeout)
         return self._out.read_text(), self._err.read_text()
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal, if the process still runs."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """As `kill -9`."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """As `kill`."""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
 
@@ -99,7 +103,7 @@ def _run(
     ignored: Collection[int],
     enter: Callable[[], None] | None,
 ) -> None:
-    """Become the program; does not return."""
+    """Run the program in this process, and exit."""
     os.setsid()
     os.chdir(folder)
     for path, descriptor in ((out, 1), (err, 2)):
@@ -108,13 +112,13 @@ def _run(
         os.close(file)
     os.environ.clear()
     os.environ.update(environment)
-    tempfile.tempdir = None  # the environment names it
-    if "OMP_NUM_THREADS" in environment:  # torch would have read it
+    tempfile.tempdir = None  # the environment may name another folder
+    if "OMP_NUM_THREADS" in environment:  # torch reads the variable only when it is loaded
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
-    # the streams of the process that was forked may be whatever a test runner made of them
+    # a test runner may have replaced the streams of the forked process
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     if enter is not None:
         enter()

@@ -1,4 +1,4 @@
-"""Processes forked where torch is already loaded: importing it costs seconds, and a test may need many processes."""
+"""Fork processes from a server that has loaded torch, because importing torch takes seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imported last where processes are forked: no collection of theirs looks at what is loaded, nor copies its pages."""
+"""Freeze all objects of the fork server, so that garbage collection in forked processes copies none of their pages."""
 
 import gc
 

@@ -1,8 +1,8 @@
-"""Ranks that are already running: the processes that tests borrow.
+"""A pool of processes in which tests run functions as ranks.
 
-The processes are started once per session, and each test only sends them a function.  A test asks for a world of n ranks on a backend; the first n processes leave the world
-they were in, if it was another, and join it.  A test that fails or hangs costs the processes: the next
-one gets new ones.
+The processes are started once per session, and a test sends a function to them.  If a test needs another world size or
+backend than the previous test, the processes leave their process group and the first n processes join a new one.  After
+a test that fails or hangs, the processes are killed, and the next test starts new processes.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ class RankFailed(AssertionError):
 
 @dataclass(frozen=True)
 class Task:
-    """What a process of the pool is sent: a function, and the world to call it in."""
+    """A function for the processes of the pool, and the world in which to call the function."""
 
-    world: tuple[int, str, int]  # size, backend, and a number that sets it apart from earlier worlds
+    world: tuple[int, str, int]  # size, backend, and a unique number
     path: list[str]
     function: bytes
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a rank: pickled where it can be, and as text."""
+    """An exception of a rank: pickled if possible, and as text."""
 
     error: bytes
     trace: str
 
 
 class Pool:
-    """The processes, started when first needed."""
+    """The processes, which are started on first use."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="farandole-pool-")
@@ -74,13 +74,13 @@ class Pool:
     ) -> list[Any]:
         """Call `function(rank, size, *args)` in each rank of a world of `size`; return their results."""
         if not 1 <= size <= LARGEST:
-            raise ValueError(f"the pool has 1 to {LARGEST} ranks, {size} were asked for")
+            raise ValueError(f"expected 1 to {LARGEST} ranks, got {size}")
         self._grow(size)
         if self._world[:2] != (size, backend):
             self._world = (size, backend, self._world[2] + 1)
         task = Task(self._world, sys.path, pickle.dumps((function, tuple(args))))
         for _, pipe in self._members:
-            pipe.send(task)  # also to those outside the world: they leave the one they were in
+            pipe.send(task)  # also to processes outside of the world, which leave the previous world
         answers = self._collect(size, timeout_s)
         failures = {rank: answer for rank, answer in answers.items() if not isinstance(answer, bytes)}
         if len(answers) < size or failures:
@@ -120,7 +120,7 @@ class Pool:
             pipe.recv()
 
     def _collect(self, size: int, timeout_s: float) -> dict[int, bytes | Failure]:
-        """The answers that come in time; after a failure, those that come soon."""
+        """Return the answers that arrive in time; after a failure, wait only `AFTER_FAILURE_S` longer."""
         ranks = {pipe: rank for rank, (_, pipe) in enumerate(self._members)}
         answers: dict[int, bytes | Failure] = {}
         waiting = set(ranks)
@@ -144,7 +144,7 @@ class Pool:
         return str(Path(self._folder.name, f"stacks-{rank}"))
 
     def _stacks(self, ranks: set[int]) -> dict[int, str]:
-        """Where the ranks that do not answer are: their Python stacks, at SIGUSR1."""
+        """Return the Python stacks of ranks that do not answer, which the ranks write on SIGUSR1."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._members[rank][0].pid or 0, signal.SIGUSR1)
@@ -156,8 +156,8 @@ class Pool:
 class Ranks:
     """A world of `size` ranks of the pool.
 
-    ranks(2).run(function, *args) calls `function(rank, size, *args)`, a function of a module, in each rank,
-    where torch's default process group is ready; it returns the list of results, or raises the first
+    `ranks(2).run(function, *args)` calls `function(rank, size, *args)` in each rank, where torch's default process
+    group is initialized.  `function` belongs to a module.  The call returns the list of results, or raises the first
     failure.
     """
 
@@ -167,14 +167,14 @@ class Ranks:
         self.backend = backend
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """Call the function in every rank; `timeout_s` bounds it."""
+        """Call the function in every rank; raise `RankFailed` after `timeout_s` seconds."""
         return self._pool.run(self.size, function, args, self.backend, timeout_s)
 
 
 def _raise_first(failures: dict[int, Any], stacks: dict[int, str], timeout_s: float) -> None:
     late = "".join(f"\nrank {rank} did not answer; it was in\n{text}" for rank, text in stacks.items())
     if not failures:
-        raise RankFailed(f"no end within {timeout_s:g} s{late}")
+        raise RankFailed(f"no result within {timeout_s:g} s{late}")
     rank, failure = min(failures.items(), key=lambda item: (_is_secondary(item[1]), item[0]))
     others = "".join(
         f"\nrank {r} also failed: {f.trace.splitlines()[-1]}" for r, f in failures.items() if r != rank
@@ -184,14 +184,14 @@ def _raise_first(failures: dict[int, Any], stacks: dict[int, str], timeout_s: fl
 
 
 def _is_secondary(failure: Failure) -> bool:
-    """Whether a failure only tells of another rank's."""
+    """Return whether a failure is the consequence of another rank's failure."""
     return "farandole.comm.errors" in failure.trace or "gloo/transport" in failure.trace
 
 
 def _serve(rank: int, pipe: Connection, port: int, stack_file: str) -> None:
-    """The life of a process of the pool."""
+    """Run tasks in a process of the pool until the pool closes the pipe."""
     die_with_parent(os.getppid())  # the fork server, which ends with the session
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test session's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test session handles Ctrl-C
     torch.set_num_threads(1)
     store = dist.TCPStore(LOOPBACK, port, is_master=False)
     current: tuple[int, str, int] | None = None
@@ -217,7 +217,7 @@ def _serve(rank: int, pipe: Connection, port: int, stack_file: str) -> None:
 
 
 def _enter(world: tuple[int, str, int], rank: int, store: dist.TCPStore) -> tuple[int, str, int]:
-    """Leave the world of earlier tests and join this one, if it has room for this rank."""
+    """Leave the world of earlier tests, and join this world if it includes this rank."""
     size, backend, number = world
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -234,7 +234,7 @@ def _enter(world: tuple[int, str, int], rank: int, store: dist.TCPStore) -> tupl
 
 
 def _pickled(error: BaseException) -> bytes:
-    """The exception for its type; empty where it cannot be rebuilt elsewhere."""
+    """Return the pickled exception; empty if it cannot be unpickled."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)

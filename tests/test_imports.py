@@ -1,4 +1,4 @@
-"""Imports between packages point one way, and importing farandole is light."""
+"""Test that packages import only lower packages, and that `import farandole` loads few modules."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LEVELS = [
     {"cli"},
     {"__main__"},
 ]
-"""A package may import its own level and those before it."""
+"""A package may import packages of its own level and of lower levels; the lowest level comes first."""
 
 LOW = {"models", "data"}
-"""These import nothing of the package but themselves; any package from `memory` up may import them."""
+"""Packages that import no other package of farandole; `memory` and higher packages may import them."""
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
@@ -63,19 +63,19 @@ def is_package(name: str) -> bool:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_one_way(path):
+def test_packages_import_lower_packages_only(path):
     own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     for line, other in imported_packages(path):
         where = f"{path}:{line}: farandole.{own} imports farandole.{other}"
         if own in LOW:
-            assert other == own, f"{where}, but {own} imports nothing above torch"
+            assert other == own, f"{where}, but {own} must not import other packages"
         elif other in LOW:
-            assert level_of(own) >= level_of("memory"), f"{where}, which lies above it"
+            assert level_of(own) >= level_of("memory"), f"{where}, a higher package"
         else:
-            assert level_of(other) <= level_of(own), f"{where}, which lies above it"
+            assert level_of(other) <= level_of(own), f"{where}, a higher package"
 
 
-def test_the_check_sees_imports_inside_functions(tmp_path, monkeypatch):
+def test_imports_inside_functions_are_found(tmp_path, monkeypatch):
     file = PACKAGE / "comm" / "made_up.py"
     source = "def f():\n    from farandole.launch.runtime import init\n    from ..cli import main\n"
     monkeypatch.setattr(Path, "read_text", lambda self: source)
@@ -88,17 +88,17 @@ def loaded_by(statement: str) -> set[str]:
     return set(run.stdout.split())
 
 
-def test_importing_the_package_is_light():
+def test_importing_the_package_loads_few_modules():
     loaded = loaded_by("import farandole; farandole.__version__")
     assert not loaded & {"torch", "numpy", "typer", "rich", "matplotlib", "pydantic"}
 
 
-def test_the_command_line_loads_torch_only_to_run_something():
+def test_importing_the_command_line_does_not_load_torch():
     loaded = loaded_by("import farandole.cli.main")
     assert not loaded & {"torch", "numpy", "matplotlib", "pyarrow"}
 
 
-def test_public_names_load_when_used():
+def test_public_names_are_loaded_on_use():
     loaded = loaded_by("import farandole; farandole.init; farandole.Communicator; farandole.Runtime")
     assert "torch" in loaded
     assert not loaded & {"typer", "matplotlib", "tensorboard"}
@@ -110,7 +110,7 @@ def test_a_process_group_does_not_load_the_compiler():
     )
 
 
-def test_an_unknown_name_lists_those_there_are():
+def test_the_error_for_an_unknown_name_lists_known_names():
     import farandole
 
     with pytest.raises(AttributeError, match="no attribute 'initialise'; it has .*init"):

@@ -1,4 +1,4 @@
-"""Meshes against groups written by hand, and layouts against sums that are computed element by element."""
+"""Compare meshes with groups written by hand, and layouts with sums computed element by element."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _groups(mesh: Mesh, *axes: str) -> set[tuple[int, ...]]:
     return {ranks_of(mesh.peers(cell, *axes)) for cell in mesh.cells}
 
 
-def test_a_box() -> None:
+def test_a_box_has_one_cell_per_rank() -> None:
     mesh = Mesh.box(8, data=2, pipeline=2, tensor=2)
     assert _groups(mesh, "tensor") == {(0, 1), (2, 3), (4, 5), (6, 7)}
     assert _groups(mesh, "pipeline") == {(0, 2), (1, 3), (4, 6), (5, 7)}
@@ -52,9 +52,11 @@ def test_sub_axes() -> None:
     assert _groups(mesh, "data.hosts", "data.local") == _groups(mesh, "data")
     assert _groups(mesh, "data.local", "tensor") == {(0, 1, 2, 3), (4, 5, 6, 7)}
     assert mesh.width("data.local") == 2
-    with pytest.raises(MeshError, match=r"'data\.rack' is no axis of this mesh; they are .*data\.hosts"):
+    with pytest.raises(
+        MeshError, match=r"'data\.rack' is not an axis of this mesh; expected one of .*data\.hosts"
+    ):
         mesh.peers(mesh.cells[0], "data.rack")
-    with pytest.raises(MeshError, match="hosts=2 x local=3 is not the size of the axis, 4"):
+    with pytest.raises(MeshError, match="the size of the axis, 4, got hosts=2 x local=3"):
         Mesh.box(4, data=4, factors={"data": {"hosts": 2, "local": 3}})
 
 
@@ -66,7 +68,7 @@ def test_stages_of_different_widths() -> None:
     assert (mesh.width("spatial", 0), mesh.width("spatial", 1)) == (4, 1)
 
 
-def test_a_mirror() -> None:
+def test_a_mirrored_pipeline() -> None:
     mesh = Mesh.box(3, pipeline=3, mirror=2)
     assert [[(c.pipeline, c.mirror) for c in mesh.of_rank(rank)] for rank in range(3)] == [
         [(0, 0), (2, 1)],
@@ -80,7 +82,7 @@ def test_a_mirror() -> None:
     assert ranks_of(c for c in wide.cells if (c.pipeline, c.mirror) == (1, 1)) == (0,)
 
 
-def test_ranks_of_a_host_are_neighbors() -> None:
+def test_ranks_of_a_host_are_adjacent() -> None:
     order = by_host(["b", "a", "b", "a"])
     assert order == [0, 2, 1, 3]
     mesh = Mesh.box(order, data=2, tensor=2)
@@ -90,22 +92,22 @@ def test_ranks_of_a_host_are_neighbors() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Mesh.box(6, data=2, tensor=2), r"data=2 x tensor=2 needs 4 ranks, 6 were launched; nearest: data=3 with 6"),
-        (lambda: Mesh.box(3, tensor=4), r"tensor=4 needs 4 ranks, 3 were launched; nearest: data=1 with 4 ranks"),
-        (lambda: Mesh.of_stages(4, [{"spatial": 4}, {}]), r"stages of 4, 1 ranks needs 5 ranks, 4 were launched"),
-        (lambda: Mesh.box(4, tensors=4), "tensors: the axes are data, pipeline"),
-        (lambda: Mesh.box(4, tensor=0), "'tensor': 0.*1 rank or more"),
-        (lambda: Mesh.box(4, pipeline=4, mirror=3), "mirror=3: 1, or 2"),
+        (lambda: Mesh.box(6, data=2, tensor=2), r"data=2 x tensor=2 needs 4 ranks, got 6; nearest: data=3 with 6"),
+        (lambda: Mesh.box(3, tensor=4), r"tensor=4 needs 4 ranks, got 3; nearest: data=1 with 4 ranks"),
+        (lambda: Mesh.of_stages(4, [{"spatial": 4}, {}]), r"stages of 4, 1 ranks needs 5 ranks, got 4"),
+        (lambda: Mesh.box(4, tensors=4), "unknown axes tensors; expected data, pipeline"),
+        (lambda: Mesh.box(4, tensor=0), "at least 1 rank, got {'tensor': 0}"),
+        (lambda: Mesh.box(4, pipeline=4, mirror=3), "expected mirror 1, or 2 .*, got 3"),
         (lambda: Mesh([Cell(rank=0), Cell(rank=1)]), "the same coordinates"),
         (lambda: Mesh([Cell(rank=0), Cell(data=1, rank=2)]), "a cell for each of the 3 ranks"),
     ],
 )  # fmt: skip
-def test_a_mesh_that_cannot_be(make: Any, says: str) -> None:
+def test_an_invalid_mesh_is_an_error(make: Any, says: str) -> None:
     with pytest.raises(MeshError, match=says):
         make()
 
 
-def test_random_numbers_follow_the_axes() -> None:
+def test_seeds_depend_on_the_given_axes_only() -> None:
     mesh = Mesh.box(8, data=2, context=2, tensor=2)
     for axes in itertools.chain.from_iterable(itertools.combinations(AXES, n) for n in range(3)):
         by_seed = defaultdict(set)
@@ -135,9 +137,9 @@ def _communicate(rank: int, size: int) -> None:
             assert value == sum(group.ranks)
     assert groups.of(mesh.of_rank(rank)[0], "pipeline", "tensor").comm is comm
     assert (groups.of_ranks([rank]) is None) and (rank in (1, 2) or groups.of_ranks([3, 0]) is not None)
-    with pytest.raises(MeshError, match="were not connected"):
+    with pytest.raises(MeshError, match="there is no group of the ranks"):
         groups.of_ranks([0, 1, 2])
-    with pytest.raises(MeshError, match="the mesh has 2 ranks, the communicator 4"):
+    with pytest.raises(MeshError, match="expected a communicator of 2 ranks, .* got 4"):
         Mesh.box(2, tensor=2).connect(comm)
 
 
@@ -149,7 +151,7 @@ def test_groups_of_a_mesh(ranks: Any, backend: str) -> None:
 # ---- layouts ----
 
 
-def test_a_tied_embedding_lives_on_two_stages() -> None:
+def test_a_tied_embedding_is_on_two_stages() -> None:
     mesh = Mesh.box(4, pipeline=2, tensor=2)
     embedding = Layout("tokens", (13, 4), frozenset({0, 1}), (("tensor", Shard(0)),))
     assert embedding.pieces(mesh) == (((0, 7), (0, 4)), ((7, 13), (0, 4)))
@@ -168,7 +170,7 @@ def test_a_norm_under_tensor_and_sequence_parallelism() -> None:
     assert Layout("norm", (8,)).reduction(mesh, whole).columns == ((0, 1, 2, 3),)
 
 
-def test_the_rank_in_the_middle_of_a_mirror_counts_once() -> None:
+def test_the_middle_rank_of_a_mirrored_pipeline_counts_once() -> None:
     mesh = Mesh.box(3, pipeline=3, mirror=2)
     middle = Layout("1.weight", (4,), frozenset({1})).reduction(mesh, ((0, 4),))
     assert (middle.columns, dict(middle.weights)) == (((1,),), {1: 1.0})
@@ -176,7 +178,7 @@ def test_the_rank_in_the_middle_of_a_mirror_counts_once() -> None:
     assert outer.columns == ((0, 2),)
 
 
-def test_a_norm_that_is_tied_between_stages_of_different_widths() -> None:
+def test_a_norm_tied_between_stages_of_different_widths() -> None:
     mesh = Mesh.of_stages(3, [{"tensor": 2}, {}])
     tied = Layout("norm", (4,), frozenset({0, 1}), same=frozenset({"tensor"})).reduction(mesh, ((0, 4),))
     assert tied.columns == ((0, 1, 2),)
@@ -203,19 +205,19 @@ def test_fused_projections_are_cut_at_heads() -> None:
     ("layout", "says"),
     [
         (lambda: Layout("w", (4,), shards=(("tensor", Shard(1)),)), r"w: tensor divides dimension 1 of .*\(4,\)"),
-        (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (Part(3),))),)), "w: its parts have 3 rows, dimension 0 has 4"),
-        (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (), 3)),)), "4 elements are not whole units of 3"),
-        (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (Part(4, 1, 2),))),)), "tensor=3 is not a multiple of 2 copies"),
+        (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (Part(3),))),)), "w: expected parts of 4 rows together, the size of dimension 0, got 3"),
+        (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (), 3)),)), "expected a multiple of 3 elements, got 4"),
+        (lambda: Layout("w", (4,), shards=(("tensor", Shard(0, (Part(4, 1, 2),))),)), "expected tensor to be a multiple of 2 copies, got 3"),
     ],
 )  # fmt: skip
-def test_a_layout_that_cannot_be(layout: Any, says: str) -> None:
+def test_an_invalid_layout_is_an_error(layout: Any, says: str) -> None:
     with pytest.raises(LayoutError, match=says):
         layout().pieces(Mesh.box(3, tensor=3))
 
 
 @st.composite
 def _meshes(draw: st.DrawFn) -> Mesh:
-    """Boxes, stages of different widths and mirrors, of at most 24 ranks."""
+    """Draw boxes, stages of different widths and mirrored pipelines, of at most 24 ranks."""
     data = draw(st.integers(1, 3))
     stages = [
         {"tensor": draw(st.integers(1, 3)), "context": draw(st.integers(1, 2))}
@@ -250,7 +252,7 @@ def _layouts(draw: st.DrawFn, mesh: Mesh) -> Layout:
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_every_gradient_counts_once(data: st.DataObject) -> None:
-    """Element by element: what the columns sum is the sum over all classes, and every rank that stores an element has it."""
+    """For each element, each column sums every class once, and every rank that stores the element is in a column."""
     mesh = data.draw(_meshes())
     layout = data.draw(_layouts(mesh))
     random = np.random.default_rng(0)
@@ -266,14 +268,14 @@ def test_every_gradient_counts_once(data: st.DataObject) -> None:
     assert len(covered) == len(set(covered))
     assert set(covered) == {element for elements in stored.values() for element in elements}
     for piece in pieces:
-        for cell in layout.cells(mesh):  # whole, or not at all
+        for cell in layout.cells(mesh):  # a cell holds a piece whole or not at all
             inside = [contains(box, piece) for box in layout.boxes(mesh, cell)]
             assert sum(inside) <= 1
         classes = layout.classes(mesh, piece)
         try:
             reduction = layout.reduction(mesh, piece)
         except LayoutError:
-            assert any(cell.mirror for cell in mesh.cells)  # elsewhere each copy can count once
+            assert any(cell.mirror for cell in mesh.cells)  # without a mirror each copy can count once
             continue
         gradients = {key: random.standard_normal() for key in classes}
         held: dict[int, float] = defaultdict(float)
@@ -288,7 +290,7 @@ def test_every_gradient_counts_once(data: st.DataObject) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_a_range_of_a_box_is_a_few_boxes(data: st.DataObject) -> None:
+def test_a_range_of_a_box_consists_of_few_boxes(data: st.DataObject) -> None:
     box = tuple(
         (start, start + length)
         for start, length in data.draw(

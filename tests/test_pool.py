@@ -1,4 +1,4 @@
-"""The pool itself: results by rank, the first failure, and no hanging."""
+"""Test the pool of processes: results by rank, failures and timeouts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def leave(rank, size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_results_come_by_rank(ranks, size):
+def test_results_are_ordered_by_rank(ranks, size):
     expected = float(sum(range(size)) + 3 * size)
     for result in ranks(size).run(total, 3):
         torch.testing.assert_close(result, torch.full((2,), expected))
@@ -60,13 +60,13 @@ def test_the_failing_rank_is_named_and_the_pool_recovers(ranks):
     assert len(ranks(2, "gloo").run(total, 0)) == 2
 
 
-def test_a_rank_that_hangs_is_bounded_and_shown(ranks):
+def test_a_hanging_rank_times_out_with_its_stack(ranks):
     start = time.monotonic()
-    with pytest.raises(RankFailed, match=r"(?s)no end within 1 s.*rank 1 did not answer.*in sleep"):
+    with pytest.raises(RankFailed, match=r"(?s)no result within 1 s.*rank 1 did not answer.*in sleep"):
         ranks(2, "gloo").run(sleep, 60, timeout_s=1)
     assert time.monotonic() - start < 30
 
 
-def test_a_rank_that_ends_is_named(ranks):
+def test_a_rank_that_exits_is_named(ranks):
     with pytest.raises(RankFailed, match=r"rank 1:\nthe process ended with exit code 5"):
         ranks(2, "gloo").run(leave)

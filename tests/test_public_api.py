@@ -1,6 +1,6 @@
-"""The public names and signatures change only on purpose: they are listed in public_api.txt.
+"""Compare the public names and signatures with public_api.txt, so that changes are intended.
 
-python -m tests.test_public_api      # writes the list
+python -m tests.test_public_api      # writes public_api.txt
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1] / "farandole"
 
 
 def modules() -> Iterator[str]:
-    """Yield the modules that define `__all__`; those of TensorFlow can be imported only where it is installed."""
+    """Yield the modules that define `__all__`, except the modules that need TensorFlow."""
     for path in sorted(PACKAGE.rglob("*.py")):
         if (
             "tensorflow" not in path.parts
@@ -56,7 +56,7 @@ def public_names() -> Iterator[str]:
                     yield f"    {method}{signature(function) if callable(function) else ''}"
 
 
-def test_the_public_names_are_those_listed() -> None:
+def test_public_names_match_the_list() -> None:
     found = list(public_names())
     changes = [
         line
@@ -66,7 +66,7 @@ def test_the_public_names_are_those_listed() -> None:
         if not line.startswith("@@")
     ]
     if changes:
-        update = "if that is intended: python -m tests.test_public_api, and an entry in CHANGELOG.md"
+        update = "if that is intended, run python -m tests.test_public_api and add an entry to CHANGELOG.md:"
         pytest.fail("\n".join(["the public API has changed;", update, *changes]), pytrace=False)
 
 

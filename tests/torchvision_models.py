@@ -1,8 +1,8 @@
-"""torchvision without its operators.
+"""Import torchvision without its operators.
 
-Its wheel is built for CUDA, so the operators are missing next to torch for the CPU, and the module that describes them to the compiler
-cannot be imported.  The models need none of them.  transformers imports torchvision, too, so processes of the tests import this module
-before others.
+The wheel of torchvision is built for CUDA. With torch for the CPU its operators are missing, so the module that
+describes the operators to the compiler cannot be imported.  The models need no operators. transformers imports
+torchvision, too, so test processes import this module first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """BERT's masking of tokens (Devlin et al., 2019, "BERT", section 3.1).
 
-Of the tokens that are not special, 15 % are chosen.  Of the chosen tokens 80 % become the mask token, 10 % become a
-random token and 10 % stay.  As in the paper's code, the number is exact: a window of m such tokens has max(1,
+Of the ordinary (not special) tokens, 15 % are chosen.  Of the chosen tokens 80 % become the mask token, 10 % become a
+random token and 10 % stay.  As in the paper's code, the number is exact: a window of m ordinary tokens has max(1,
 round(0.15 m)) chosen tokens, so all windows cost the same.
 
 Masks are stateless: every position has a random 64-bit number, computed by splitmix64 (Steele et al., 2014, "Fast
@@ -43,8 +43,8 @@ class Masking:
         vocabulary: the number of tokens.
         mask_token: the token that replaces chosen tokens.
         special: tokens that are never chosen and never replace another; `mask_token` always belongs to them.
-        seed: of the random choices.
-        share: the fraction of the other tokens to choose.
+        seed: the seed of the random choices.
+        share: the fraction of ordinary (not special) tokens to choose.
 
     Raises:
         ValueError: if an argument is out of range.

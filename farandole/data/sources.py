@@ -88,7 +88,7 @@ def find_source(path: str, text_field: str = "text") -> Source:
     for `READABLE_SUFFIXES`; hidden files are skipped.
 
     Raises:
-        DataError: if there is nothing to read.
+        DataError: if no readable file is found.
     """
     if path == STANDARD_LIBRARY:
         return _standard_library()
@@ -168,7 +168,7 @@ def _read(path: Path, text_field: str) -> Iterator[str]:
 
 
 def _read_text(path: Path) -> str:
-    """Return the text of a file, with invalid UTF-8 bytes replaced if there are few."""
+    """Return the text of a file; replace a few invalid UTF-8 bytes, and raise `DataError` for many."""
     text = path.read_text(encoding="utf-8", errors="replace")
     replaced = text.count("\N{REPLACEMENT CHARACTER}") / max(1, len(text))
     if "\0" in text:

@@ -99,7 +99,7 @@ def prepare_text(
         progress: called with the current activity and its completed fraction.
 
     Raises:
-        DataError: if there is no readable text or too little, the cache cannot be written, or a special token is
+        DataError: if the text is missing, unreadable or too short, the cache cannot be written, or a special token is
             invalid.
     """
     check_special_tokens(special_tokens)

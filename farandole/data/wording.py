@@ -42,8 +42,8 @@ def _scaled(value: float, base: int, units: tuple[str, ...]) -> tuple[float, str
 def disk_failure(error: OSError | str, folder: Path, needed: int = 0) -> str:
     """Return the reason for a failed write to `folder`, with the free space if the disk is full.
 
-    Libraries report a full disk in many ways.  So if fewer bytes are free than `needed`, the bytes to write, the reason
-    is a full disk, whatever `error` says.
+    Libraries report a full disk in different ways.  If fewer than `needed` bytes are free, this function therefore
+    reports a full disk, for any `error`.
     """
     free = shutil.disk_usage(folder).free
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -34,7 +34,7 @@ class Agent(LocalElasticAgent):
         self.verbose = verbose
         self.rendezvous = rendezvous
         self.rank_monitor = RankMonitor({}, {})
-        """The monitor of the ranks; without any until they have been started."""
+        """The monitor of the ranks; empty until the ranks have been started."""
         self._to_handle = signals_to_handle()
 
     def failures(self, result: RunResult) -> list[RankFailure]:
@@ -53,7 +53,7 @@ class Agent(LocalElasticAgent):
         ]
 
     def global_ranks(self, local_ranks: Iterable[int]) -> list[int]:
-        """Return the ranks in the world of local ranks."""
+        """Convert local ranks to ranks in the world."""
         workers = self.get_worker_group().workers
         return [workers[local_rank].global_rank for local_rank in local_ranks]
 
@@ -84,7 +84,7 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.HEALTHY)
 
     def _announce_restart(self, result: RunResult) -> None:
-        """Print why the ranks are started again; a job that was interrupted is not."""
+        """Print the cause of a restart; an interrupted job is not restarted."""
         if self.rank_monitor.interrupted_by:
             self._remaining_restarts = 0
             return

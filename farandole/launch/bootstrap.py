@@ -1,9 +1,9 @@
 """Open the key-value store through which the ranks of a job build their process group.
 
-Ranks of one host need an address that all of them can derive, that no other job has, and that leaves nothing
-behind however the job ends.  A name in Linux's *abstract* socket space, derived from the job's identity, has all three
-properties: rank 0 listens there and sends the port of its store to the other ranks.  The kernel reports the
-user of each connection, so another user of the machine can neither pose as rank 0 nor learn the port.
+Ranks of one host need an address that all ranks can derive, that no other job has, and that leaves nothing behind
+when the job ends.  A name in Linux's *abstract* socket space, derived from the job's identity, has these properties.
+Rank 0 listens there and sends the port of its store to the other ranks.  The kernel reports the user of each
+connection, so another user of the machine can neither pose as rank 0 nor learn the port.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from farandole.launch.placement import Address, LaunchError, NoRendezvous, Place
 def open_store(placement: Placement, timeout_s: float) -> dist.Store:
     """Return the store that all ranks of the job share.
 
-    A launcher's store outlives the groups that are made through it.  Each time the ranks join, they get a new
-    key prefix, so old keys are not visible.
+    A launcher's store outlives the process groups that are created with it.  Each time the ranks join, they use a
+    new key prefix, so old keys are not visible.
 
     Raises:
         LaunchError: The ranks cannot rendezvous within `timeout_s` seconds.
@@ -41,9 +41,9 @@ def open_store(placement: Placement, timeout_s: float) -> dist.Store:
 
 
 def wait_for_readers(store: dist.Store, placement: Placement) -> None:
-    """Wait, on rank 0, until the other ranks have read all they need; called by all ranks.
+    """Wait on rank 0 until the other ranks have finished reading the store, which may end with rank 0.
 
-    The store may end with rank 0.
+    All ranks call this function.
     """
     if placement.rank > 0:
         store.set(f"farandole/has read/{placement.rank}", "")
@@ -52,7 +52,7 @@ def wait_for_readers(store: dist.Store, placement: Placement) -> None:
 
 
 def loopback_store() -> dist.TCPStore:
-    """Return a new store at a free port that only this host reaches."""
+    """Return a new store at a free port of the loopback interface."""
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -79,8 +79,8 @@ def _open(placement: Placement, timeout_s: float) -> dist.Store:
             return _open_on_host(job, placement, timeout)
         case NoRendezvous(advice):
             raise LaunchError(
-                f"{placement.launcher} started {placement.size} ranks on several hosts, and no variable says "
-                f"where they rendezvous; {advice}"
+                f"{placement.launcher} started {placement.size} ranks on several hosts, and no environment variable "
+                f"names their rendezvous; {advice}"
             )
 
 
@@ -97,8 +97,8 @@ def _open_at_address(host: str, port: int, placement: Placement, timeout: timede
 def _open_on_host(job: str, placement: Placement, timeout: timedelta) -> dist.Store:
     if sys.platform != "linux":
         raise LaunchError(
-            f"{placement.launcher} does not say where its ranks rendezvous, and this system has no abstract "
-            f"sockets; set MASTER_ADDR={LOOPBACK} and MASTER_PORT to a free port"
+            f"{placement.launcher} names no rendezvous for its ranks, and this system has no abstract sockets; "
+            f"set MASTER_ADDR={LOOPBACK} and MASTER_PORT to a free port"
         )
     name = "\0" + rendezvous_name(job)
     if placement.rank == 0:
@@ -133,7 +133,7 @@ def _serve_port(name: str, port: int, others: int, timeout_s: float) -> None:
                 try:
                     peer, _ = listener.accept()
                 except TimeoutError:
-                    return  # the missing rank reports it, and so does this rank's store
+                    return  # the missing rank and this rank's store report the timeout
                 with peer, contextlib.suppress(ConnectionError):  # a rank that has just died
                     if _user_of(peer) == os.getuid():
                         peer.sendall(b"%d\n" % port)

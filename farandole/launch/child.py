@@ -1,8 +1,8 @@
 """Run the program in one rank of `farandole launch`: `python -m farandole.launch.child SPEC TARGET ARGS...`.
 
-This module takes the rank's cores, lets the kernel kill the rank with the launcher, and runs the program as Python
-would.  An exception that ends the program is written to a file for the launcher, which prints it once.  Nothing heavy
-is imported: the number of threads must be set before torch is loaded.
+This module pins the rank to its cores, makes the kernel kill the rank when the launcher ends, and runs the program as
+Python would.  An exception that ends the program is written to a file for the launcher, which prints it once.  This
+module does not import torch, because the number of threads must be set first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class RankSpec:
-    """How the ranks of a host run; one argument of their command lines, as JSON."""
+    """The settings of the ranks of a host; passed as JSON in one argument of their command lines."""
 
     launcher_pid: int
     shares: tuple[Share, ...]
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
     if spec.output is not None:
         _redirect_output(spec.output)
     if hasattr(sys.stdout, "reconfigure"):
-        # Lines of different ranks do not mix, and a rank that is killed loses none.
+        # Lines of different ranks do not mix, and a killed rank loses no line.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     sys.argv = [target, *program_arguments]
     own = spec.kind == "module" and target.startswith("farandole.")
@@ -81,12 +81,12 @@ def main(arguments: list[str]) -> None:
             raise
         _fail(_exit_report(end.code))
     except BaseException as error:  # reported, and the process ends
-        sys.last_value = error  # as the interpreter does: this rank tells the other ranks why it ended
+        sys.last_value = error  # as the interpreter does; this rank sends it to the other ranks
         _fail(_error_report(error))
 
 
 def _run_command(name: str, arguments: list[str]) -> NoReturn:
-    """Replace this process by a command, which keeps the cores and the link to the launcher."""
+    """Replace this process by a command, which keeps the cores and still ends with the launcher."""
     sys.stdout.flush()
     os.execvp(name, [name, *arguments])
 
@@ -103,11 +103,11 @@ def run_script(path: str) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when its parent `parent_pid` ends, however it ends (Linux)."""
+    """Let the kernel kill this process when its parent `parent_pid` ends (Linux)."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it ended before the call
+    if os.getppid() != parent_pid:  # the parent ended before the call
         sys.exit(128 + signal.SIGKILL)
 
 
@@ -153,7 +153,7 @@ def _fail(report: ErrorReport) -> NoReturn:
 
 
 def _program_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Remove the frames that start the program; return None if it did not start (a syntax error)."""
+    """Remove the frames that start the program; return None if the program did not start (a syntax error)."""
     starting = (__file__, runpy.__file__)
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename

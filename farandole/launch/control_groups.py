@@ -1,6 +1,6 @@
-"""The limits that control groups set: a container, a Kubernetes pod or a Slurm job.
+"""The limits that control groups set for a container, a Kubernetes pod or a Slurm job.
 
-Both versions of control groups are read, and every enclosing group counts: cgroups(7),
+The functions read both versions of control groups and consider every enclosing group: see cgroups(7) and
 https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
 
@@ -13,11 +13,11 @@ from pathlib import Path
 MOUNT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 UNLIMITED = 1 << 60
-"""Version 1 shows a number beyond this, in bytes, if there is no limit."""
+"""Without a limit, version 1 shows a larger number of bytes than this."""
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that this process can still use: free on the host, and granted by control groups."""
+    """Return the bytes of memory that this process can still use, on the host and under its control groups."""
     kib = read_field(Path("/proc/meminfo"), "MemAvailable:")
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if kib is None else kib << 10
     granted = free_memory()
@@ -71,7 +71,7 @@ def processor_quota() -> float | None:
 
 
 def oom_kills() -> int | None:
-    """Return how many processes of this control group the kernel has killed for lack of memory, if it is known."""
+    """Return how many processes of this control group the kernel has killed for lack of memory; None if unknown."""
     for folder in _folders("memory"):
         for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
             kills = read_field(folder / name, "oom_kill")
@@ -81,7 +81,7 @@ def oom_kills() -> int | None:
 
 
 def read_field(path: Path, name: str) -> int | None:
-    """Return the number after `name` in a file of names and numbers; None if there is none."""
+    """Return the number after `name` in a file with lines of a name and a number, or None."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -112,6 +112,6 @@ def _read_words(path: Path) -> list[str]:
 
 
 def _read_number(path: Path) -> int | None:
-    """Return the number in a file; None if there is none, as for "max"."""
+    """Return the number in a file; None without a number, as for "max"."""
     words = _read_words(path)
     return int(words[0]) if words and words[0].isdecimal() else None

@@ -5,8 +5,8 @@ no other rank uses.  The launcher divides the processors of its own affinity mas
 its container grants.  The hardware threads of a physical core stay together.
 
 A job reserves a processor by binding a name in Linux's *abstract* socket space.  A name has one owner at a time,
-also among different users, and leaves nothing on disk.  The kernel releases it when the launcher ends, however it
-ends; the ranks end with the launcher.  Reservations are advisory: no process is kept from any processor.  Containers
+even among different users, and leaves nothing on disk.  The kernel releases the name when the launcher ends, in any
+way; the ranks end with the launcher.  Reservations are advisory: any process can still use the processor.  Containers
 with their own network namespace do not see each other's reservations.
 """
 
@@ -110,10 +110,10 @@ def divide_cores(
 
     Args:
         quota: The processor time that is granted, in processors; None if it is unlimited.
-        pin: Pin each rank to its own cores, or the same number of ranks to each core: otherwise the kernel may leave
-            more ranks to one core than to another, and every collective waits for them.  Ranks are not pinned if they
-            do not divide evenly, if other jobs have reserved cores that are needed, or if `quota` grants less time
-            than there are cores.
+        pin: Pin each rank to its own cores, or the same number of ranks to each core.  Without pinning the kernel may
+            run more ranks on one core than on another, and every collective waits for the slower ranks.  Ranks are
+            not pinned if they do not divide evenly, if other jobs have reserved required cores, or if `quota` grants
+            less time than the cores have.
         threads: The number of threads of each rank; None divides the cores by the ranks.
         reserved: The processors that other jobs have reserved.
     """
@@ -132,7 +132,7 @@ def divide_cores(
     if ranks == 1 and not reserved_cores:
         why_not = ""
     elif too_few_free:
-        why_not = f", not pinned: other jobs have reserved {reserved_cores} of them"
+        why_not = f", not pinned: other jobs have reserved {count(reserved_cores, 'core')}"
     elif number < ranks and ranks % number:
         why_not = f", not pinned: {ranks} ranks do not divide evenly among {number} cores"
     elif number < len(units):
@@ -140,7 +140,7 @@ def divide_cores(
     elif not pin:
         why_not = ", not pinned"
     elif sys.platform != "linux":
-        why_not = ", not pinned: this system cannot"
+        why_not = ", not pinned: pinning needs Linux"
     else:
         starts = [rank * number // ranks for rank in range(ranks + 1)]
         blocks = [units[start : max(start + 1, end)] for start, end in pairwise(starts)]
@@ -185,7 +185,7 @@ class CoreReservation:
         self._sockets: dict[int, socket.socket] = {}
         self.reserved_by_others: set[int] = set()
         self.error: OSError | None = None
-        """Why the reservations of other jobs are not visible, if they are not."""
+        """The reason that the reservations of other jobs are not visible, or None."""
 
     @property
     def held(self) -> frozenset[int]:
@@ -193,7 +193,7 @@ class CoreReservation:
         return frozenset(self._sockets)
 
     def reserve(self, processors: Collection[int]) -> None:
-        """Reserve those of `processors` that no other job has reserved."""
+        """Reserve the given processors, except processors that another job has reserved."""
         for processor in sorted(processors):
             try:
                 self._sockets[processor] = _bind(f"processor {processor}")
@@ -241,7 +241,7 @@ def reserve_cores(ranks: int, pin: bool, threads: int | None) -> Iterator[Divisi
 
 @contextlib.contextmanager
 def _lock() -> Iterator[None]:
-    """Keep two jobs that start at the same time from reserving half of the cores that each needs."""
+    """Prevent two jobs that start at the same time from each reserving only a part of the cores."""
     deadline = time.monotonic() + LOCK_S
     held = None
     while held is None and time.monotonic() < deadline:
@@ -249,7 +249,7 @@ def _lock() -> Iterator[None]:
             held = _bind("lock")
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                break  # processors cannot be reserved either, and `CoreReservation.error` says why
+                break  # processors cannot be reserved either; `CoreReservation.error` has the reason
             time.sleep(0.01)
     try:
         yield

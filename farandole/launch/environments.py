@@ -1,9 +1,8 @@
 """Find the launcher that started this process, and read the rank from the launcher's environment variables.
 
 Each launcher has one function that takes `environ` and returns a `Placement`, or None if the launcher's variables are
-not set.  The order of `LAUNCHERS` is such that the innermost launcher answers first: torchrun started by srun is
-torchrun, mpirun inside a Slurm allocation is mpirun (srun numbers its helper processes differently), and srun with
-its own PMI is srun.
+not set.  The order of `LAUNCHERS` puts inner launchers first: torchrun started by srun is torchrun, mpirun inside a
+Slurm allocation is mpirun (srun numbers its helper processes differently), and srun with its own PMI is srun.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ RUN_ID_PREFIX = "farandole-"
 """The prefix of the run ids of `farandole launch`; torch's agent passes the run id to its ranks."""
 
 FIRST_PORT, PORTS = 10_000, 20_000
-"""Ports below the ephemeral ports of Linux (32768 and up)."""
+"""The range of ports: below the ephemeral ports of Linux (32768 and up)."""
 
 
 def find_placement(environ: Mapping[str, str]) -> Placement:
-    """Return the placement that `environ` describes, or `ALONE`, a world of one, if there is no launcher.
+    """Return the placement that `environ` describes, or `ALONE`, a world of one, without a launcher.
 
     find_placement({"RANK": "1", "WORLD_SIZE": "2", ...}).rank == 1
     find_placement({}).launcher == "alone"
@@ -46,7 +45,7 @@ def find_placement(environ: Mapping[str, str]) -> Placement:
 
 
 def _torchrun(environ: Mapping[str, str]) -> Placement | None:
-    """Read the variables of torch's elastic agent, which torchrun and `farandole launch` run, or of the user.
+    """Read the variables that torch's elastic agent (torchrun, `farandole launch`) or the user has set.
 
     https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """
@@ -62,7 +61,7 @@ def _torchrun(environ: Mapping[str, str]) -> Placement | None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing and found.size > 1:
         raise LaunchError(
-            f"rank {found.rank} of {found.size} needs MASTER_ADDR and MASTER_PORT, where the ranks rendezvous; "
+            f"rank {found.rank} of {found.size} needs MASTER_ADDR and MASTER_PORT, the address of the rendezvous; "
             f"not set: {' and '.join(missing)}"
         )
     return found
@@ -88,9 +87,9 @@ def _hydra(environ: Mapping[str, str]) -> Placement | None:
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Placement | None:
-    """Read the variables of Open MPI, whose mpirun is PRRTE since version 5, and was ORTE before.
+    """Read the variables of Open MPI, whose mpirun is PRRTE from version 5 on, and ORTE in older versions.
 
-    The PMIx name space names the job: it contains the process id of mpirun.
+    The PMIx name space identifies the job: it contains the process id of mpirun.
     """
     if "OMPI_COMM_WORLD_RANK" not in environ and "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
@@ -112,14 +111,14 @@ def _pmi(environ: Mapping[str, str]) -> Placement | None:
         return read_placement(environ, "PMI", rendezvous, "PMI_RANK", "PMI_SIZE")
     if "PMIX_RANK" in environ:
         raise LaunchError(
-            f"a PMIx launcher started this process as rank {environ['PMIX_RANK']}, and no variable says of "
-            f"how many; use mpirun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            f"a PMIx launcher started this process as rank {environ['PMIX_RANK']}, and no environment variable "
+            f"gives the number of ranks; use mpirun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
     return None
 
 
 def _job_of_ancestor(*names: str) -> str:
-    """Name a job after the nearest ancestor process called one of `names`, or else after the parent process.
+    """Name a job after the nearest ancestor process with one of these names, or else after the parent process.
 
     The start time is part of the name, because process ids are reused.
     """
@@ -136,7 +135,7 @@ def _job_of_ancestor(*names: str) -> str:
 
 
 def _process(pid: int) -> tuple[str, int, int]:
-    """Return name, parent and start time (in clock ticks since boot) of a process; see proc(5)."""
+    """Return the name, parent and start time (in clock ticks since boot) of a process; see proc(5)."""
     text = Path(f"/proc/{pid}/stat").read_text()
     name, _, rest = text.partition("(")[2].rpartition(")")
     fields = rest.split()
@@ -149,8 +148,8 @@ def _process(pid: int) -> tuple[str, int, int]:
 def _slurm(environ: Mapping[str, str]) -> Placement | None:
     """Read the variables of a task that srun started.
 
-    https://slurm.schedmd.com/srun.html, "Output environment variables".  The script given to sbatch has task number
-    0 too, but is no task of srun.
+    https://slurm.schedmd.com/srun.html, "Output environment variables".  The script given to sbatch also has
+    task number 0, but srun did not start it.
     """
     is_batch_script = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
     if "SLURM_PROCID" not in environ or is_batch_script:
@@ -194,8 +193,8 @@ def _slurm_rendezvous(environ: Mapping[str, str]) -> Rendezvous:
     nodes = next((environ[name] for name in node_lists if name in environ), "")
     if not job.isdecimal() or not nodes:
         raise LaunchError(
-            f"srun (Slurm) placed this process (SLURM_PROCID={environ['SLURM_PROCID']}) without saying in "
-            f"which job or on which hosts (SLURM_JOB_ID={job!r}, SLURM_STEP_NODELIST={nodes!r}); "
+            f"srun (Slurm) started this process (SLURM_PROCID={environ['SLURM_PROCID']}) without valid variables "
+            f"for its job and hosts (SLURM_JOB_ID={job!r}, SLURM_STEP_NODELIST={nodes!r}); "
             f"set MASTER_ADDR and MASTER_PORT"
         )
     if not re.search(r"[\[,]", nodes):

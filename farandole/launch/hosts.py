@@ -1,4 +1,4 @@
-"""The hosts of a job: their names and slots, and where their launchers rendezvous.  Imports no torch."""
+"""The hosts of a job: their names and slots, and the rendezvous of their launchers.  Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class Host:
-    """The name by which the remote shell reaches a host, and how many ranks the host takes."""
+    """The name of a host for the remote shell, and the maximum number of ranks on the host."""
 
     name: str
     slots: int
@@ -54,9 +54,9 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def assign_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
-    """Return the hosts that get ranks, with as many slots; the first hosts are filled first.
+    """Return the hosts that run ranks, with the number of ranks as slots; the first hosts are filled first.
 
-    If `ranks` is None every slot gets a rank.
+    If `ranks` is None, every slot gets a rank.
     """
     slots = sum(host.slots for host in hosts)
     if ranks is None:
@@ -104,13 +104,13 @@ def _distinct(hosts: list[Host], source: str) -> list[Host]:
 class RendezvousConfig:
     """Launcher `node_rank` of `nodes`, one per host, and the address of the store that they share.
 
-    On one host there is no address: the store is at a free port that only this host reaches.
+    A job on one host has no address: its store is at a free port of the loopback interface.
     """
 
     nodes: int = 1
     node_rank: int = 0
     addresses: Sequence[str] = ()
-    """Where the store may be reached; the first address that answers is used."""
+    """The possible addresses of the store; the first address that answers is used."""
     port: int = 0
     serves_store: bool = True
     """Whether this launcher serves the store, which then ends with it."""

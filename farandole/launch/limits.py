@@ -28,7 +28,7 @@ ACCELERATOR_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 
 
 def offered_accelerators() -> int:
-    """Return the number of accelerators that torch sees; torch is loaded only where there is a driver."""
+    """Return the number of accelerators that torch sees; torch is loaded only if a driver is installed."""
     if not any(os.path.exists(path) for path in ACCELERATOR_DRIVERS):
         return 0
     import torch
@@ -43,15 +43,15 @@ def offered_ranks(accelerators: int | None = None) -> int:
 
 
 def check_rank_limits(ranks: int) -> None:
-    """Raise `LaunchError` if this host cannot start so many ranks."""
+    """Raise `LaunchError` if this host cannot start this many ranks."""
     for most, why in _limits(ranks):
         if ranks > most:
-            advice = f"--ranks {most} is the most that fits now" if most > 0 else "not even one fits now"
+            advice = f"use at most --ranks {most}" if most > 0 else "not even one rank fits"
             raise LaunchError(f"--ranks {ranks}: {why}; {advice}")
 
 
 def oversubscription_warning(ranks: int, cores: int) -> str | None:
-    """Return a warning if there are many more ranks than cores, or None."""
+    """Return a warning if ranks outnumber cores by more than `MAX_RANKS_PER_CORE`, or None."""
     if ranks <= MAX_RANKS_PER_CORE * cores:
         return None
     seconds = ranks * START_S / cores
@@ -59,21 +59,23 @@ def oversubscription_warning(ranks: int, cores: int) -> str | None:
     return (
         f"warning: {ranks} ranks on {cores} cores take about {duration} to start and "
         f"{_gib(ranks * RANK_BYTES)} of memory before they compute anything, and every collective waits until "
-        f"each rank has had its turn on a core; --ranks {cores} uses every core"
+        f"each rank has run on a core; --ranks {cores} uses every core"
     )
 
 
 def _limits(ranks: int) -> list[tuple[int, str]]:
-    """Return each limit of this host in ranks, with an explanation for a user who wants more."""
+    """Return each limit of this host as a number of ranks, with an explanation for an error message."""
     free = control_groups.available_memory()
     need = f"{_gib(ranks * RANK_BYTES)} of memory for Python and torch alone ({RANK_BYTES >> 20} MiB each)"
-    limits = [(free // RANK_BYTES, f"they need {need}, and {_gib(free)} are free")]
+    limits = [(free // RANK_BYTES, f"the ranks need {need}, but {_gib(free)} is free")]
     for tasks in (control_groups.free_tasks(), _free_user_tasks()):
         if tasks is not None:
-            limits.append((tasks // RANK_TASKS, f"this user may start {tasks} more processes and threads"))
+            limits.append(
+                (tasks // RANK_TASKS, f"this user may start only {tasks} more processes and threads")
+            )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files != resource.RLIM_INFINITY:
-        why = f"the launcher has a connection to each, and may open {files} files (ulimit -n)"
+        why = f"the launcher has a connection to each rank, but may open only {files} files (ulimit -n)"
         limits.append((files - LAUNCHER_FILES, why))
     return limits
 
@@ -88,7 +90,7 @@ def _free_user_tasks() -> int | None:
         try:
             if process.name.isdecimal() and process.stat().st_uid == os.getuid():
                 tasks += sum(1 for _ in (process / "task").iterdir())
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
     return limit - tasks
 

@@ -1,4 +1,4 @@
-"""Start the ranks of a job on this host: `farandole launch` and every `--ranks`."""
+"""Start the ranks of a job on this host, for `farandole launch` and every command with `--ranks`."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def run_on_this_host(
         raise LaunchError(f"--ranks {ranks}: a job has at least 1 rank on each host")
     if program.max_restarts and rendezvous.nodes > 1:
         raise LaunchError(
-            "--max-restarts is for a job on one host; on several hosts use torchrun --max-restarts, or start the job "
-            "again from its last checkpoint"
+            "--max-restarts is for a job on one host; on several hosts use torchrun --max-restarts, or restart the job "
+            "from its last checkpoint"
         )
     program.check()
     check_rank_limits(ranks)
@@ -91,7 +91,7 @@ def run_on_this_host(
     if rendezvous.interfaces is not None:
         use_interfaces(find_interfaces(rendezvous.interfaces))
     prefix = "" if rendezvous.nodes == 1 else f"{name or socket.gethostname()}: "
-    # where several launchers start the ranks, their user or the command that started them gives all the same key
+    # several launchers of one job get the same key from the user, or from the command that started them
     key = key_for_ranks() if rendezvous.nodes == 1 else contextlib.nullcontext()
     with key, reserve_cores(ranks, program.pin, program.threads or _threads_of_user()) as division:
         notify(prefix + division.summary)
@@ -107,7 +107,7 @@ def run_on_this_host(
 
 @contextlib.contextmanager
 def key_for_ranks() -> Iterator[None]:
-    """Put a new job key into the environment for the time of the block, unless the user has set one."""
+    """Put a new job key into the environment during the block, unless the user has set a key."""
     try:
         is_set = _job_key.job_key() is not None
     except ValueError as error:
@@ -123,7 +123,7 @@ def key_for_ranks() -> Iterator[None]:
 
 
 def _threads_of_user() -> int | None:
-    """Return OMP_NUM_THREADS if the user has set it for the launcher: it holds for each rank."""
+    """Return OMP_NUM_THREADS if the user has set it for the launcher; it applies to each rank."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
@@ -131,8 +131,8 @@ def _threads_of_user() -> int | None:
 def _run_agent(
     command: Sequence[str], ranks: int, config: RendezvousConfig, program: Program, *, print_end: bool
 ) -> int:
-    """Run the agent until the job ends, and report how it ended."""
-    with uncollected():  # torch takes a second to import, so it comes after all checks
+    """Run the agent until the job ends; report a failure, and return the exit status."""
+    with uncollected():  # torch takes a second to import, so it is imported after all checks
         from torch.distributed.elastic.agent.server.api import WorkerSpec
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
@@ -170,14 +170,14 @@ def _report(agent: Agent, failures: list[RankFailure], oom_kills: int | None, pr
     """
     interrupted, elsewhere = agent.rank_monitor.interrupted_by, agent.rendezvous.remote_failure
     if interrupted or elsewhere:
-        # ranks that ended because of it are not reported, whatever their exit status
+        # ranks that ended as a consequence are not reported
         failures = [f for f in failures if f.report and f.report.trace and not f.report.consequence]
     if failures:
         text = explain_failures(failures, oom_kills)
         notify(text)
         agent.rendezvous.publish_failure(text.splitlines()[0])
     elif elsewhere and print_end:
-        notify(f"stopped, because of another host: {elsewhere}")
+        notify(f"stopped because of another host: {elsewhere}")
     if interrupted:
         if print_end:
             notify(describe_stop(interrupted, agent.global_ranks(agent.rank_monitor.killed)))
@@ -189,10 +189,10 @@ def _report(agent: Agent, failures: list[RankFailure], oom_kills: int | None, pr
 
 @contextlib.contextmanager
 def _scratch_folder() -> Iterator[str]:
-    """Make a temporary folder for the time of the block, and remove those of launchers that were killed.
+    """Create a temporary folder for the duration of the block, and remove the folders of killed launchers.
 
     Each launcher holds a lock in its folder.  The kernel releases the lock when the launcher ends, so an unlocked
-    folder is no longer in use.
+    folder is not in use.
     """
     _remove_unused_folders()
     with (
@@ -200,13 +200,16 @@ def _scratch_folder() -> Iterator[str]:
         open(Path(folder, "lock.new"), "w") as file,
     ):
         fcntl.flock(file, fcntl.LOCK_EX)
-        os.rename(file.name, Path(folder, "lock"))  # the lock file is locked from its first moment
+        os.rename(file.name, Path(folder, "lock"))  # under this name the lock file is always locked
         yield folder
 
 
 def _remove_unused_folders() -> None:
     for lock in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*/lock"):
-        with contextlib.suppress(OSError), open(lock, "r+") as file:  # another user's, or in use
+        with (
+            contextlib.suppress(OSError),
+            open(lock, "r+") as file,
+        ):  # the folder belongs to another user, or is in use
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_uid == os.getuid():
                 shutil.rmtree(lock.parent)

@@ -1,7 +1,7 @@
 """Monitor the ranks of one host and stop them: the rules for ending a job, and the signals that stop one.
 
-1. When a rank fails, the other ranks get half a second to end by themselves (their collectives raise an error),
-   then SIGTERM, then, after a few seconds, SIGKILL.
+1. When a rank fails, the other ranks get half a second to end, because their collectives raise an error.  Then they
+   get SIGTERM, and after a few seconds SIGKILL.
 2. The first signal to the launcher (Ctrl-C, SIGTERM, SIGHUP, SIGQUIT) is forwarded to every rank once.  The ranks
    get a minute to save and end.  A second signal kills them.
 3. The processes that a rank has started (data loaders, for example) end with the rank, unless it succeeded.
@@ -29,23 +29,23 @@ FAILURE_GRACE_S = 0.5
 TERMINATION_GRACE_S = 5.0
 SIGNAL_GRACE_S = 60.0
 SLOW_STOP_S = 1.0
-"""Ranks that take longer than this to stop, in seconds, are reported."""
+"""The time, in seconds, after which ranks that are still stopping are reported."""
 
 
 def signals_to_handle() -> tuple[signal.Signals, ...]:
-    """Return `SIGNALS` without those that this process ignores."""
+    """Return the signals of `SIGNALS` that this process does not ignore."""
     return tuple(number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
 
 
 def restore_ignored_signals() -> None:
-    """Restore Python's default handlers for those of `SIGNALS` that this process ignores."""
+    """Restore Python's default handlers for the signals of `SIGNALS` that this process ignores."""
     for number in set(SIGNALS).difference(signals_to_handle()):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def restored_handlers() -> Iterator[None]:
-    """Restore the handlers of `SIGNALS` after the block, which may install its own."""
+    """Restore the handlers of `SIGNALS` after the block, which may install other handlers."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -70,11 +70,11 @@ class RankMonitor:
         self._failed_at: float | None = None
         self._kill_at: float | None = None
         self.ended_at: dict[int, float] = {}
-        """When the end of each rank was detected, in seconds since the epoch."""
+        """The time at which the end of each rank was detected, in seconds since the epoch."""
         self.stopped: set[int] = set()
         """The ranks that were signalled before they had ended."""
         self.killed: set[int] = set()
-        """The stopped ranks that were killed: too slow to end, or after a second signal."""
+        """The stopped ranks that were killed, because they were too slow or because of a second signal."""
 
     @property
     def interrupted_by(self) -> int:
@@ -109,7 +109,7 @@ class RankMonitor:
         return False
 
     def _find_running(self) -> list[int]:
-        """Return the ranks that still run; record those that ended or failed since the last call."""
+        """Return the ranks that still run; record ranks that ended or failed since the last call."""
         running = []
         for rank, process in self._processes.items():
             status = self._poll(process)

@@ -1,8 +1,8 @@
-"""The launcher of one host of a job that another host started: `python -m farandole.launch.node`.
+"""The launcher of one host, for a job that was started on another host: `python -m farandole.launch.node`.
 
 The command that started the job writes to this launcher's standard input: first a line with a `NodeSpec`, then a
-line with the number of each signal.  The end of the input means that the command has ended, however it ended, so
-this launcher ends too.
+line with the number of each signal.  The end of the input means that the command has ended, so this launcher ends
+too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NodeSpec:
     folder: str
     """The working directory of the ranks."""
     environment: Mapping[str, str]
-    """The variables to set."""
+    """The environment variables to set."""
     program: Program
     ranks: int
     """The number of ranks on this host."""
@@ -86,7 +86,7 @@ def _run(spec: NodeSpec) -> int:
 
 
 def _detach_input() -> TextIOWrapper:
-    """Return standard input, and replace it with an empty one: the ranks must not read from it."""
+    """Return standard input, and replace it with an empty file, because the ranks must not read from it."""
     own = os.dup(0)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
@@ -98,7 +98,7 @@ def _raise_signals(control: TextIOWrapper) -> None:
     """Raise the signals that the input names; at the end of the input, end at once."""
     for line in control:
         os.kill(os.getpid(), int(line))
-    # Two different signals, because equal ones may be merged into one: the second kills the ranks.
+    # Two different signals, because the kernel may merge equal signals.  The second signal kills the ranks.
     os.kill(os.getpid(), signal.SIGHUP)
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,8 +1,8 @@
-"""The rank of a process in its job, and where the ranks of the job rendezvous.
+"""The rank of a process in its job, and the rendezvous of the ranks.
 
 A launcher (torchrun, mpirun, srun, `farandole launch`) tells each process its rank through environment variables
-with names of its own.  `environments/` reads them into a `Placement`; no other code depends on the launcher.
-This module imports no torch and does not use the network.
+with names of its own.  `environments.py` reads the variables into a `Placement`; no other code depends on the launcher.
+This module does not import torch and does not use the network.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 class LaunchError(RuntimeError):
-    """The ranks of a job cannot be started, or cannot find each other; the message says what to change."""
+    """The ranks of a job cannot be started, or cannot find each other; the message suggests a solution."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SameHost:
 
 @dataclass(frozen=True)
 class NoRendezvous:
-    """The ranks span hosts and no variable says where to rendezvous; `advice` tells the user what to set."""
+    """The ranks span hosts and no environment variable names a rendezvous; `advice` suggests variables to set."""
 
     advice: str
 
@@ -92,7 +92,7 @@ def read_placement(
         _check_range(launcher, "local rank", found.local_rank, found.local_size, variables)
     if found.local_size is not None and found.local_size > found.size:
         raise LaunchError(
-            f"{launcher} says that this host has {found.local_size} of the job's {found.size} ranks "
+            f"{launcher} reports {found.local_size} ranks on this host and {found.size} in the job "
             f"({local_size}={found.local_size}, {size}={found.size}); a host cannot have more ranks than the job"
         )
     return found
@@ -107,7 +107,7 @@ def master_address(environ: Mapping[str, str], launcher: str) -> Address | None:
     if len(given) == 1:
         missing = names[1 - names.index(given[0])]
         raise LaunchError(
-            f"{given[0]}={environ[given[0]]} is set and {missing} is not, under {launcher}; "
+            f"{given[0]}={environ[given[0]]} is set, but {missing} is not, under {launcher}; "
             f"set both, or neither if all ranks share a host"
         )
     return Address(environ["MASTER_ADDR"], _required(environ, launcher, "MASTER_PORT", other="MASTER_ADDR"))
@@ -119,7 +119,7 @@ def _check_range(launcher: str, what: str, number: int, count: int, variables: s
     if not 0 <= number < count:
         raise LaunchError(
             f"{launcher} gave this process {what} {number} of {count} ({variables}); "
-            f"{what}s of {count} go from 0 to {count - 1}"
+            f"expected a {what} from 0 to {count - 1}"
         )
 
 
@@ -141,4 +141,4 @@ def _optional(environ: Mapping[str, str], launcher: str, name: str | None) -> in
     try:
         return int(text)
     except ValueError:
-        raise LaunchError(f"{name}={text!r}, as {launcher} set it, is not a whole number") from None
+        raise LaunchError(f"{launcher} set {name}={text!r}; expected an integer") from None

@@ -1,6 +1,6 @@
-"""The program that a job runs, and a check that it exists.
+"""The program that a job runs, and a check that the program exists.
 
-The check finds a module as `python -m` would, but imports nothing, not even the packages around the module.
+The check finds a module as `python -m` would, but does not import the module or its parent packages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Kind = Literal["script", "module", "command"]
 
 @dataclass(frozen=True)
 class Program:
-    """A script, a module or a command, with its arguments, and how each rank runs it."""
+    """A script, a module or a command, with its arguments and the settings of its ranks."""
 
     target: str
     arguments: Sequence[str] = ()
@@ -35,14 +35,14 @@ class Program:
     threads: int | None = None
     """The threads of each rank; None divides the cores by the ranks."""
     output: str | None = None
-    """The folder for the output of the ranks, with a folder for each rank; None passes the output through."""
+    """The folder for the output of the ranks, with a subfolder for each rank; None passes the output through."""
     verbose: bool = False
     """Whether to print the processes that are started."""
     max_restarts: int = 0
-    """How often all ranks are started again after a failure."""
+    """The maximum number of times that all ranks are restarted after a failure."""
 
     def check(self) -> None:
-        """Raise `LaunchError` if there is no such script, module or command to run."""
+        """Raise `LaunchError` if the script, module or command does not exist."""
         if self.kind == "module":
             _check_module(self.target)
         elif self.kind == "command":
@@ -119,13 +119,13 @@ def _find(name: str) -> ModuleSpec | None:
 
 def _find_in(package: ModuleSpec, name: str) -> ModuleSpec | None:
     folders = package.submodule_search_locations
-    # The last name alone: for a dotted name Python would import the packages around it.
+    # Only the last part of the name: for a dotted name Python would import the parent packages.
     return None if folders is None else PathFinder.find_spec(name, list(folders))
 
 
 def _find_installed(name: str) -> ModuleSpec | None:
-    """Find a module that only other finders know, such as those of editable installations."""
+    """Find a module through the other finders, such as the finders of editable installations."""
     try:
         return importlib.util.find_spec(name) if name else None
-    except ValueError:  # it is loaded, and has no spec
+    except ValueError:  # the module is loaded, and has no spec
         return None

@@ -1,7 +1,7 @@
-"""Start a job on several hosts: a launcher on each, through a remote shell, and a store for all of them here.
+"""Start a job on several hosts: a launcher on each host, through a remote shell, and a store on this host.
 
 A launcher reads its `NodeSpec` and the numbers of signals from the standard input of the remote shell.  The end of
-the input tells it that this process has ended.  The output of the ranks comes back unchanged.
+the input means that this process has ended.  The output of the ranks is printed unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from farandole.launch.program import Program
 from farandole.launch.reports import count, describe_stop, notify
 
 STOP_TIMEOUT_S = 8.0
-"""How long the launchers of the other hosts have, in seconds, to stop after one has failed."""
+"""The time, in seconds, in which the launchers of other hosts must stop after one launcher has failed."""
 
 HOST_VARIABLES = re.compile(
     r"HOME|HOSTNAME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|TMPDIR|TERM|_|DISPLAY|LS_COLORS|(SSH|XDG|DBUS|BASH_FUNC)_.*"
@@ -47,7 +47,7 @@ class RemoteShell:
     identity: Path | None = None
 
     def command_on(self, host: str, command: Sequence[str]) -> list[str]:
-        """Return the words that run `command` on `host`; ssh must not ask for passwords."""
+        """Return the command line that runs `command` on `host`; ssh runs without prompts for passwords."""
         words = shlex.split(self.command)
         if not words:
             raise LaunchError("--remote-shell is empty; expected a command such as ssh")
@@ -72,7 +72,7 @@ def launch_on_hosts(
 ) -> int:
     """Run a program in `slots` ranks on each host, numbered in the order of the hosts.
 
-    Every host needs the Python of this process, and this folder, under the same names.
+    Every host needs this Python interpreter and this working directory at the same paths.
 
     Args:
         interfaces: The network interfaces that hosts use ("eth0,eth1"); None chooses one on each host.
@@ -236,14 +236,14 @@ def _explain(host: str, status: int) -> str:
 
 def _write(launcher: subprocess.Popen[bytes], line: str) -> None:
     assert launcher.stdin is not None  # for the type checker: it is a pipe
-    with contextlib.suppress(BrokenPipeError):  # it has ended, which `_monitor` detects
+    with contextlib.suppress(BrokenPipeError):  # the launcher has ended, which `_monitor` detects
         launcher.stdin.write(line.encode() + b"\n")
         launcher.stdin.flush()
 
 
 def _close(launcher: subprocess.Popen[bytes]) -> None:
     assert launcher.stdin is not None  # for the type checker: it is a pipe
-    with contextlib.suppress(BrokenPipeError):  # it has ended, which `_monitor` detects
+    with contextlib.suppress(BrokenPipeError):  # the launcher has ended, which `_monitor` detects
         launcher.stdin.close()
 
 

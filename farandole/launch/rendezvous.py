@@ -1,7 +1,7 @@
-"""The rendezvous of the launchers of a job, one per host, and how they learn of failures on other hosts.
+"""The rendezvous of the launchers of a job, one per host, and the exchange of failures between hosts.
 
-The launchers share a store.  The launcher of the first host serves it, or the command that started them all.  The
-ranks use the same store, which outlives every rank.
+The launchers share a store.  The store is served by the launcher of the first host, or by the command that started all
+launchers.  The ranks use the same store, which outlives every rank.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LauncherRendezvous(StaticTCPRendezvous):
         if store.add(f"farandole/node/{config.node_rank}", 1) > 1:
             raise LaunchError(
                 f"two launchers at {host}:{port} have --node-rank {config.node_rank}; "
-                f"give each host its own, from 0 to {config.nodes - 1}"
+                f"give each host a different number from 0 to {config.nodes - 1}"
             )
         self._wait_for_launchers(store, f"{host}:{port}", deadline)
         if config.choose_interface and not interfaces_are_set():
@@ -102,7 +102,7 @@ class LauncherRendezvous(StaticTCPRendezvous):
         """Tell the launchers of the other hosts that ranks of this host failed."""
         if self._config.nodes == 1 or self._store is None:
             return
-        with contextlib.suppress(RuntimeError):  # the store has ended, so the other launchers know
+        with contextlib.suppress(RuntimeError):  # the store has ended, which the other launchers detect
             self._store.set(FAILED, f"node {self._config.node_rank}: {message}")
         if self._config.serves_store:
             time.sleep(1.5 * CHECK_S)
@@ -112,12 +112,12 @@ class LauncherRendezvous(StaticTCPRendezvous):
         nodes = self._config.nodes
         if nodes == 1 or self._store is None:
             return
-        with contextlib.suppress(RuntimeError):  # node 0 saw that all are done, and ended
+        with contextlib.suppress(RuntimeError):  # node 0 has seen that all hosts are done, and has ended
             self._store.add(DONE, 1)
             while self._store.add(DONE, 0) < nodes and not self.check_remote_failure() and not give_up():
                 time.sleep(0.1)
             if self._config.serves_store:
-                time.sleep(0.5)  # the others check ten times a second
+                time.sleep(0.5)  # the other launchers check ten times a second
 
 
 def _find_store(hosts: Sequence[str], port: int, deadline: float) -> str:

@@ -1,7 +1,7 @@
-"""Explain to the user how a job failed: one cause, printed once.
+"""Explain to the user why a job failed: one cause, printed once.
 
-When a rank fails, other ranks fail after it: their collectives lose a partner, or the launcher stops them.  The cause
-is the first failure that is not such a consequence.
+When a rank fails, other ranks fail as a consequence: their collectives raise an error, or the launcher stops the ranks.
+The cause is the first failure that is not a consequence.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 
 MAYBE_OUT_OF_MEMORY = (
-    "No program can catch SIGKILL: somebody sent it (kill -9), or the kernel did because memory ran out; "
-    "in that case `dmesg` says so, and fewer ranks or smaller batches need less."
+    "Either a user sent the signal (kill -9), or the kernel did because memory ran out. `dmesg` reports processes that "
+    "the kernel killed. Fewer ranks or smaller batches need less memory."
 )
-OUT_OF_MEMORY = "The kernel killed it because memory ran out; fewer ranks or smaller batches need less."
-NOT_OUT_OF_MEMORY = (
-    "Somebody sent it (kill -9): the kernel has not killed a process of this job for lack of memory."
+OUT_OF_MEMORY = (
+    "The kernel killed it because memory ran out; fewer ranks or smaller batches need less memory."
 )
+NOT_OUT_OF_MEMORY = "A user or a program sent the signal (kill -9): the kernel has not killed a process of this job for lack of memory."
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ErrorReport:
     consequence: bool = False
     """Whether another rank's failure caused it: a communication error."""
     time: float = field(default_factory=time.time)
-    """When it was raised, in seconds since the epoch."""
+    """The time at which it was raised, in seconds since the epoch."""
     status: int = 1
     """The exit status of the rank."""
 
@@ -48,10 +48,10 @@ class RankFailure:
     pid: int
     status: int
     time: float
-    """When it ended, or failed according to its report; in seconds since the epoch."""
+    """The time of the failure in the report, or else the end of the rank; in seconds since the epoch."""
     report: ErrorReport | None = None
     stopped: bool = False
-    """Whether the launcher had signalled it to stop."""
+    """Whether the launcher had sent the rank a signal to stop."""
 
 
 def write_report(path: str, report: ErrorReport) -> None:
@@ -68,16 +68,16 @@ def write_report(path: str, report: ErrorReport) -> None:
 
 
 def read_report(data: dict[str, object]) -> ErrorReport | None:
-    """Return the report in the data that torch's elastic agent read from a rank's error file, if there is one."""
+    """Return the report in the data that torch's elastic agent read from a rank's error file, or None."""
     fields = data.get("farandole")
     return ErrorReport(**fields) if isinstance(fields, dict) else None
 
 
 def explain_failures(failures: Sequence[RankFailure], oom_kills: int | None = None) -> str:
-    """Explain why a job failed: the cause in full, and the other failures in a line.
+    """Explain why a job failed: the cause in full, and the other failures in one line.
 
     Args:
-        oom_kills: How many processes the kernel killed for lack of memory during the job; None if it is unknown.
+        oom_kills: The number of processes that the kernel killed for lack of memory during the job; None if unknown.
     """
     cause = find_cause(failures)
     same = [f.rank for f in failures if f is not cause and _same_report(f, cause)]
@@ -153,7 +153,7 @@ def _same_report(one: RankFailure, other: RankFailure) -> bool:
     return (one.report.kind, one.report.message) == (other.report.kind, other.report.message)
 
 
-# ---- words for the user ----
+# ---- formatting of messages ----
 
 
 def notify(text: str) -> None:
@@ -173,7 +173,7 @@ def describe_stop(number: int, killed: Collection[int]) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Return `SIGTERM` and so on; Ctrl-C is named too."""
+    """Return the name of a signal, such as `SIGTERM`; SIGINT is `Ctrl-C (SIGINT)`."""
     if number == signal.SIGINT:
         return "Ctrl-C (SIGINT)"
     try:

@@ -59,9 +59,9 @@ class Runtime:
         return self._comm is None or self._comm.group is not dist.group.WORLD
 
     def close(self) -> None:
-        """Leave the job: destroy torch's process group, unless the program made it before `init`.
+        """Leave the job: destroy torch's process group, unless the program created it before `init`.
 
-        The interpreter calls this function at its end.  A repeated call does nothing.
+        The interpreter calls this function when it exits.  A repeated call does nothing.
         """
         comm, self._comm = self._comm, None
         if comm is not None and self._owns_group and comm.group is dist.group.WORLD:
@@ -79,14 +79,13 @@ class Runtime:
 def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Runtime:
     """Join the job of this process and return its `Runtime`; a process without a launcher is a world of one.
 
-    All ranks call this function.  It finds the rank under `farandole launch`, torchrun, mpirun (MPICH and other
-    Hydras, Open MPI) and srun, and makes torch's process group.  A group that the program has already made is used
-    as it is.
+    All ranks call this function.  It finds the rank under `farandole launch`, torchrun, mpirun (Hydra, as in MPICH, and
+    Open MPI) and srun, and creates torch's process group.  A process group that already exists is used unchanged.
 
     Args:
         backend: Any backend of `torch.distributed`; None is "farandole", which falls back to Gloo if its C core is
             not available.
-        timeout_s: How long to wait for the other ranks, in seconds: here, and in every collective.
+        timeout_s: How long to wait for the other ranks, in seconds, in this call and in every collective.
 
     Raises:
         LaunchError: The launcher's variables contradict each other, or the ranks do not rendezvous in time.
@@ -113,7 +112,7 @@ def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Runtime:
 
 
 def _runtime(placement: Placement | None, device: torch.device | None, *, owns_group: bool) -> Runtime:
-    """Return the runtime on torch's process group; `placement` is None if no launcher describes this group."""
+    """Return the runtime of torch's process group; `placement` is None if no launcher describes this group."""
     assert dist.group.WORLD is not None  # for the type checker: a group exists here
     comm = Communicator(dist.group.WORLD)
     host = socket.gethostname()
@@ -155,8 +154,8 @@ def _device(local_rank: int | None) -> torch.device:
 def _limit_threads(placement: Placement, environ: Mapping[str, str]) -> None:
     """Divide the cores among the ranks of mpirun or srun: by default torch uses every core in each rank.
 
-    Two cases are left alone: a launcher that binds its ranks (they may use fewer cores than the launcher) has
-    already divided the cores, and OMP_NUM_THREADS is the user's choice.
+    Nothing changes if the launcher has bound its ranks, so that they may use fewer cores than the launcher, or if
+    the user has set OMP_NUM_THREADS.
     """
     bound = affinity() < affinity(os.getppid())
     if placement.local_size is None or bound or environ.get("OMP_NUM_THREADS"):

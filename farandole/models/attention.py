@@ -3,7 +3,7 @@
 `torch.nn.functional.scaled_dot_product_attention` is the fastest nearly everywhere.  The exception is training
 on a CPU in bf16 or fp16 with sequences that fit in the cache: the backward pass of the flash kernel takes
 twice as long as two batched matrix products and a softmax (measured with AMX and AVX-512, 128 to 512
-positions).  Such sequences use the explicit products.
+positions).  These sequences use the explicit products.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def full_attention(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Return softmax(query key^T / sqrt(width)) value over all positions, or over those in `attention_mask`.
+    """Return softmax(query key^T / sqrt(width)) value over all positions, or over the positions in `attention_mask`.
 
     Args:
         query, key, value: (batch, heads, positions, width).
@@ -61,7 +61,7 @@ def _use_products(query: Tensor) -> bool:
 
 
 def _by_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float = 0.0) -> Tensor:
-    """Compute attention with explicit products.  `bias` is broadcast to scores (batch * heads, positions, positions)."""
+    """Compute attention with explicit products; `bias` broadcasts to scores (batch * heads, positions, positions)."""
     batch, heads, positions, width = query.shape
     flat = (batch * heads, positions, width)
     scores = torch.baddbmm(bias, query.reshape(flat), key.reshape(flat).transpose(1, 2), alpha=width**-0.5)

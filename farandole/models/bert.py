@@ -1,6 +1,6 @@
 """BERT: a bidirectional transformer, trained to restore masked tokens, as a plain `nn.Sequential`.
 
-The blocks are those of Devlin et al., 2019, "BERT: Pre-training of Deep Bidirectional Transformers for Language
+The blocks follow Devlin et al., 2019, "BERT: Pre-training of Deep Bidirectional Transformers for Language
 Understanding", as in the published weights: normalized token, position and segment embeddings; post-normalized
 layers; a head with one more transform, an output weight tied to the token embedding, and a bias.  There is no
 next-sentence head, which does not help (Liu et al., 2019, "RoBERTa").  `bert_checkpoints` converts published
@@ -105,7 +105,7 @@ def bert_config(name: str, **changes: Any) -> BERTConfig:
     """Return the configuration `name`, with `changes` to its fields.
 
     Raises:
-        ValueError: if there is no such configuration; the message suggests the closest name.
+        ValueError: if the name is unknown; the message suggests the closest name.
     """
     if name not in CONFIGS:
         nearest = difflib.get_close_matches(name.lower(), CONFIGS, 1, cutoff=0.4)
@@ -210,7 +210,8 @@ def build_bert(config: BERTConfig, seed: int | None = None) -> nn.Sequential:
     """Return a BERT on torch's default device.
 
     Args:
-        seed: of the initial weights, by default drawn from torch's global generator.  Not used on the meta device.
+        seed: the seed of the initial weights, by default drawn from torch's global generator.  Unused on the meta
+            device.
     """
     device = torch.get_default_device()
     with torch.device("meta"):  # skips the default initialization of torch's layers

@@ -23,14 +23,14 @@ def generate(
 
     There is no KV cache, but the head, the larger part of a small model, runs only on the last position.
 
-    Ranks that gather weights block by block (`zero=3`) generate together: all call this with the same arguments, and
-    get the same tokens.
+    Ranks that gather weights block by block (`zero=3`) generate together: all ranks call this function with the same
+    arguments, and get the same tokens.
 
     Args:
         prompt: at least one token.
         context: the number of most recent tokens that the model gets.
-        temperature: of sampling; 0 selects the most likely token.
-        top_k: sample from this many most likely tokens; 0 from all.
+        temperature: the sampling temperature; 0 selects the most likely token.
+        top_k: sample from this many most likely tokens; 0 samples from all tokens.
 
     Raises:
         ValueError: if `prompt` is empty.

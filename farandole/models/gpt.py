@@ -1,6 +1,6 @@
 """GPT: a decoder-only transformer as a plain `nn.Sequential` of blocks.
 
-Blocks and initial weights are those of GPT-2 (Radford et al., 2019, "Language Models are Unsupervised
+The blocks and initial weights follow GPT-2 (Radford et al., 2019, "Language Models are Unsupervised
 Multitask Learners"): pre-layer normalization, and an output projection tied to the token embedding.  There
 are two differences.  Position embeddings are rotary instead of learned (`rotary`), with which a small model
 learns far faster from a few million tokens.  The GELU is exact, which on a CPU is several times faster than
@@ -56,7 +56,7 @@ class GPTConfig:
     def flops_per_token(self) -> int:
         """Floating-point operations per token of a forward and backward pass.
 
-        6 per parameter, and 12 L D C for attention over a context of C positions (Kaplan et al., 2020, "Scaling
+        6 per parameter, plus 12 L D C for attention over a context of C positions (Kaplan et al., 2020, "Scaling
         Laws for Neural Language Models", table 1).
         """
         return 6 * self.parameters + 12 * self.layers * self.width * self.context

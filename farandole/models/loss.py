@@ -68,9 +68,9 @@ def next_token_loss(logits: Tensor, targets: Tensor, chunk_bytes: int | None = N
 def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     """Return the summed negative log-likelihood of `targets`, in nats, as an fp32 scalar, and the number of targets.
 
-    The arguments are those of `next_token_loss`.  For fp16 logits the gradient of the sum is stored, because the
-    gradient of the mean would underflow.  Otherwise the gradient of the mean is stored, which needs no further pass if
-    the sum is divided by the count.
+    Logits and targets have the shapes and types that `next_token_loss` expects.  For fp16 logits the gradient of the
+    sum is stored, because the gradient of the mean would underflow.  For other types the gradient of the mean is
+    stored, which needs no further pass if the sum is divided by the count.
     """
     count = targets.numel()
     divisor = 1 if logits.dtype == torch.float16 else max(1, count)

@@ -102,7 +102,7 @@ def resnet_config(name: str, classes: int | None = None) -> ResNetConfig:
     """Return the configuration `name`, with `classes` classes if given.
 
     Raises:
-        ValueError: if there is no such configuration; the message suggests the closest name.
+        ValueError: if the name is unknown; the message suggests the closest name.
     """
     if name not in CONFIGS:
         nearest = difflib.get_close_matches(name.lower(), CONFIGS, 1, cutoff=0.4)

@@ -1,10 +1,10 @@
-"""Predict what a plan costs before anything runs: the memory of each rank, and the time of a step.
+"""Predict the memory of each rank and the time of a step of a plan, before anything runs.
 
     machine = Machine(memory=16 << 30)
     estimate(model, Plan(zero=2), 8, example=tokens, loss=loss_of, machine=machine).outcome(machine.memory)
 
-The bytes are those of the layouts with which the engine would divide the model (`parallel.sharding`), computed for a model on the meta
-device, and of a forward and backward pass on fake tensors.
+The planner divides a model on the meta device into the same buckets as the engine (`parallel.sharding`), and runs a
+forward and backward pass on fake tensors.
 """
 
 from farandole.planner.estimate import Estimate, estimate, estimate_workload

@@ -1,4 +1,4 @@
-"""Whether a plan fits, and how long a step of it takes, before a rank has started."""
+"""Predict whether a plan fits, and how long its steps take, before a rank has started."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from farandole.planner.trace import Trace
 from farandole.planner.workload import Machine, Workload
 
 ALLOCATOR_BYTES = 45 << 20
-"""Of the C library: gaps between blocks, small objects, and what kernels allocate inside a call, but at most as much as the tensors of a
-pass.  The median over 19 trainings of GPTs of 8 and 15 M parameters on 2 ranks (docs/explanation/planner.md; torch 2.13, glibc 2.36)."""
+"""Overhead of the C library: gaps between blocks, small objects, and memory that kernels allocate inside a call.
+
+An estimate counts at most as much as the tensors of a pass.  The value is the median over 19 trainings of GPTs of 8 and
+15 M parameters on 2 ranks (docs/explanation/planner.md; torch 2.13, glibc 2.36).
+"""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a plan needs on the rank that needs most.
+    """The memory and time of a step of a plan, on the rank that needs the most memory.
 
     Args:
-        parts: bytes of a step, by name, of which the sum is that of its worst moment; bytes that are not in use at once are negative.
+        parts: bytes by name, whose sum is the peak of a step.  A negative part corrects for parts that are not in use
+            together.
         start: bytes while the model is being divided, before the first step.
-        times: seconds of a step by what they are spent on.
+        times: seconds of a step, by activity.
     """
 
     plan: Plan
@@ -37,20 +41,20 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """The most bytes at any moment."""
+        """The peak memory of the rank, in bytes."""
         return max(self.start, sum(self.parts.values()))
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """The duration of a step, in seconds."""
         return sum(self.times.values())
 
     def fits(self, memory: int) -> bool:
-        """Whether `memory` bytes for each rank are enough."""
+        """Return whether `memory` bytes for each rank are enough."""
         return self.peak <= memory
 
     def outcome(self, memory: int) -> str:
-        """Return `fits`, `fits with offload` (or swap) or `does not fit (needs X more)`, with `memory` bytes for each rank."""
+        """Return `fits`, `fits with offload` (or swap) or `does not fit (needs X more)` for `memory` bytes per rank."""
         if not self.fits(memory):
             return f"does not fit (needs {size(self.peak - memory)} more)"
         moved = [name for name in ("offload", "swap") if getattr(self.plan, name) != "none"]
@@ -60,19 +64,19 @@ class Estimate:
 def estimate(
     model: nn.Module, plan: Plan, ranks: int, *, example: Any, machine: Machine, **workload: Any
 ) -> Estimate:
-    """Return what `plan` needs for training `model` on `ranks` ranks of `machine`.
+    """Predict the memory and step time of training `model` under `plan` on `ranks` ranks of `machine`.
 
         machine = Machine(memory=16 << 30)
         estimate(model, Plan(zero=2), 8, example=tokens, loss=loss_of, machine=machine).outcome(machine.memory)
 
-    Nothing is computed, and the model may lie on the meta device; afterwards it recomputes nothing.
+    Nothing is computed.  The model may be on the meta device.  Recomputation in the model is switched off afterwards.
 
     Args:
         example: a rank's micro-batch.
         workload: further keywords of `Workload` (`loss`, `micro_batches`, ...).
 
     Raises:
-        PlanError: where the plan is not one for so many ranks or for this machine.
+        PlanError: if the plan is invalid for this number of ranks or for this machine.
     """
     return estimate_workload(Workload(model=model, example=example, **workload), plan, ranks, machine)
 
@@ -80,7 +84,7 @@ def estimate(
 def estimate_workload(
     workload: Workload, plan: Plan, ranks: int, machine: Machine, traced: Trace | None = None
 ) -> Estimate:
-    """The same of a workload; `traced` is its trace under this plan, if that is known already."""
+    """Like `estimate`, for a workload.  `traced` is its trace under this plan, if available."""
     _check(plan, machine)
     state = state_bytes(workload, plan, ranks, machine)
     traced = traced or workload.trace(plan)
@@ -108,30 +112,31 @@ def _check(plan: Plan, machine: Machine) -> None:
         place = getattr(plan, name)
         if place.startswith("disk:") and machine.disk is None:
             raise PlanError(
-                f"{name}={place!r} and a machine without a disk: give Machine(disk=Bandwidth(...))"
+                f"{name}={place!r} needs a machine with a disk: pass Machine(disk=Bandwidth(...))"
             )
     if plan.swap != "none" and machine.host == (plan.swap == "host"):
         where, works = ("a host", "disk:FOLDER") if machine.host else ("an accelerator", "host")
-        raise PlanError(f"swap={plan.swap!r} for models on {where}: swap={works!r} works there")
+        raise PlanError(f"swap={plan.swap!r} is not available for models on {where}: use swap={works!r}")
     if plan.lora is not None:
         raise PlanError(
-            "lora: adapters are not added here; add them to the model with `parallel.lora.add_lora`, and plan without lora"
+            "the planner does not add LoRA adapters: add them with `parallel.lora.add_lora`, and use a plan without lora"
         )
     if plan.offloaded != "optimizer" and plan.offload_folder is not None and not machine.host:
         raise PlanError(
-            f"offloaded={plan.offloaded!r} with offload={plan.offload!r} for models on an accelerator: offload='host' or "
-            f"offloaded='optimizer' works there"
+            f"offloaded={plan.offloaded!r} with offload={plan.offload!r} is not available for models on an accelerator: use "
+            f"offload='host' or offloaded='optimizer'"
         )
     if plan.precision not in machine.flops:
         raise PlanError(
-            f"precision={plan.precision!r} and Machine(flops=) has speeds of {', '.join(machine.flops)} only: give its own"
+            f"Machine(flops=) has no speed for precision={plan.precision!r}, only for {', '.join(machine.flops)}: add it"
         )
 
 
 def _allocator(workload: Workload, plan: Plan, state: StateBytes, traced: Trace) -> int:
-    """The measured allowance, and freed memory that the C library keeps.
+    """Return the measured allowance, and the freed memory that the C library keeps.
 
-    With a swap it maps most blocks one by one.  States that go to a disk are allocated in the first step and then copied.
+    With `swap` the C library maps most blocks one by one, and does not keep these blocks.  States that are offloaded to
+    a disk are allocated in the first step and then copied.
     """
     found = min(ALLOCATOR_BYTES, traced.peak)
     if plan.swap == "none":
@@ -142,20 +147,22 @@ def _allocator(workload: Workload, plan: Plan, state: StateBytes, traced: Trace)
 
 
 def _start(workload: Workload, plan: Plan, state: StateBytes) -> int:
-    """Bytes while the model is being divided.
+    """Return the bytes in use while the model is being divided.
 
-    Each rank makes the whole model, and frees a bucket when it has been copied; or it has memory for all that it keeps,
-    and for a block of the model.  Master weights are made in memory, also where they are offloaded afterwards; with stages 0 and
-    1 gradients exist before them.
+    By default each rank builds the whole model, and frees a bucket of parameters when it has been copied.  With
+    `block_by_block` a rank has memory for its weights, gradients and master weights, and for one block of the model.
+    Master weights are created in memory even if they are offloaded afterwards.  With stages 0 and 1 gradients exist
+    before master weights.
     """
     divided = state.weights + state.masters + (state.gradients if plan.zero < 2 else 0)
     return divided + state.largest_block if workload.block_by_block else max(divided, state.whole)
 
 
 def _swapped(plan: Plan, traced: Trace) -> int:
-    """Saved bytes that are surely not in memory: at most `BEHIND_BYTES` of what is swapped wait for their copies.
+    """Return the saved bytes that are certainly swapped out.
 
-    What a selective recomputation keeps is not swapped.
+    At most `BEHIND_BYTES` of the swapped tensors still wait for their copies.  Tensors that selective recomputation
+    keeps are not swapped.
     """
     if plan.swap == "none" or plan.recompute in ("selective", "attention", "auto"):
         return 0
@@ -163,9 +170,10 @@ def _swapped(plan: Plan, traced: Trace) -> int:
 
 
 def _reused(workload: Workload, plan: Plan, state: StateBytes, activations: int) -> int:
-    """Gradient bytes that reuse activation memory.
+    """Return the gradient bytes that reuse activation memory.
 
-    With stages 2 and 3 gradients have memory from their reduction until the next step (`parallel.bucket`).  With one pass in
-    a step there are none at the loss, where most activations are, and no activations at its end.
+    With stages 2 and 3 gradients occupy memory from their reduction until the next step (`parallel.bucket`).  With one
+    pass per step, no gradients exist at the loss, where most activations exist, and no activations exist at the end of
+    the step.
     """
     return min(state.gradients, activations) if plan.zero >= 2 and workload.micro_batches == 1 else 0

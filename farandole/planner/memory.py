@@ -1,4 +1,4 @@
-"""Bytes of a rank, read from the buckets into which the engine would divide a model's parameters."""
+"""Compute the bytes of a rank from the buckets into which the engine would divide a model's parameters."""
 
 from __future__ import annotations
 
@@ -24,26 +24,29 @@ from farandole.plan import Plan, PlanError
 from farandole.planner.workload import Machine, Workload, weight_type
 
 RECORD_BUFFERS = 3
-"""Offloaded records that are in memory at a time (`memory.record_stream`)."""
+"""The number of offloaded records that are in memory at a time (`memory.record_stream`)."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of a rank that depend on the division of the model, and not on its activations.
+    """The bytes of a rank that depend on the division of the model, and not on its activations.
 
     Args:
         sharding: the buckets.
-        weights: that the model computes with, with buffers.
-        gradients: kept until the update.
-        masters: copies of the weights that the optimizer updates.
-        updated: of one number for each parameter that this rank updates.
-        optimizer: states and masters that stay in the memory of the device; offloaded to a disk, the buffers they pass through.
-        records: states and masters that are offloaded.
-        pools: whole gradients on their way to a reduction, with `zero` 2 and 3, and shards of them on their way to an offload store.
-        gathered: weights that are whole for a while, with `zero=3`, and shards that are read ahead from an offload store.
-        copies: of weights and states for a checkpoint; states that are offloaded to a disk are not copied.
-        whole: the model as it is built.
-        largest_block: of it.
+        weights: bytes of the weights used in computation, and of the model's buffers.
+        gradients: bytes of gradients that are kept until the update.
+        masters: bytes of the master weights, which the optimizer updates.
+        updated: bytes of one value for each parameter that this rank updates.
+        optimizer: bytes of states and master weights in device memory.  If these are offloaded to a disk: bytes of the
+            transfer buffers.
+        records: bytes of offloaded states and master weights.
+        pools: with `zero` 2 and 3, bytes of unsharded gradients before their reduction, and of gradient shards being
+            offloaded.
+        gathered: with `zero=3`, bytes of gathered weights, and of shards that are read ahead from an offload store.
+        copies: bytes of copies of weights and states for a checkpoint.  States that are offloaded to a disk are not
+            copied.
+        whole: bytes of the whole model as it is built.
+        largest_block: bytes of the largest block of the model.
     """
 
     sharding: ShardingPlan
@@ -61,14 +64,16 @@ class StateBytes:
 
 
 def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> StateBytes:
-    """Divide the model of `workload` as the engine would, and count.
+    """Divide the model of `workload` as the engine would, and return the bytes of a rank.
 
     Raises:
-        PlanError: if the plan is not one for so many ranks.
+        PlanError: if the plan is invalid for this number of ranks, or hosts would have different numbers of ranks.
     """
     plan.check(ranks)
     if ranks % machine.hosts:
-        raise PlanError(f"{ranks} ranks on {machine.hosts} hosts: a host has equally many as every other")
+        raise PlanError(
+            f"{ranks} ranks on {machine.hosts} hosts: expected the same number of ranks on each host"
+        )
     model, parameters = workload.model, list(workload.model.parameters())
     sharding = _sharding(workload, plan, ranks, machine)
     trained, frozen = sharding.trained, sharding.frozen
@@ -111,10 +116,10 @@ def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) ->
 
 
 def bytes_per_parameter(plan: Plan, ranks: int, machine: Machine, *, checkpoints: bool = False) -> float:
-    """Return the bytes that all ranks together keep for each parameter of a large model, throughout a training with Adam.
+    """Return the bytes per parameter of a large model that all ranks together keep throughout training with Adam.
 
-    There are weights, gradients and optimizer states, as far as they are in the memory of the device.  With `checkpoints` there are
-    the copies from which checkpoints are written instead.
+    Weights, gradients and optimizer states count if they are in device memory.  With `checkpoints`, the copies from
+    which checkpoints are written count instead.
     """
     model = nn.Linear(1024, 1024, bias=False)
     state = state_bytes(Workload(model=model, example=None), plan, ranks, machine)
@@ -127,12 +132,12 @@ def bytes_per_parameter(plan: Plan, ranks: int, machine: Machine, *, checkpoints
 
 
 def has_master_copies(sharding: ShardingPlan, plan: Plan) -> bool:
-    """Return whether offloaded weights are updated through copies: if any of them are of another type than the master weights."""
+    """Return whether offloaded weights have master copies: if any weights have another type than the master weights."""
     return plan.offloaded == "parameters" and any(b.dtype != b.master_dtype for b in sharding.trained)
 
 
 def _copies(workload: Workload, plan: Plan) -> int:
-    """The numbers for each parameter that are copied for a checkpoint."""
+    """Return how many values of each parameter are copied for a checkpoint."""
     if plan.offload_folder is None:
         return 1 + workload.states
     return 0 if plan.offloaded == "parameters" else 1
@@ -143,7 +148,7 @@ def _largest(sizes: Iterable[int], count: int) -> list[int]:
 
 
 def shares_memory(bucket: BucketPlan, ranks: int, machine: Machine) -> bool:
-    """Whether the ranks that divide a bucket share memory."""
+    """Return whether the ranks that divide a bucket share memory."""
     return machine.shared and len({rank * machine.hosts // ranks for rank in bucket.ranks.shards}) == 1
 
 
@@ -176,12 +181,12 @@ def shard_bytes(bucket: BucketPlan) -> int:
 
 
 def whole_bytes(bucket: BucketPlan) -> int:
-    """Return the bytes of the whole gradient, in the type of master weights."""
+    """Return the bytes of the unsharded gradient, in the type of master weights."""
     return bucket.layout.length * bucket.master_dtype.itemsize
 
 
 def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
-    """The buffers of pools, and zero-copy gradients that wait for their reduction (`parallel.bucket`)."""
+    """Return the bytes of pooled buffers, and of zero-copy gradients before their reduction (`parallel.bucket`)."""
     several = Counter(group for _, groups in sharding.needs for group in groups)
     several += Counter(group for module, groups in sharding.needs if module is model for group in groups)
     kinds: dict[object, list[BucketPlan]] = defaultdict(list)
@@ -190,12 +195,12 @@ def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
     total = 0
     for buckets in kinds.values():
         sizes = [whole_bytes(bucket) for bucket in buckets]
-        if buckets[0].filling == "zero-copy":  # nothing is computed while the last one is reduced
+        if buckets[0].filling == "zero-copy":  # no computation overlaps the last reduction
             total += max((sum(sizes[at : at + DEPTH]) for at in range(len(sizes) - 1)), default=0)
             continue
         total += sum(buffer_lengths(sizes))
-        # what several blocks need, or none, has its first gradient early and its last one at the end, and keeps its buffer meanwhile:
-        # buckets that would use the same buffer get ordinary memory
+        # A bucket that several blocks or no block need keeps its buffer from its first gradient to the end of the pass.
+        # Buckets that would use the same buffer get memory of their own.
         for at, bucket in enumerate(buckets):
             if several[bucket.group] > 1 and bucket.filling == "copied":
                 total += max(sizes[at % DEPTH : at : DEPTH], default=0)
@@ -203,7 +208,7 @@ def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
 
 
 def _gathered(sharding: ShardingPlan, ahead: int) -> int:
-    """The largest groups of weights that are whole at a time (`parallel.gathered_weights`), and shards of `ahead` more."""
+    """Return the bytes of the largest groups gathered at a time (`parallel.gathered_weights`) and of `ahead` shards."""
     whole: dict[int, int] = defaultdict(int)
     shards: dict[int, int] = defaultdict(int)
     for bucket in (*sharding.trained, *sharding.frozen) if sharding.gathered else ():

@@ -1,4 +1,4 @@
-"""Many plans: in the order in which to try them, and what fits where a plan did not."""
+"""Estimate many plans, sort them, and suggest plans that fit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from farandole.planner.workload import Machine, Workload
 
 _OFFERED = 3
 _SURE = 0.9
-"""The share of memory that an offered plan is predicted to need at most: predictions are within 10 %."""
+"""A suggested plan needs at most this fraction of the memory, because predictions are within 10 %."""
 
 
 def estimates_of(
     workload: Workload, ranks: int, machine: Machine, plans: Iterable[Plan]
 ) -> Iterator[Estimate]:
-    """Estimate `plans` in their order; plans with equal passes are traced once."""
+    """Yield the estimates of `plans` in their order; plans with equal passes are traced once."""
     traces: dict[tuple[str, str, int | None], Trace] = {}
     for plan in plans:
         key = (plan.recompute, plan.precision, plan.activation_bytes)
@@ -30,15 +30,16 @@ def estimates_of(
 def plan_candidates(
     workload: Workload, ranks: int, machine: Machine, plans: Iterable[Plan]
 ) -> list[Estimate]:
-    """Return the estimates of `plans`: those that fit, the fastest first; then the others, those that lack least first.
+    """Return the estimates of `plans`, sorted: first the plans that fit, by time, then the other plans, by memory.
 
-    Of equally fast ones the smallest comes first.
+    Equally fast plans are sorted by memory.
     """
     found = list(estimates_of(workload, ranks, machine, plans))
     return [
         *sorted(
             (one for one in found if one.fits(machine.memory)),
-            key=lambda one: (float(f"{one.seconds:.2e}"), one.peak),  # closer than a prediction is
+            # predictions are less accurate than three digits
+            key=lambda one: (float(f"{one.seconds:.2e}"), one.peak),
         ),
         *sorted(
             (one for one in found if not one.fits(machine.memory)),
@@ -50,9 +51,9 @@ def plan_candidates(
 def estimated_plans(workload: Workload, ranks: int, machine: Machine) -> Iterator[Estimate]:
     """Yield estimates of plans that recompute whole blocks, the simplest first.
 
-    States go to a disk where the machine has one; `FOLDER` stands for a folder there.
+    If the machine has a disk, plans that offload states to it are included; `FOLDER` stands for a folder on that disk.
     """
-    stages = (0, 1, 3) if machine.shared else (0, 1, 2, 3)  # in shared memory 2 is the same as 3
+    stages = (0, 1, 3) if machine.shared else (0, 1, 2, 3)  # in shared memory 2 equals 3
     places = ("none", "disk:FOLDER") if machine.disk else ("none",)
     yield from estimates_of(
         workload,
@@ -68,12 +69,12 @@ def estimated_plans(workload: Workload, ranks: int, machine: Machine) -> Iterato
 
 
 def what_fits(found: Sequence[Estimate], ranks: int, memory: int) -> str:
-    """For an error: the three first of `found` that surely fit into `memory` bytes, a line for each, or that none does."""
+    """Return text for an error message: the first three of `found` that fit into `memory` with a margin."""
     fitting = [one for one in found if one.peak <= _SURE * memory]
     if not fitting:
         least = min(one.peak for one in found)
         return (
-            f"no plan fits: {counted(ranks, 'rank')} need {size(least)} each at least; more ranks need less"
+            f"no plan fits: {counted(ranks, 'rank')} need at least {size(least)} each; more ranks need less"
         )
     lines = [
         f"  --zero {plan.zero} --precision {plan.precision} --recompute {plan.recompute} --offload {plan.offload}: "

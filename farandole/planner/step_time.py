@@ -1,13 +1,13 @@
-"""The seconds of a step: work and bytes over the speeds of a machine.
+"""Predict the seconds of a step: work and bytes divided by the speeds of a machine.
 
-compute        matrix products at the speed of products, everything else at that of memory, for each micro-batch (Williams et al., 2009,
-               "Roofline")
-communication  by the ring's cost: an all-reduce of S bytes among n ranks moves 2 (n - 1) / n S through each, a
-               reduce-scatter or all-gather half of that, without what overlaps the backward pass
-update         the optimizer reads and writes each of its numbers once
-offload        what is offloaded passes through the disk, or the link between accelerator and host, in each step; gradients and
-               weights, which move during the passes, count as far as that takes longer than the passes
-swap           the part of copying activations away and back that takes longer than the pass it overlaps with
+compute        matrix products at the speed of products, and all other operations at the speed of memory, for each
+               micro-batch (Williams et al., 2009, "Roofline")
+communication  the cost of a ring: with an all-reduce of S bytes among n ranks each rank sends 2 (n - 1) / n S bytes,
+               with a reduce-scatter or all-gather half as much; time that overlaps the backward pass does not count
+update         the optimizer reads and writes each of its values once
+offload        offloaded data pass through the disk, or through the link between accelerator and host, in each step;
+               gradients and weights move during the passes, and count only if their transfers take longer
+swap           the time by which copying activations out and back exceeds the pass that the copies overlap
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from farandole.planner.trace import Trace
 from farandole.planner.workload import Machine, Workload
 
 _BACKWARD = 2 / 3
-"""The part of the computation in which gradients become ready: each product has two in the backward pass."""
+"""The fraction of computation that is the backward pass: each matrix product has two there."""
 
 
 def step_time(
     workload: Workload, plan: Plan, ranks: int, state: StateBytes, traced: Trace, machine: Machine
 ) -> dict[str, float]:
-    """Return the seconds of a step by what they are spent on."""
+    """Return the seconds of a step, by activity."""
     one_pass = traced.flops / machine.flops[plan.precision] + traced.moved / machine.stream
     compute = workload.micro_batches * one_pass
     passes = workload.micro_batches if plan.zero >= 2 else 1
     hidden = _BACKWARD * one_pass * passes if machine.overlap else 0.0
     sent = passes * _reduced(state.sharding.trained)
-    # the last bucket is reduced when nothing is left to compute
+    # no computation overlaps the reduction of the last bucket
     last = _reduced(state.sharding.trained[-1:]) if machine.overlap else 0.0
     communication = max(last / machine.bandwidth, sent / machine.bandwidth - hidden)
     communication += _gathered(workload, plan, ranks, state, machine) / machine.bandwidth
@@ -48,7 +48,7 @@ def step_time(
 
 
 def _reduced(buckets: Sequence[BucketPlan]) -> float:
-    """Bytes that this rank sends to reduce each bucket once: over the ranks that divide it, then over those that have the same shard."""
+    """Return the bytes that this rank sends to reduce each bucket among its shards, and then among replicas."""
     total = 0.0
     for bucket in buckets:
         shards, replicas = len(bucket.ranks.shards), len(bucket.ranks.replicas)
@@ -57,7 +57,7 @@ def _reduced(buckets: Sequence[BucketPlan]) -> float:
 
 
 def _gathered(workload: Workload, plan: Plan, ranks: int, state: StateBytes, machine: Machine) -> float:
-    """Bytes of weights that this rank sends in a step, where ranks do not share memory."""
+    """Return the bytes of weights that this rank sends in a step to ranks with which it does not share memory."""
     sharding = state.sharding
     if plan.zero == 0:
         return 0.0
@@ -76,7 +76,7 @@ def _offload(
     passes, gradients = workload.micro_batches, state.updated
     back = _stored(state.sharding.trained)
     early_read = early_written = 0  # during the passes
-    if plan.offloaded != "optimizer":  # a pass adds to the gradients of those before it
+    if plan.offloaded != "optimizer":  # a pass adds to the gradients of earlier passes
         early_read, early_written = (passes - 1) * gradients, passes * gradients
     if plan.offloaded == "parameters":
         early_read += 2 * passes * (back + _stored(state.sharding.frozen))
@@ -98,12 +98,12 @@ def _offload(
 
 
 def _stored(buckets: Sequence[BucketPlan]) -> int:
-    """Bytes of this rank's shards of weights."""
+    """Return the bytes of this rank's shards of weights."""
     return sum(bucket.layout.shard_length * bucket.dtype.itemsize for bucket in buckets)
 
 
 def _swap(traced: Trace, ranks: int, machine: Machine, one_pass: float) -> float:
-    """The seconds that a forward pass waits for copies away, and a backward pass for copies back."""
+    """Return the seconds for which the forward pass waits for copies out, and the backward pass for copies back."""
     moved = traced.swappable
     if machine.host:
         away, back = _disk(0, moved, ranks, machine), _disk(moved, 0, ranks, machine)
@@ -113,11 +113,11 @@ def _swap(traced: Trace, ranks: int, machine: Machine, one_pass: float) -> float
 
 
 def _disk(read: float, written: float, ranks: int, machine: Machine) -> float:
-    """The seconds in which all ranks of a host read and write so many bytes each."""
+    """Return the seconds in which all ranks of a host read and write this many bytes each."""
     assert machine.disk is not None  # `estimate` has checked it
     return ranks // machine.hosts * (read / machine.disk.read + written / machine.disk.write)
 
 
 def _ring(ranks: int) -> float:
-    """The part of a tensor that a rank sends in one half of a ring all-reduce."""
+    """Return the fraction of a tensor that a rank sends in one half of a ring all-reduce."""
     return (ranks - 1) / ranks

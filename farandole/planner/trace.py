@@ -3,11 +3,12 @@
     traced = trace(model, tokens, loss=lambda logits: next_token_loss(logits, targets))
     traced.saved, traced.peak, traced.flops, traced.moved
 
-Nothing is computed or allocated.  The memory of every tensor that an operation returns counts until it is freed, as in a real pass,
-including gradients of activations, and the gradient of a tied weight, which waits for its other half.  Memory that a kernel allocates and
-frees inside one call is not seen.
+Fake tensors need no memory, and no values are computed.  The memory of every tensor that an operation returns counts
+until the tensor is freed, as in a real pass.  This includes gradients of activations.  The gradient of a tied weight
+counts until autograd has added its other half.  Memory that a kernel allocates and frees inside one call is not
+tracked.
 
-The gradient of a parameter is removed at once: `parallel.bucket` copies it into a buffer.
+The gradient of a parameter is released at once, because `parallel.bucket` copies gradients into buffers.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from farandole.memory.tracker import MemoryTracker
 
 @dataclass(frozen=True)
 class Trace:
-    """What a forward and backward pass of one micro-batch needs.
+    """The memory and the work of a forward and backward pass of one micro-batch.
 
     Args:
         saved: bytes kept for the backward pass.
-        peak: the most bytes allocated at once, without parameters, buffers and the example.
+        peak: peak of the allocated bytes, without parameters, buffers and the example.
         flops: operations of matrix products and attention, including recomputation.
         moved: bytes that all other operations read and write.
-        resident_peak: the most bytes in use where the C library keeps freed memory, from which the next pass allocates.
-        swappable: bytes of `saved` that `Plan.swap` moves: the model saves them, in tensors of `THRESHOLD_BYTES` or more.
+        resident_peak: peak of the bytes in use if the C library keeps freed memory for later allocations.
+        swappable: bytes of `saved` that `Plan.swap` moves: tensors of at least `THRESHOLD_BYTES` that the model saves.
     """
 
     saved: int
@@ -48,7 +49,7 @@ class Trace:
 
     @property
     def transient(self) -> int:
-        """What the peak needs beyond what is saved."""
+        """The bytes by which the peak exceeds `saved`."""
         return max(0, self.peak - self.saved)
 
 
@@ -64,9 +65,10 @@ def trace(
     """Trace `model(example)`, its `loss` (by default the sum of its outputs) and the backward pass.
 
     Args:
-        example: a micro-batch, as `saved_bytes` takes it.
-        dtype: the type of weights and inputs; None for their own types.
-        scaled: whether the loss is multiplied by a factor (several micro-batches, fp16), which costs a copy of its gradient.
+        example: a micro-batch, in one of the forms that `saved_bytes` accepts.
+        dtype: the type of weights and inputs; None keeps their types.
+        scaled: whether the loss is multiplied by a factor (several micro-batches, fp16), which needs a copy of its
+            gradient.
     """
     where = device_of(model, device)
     with ExitStack() as stack:
@@ -82,17 +84,17 @@ def trace(
         of_model = tracker.live(THRESHOLD_BYTES, without=_tensors(output))
         value = _sum(output) if loss is None else loss(output)
         del output
-        saved = tracker.now  # what only the graph holds
+        saved = tracker.now  # only the graph refers to the remaining memory
         swappable = sum(nbytes for key, nbytes in tracker.live(THRESHOLD_BYTES).items() if key in of_model)
         if value.requires_grad:
-            # a constant: a loss may ask for the number that its gradient is
+            # a constant, because a loss may read the value of its gradient (`models.loss`)
             value.backward(torch.tensor(0.5 if scaled else 1.0, dtype=value.dtype, device=where))
         del value
     return Trace(saved, tracker.peak, tracker.flops, tracker.moved, tracker.resident_peak, swappable)
 
 
 def _sum(output: Any) -> Tensor:
-    """The sum of all floating-point tensors of an output: a loss where none is given."""
+    """Return the sum of all floating-point tensors of an output, the default loss."""
     return torch.stack([one.sum() for one in _tensors(output) if one.is_floating_point()]).sum()
 
 

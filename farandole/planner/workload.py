@@ -1,4 +1,4 @@
-"""The input of the planner: what is trained, and on which machine."""
+"""The input of the planner: a workload and a machine."""
 
 from __future__ import annotations
 
@@ -19,26 +19,30 @@ from farandole.planner.trace import Trace, trace
 
 PROCESS_BYTES = 225 << 20
 LIBRARY_BYTES = 110 << 20
-"""Of a rank on a CPU host that has trained a step of a tiny model (torch 2.13, Linux): its own pages, and those of
-libraries, which all ranks of the host share.  `farandole plan` measures them."""
+"""Bytes of a rank on a CPU host after one step of a tiny model (torch 2.13, Linux).
+
+`PROCESS_BYTES` are private pages, and `LIBRARY_BYTES` are pages of libraries, which all ranks of the host share.
+`farandole plan` measures both.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One rank's share of a machine, while all ranks work.
+    """One rank's share of a machine, while all ranks compute.
 
     Args:
-        memory: bytes that a rank may use: of its accelerator, or its share of the host's.
+        memory: bytes that a rank may use: the memory of its accelerator, or its share of the host's memory.
         flops: operations per second of matrix products, by precision ("fp32", "bf16", "fp16").
         stream: bytes per second that other operations read and write.
-        bandwidth: bytes per second between ranks, as nccl-tests' bus bandwidth counts them.
+        bandwidth: bytes per second between ranks, defined as the bus bandwidth of nccl-tests.
         host_link: bytes per second between an accelerator and the memory of its host.
-        disk: the bandwidth of the disk for all ranks of a host together; None if nothing is kept there.
-        process, libraries: bytes of a process without a model: its own, and pages of files that all ranks of a host share.
-        hosts: on how many hosts the ranks are, equally many on each.
-        shared: whether the ranks of a host share memory, and with it one copy of equal weights.
-        overlap: whether communication overlaps computation: not where the same cores do both.
-        host: whether `memory` is that of the host, where checkpoints are copied and states are offloaded to.
+        disk: the bandwidth of the disk for all ranks of a host together; None for a machine without a disk.
+        process, libraries: bytes of a process without a model: its private pages, and pages of files that all ranks of
+            a host share.
+        hosts: the number of hosts, with the same number of ranks on each.
+        shared: whether the ranks of a host share memory, and so keep one copy of equal weights.
+        overlap: whether communication overlaps computation; False if the same cores run both.
+        host: whether `memory` is host memory, which also holds checkpoint copies and states offloaded to the host.
     """
 
     memory: int
@@ -68,14 +72,14 @@ class Workload:
     """One rank's part of a step.
 
     Args:
-        model, example, loss: as `saved_bytes` takes them; the example is a micro-batch of a rank.  The model may be on
-            the meta device.
+        model, example, loss: as for `saved_bytes`; the example is a micro-batch of a rank.  The model may be on the
+            meta device.
         micro_batches: forward and backward passes of a rank in a step.
         states: values that the optimizer keeps per parameter (2 for Adam, 1 for momentum).
         checkpoints: whether copies of weights and states are kept in the host's memory (`farandole train`).
         block_by_block: whether no rank ever holds the whole model (`parallelize` of a model on the meta device).
-        mesh, layouts, rank: of a model of which ranks have different parts, and the rank whose part `model` is; by default ranks
-            differ in their samples only.
+        mesh, layouts, rank: for ranks with different parts of a model: the mesh, the layouts, and the rank that has the
+            part `model`.  By default ranks differ in their samples only.
     """
 
     model: nn.Module
@@ -90,7 +94,7 @@ class Workload:
     rank: int = 0
 
     def trace(self, plan: Plan) -> Trace:
-        """Trace a forward and backward pass with the recomputation of `plan`; afterwards the model recomputes nothing."""
+        """Trace a forward and backward pass with the recomputation of `plan`, and then switch recomputation off."""
         needs_example = plan.recompute in ("selective", "attention", "auto")
         dtype = weight_type(plan)
         try:
@@ -114,5 +118,5 @@ class Workload:
 
 
 def weight_type(plan: Plan) -> torch.dtype | None:
-    """The type of the weights under `plan`; None for their own types."""
+    """Return the type of the weights under `plan`; None keeps their types."""
     return None if plan.precision == "fp32" else TYPES[plan.precision]

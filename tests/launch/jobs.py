@@ -1,4 +1,4 @@
-"""Small programs in real jobs: what the tests of launchers share."""
+"""Helpers of the launcher tests: start small programs in real jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This environment, without a trace of a launcher, in which the package can be imported."""
+    """Return this environment without a launcher's variables, with the package on PYTHONPATH."""
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return clean | {"PYTHONPATH": path} | more
@@ -40,14 +40,14 @@ def start(
     enter: Callable[[], None] | None = None,
     **more: str,
 ) -> Job:
-    """Start a job in a session of its own, so that what it leaves behind can be found.
+    """Start a job in a session of its own.
 
-    A command that begins with the interpreter of the tests is forked where torch is loaded; `env` before it
-    starts a new interpreter.  `ignored` and `enter` are those of `ForkedPython`.
+    A command that begins with the interpreter of the tests is forked from a process that has loaded torch.  With `env`
+    before the interpreter, a new interpreter starts.  `ignored` and `enter` are passed to `ForkedPython`.
     """
     if command[0] == sys.executable:
         return ForkedPython(command[1:], environment(**more), folder, ignored=ignored, enter=enter)
-    assert not ignored and enter is None, "this command is not forked"
+    assert not ignored and enter is None, "ignored and enter need a forked interpreter"
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -60,13 +60,13 @@ def start(
 
 
 def finish(job: Job, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
-    """Status and output of a job; one that does not end is killed, and the test fails."""
+    """Return the exit status and the output of a job; after `limit_s` seconds kill the job and fail the test."""
     try:
         out, err = job.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(job.pid, signal.SIGKILL)
         out, err = job.communicate()
-        raise AssertionError(f"the job did not end within {limit_s} s; it said:\n{out}\n{err}") from None
+        raise AssertionError(f"the job did not end within {limit_s} s; its output:\n{out}\n{err}") from None
     assert job.returncode is not None
     return job.returncode, out, err
 
@@ -76,12 +76,12 @@ def run(command: list[str], folder: str | Path = ".", **more: str) -> tuple[int,
 
 
 def ours(*arguments: str) -> list[str]:
-    """`farandole launch`."""
+    """Return the command line of `farandole launch`."""
     return [sys.executable, "-m", "farandole", "launch", *arguments]
 
 
 def wait_for_lines(path: Path, count: int, limit_s: float = 60) -> list[str]:
-    """The lines of a file that ranks write, once there are `count` of them."""
+    """Return the lines of a file that ranks write, as soon as the file has `count` lines."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         lines = path.read_text().splitlines() if path.exists() else []
@@ -92,7 +92,7 @@ def wait_for_lines(path: Path, count: int, limit_s: float = 60) -> list[str]:
 
 
 def all_ended(pids: list[int], limit_s: float = 10) -> bool:
-    """Whether these processes are gone in time."""
+    """Return whether these processes end within `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     while any(_is_running(pid) for pid in pids):
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Ranks of one host open a store without an address: in threads here, in processes in `test_launchers`."""
+"""Ranks of one host open a store without an address.  Here ranks are threads; `test_launchers` uses processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def place(rank, size, job):
 
 
 def open_stores(size, job, delay_s=0.0):
-    """Open the store in `size` ranks, rank 0 last; return the value from rank 0 that each reads."""
+    """Open the store in `size` ranks, rank 0 after `delay_s`; return the value of rank 0 that each rank reads."""
 
     def open_as(rank):
         if rank == 0:
@@ -30,14 +30,14 @@ def open_stores(size, job, delay_s=0.0):
         return store.get("greeting").decode(), store
 
     with ThreadPoolExecutor(size) as threads:
-        opened = list(threads.map(open_as, range(size)))  # rank 0's store must live until all have read
+        opened = list(threads.map(open_as, range(size)))  # keeps rank 0's store until all ranks have read
     return [word for word, _ in opened]
 
 
 def test_ranks_open_one_store_in_any_order():
     job = uuid4().hex
     assert open_stores(4, job, delay_s=0.3) == [job] * 4
-    assert open_stores(4, job) == [job] * 4  # again: the first time leaves nothing behind
+    assert open_stores(4, job) == [job] * 4  # again, because the first time leaves nothing behind
 
 
 def test_concurrent_jobs_have_their_own_stores():
@@ -46,14 +46,14 @@ def test_concurrent_jobs_have_their_own_stores():
         assert list(threads.map(lambda job: open_stores(2, job), jobs)) == [[job] * 2 for job in jobs]
 
 
-def test_no_rank_0():
+def test_a_missing_rank_0_is_reported():
     with pytest.raises(
         LaunchError, match=r"rank 1 of 2 waited 0.3 s for rank 0.*never called farandole.init"
     ):
         open_store(place(1, 2, uuid4().hex), 0.3)
 
 
-def test_a_name_that_is_in_use():
+def test_a_second_rank_0_is_refused():
     job = uuid4().hex
     keep = open_store(place(0, 2, job), 5)
     with pytest.raises(LaunchError, match="another process already serves"):
@@ -64,7 +64,7 @@ def test_a_name_that_is_in_use():
             thread.join(10)
 
 
-def test_several_hosts_without_an_address():
+def test_several_hosts_need_an_address():
     lost = Placement("mpirun (Hydra)", 0, 4, 0, 2, NoRendezvous("set MASTER_ADDR"))
     with pytest.raises(LaunchError, match="4 ranks on several hosts.*set MASTER_ADDR"):
         open_store(lost, 5)
@@ -77,7 +77,7 @@ def test_a_world_of_one_needs_no_rendezvous():
 
 
 @pytest.mark.skipif(not Path("/proc/net/unix").exists(), reason="looks at Linux's list of sockets")
-def test_nothing_is_left_behind():
+def test_the_socket_is_removed():
     job = uuid4().hex
     open_stores(2, job)
     time.sleep(0.2)

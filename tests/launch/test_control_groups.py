@@ -1,4 +1,4 @@
-"""Limits of control groups of both versions, in files like the kernel's."""
+"""Read the limits of both versions of control groups from files like the kernel's."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from farandole.launch import control_groups
 
 @pytest.fixture
 def second_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of this process's group, /jobs/mine, under the mount of control groups of version 2."""
+    """Return the folder of this process's group, /jobs/mine, under the mount of control groups of version 2."""
     return mounted(tmp_path, monkeypatch, "0::/jobs/mine", "jobs/mine")
 
 
 @pytest.fixture
 def first_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that holds the controllers of version 1."""
+    """Return the folder with the controllers of version 1."""
     mounted(tmp_path, monkeypatch, "3:memory:/mine\n5:cpu,cpuacct:/mine", "memory/mine")
     (tmp_path / "cpu" / "mine").mkdir(parents=True)
     return tmp_path

@@ -1,4 +1,4 @@
-"""Cores are divided evenly, no core twice, and one line describes the division."""
+"""Test the division of cores among ranks, and the line that describes the division."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EIGHT = [(core,) for core in range(8)]
 
 
 @given(cores=st.integers(1, 64), threads=st.integers(1, 4), ranks=st.integers(1, 80))
-def test_each_processor_is_given_to_as_many_ranks(cores, threads, ranks):
+def test_each_processor_gets_the_same_number_of_ranks(cores, threads, ranks):
     units = [tuple(core + cores * t for t in range(threads)) for core in range(cores)]
     shares = divide_cores(ranks, units).shares
     given_out = [p for share in shares for p in share.processors]
@@ -52,19 +52,19 @@ def test_several_ranks_on_each_core():
     assert "rank 0: core 0, rank 1: core 0, rank 2: core 1, rank 3: core 1" in division.summary
 
 
-def test_more_ranks_that_do_not_divide_evenly_are_not_pinned():
+def test_ranks_that_do_not_divide_evenly_are_not_pinned():
     division = divide_cores(3, EIGHT[:2])
     assert all(share.threads == 1 and not share.processors for share in division.shares)
     assert division.summary.endswith("not pinned: 3 ranks do not divide evenly among 2 cores")
 
 
-def test_more_ranks_than_cores_next_to_another_job_are_not_pinned():
+def test_oversubscribed_ranks_are_not_pinned_next_to_another_job():
     division = divide_cores(4, EIGHT[:2], reserved={1})
     assert not any(share.processors for share in division.shares)
-    assert division.summary.endswith("not pinned: other jobs have reserved 1 of them")
+    assert division.summary.endswith("not pinned: other jobs have reserved 1 core")
 
 
-def test_no_pin():
+def test_ranks_are_not_pinned_on_request():
     division = divide_cores(2, EIGHT, pin=False)
     assert [(share.threads, share.processors) for share in division.shares] == [(4, ()), (4, ())]
     assert division.summary == "2 ranks on 8 cores: 4 threads each, not pinned"
@@ -74,12 +74,12 @@ def test_one_rank_is_not_pinned():
     assert divide_cores(1, EIGHT).summary == "1 rank on 8 cores: 8 threads"
 
 
-def test_threads_override():
+def test_the_number_of_threads_can_be_set():
     division = divide_cores(2, EIGHT, threads=3)
     assert [share.threads for share in division.shares] == [3, 3]
 
 
-def test_a_quota_limits_threads_and_pins_nothing():
+def test_a_quota_limits_threads_and_prevents_pinning():
     division = divide_cores(2, EIGHT, quota=4.0)
     assert [(share.threads, share.processors) for share in division.shares] == [(2, ()), (2, ())]
     assert "a quota limits the time" in division.summary
@@ -112,7 +112,7 @@ def test_without_enough_free_cores_no_rank_is_pinned():
     division = divide_cores(2, EIGHT[:2], reserved={1})
     assert division.processors == frozenset()
     assert division.summary == (
-        "2 ranks on 2 cores: 1 thread each, not pinned: other jobs have reserved 1 of them"
+        "2 ranks on 2 cores: 1 thread each, not pinned: other jobs have reserved 1 core"
     )
 
 

@@ -1,4 +1,4 @@
-"""Each launcher's variables give the right placement; no launcher runs here."""
+"""Read placements from the variables of each launcher, without running a launcher."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_no_launcher_is_a_world_of_one():
     assert numbers({"HOME": "/home/me"}) == ("alone", 0, 1, 0, 1)
 
 
-def test_torchrun():
+def test_torchrun_variables():
     assert numbers(TORCHRUN) == ("torchrun", 3, 4, 1, 2)
     assert find_placement(TORCHRUN).rendezvous == TorchVariables()
 
 
-def test_our_launcher_is_told_from_torchrun_by_its_run():
+def test_the_run_id_distinguishes_our_launcher_from_torchrun():
     assert (
         find_placement({**TORCHRUN, "TORCHELASTIC_RUN_ID": "farandole-0a1b"}).launcher == "farandole launch"
     )
@@ -77,7 +77,7 @@ def test_hydra_on_two_hosts_needs_an_address():
     assert chosen.rendezvous == Address("node0", 29501)
 
 
-def test_open_mpi():
+def test_open_mpi_on_one_host():
     assert numbers(OPEN_MPI) == ("mpirun (Open MPI)", 1, 2, 1, 2)
     assert find_placement(OPEN_MPI).rendezvous == SameHost("prterun-host-3458@1")
 
@@ -119,13 +119,13 @@ def test_an_allocation_of_slurm_without_srun_is_alone():
     ("environ", "launcher"),
     [
         (SLURM | TORCHRUN, "torchrun"),  # torchrun started by srun
-        (SLURM | HYDRA, "mpirun (Hydra)"),  # mpirun whose helpers were started by srun
+        (SLURM | HYDRA, "mpirun (Hydra)"),  # mpirun whose helpers srun started
         (SLURM | OPEN_MPI, "mpirun (Open MPI)"),
         (SLURM | {"PMI_RANK": "5", "PMI_SIZE": "6"}, "srun (Slurm)"),  # srun --mpi=pmi2
         (SLURM | {"PMIX_RANK": "5"}, "srun (Slurm)"),  # srun --mpi=pmix
     ],
 )
-def test_the_innermost_launcher_decides(environ, launcher):
+def test_the_innermost_launcher_is_used(environ, launcher):
     assert find_placement(environ).launcher == launcher
 
 
@@ -134,19 +134,19 @@ def test_the_innermost_launcher_decides(environ, launcher):
     [
         ({**TORCHRUN, "RANK": "7"}, r"rank 7 of 4 \(RANK=7, WORLD_SIZE=4\).*from 0 to 3"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, r"local rank 2 of 2 .*from 0 to 1"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, r"this host has 9 of the job's 4 ranks"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, r"9 ranks on this host and 4 in the job"),
         ({**TORCHRUN, "WORLD_SIZE": "0"}, r"a job of 0 ranks"),
-        ({**TORCHRUN, "RANK": "one"}, r"RANK='one', as torchrun set it, is not a whole number"),
+        ({**TORCHRUN, "RANK": "one"}, r"torchrun set RANK='one'; expected an integer"),
         ({"RANK": "1"}, r"WORLD_SIZE is not set \(RANK=1 is set\)"),
         ({"WORLD_SIZE": "2"}, r"RANK is not set \(WORLD_SIZE=2 is set\)"),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, r"not set: MASTER_PORT"),
-        ({**HYDRA, "MASTER_ADDR": "node0"}, r"MASTER_ADDR=node0 is set and MASTER_PORT is not"),
+        ({**HYDRA, "MASTER_ADDR": "node0"}, r"MASTER_ADDR=node0 is set, but MASTER_PORT is not"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, r"OMPI_COMM_WORLD_RANK is not set"),
-        ({"PMIX_RANK": "3"}, r"as rank 3, and no variable says of how many"),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, r"without saying in which job"),
+        ({"PMIX_RANK": "3"}, r"as rank 3, and no environment variable gives the number of ranks"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, r"without valid variables for its job"),
     ],
 )
-def test_contradictions_are_refused(environ, message):
+def test_contradictory_variables_are_refused(environ, message):
     with pytest.raises(LaunchError, match=message):
         find_placement(environ)
 

@@ -1,4 +1,4 @@
-"""A job on several hosts, started from one: network namespaces of this machine stand in for hosts."""
+"""Test jobs on several hosts that are started from one host; network namespaces of this machine simulate hosts."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ time.sleep(100)
 
 @dataclass(frozen=True)
 class TwoHosts:
-    """Two network namespaces that are joined; jobs are started in the first."""
+    """Two connected network namespaces; jobs are started in the first."""
 
     first: namespaces.Host
     second: namespaces.Host
 
     def start(self, *arguments: str, ignored: Collection[int] = ()) -> Job:
-        """Start `farandole launch` on both: one rank on the first, two on the second."""
+        """Start `farandole launch` with one rank on the first host and two ranks on the second host."""
         command = ours("--hosts", f"localhost:1,{self.second.name}:2", *arguments)
         return start(command, ignored=ignored, enter=self.first.enter, FARANDOLE_REMOTE_SHELL="ip netns exec")
 
@@ -88,7 +88,7 @@ def test_a_named_interface(tmp_path, two_hosts):
     assert f"it has lo (127.0.0.1), {second.interface} ({second.address})" in err
 
 
-def test_a_failure_on_another_host_is_told_once(tmp_path, two_hosts):
+def test_a_failure_on_another_host_is_reported_once(tmp_path, two_hosts):
     status, _, err = finish(two_hosts.start(write(tmp_path, WAIT), str(tmp_path), "raise"))
     assert status == 1
     assert err.count("ValueError: on the other host") == 1
@@ -98,7 +98,7 @@ def test_a_failure_on_another_host_is_told_once(tmp_path, two_hosts):
 
 
 @pytest.mark.parametrize(("ignored", "number"), [([], signal.SIGINT), ([signal.SIGHUP], signal.SIGKILL)])
-def test_nothing_runs_on_when_the_job_is_stopped(tmp_path, two_hosts, ignored, number):
+def test_all_processes_end_when_the_job_is_stopped(tmp_path, two_hosts, ignored, number):
     job = two_hosts.start(write(tmp_path, WAIT), str(tmp_path), "wait", ignored=ignored)
     pids = [int(line) for line in wait_for_lines(tmp_path / "pids", 3)]
     for each in ignored:
@@ -143,7 +143,7 @@ def test_a_host_without_this_python(tmp_path):
     assert f"bare has no {sys.executable}: the hosts of a job need the same Python" in err
 
 
-def test_hosts_that_do_not_come_in_time(tmp_path):
+def test_missing_hosts_are_reported_after_the_timeout(tmp_path):
     shell = write(tmp_path, "#!/bin/sh\nexec cat > /dev/null\n", "shell")
     Path(shell).chmod(0o755)
     command = ours("-H", "localhost,slow", "--start-timeout", "1", write(tmp_path, HELLO))
@@ -158,7 +158,7 @@ def test_a_remote_shell_that_does_not_exist(tmp_path):
     assert "cannot run 'no-such-shell' to reach far-away: No such file or directory" in err
 
 
-def test_a_hostfile(tmp_path):
+def test_a_hostfile_is_read(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# the cluster\nnode0 slots=4\n\nnode1:2  # the small one\nnode2\n")
     hosts = read_hostfile(file)
@@ -176,7 +176,7 @@ def test_a_hostfile(tmp_path):
         ("a:2,a:3", "named twice: a"),
     ],
 )
-def test_hosts_that_are_not(text, message):
+def test_invalid_hosts_are_refused(text, message):
     with pytest.raises(LaunchError, match=message):
         parse_hosts(text)
 
@@ -186,13 +186,13 @@ def test_too_many_ranks_for_the_hosts():
         assign_ranks(parse_hosts("a:4,b:2"), 7)
 
 
-def test_this_host():
+def test_names_of_this_host_are_recognized():
     assert is_this_host("localhost")
     assert is_this_host("127.0.0.1")
-    assert not is_this_host("192.0.2.77")  # an address for documentation: nobody has it
+    assert not is_this_host("192.0.2.77")  # an address that is reserved for documentation
 
 
-def test_ssh_gets_its_options():
+def test_options_are_passed_to_ssh_only():
     words = RemoteShell("ssh", 2222, Path("/keys/id")).command_on("node1", ["env", "A=b c", "python"])
     assert words == [
         *("ssh", "-o", "BatchMode=yes", "-p", "2222", "-i", "/keys/id", "node1"),

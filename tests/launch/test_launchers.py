@@ -1,4 +1,4 @@
-"""`farandole.init()` under launchers that are not ours, with real processes."""
+"""Test `farandole.init()` under other launchers, with real processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ for wanted in sys.argv[1:] or [None]:
         backend = dist.get_backend()
         row = (runtime.rank, runtime.size, runtime.local_rank, runtime.local_size, runtime.launcher, int(total), backend)
         text = "|".join(map(str, row)) + f"\\nthreads|{torch.get_num_threads()}\\n"
-        sys.stdout.write(text)  # at once: launchers mix what ranks write in pieces
+        sys.stdout.write(text)  # one write, because launchers mix the writes of ranks
     assert not dist.is_initialized()
 """
 
@@ -36,13 +36,13 @@ import farandole
 with farandole.init() as runtime:
     row = (runtime.rank, runtime.size, runtime.local_rank, runtime.local_size, runtime.launcher)
     sys.stdout.write("existing|" + "|".join(map(str, row)) + "\\n")
-assert dist.is_initialized(), "the program's own group is left alone"
+assert dist.is_initialized(), "the program's own group was destroyed"
 dist.destroy_process_group()
 """
 
 
 def rows(out: str, kind: str = "") -> list[list[str]]:
-    """The rows of PROGRAM, or those that begin with `kind`."""
+    """Return the rows of PROGRAM, or the rows that begin with `kind`, without `kind`."""
     found = sorted(line.split("|") for line in out.splitlines())
     if kind:
         return [row[1:] for row in found if row[0] == kind]
@@ -53,7 +53,7 @@ def expected(launcher: str, backend: str = "farandole") -> list[list[str]]:
     return [[str(rank), "2", str(rank), "2", launcher, "3", backend] for rank in range(2)]
 
 
-def test_alone(tmp_path):
+def test_a_process_without_a_launcher(tmp_path):
     status, out, err = run([sys.executable, write(tmp_path, PROGRAM)])
     assert status == 0, err
     assert rows(out) == [["0", "1", "0", "1", "alone", "1", "farandole"]]
@@ -71,7 +71,7 @@ def torchrun(*arguments: str) -> list[str]:
     ]
 
 
-def test_torchrun_with_a_group_that_exists_already_and_joining_again_after_leaving(tmp_path):
+def test_torchrun_with_an_existing_group_and_repeated_init(tmp_path):
     backends = ("farandole", "farandole", "gloo", "gloo")
     command = torchrun(write(tmp_path, EXISTING + PROGRAM), *backends)
     status, out, err = run(command, OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
@@ -81,7 +81,7 @@ def test_torchrun_with_a_group_that_exists_already_and_joining_again_after_leavi
 
 
 def mpi(flavour: str) -> list[str]:
-    """The mpiexec of this flavour, from the environment of the tests or the path; skips without one."""
+    """Return the mpiexec of this flavour from the environment of the tests or the path; skip the test without one."""
     for name in (str(Path(sys.executable).with_name("mpiexec")), "mpiexec", "mpirun"):
         path = shutil.which(name)
         if path is None:
@@ -98,18 +98,18 @@ def mpi(flavour: str) -> list[str]:
 
 
 @pytest.mark.parametrize("flavour", ["Hydra", "Open MPI"])
-def test_mpirun_twice_at_once(tmp_path, flavour):
+def test_two_concurrent_mpirun_jobs(tmp_path, flavour):
     program = write(tmp_path, PROGRAM)
     jobs = [start([*mpi(flavour), sys.executable, program]) for _ in range(2)]
     for status, out, err in map(finish, jobs):
         assert status == 0, err
         assert rows(out) == expected(f"mpirun ({flavour})")
-        if flavour == "Hydra":  # no rank is left with every core
+        if flavour == "Hydra":  # no rank has threads for every core
             assert rows(out, "threads") == [[str(max(1, len(os.sched_getaffinity(0)) // 2))]] * 2
 
 
-def test_srun(tmp_path):
-    """Two processes with the variables of srun: a stand-in where there is no Slurm."""
+def test_srun_variables(tmp_path):
+    """Start two processes with the variables of srun, as a stand-in for Slurm."""
     program = write(tmp_path, PROGRAM)
     step = {
         "SLURM_JOB_ID": str(os.getpid()),
@@ -129,4 +129,4 @@ def test_contradictions_end_with_a_clear_message(tmp_path):
     place = {"RANK": "7", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     status, _, err = run([sys.executable, write(tmp_path, PROGRAM)], **place)
     assert status == 1
-    assert "rank 7 of 4 (RANK=7, WORLD_SIZE=4); ranks of 4 go from 0 to 3" in err
+    assert "rank 7 of 4 (RANK=7, WORLD_SIZE=4); expected a rank from 0 to 3" in err

@@ -1,4 +1,4 @@
-"""Ranks that a host cannot start are refused, too many cause a warning, and a kill for lack of memory is named."""
+"""Test the limits on the number of ranks, the warning for many ranks, and the message for a kill for lack of memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def memory_group(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A control group of 700 MiB, or as many as asked for, in which nothing runs yet."""
+    """Create an empty control group with a memory limit of 700 MiB, or of the parameter in MiB."""
     first_version = MOUNT / "memory"
     group = (first_version if first_version.is_dir() else MOUNT) / f"farandole-test-{uuid.uuid4().hex[:8]}"
     try:
@@ -56,34 +56,36 @@ def inside(group: Path, *command: str) -> list[str]:
     return ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command]
 
 
-@pytest.mark.parametrize("memory_group", [1300], indirect=True)  # so that the one that eats is the largest
-def test_a_rank_that_the_kernel_killed_for_memory(tmp_path, memory_group):
+@pytest.mark.parametrize(
+    "memory_group", [1300], indirect=True
+)  # enough for rank 1 to become the largest process
+def test_the_message_for_a_rank_that_the_kernel_killed_for_memory(tmp_path, memory_group):
     status, _, err = run(inside(memory_group, *ours("-n", "2", write(tmp_path, EAT))))
     assert status == 128 + 9
     assert "was killed by SIGKILL\nThe kernel killed it because memory ran out" in err
 
 
-def test_a_rank_that_somebody_killed(tmp_path, memory_group):
+def test_the_message_for_a_rank_that_a_user_killed(tmp_path, memory_group):
     status, _, err = run(inside(memory_group, *ours("-n", "2", write(tmp_path, KILL))))
     assert status == 128 + 9
-    assert "Somebody sent it (kill -9)" in err
+    assert "sent the signal (kill -9)" in err
 
 
 def test_the_memory_of_a_control_group_limits_the_ranks(tmp_path, memory_group):
     status, _, err = run(inside(memory_group, *ours("-n", "16", write(tmp_path, ""))))
     assert status == 2
-    assert "--ranks 16: they need 2.2 GiB of memory for Python and torch alone (140 MiB each)" in err
-    assert "--ranks 4 is the most that fits now" in err
+    assert "--ranks 16: the ranks need 2.2 GiB of memory for Python and torch alone (140 MiB each)" in err
+    assert "use at most --ranks 4" in err
 
 
 @pytest.mark.parametrize(
     ("limit", "ranks", "message"),
     [
-        ("ulimit -n 100", "60", "may open 100 files (ulimit -n); --ranks 36 is the most that fits now"),
+        ("ulimit -n 100", "60", "may open only 100 files (ulimit -n); use at most --ranks 36"),
         ("true", "1000000", "of memory for Python and torch alone"),
     ],
 )
-def test_more_ranks_than_can_be_started(tmp_path, limit, ranks, message):
+def test_too_many_ranks_are_refused(tmp_path, limit, ranks, message):
     shell = ["sh", "-c", f'{limit} && exec "$@"', "sh"]
     status, out, err = run([*shell, *ours("-n", ranks, write(tmp_path, ""))])
     assert status == 2

@@ -1,4 +1,4 @@
-"""`farandole launch` with real processes: how jobs end, well and badly, and that they leave nothing behind."""
+"""Test `farandole launch` with real processes: how jobs end, and that they leave no files or processes behind."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ END = """
 import os, sys, time
 if sys.argv[1] == "everywhere":
     open(sys.argv[2] + os.environ["RANK"], "w").close()
-    while not all(os.path.exists(sys.argv[2] + rank) for rank in "01"):  # a rank that is late would be stopped
+    while not all(os.path.exists(sys.argv[2] + rank) for rank in "01"):  # the launcher would stop a later rank
         time.sleep(0.01)
-    raise RuntimeError("the same on all")
+    raise RuntimeError("the same on all ranks")
 if os.environ["RANK"] == "1":
     sys.exit(7 if sys.argv[1] == "status" else "the input is empty")
 time.sleep(60)
@@ -86,10 +86,10 @@ raise ValueError("no more")
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
-    """A folder for temporary files of the job, which must be empty again at the end."""
+    """Yield a folder for temporary files of the job, and check that it is empty at the end."""
     folder = tmp_path / "tmp"
     folder.mkdir()
-    forkserver.ensure_running()  # outside: torch makes a folder for temporary files when the server loads it
+    forkserver.ensure_running()  # outside of the folder: torch creates a temporary folder when the server loads it
     monkeypatch.setenv("TMPDIR", str(folder))
     yield folder
     assert list(folder.iterdir()) == []
@@ -97,10 +97,10 @@ def temporary(tmp_path, monkeypatch):
 
 @pytest.fixture
 def start_waiting(tmp_path):
-    """A function that starts a job of two ranks that wait; returns the launcher and their process ids."""
+    """Return a function that starts a job of two waiting ranks and returns the launcher and the ranks' process ids."""
     jobs = []
     folder = tmp_path / "tmp"
-    folder.mkdir(exist_ok=True)  # a launcher that is killed leaves a folder
+    folder.mkdir(exist_ok=True)  # a killed launcher leaves a folder
 
     def start_job(how, ignored=()):
         job = start(
@@ -111,7 +111,7 @@ def start_waiting(tmp_path):
 
     yield start_job
     for job in jobs:
-        job.kill()  # its ranks die with it
+        job.kill()  # its ranks end with it
         job.communicate()
 
 
@@ -154,7 +154,7 @@ def test_flags_of_horovodrun(tmp_path):
     assert "rank 0: process " in err
 
 
-def test_every_rank_prints_to_files_of_its_own(tmp_path):
+def test_the_output_of_every_rank_goes_to_its_own_files(tmp_path):
     logs = tmp_path / "logs"
     status, out, err = run(ours("-n", "2", "--output-filename", str(logs), write(tmp_path, FLAGS)))
     assert (status, out) == (0, "")
@@ -164,7 +164,7 @@ def test_every_rank_prints_to_files_of_its_own(tmp_path):
         assert (logs / f"rank.{rank}" / "stderr").read_text() == "a complaint\n"
 
 
-def test_what_stands_after_the_script_is_the_scripts(tmp_path):
+def test_arguments_after_the_script_are_passed_to_it(tmp_path):
     program = write(tmp_path, "import sys\nprint(sys.argv[1:])\n")
     status, out, err = run(ours(program, "--ranks", "3"))
     assert (status, out) == (0, "['--ranks', '3']\n" * 2)
@@ -174,7 +174,7 @@ def test_what_stands_after_the_script_is_the_scripts(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["hello_module", "namespace.inside.hello_module"])
-def test_a_module(tmp_path, name):
+def test_a_module_runs_under_every_rank(tmp_path, name):
     file = tmp_path / (name.replace(".", "/") + ".py")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(HELLO if name == "hello_module" else "import sys\nprint(sys.argv[1:])\n")
@@ -186,7 +186,7 @@ def test_a_module(tmp_path, name):
 
 
 def test_a_module_of_a_package_under_the_installed_command(tmp_path):
-    """The folder one stands in is searched, as by python -m, and nothing is imported by the launcher."""
+    """The launcher finds the module in the current folder, as python -m does, and imports nothing of it."""
     (tmp_path / "outer").mkdir()
     write(tmp_path / "outer", "import os\nprint(os.environ.get('RANK'))\n", "__init__.py")
     write(tmp_path / "outer", "print('run')\n", "inner.py")
@@ -218,7 +218,7 @@ def test_a_killed_rank_ends_the_job_with_a_hint(tmp_path, temporary):
     ("how", "status", "message"),
     [("status", 7, "ended with exit status 7"), ("message", 1, "the input is empty")],
 )
-def test_exits(tmp_path, how, status, message):
+def test_exit_statuses_and_messages(tmp_path, how, status, message):
     found, _, err = run(ours("-n", "2", write(tmp_path, END), how))
     assert found == status
     assert err.count(message) == 1
@@ -228,11 +228,11 @@ def test_exits(tmp_path, how, status, message):
 def test_the_same_error_on_every_rank_is_shown_once(tmp_path):
     status, _, err = run(ours("-n", "2", write(tmp_path, END), "everywhere", str(tmp_path / "started-")))
     assert status == 1
-    assert err.count("RuntimeError: the same on all") == 1
+    assert err.count("RuntimeError: the same on all ranks") == 1
     assert "The same happened on rank " in err
 
 
-def test_a_rank_that_ignores_the_end_of_another_is_killed(temporary, start_waiting):
+def test_a_rank_that_ignores_sigterm_is_killed_after_a_failure(temporary, start_waiting):
     job, pids = start_waiting("hang")
     started = time.monotonic()
     status, _, err = finish(job)
@@ -254,7 +254,7 @@ def test_a_signal_lets_every_rank_save(tmp_path, temporary, start_waiting, numbe
     assert all_ended(pids)
 
 
-def test_signals_that_are_ignored_at_the_start_stay_ignored(tmp_path, temporary, start_waiting):
+def test_signals_ignored_at_the_start_stay_ignored(tmp_path, temporary, start_waiting):
     job, _ = start_waiting("save", [signal.SIGINT, signal.SIGHUP])
     job.send_signal(signal.SIGINT)
     job.send_signal(signal.SIGHUP)
@@ -267,7 +267,7 @@ def test_signals_that_are_ignored_at_the_start_stay_ignored(tmp_path, temporary,
     assert err.splitlines()[1:] == ["stopped by SIGTERM"]
 
 
-def test_a_second_signal_kills(temporary, start_waiting):
+def test_a_second_signal_kills_the_ranks(temporary, start_waiting):
     job, pids = start_waiting("ignore")
     job.send_signal(signal.SIGINT)
     time.sleep(0.5)
@@ -280,15 +280,15 @@ def test_a_second_signal_kills(temporary, start_waiting):
 
 
 def test_ctrl_c_before_a_rank_has_started(tmp_path):
-    job = start(["env", *ours("-n", "2", write(tmp_path, ""))])  # not forked: torch is still to be loaded
+    job = start(["env", *ours("-n", "2", write(tmp_path, ""))])  # not forked, so that torch is not loaded yet
     assert isinstance(job, subprocess.Popen) and job.stderr is not None
-    job.stderr.readline()  # which cores; torch is loaded next
+    job.stderr.readline()  # the line about cores; torch is loaded next
     job.send_signal(signal.SIGINT)
     _, err = job.communicate(timeout=60)
     assert (job.returncode, err) == (128 + signal.SIGINT, "stopped by Ctrl-C (SIGINT)\n")
 
 
-def test_ranks_that_take_their_time_to_stop_are_said(temporary, start_waiting):
+def test_ranks_that_stop_slowly_are_reported(temporary, start_waiting):
     job, _ = start_waiting("ignore")
     job.send_signal(signal.SIGTERM)
     time.sleep(2)
@@ -297,21 +297,21 @@ def test_ranks_that_take_their_time_to_stop_are_said(temporary, start_waiting):
     assert "SIGTERM: 2 of 2 ranks are still stopping; they have 60 s, and a second signal kills" in err
 
 
-def test_what_a_failed_rank_has_started_ends_with_it(tmp_path):
+def test_the_processes_of_a_failed_rank_end_with_it(tmp_path):
     status, out, err = run(ours("-n", "1", write(tmp_path, LOADER)))
     assert status == 1
     assert "ValueError: no more" in err
     assert all_ended([int(out)])
 
 
-def test_ranks_die_with_the_launcher(start_waiting):
+def test_ranks_end_with_the_launcher(start_waiting):
     job, pids = start_waiting("ignore")
     job.kill()
     job.communicate()
     assert all_ended(pids)
 
 
-def test_the_next_launcher_removes_the_folder_of_a_killed_one(tmp_path, start_waiting):
+def test_the_next_launcher_removes_the_folder_of_a_killed_launcher(tmp_path, start_waiting):
     job, _ = start_waiting("ignore")
     job.kill()
     job.communicate()
@@ -330,7 +330,7 @@ def test_a_running_launcher_keeps_its_folder(tmp_path, start_waiting):
     assert list((tmp_path / "tmp").iterdir()) == [kept]
 
 
-def test_two_jobs_at_once_without_pins_and_with_threads(tmp_path):
+def test_two_concurrent_jobs_with_threads_and_without_pinning(tmp_path):
     program = write(tmp_path, HELLO)
     jobs = [start(ours("-n", "2", "--no-pin", "--threads", "2", program, name)) for name in "ab"]
     every = str(sorted(os.sched_getaffinity(0)))
@@ -348,7 +348,7 @@ def free_port() -> int:
 
 
 def start_nodes(program: str, *arguments: str):
-    """A job on two hosts, both of which are this one."""
+    """Start a job on two hosts, both of which are this host."""
     place = f"127.0.0.1:{free_port()}"
     return [
         start(
@@ -369,7 +369,7 @@ def start_nodes(program: str, *arguments: str):
     ]
 
 
-def test_two_launchers_make_one_job(tmp_path):
+def test_two_launchers_start_one_job(tmp_path):
     ends = [finish(job) for job in start_nodes(write(tmp_path, HELLO))]
     assert [status for status, _, _ in ends] == [0, 0], ends
     rows = [out.split("|")[:6] for _, out, _ in ends]
@@ -404,7 +404,7 @@ def test_a_failure_on_one_host_stops_the_other(tmp_path):
         ),
     ],
 )
-def test_what_is_wrong_is_said_before_a_rank_starts(tmp_path, arguments, message):
+def test_errors_are_reported_before_a_rank_starts(tmp_path, arguments, message):
     write(tmp_path, HELLO)
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder", HELLO, "inner.py")

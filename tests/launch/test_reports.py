@@ -1,4 +1,4 @@
-"""The cause of a failure is found among its consequences, and printed once."""
+"""Test that the cause of a failure is distinguished from consequences, and printed once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_communication_error_is_not_the_cause_even_if_it_came_first():
     assert text.count("Traceback") == 1
 
 
-def test_alone_a_communication_error_is_the_cause():
+def test_a_single_communication_error_is_the_cause():
     only = raised(0, 1.0, "RankLate", consequence=True)
     stopped = RankFailure(1, 101, -15, 2.0, stopped=True)
     assert find_cause([only, stopped]) is only
@@ -43,7 +43,7 @@ def test_the_same_error_everywhere_is_shown_once():
     assert "The same happened on ranks 1 to 3." in text
 
 
-def test_an_exit_status_without_a_word():
+def test_an_exit_status_without_a_message():
     ended = RankFailure(2, 55, 7, 1.0)
     stopped = [RankFailure(rank, rank, -15, 2.0, stopped=True) for rank in (0, 1, 3)]
     assert explain_failures([ended, *stopped]) == (
@@ -54,7 +54,7 @@ def test_an_exit_status_without_a_word():
 
 def test_many_failures_are_summarized():
     failures = [raised(0, 0.0)] + [raised(r, 1.0 + r, "RankDied", consequence=True) for r in range(1, 6)]
-    # the same report on every other rank, though not the cause's
+    # ranks 1 to 5 have equal reports, which differ from the cause's report
     assert explain_failures(failures).splitlines()[-1] == (
         "Rank 1 then failed with RankDied; rank 2 then failed with RankDied; so did ranks 3 to 5."
     )

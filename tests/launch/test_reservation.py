@@ -1,4 +1,4 @@
-"""Two jobs of a host see each other's reservations, however the jobs end."""
+"""Test that jobs of a host see each other's reservations, and that reservations end with their jobs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FAR = range(100_000, 100_004)
-"""Processors that no machine has: the jobs of other tests reserve the real ones."""
+"""Processors that no machine has, because jobs of other tests reserve real processors."""
 
 HOLD = """
 import sys, time
@@ -50,7 +50,7 @@ time.sleep(60)
 
 @pytest.fixture
 def reserve() -> Iterator[Callable[[Collection[int]], CoreReservation]]:
-    """A function that reserves processors, until the test ends."""
+    """Return a function that reserves processors until the test ends."""
     made = []
 
     def make(processors: Collection[int]) -> CoreReservation:
@@ -63,14 +63,14 @@ def reserve() -> Iterator[Callable[[Collection[int]], CoreReservation]]:
         reservation.release()
 
 
-def test_a_second_job_reserves_what_the_first_released(reserve):
+def test_a_second_job_reserves_released_processors(reserve):
     first = reserve(FAR)
     first.keep_only(FAR[:2])
     second = reserve(FAR)
     assert (second.held, second.reserved_by_others) == (frozenset(FAR[2:]), set(FAR[:2]))
 
 
-def test_the_kernel_releases_what_a_killed_job_reserved(reserve):
+def test_the_kernel_releases_the_reservation_of_a_killed_job(reserve):
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True, env=environment()
     )
@@ -107,7 +107,7 @@ def test_a_job_that_cannot_see_reservations_keeps_the_error(reserve):
 
 
 def _start_pinned(program, path):
-    """Start a job that gets both cores: jobs of other tests reserve them now and then, for seconds."""
+    """Start a job that gets both cores; retry, because jobs of other tests may reserve the cores for seconds."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         job = start(ours("-n", "2", program, str(path)))
@@ -120,15 +120,15 @@ def _start_pinned(program, path):
 
 
 def test_two_jobs_do_not_take_the_same_cores(tmp_path):
-    """The second job does not pin while the first has reserved every core; the third job pins after that."""
+    """The second job does not pin while the first job has reserved every core; the third job pins afterwards."""
     if os.sched_getaffinity(0) != {0, 1}:
-        pytest.skip("the numbers below are those of two cores")
+        pytest.skip("needs exactly the cores 0 and 1")
     program = write(tmp_path, WAIT)
     first = _start_pinned(program, tmp_path / "first")
     second = start(ours("-n", "2", program, str(tmp_path / "second")))
     assert set(wait_for_lines(tmp_path / "second", 2)) == {"[0, 1]"}
     second.send_signal(signal.SIGTERM)
-    assert "not pinned: other jobs have reserved 2 of them" in finish(second)[2]
+    assert "not pinned: other jobs have reserved 2 cores" in finish(second)[2]
     first.kill()
     first.communicate()
     third = _start_pinned(program, tmp_path / "third")

@@ -1,4 +1,4 @@
-"""The command lines of torchrun and horovodrun, and the programs that `farandole launch` runs."""
+"""Test that `farandole launch` accepts the command lines of torchrun and horovodrun."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if "fail" in sys.argv[1:] and os.environ["RANK"] == "1" and os.environ["TORCHELA
     ],
     ids=["horovodrun", "torchrun", "torchrun-c10d", "module", "no-python"],
 )
-def test_spellings_of_other_launchers(tmp_path: Path, words: list[str]) -> None:
+def test_command_lines_of_other_launchers(tmp_path: Path, words: list[str]) -> None:
     program = write(tmp_path, PROGRAM)
     command = ours(*(program if word == "PROGRAM" else word for word in words))
     status, out, err = run(command, tmp_path, PYTHONPATH=f"{environment()['PYTHONPATH']}:{tmp_path}")
@@ -48,7 +48,7 @@ def test_options_of_horovodrun_set_its_variables(tmp_path: Path) -> None:
     assert (job.returncode, job.stdout) == (0, "0|1|0|7|1\n"), job.stderr
 
 
-def test_failed_ranks_start_again(tmp_path: Path) -> None:
+def test_failed_ranks_are_restarted(tmp_path: Path) -> None:
     status, out, err = run(ours("-n", "2", "--max-restarts", "2", write(tmp_path, PROGRAM), "fail", "0"))
     assert status == 0, err
     assert "1|2|1|||fail|0" in out.splitlines()
@@ -64,7 +64,7 @@ def test_a_failure_after_the_last_restart_ends_the_job(tmp_path: Path) -> None:
     assert err.count("all ranks start again") == 1
 
 
-def test_an_interrupted_job_does_not_start_again(tmp_path: Path) -> None:
+def test_an_interrupted_job_is_not_restarted(tmp_path: Path) -> None:
     text = "import os, signal, sys, time\nif os.environ['RANK'] == '0':\n    os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(60)\n"
     status, _, err = run(ours("-n", "2", "--max-restarts", "3", write(tmp_path, text)))
     assert status == 130
@@ -78,7 +78,9 @@ def test_restarts_are_refused_on_several_hosts(tmp_path: Path) -> None:
     assert "--max-restarts is for a job on one host" in err
 
 
-def test_the_machine_decides_on_the_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_determines_the_default_number_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for words in ([], ["--nproc-per-node", "auto"]):
         status, out, err = run(ours(*words, write(tmp_path, PROGRAM)))
         assert status == 0, err

@@ -1,4 +1,4 @@
-"""What a failing program says under the launcher is what Python itself says of it."""
+"""Test that the launcher prints the same traceback as Python for a failing program."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_a_module_fails_without_the_frames_that_start_it(tmp_path, text):
     assert "runpy" not in err and "importlib" not in err and "child.py" not in err
 
 
-def test_a_script_is_main(tmp_path):
-    """Its name, its file, and that what it defines can be pickled, as other processes need it."""
+def test_a_script_is_the_main_module(tmp_path):
+    """The script has the name and file of the main module, and its classes can be pickled."""
     program = write(
         tmp_path,
         "import pickle, sys\nclass A: pass\nassert type(pickle.loads(pickle.dumps(A()))) is A\n"

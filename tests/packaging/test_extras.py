@@ -1,4 +1,4 @@
-"""What works without the optional dependencies, and what is said where one is missing."""
+"""Test the package without its optional dependencies, and the messages for missing extras."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def test_a_command_names_the_missing_extra(command: str, tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
 
 
-def test_a_call_names_the_missing_extra(tmp_path: Path) -> None:
+def test_an_import_names_the_missing_extra(tmp_path: Path) -> None:
     done = run("import farandole.parallel.lora.peft_adapter", tmp_path)
     assert "safetensors is not installed: pip install 'farandole[train]'" in done.stderr.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""The wheels and the source distribution in dist/, which `make wheels` builds and then runs these tests on."""
+"""Test the wheels and the source distribution in dist/; `make wheels` builds them and runs these tests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def distribution(pattern: str) -> Path:
 
 
 def install(package: Path, folder: Path, **variables: str) -> tuple[Path, dict[str, str]]:
-    """Install a distribution where no compiler is on the path; return the folder of commands and the environment."""
+    """Install a distribution without a compiler on the path; return the folder of commands and the environment."""
     run([sys.executable, "-m", "venv", folder / "venv"], folder)
     commands = folder / "venv" / "bin"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -60,7 +60,7 @@ def test_a_wheel_suits_every_python_and_glibc_2_28(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_wheel_has_what_it_needs_and_nothing_else(machine: str) -> None:
+def test_a_wheel_contains_exactly_the_files_of_the_package(machine: str) -> None:
     with zipfile.ZipFile(distribution(f"*_{machine}.whl")) as wheel:
         names = wheel.namelist()
     tracked = run(["git", "ls-files", "farandole"], ROOT).stdout.split()
@@ -69,7 +69,7 @@ def test_a_wheel_has_what_it_needs_and_nothing_else(machine: str) -> None:
 
 
 def test_a_wheel_needs_no_compiler(tmp_path: Path) -> None:
-    """The first program of the README, on two ranks in shared memory."""
+    """Run the first program of the README on two ranks with shared memory."""
     commands, environment = install(distribution(f"*_{platform.machine()}.whl"), tmp_path)
     assert shutil.which("gcc", path=environment["PATH"]) is None
     program = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -81,7 +81,7 @@ def test_a_wheel_needs_no_compiler(tmp_path: Path) -> None:
 
 
 def test_the_source_installs_without_a_compiler(tmp_path: Path) -> None:
-    """Ranks then communicate through Gloo, and the reason is said."""
+    """Ranks communicate through Gloo, and the program prints the reason."""
     commands, environment = install(distribution("*.tar.gz"), tmp_path)
     (tmp_path / "sum.py").write_text(
         "import torch, torch.distributed as dist\nfrom farandole import native\n"
@@ -94,7 +94,7 @@ def test_the_source_installs_without_a_compiler(tmp_path: Path) -> None:
 
 
 def test_the_core_of_aarch64_under_load(tmp_path: Path) -> None:
-    """Random operations of 4 ranks on 2 hosts, compared with a reference, in an emulator (Debian: qemu-user)."""
+    """Compare random operations of 4 ranks on 2 hosts with a reference, in an emulator (Debian: qemu-user)."""
     emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
     if emulator is None:
         pytest.skip("qemu-aarch64 is not installed (Debian: apt install qemu-user)")

@@ -1,4 +1,4 @@
-"""Predicted bytes are those that ranks really have, and predicted plans come in the right order."""
+"""Compare predicted bytes with the bytes of real ranks, and test the order of plans."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ def _workload(**more: Any) -> Workload:
 
 
 def _formulas(p: float, z: int, d: int, k_l: int = 2, k_h: int = 4) -> dict[str, float]:
-    """Rajbhandari et al., 2020, "ZeRO", section 3: p parameters on d ranks, k_l bytes in low and k_h in high precision."""
+    """Return the bytes of p parameters on d ranks (Rajbhandari et al., 2020, "ZeRO", section 3).
+
+    A value has k_l bytes in low and k_h bytes in high precision.
+    """
     return {
         "weights": k_l * p / (d if z == 3 else 1),
         "gradients": k_h * p / (d if z >= 2 else 1),  # gradients are reduced in the type of master weights
@@ -65,7 +68,7 @@ def _formulas(p: float, z: int, d: int, k_l: int = 2, k_h: int = 4) -> dict[str,
 
 
 @pytest.mark.parametrize("z", [0, 1, 2, 3])
-def test_states_are_those_of_the_zero_paper(z: int) -> None:
+def test_state_bytes_match_the_zero_paper(z: int) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8)))
     workload = Workload(model=model, example=None)
@@ -76,7 +79,7 @@ def test_states_are_those_of_the_zero_paper(z: int) -> None:
     assert found.optimizer == pytest.approx(expected["optimizer"], rel=0.01)
 
 
-def test_what_is_divided_is_needed_once() -> None:
+def test_ranks_keep_one_copy_of_divided_and_shared_state() -> None:
     together, apart = replace(MACHINE, shared=True), replace(MACHINE, shared=False)
     plans = [Plan(zero=zero) for zero in range(4)]  # type: ignore[arg-type]
     assert [bytes_per_parameter(plan, 4, together) for plan in plans] == [64, 28, 16, 16]
@@ -84,10 +87,10 @@ def test_what_is_divided_is_needed_once() -> None:
     assert [bytes_per_parameter(plan, 4, together, checkpoints=True) for plan in plans] == [48, 12, 12, 12]
 
 
-def test_activations_are_those_of_korthikanti() -> None:
-    """s b h (34 + 5 a s / h) for a layer in 16 bits (their equation 1), with fused attention s b h 34.
+def test_activation_bytes_match_korthikanti() -> None:
+    """Compare with s b h (34 + 5 a s / h) bytes per layer in 16 bits (their equation 1): 34 s b h with fused attention.
 
-    They count masks of dropout, and no rotated copies of queries and keys.
+    Their formula includes dropout masks, and no rotated copies of queries and keys.
     """
     s, b, h, layers = 256, 2, 256, 3
     with torch.device("meta"):
@@ -102,11 +105,11 @@ def test_activations_are_those_of_korthikanti() -> None:
 
 @pytest.mark.parametrize("mode", ["none", "block", "selective"])
 @pytest.mark.parametrize("case", ["gpt", "resnet"])
-def test_the_peak_is_what_torch_tracks_of_a_real_pass(case: str, mode: Any) -> None:
+def test_the_peak_matches_torchs_memory_tracker(case: str, mode: Any) -> None:
     model, example = CASES[case]()
     apply_recompute(model, mode, example=example)
     traced = trace(model, example)
-    for parameter in model.parameters():  # as the engines do
+    for parameter in model.parameters():  # as the engine does
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     tracker = MemTracker()
     tracker.track_external(model, example)
@@ -119,15 +122,16 @@ def test_the_peak_is_what_torch_tracks_of_a_real_pass(case: str, mode: Any) -> N
 
 @pytest.mark.parametrize("mode", ["none", "block", "selective"])
 @pytest.mark.parametrize("case", list(CASES))
-def test_what_is_saved_is_what_is_measured(case: str, mode: Any) -> None:
+def test_saved_bytes_match_the_measurement(case: str, mode: Any) -> None:
     model, example = CASES[case]()
     apply_recompute(model, mode, example=example)
     measured = saved_bytes(model, example).total
-    copies = sum(buffer.nbytes for buffer in model.buffers()) if mode != "none" else 0  # for a recomputation
+    # recomputation restores buffers from copies
+    copies = sum(buffer.nbytes for buffer in model.buffers()) if mode != "none" else 0
     assert measured <= trace(model, example).saved <= 1.01 * measured + copies + 600
 
 
-def test_operations_are_counted_as_torch_counts_them() -> None:
+def test_flops_match_torchs_counter() -> None:
     model, example = small_resnet()
     counter = FlopCounterMode(display=False)
     with counter:
@@ -146,7 +150,7 @@ def test_recomputation_repeats_the_operations_of_the_forward_pass() -> None:
     assert 0.5 * counter.get_total_flops() < more <= 1.1 * counter.get_total_flops()
 
 
-def test_a_tied_weight_waits_for_the_other_half_of_its_gradient() -> None:
+def test_the_first_half_of_a_tied_gradient_counts() -> None:
     class Tied(nn.Module):
         def __init__(self, tied: bool) -> None:
             super().__init__()
@@ -161,7 +165,7 @@ def test_a_tied_weight_waits_for_the_other_half_of_its_gradient() -> None:
     assert trace(Tied(True), x).peak - trace(Tied(False), x).peak > 0.9 * 256 * 256 * 4
 
 
-def test_an_estimate_leaves_the_model_as_it_was() -> None:
+def test_an_estimate_does_not_change_the_model() -> None:
     model, example = small_gpt()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -171,7 +175,7 @@ def test_an_estimate_leaves_the_model_as_it_was() -> None:
     assert all(parameter.grad is None and not parameter.is_meta for parameter in model.parameters())
 
 
-# ---- what ranks have ----
+# ---- bytes of real ranks ----
 
 
 def _storages(tensors: Any) -> int:
@@ -207,23 +211,23 @@ def _bytes_on_a_rank(rank: int, size: int, plan: Plan) -> dict[str, int]:
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_parts_are_those_of_real_ranks(ranks: Any, zero: int, precision: Any, backend: str) -> None:
+def test_parts_match_real_ranks(ranks: Any, zero: int, precision: Any, backend: str) -> None:
     plan = Plan(zero=zero, precision=precision)
     seen = ranks(2, backend).run(_bytes_on_a_rank, plan)
     machine = replace(MACHINE, shared=backend == "farandole")
     found = state_bytes(_workload(), plan, 2, machine)
     assert found.gradients == seen[0]["gradients"]
-    assert found.pools == pytest.approx(seen[0]["pools"], abs=8192)  # shared memory comes in pages
+    assert found.pools == pytest.approx(seen[0]["pools"], abs=8192)  # shared memory is allocated in pages
     assert found.weights == pytest.approx(seen[0]["weights"], rel=0.01, abs=4096)
-    # pieces end where parameters do, and shards with a gap
+    # the optimizer's tensors end at the ends of parameters, and a shard may end with padding
     assert found.optimizer == pytest.approx(seen[0]["optimizer"], rel=0.02)
 
 
 # ---- layouts ----
 
 
-def test_layouts_of_any_mesh_are_counted() -> None:
-    """Matrices are divided by 2 tensor ranks, their states by 2 data ranks too; a norm is divided by the data ranks only."""
+def test_states_follow_the_layouts_of_a_mesh() -> None:
+    """Tensor ranks divide matrices, and data ranks divide their states; only the data ranks divide a norm."""
     with torch.device("meta"):
         local = nn.Sequential(nn.LayerNorm(64, bias=False), nn.Linear(64, 512, bias=False))
     layouts = {
@@ -242,7 +246,7 @@ def test_layouts_of_any_mesh_are_counted() -> None:
         assert found.optimizer == 8 * local_count // 2
 
 
-def test_what_the_engine_leaves_in_place_counts() -> None:
+def test_parameters_outside_of_buckets_count() -> None:
     with torch.device("meta"):
         model = nn.Linear(64, 64, bias=False)
     quantized = nn.Parameter(torch.empty(1000, dtype=torch.int8, device="meta"), requires_grad=False)
@@ -254,8 +258,8 @@ def test_what_the_engine_leaves_in_place_counts() -> None:
         assert found.weights == 4 * 64 * 64 + 1000
 
 
-def test_gradients_of_what_several_blocks_need_wait_in_their_buffer() -> None:
-    """The embedding and the last norm are in no block: their buffer is used from the first gradient to the last one."""
+def test_gradients_outside_of_blocks_keep_their_buffer() -> None:
+    """The embedding and the last norm are in no block, so their buffer is in use during the whole backward pass."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -295,7 +299,7 @@ def test_a_billion_parameters_are_divided_in_seconds(ranks: int) -> None:
 def _seconds_to_parallelize(rank: int, size: int) -> float:
     model = _large_gpt()
     assert dist.group.WORLD is not None
-    torch.set_default_device("meta")  # where the ranks keep their parts
+    torch.set_default_device("meta")  # the device on which ranks keep their parts
     try:
         started = time.process_time()
         engine = parallelize(
@@ -318,7 +322,7 @@ def test_a_billion_parameters_are_parallelized_in_seconds(ranks: Any) -> None:
 # ---- plans ----
 
 
-def test_plans_that_fit_come_first_and_the_fastest_of_them() -> None:
+def test_plans_that_fit_come_first_by_time() -> None:
     machine = replace(MACHINE, process=0, libraries=0, host=False, shared=False)
     plans = [Plan(zero=z, recompute=r) for z in (0, 2) for r in ("none", "block")]  # type: ignore[arg-type]
     workload = _workload()
@@ -333,13 +337,13 @@ def test_plans_that_fit_come_first_and_the_fastest_of_them() -> None:
     assert ordered[2].peak <= ordered[3].peak
 
 
-def test_states_on_a_disk_spare_memory_and_cost_time() -> None:
+def test_states_on_a_disk_save_memory_and_cost_time() -> None:
     machine = replace(MACHINE, disk=Bandwidth(1e9, 5e8, "made up"))
     here = estimate_workload(_workload(), Plan(zero=1), 2, machine)
     there = estimate_workload(_workload(), Plan(zero=1, offload="disk:."), 2, machine)
     assert there.seconds > here.seconds and there.times["offload"] > 0
     assert there.outcome(1 << 40) == "fits with offload"
-    with pytest.raises(PlanError, match="a machine without a disk: give Machine"):
+    with pytest.raises(PlanError, match="needs a machine with a disk: pass Machine"):
         estimate_workload(_workload(), Plan(offload="disk:."), 2, MACHINE)
 
 
@@ -350,7 +354,7 @@ def test_states_in_the_hosts_memory_are_not_on_the_accelerator() -> None:
     assert on_host.parts["optimizer"] == 8 * GPT.parameters
 
 
-def test_what_else_is_offloaded_is_not_in_memory() -> None:
+def test_offloaded_gradients_and_parameters_are_not_in_memory() -> None:
     machine = replace(MACHINE, disk=Bandwidth(1e9, 5e8, "made up"))
     found = {
         offloaded: estimate_workload(
@@ -363,7 +367,7 @@ def test_what_else_is_offloaded_is_not_in_memory() -> None:
     seconds = [one.times["offload"] for one in found.values()]
     assert seconds == sorted(seconds) and len(set(seconds)) == 3
     plan, accelerator = found["gradients"].plan, replace(machine, host=False)
-    with pytest.raises(PlanError, match="offloaded='optimizer' works there"):
+    with pytest.raises(PlanError, match="use offload='host' or offloaded='optimizer'"):
         estimate_workload(_workload(), plan, 2, accelerator)
 
 
@@ -375,28 +379,28 @@ def test_stochastic_rounding_needs_no_masters() -> None:
     assert nearest["optimizer"] - stochastic["optimizer"] == pytest.approx(4 * GPT.parameters, rel=0.02)
 
 
-def test_swapped_activations_are_the_most_that_may_wait() -> None:
+def test_swap_keeps_the_largest_amount_that_may_wait() -> None:
     with torch.device("meta"):
         model, example = nn.Sequential(*(nn.Sigmoid() for _ in range(9))), torch.empty(1 << 24)
         example.requires_grad_()
     machine = replace(MACHINE, disk=Bandwidth(1e8, 1e8, "made up"))
     workload = Workload(model=model, example=example)
     kept, swapped = (estimate_workload(workload, Plan(swap=swap), 1, machine) for swap in ("none", "disk:."))
-    # each keeps its output, and that of the last one is saved by the model, but is the loss's too
+    # each layer saves its output; the last output is also the input of the loss, so it is not swapped
     assert kept.parts["activations"] >= 9 << 26
     assert kept.parts["activations"] - swapped.parts["activations"] == (8 << 26) - BEHIND_BYTES
     assert kept.times.keys() < swapped.times.keys() and swapped.seconds > kept.seconds
     assert swapped.outcome(1 << 40) == "fits with swap"
-    with pytest.raises(PlanError, match="swap='disk:FOLDER' works there"):
+    with pytest.raises(PlanError, match="use swap='disk:FOLDER'"):
         estimate_workload(workload, Plan(swap="host"), 1, machine)
 
 
-def test_a_speed_that_is_not_given_is_asked_for() -> None:
-    with pytest.raises(PlanError, match="precision='bf16' and Machine.flops=. has speeds of fp32 only"):
+def test_a_missing_speed_is_an_error() -> None:
+    with pytest.raises(PlanError, match="Machine.flops=. has no speed for precision='bf16', only for fp32"):
         estimate_workload(_workload(), Plan(precision="bf16"), 2, replace(MACHINE, flops={"fp32": 1e9}))
 
 
-def test_a_budget_of_activations_is_kept() -> None:
+def test_activations_stay_within_their_budget() -> None:
     everything = estimate_workload(_workload(), Plan(), 2, MACHINE).parts["activations"]
     budget = everything * 3 // 4
     some = estimate_workload(_workload(), Plan(recompute="auto", activation_bytes=budget), 2, MACHINE)
@@ -414,18 +418,18 @@ def test_hybrid_divides_within_a_host() -> None:
         estimate_workload(_workload(), Plan(), 3, machine)
 
 
-def test_communication_behind_the_backward_pass_is_not_waited_for() -> None:
+def test_communication_that_overlaps_the_backward_pass_takes_no_time() -> None:
     slow = replace(MACHINE, bandwidth=1e6)
     with torch.device("meta"):
         model, example = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))), torch.empty(64, 1024)
-    beside, after = (
+    overlapped, blocking = (
         estimate(model, Plan(), 4, example=example, machine=replace(slow, overlap=overlap)).times
         for overlap in (True, False)
     )
     everything = 2 * 3 / 4 * 4 * sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    assert after["communication"] == pytest.approx(everything, rel=0.01)
-    hidden = after["communication"] - beside["communication"]
-    assert hidden == pytest.approx(2 / 3 * after["compute"], rel=0.01)
+    assert blocking["communication"] == pytest.approx(everything, rel=0.01)
+    hidden = blocking["communication"] - overlapped["communication"]
+    assert hidden == pytest.approx(2 / 3 * blocking["compute"], rel=0.01)
 
 
 def test_more_micro_batches_take_more_time_and_no_more_activations() -> None:
@@ -434,6 +438,6 @@ def test_more_micro_batches_take_more_time_and_no_more_activations() -> None:
     assert four.parts["activations"] == one.parts["activations"]
 
 
-def test_the_start_counts_where_it_needs_more_than_a_step() -> None:
+def test_the_start_counts_if_it_needs_more_than_a_step() -> None:
     found = Estimate(Plan(), {"process": 5, "weights": 1}, start=9, times={"compute": 1.0})
     assert found.peak == 9 and not found.fits(8)

@@ -1,4 +1,4 @@
-"""The memory tracker counts what exists, and what a C library keeps."""
+"""Test the memory tracker: live memory, and the memory that a C library keeps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from farandole.memory.tracker import MemoryTracker
 MIB = 1 << 20
 
 
-def test_small_and_large_memory_add_up_where_freed_memory_is_kept() -> None:
+def test_peaks_of_small_and_large_blocks_add_up_in_the_resident_peak() -> None:
     with MemoryTracker([]) as tracker:
         small = [torch.empty(10 * MIB, dtype=torch.uint8) for _ in range(3)]
         assert tracker.now == 30 * MIB
@@ -30,6 +30,6 @@ def test_live_memory_is_counted_once() -> None:
         assert list(tracker.live(2000).values()) == [2048]
         assert list(tracker.live(without=[second]).values()) == [1024]
         del first
-        assert len(tracker.live()) == 2  # a view is left
+        assert len(tracker.live()) == 2  # a view still exists
         views.clear()
         assert list(tracker.live().values()) == [2048]
