@@ -47,7 +47,7 @@ def staged(tensors: Sequence[Tensor]) -> bool:
 
     The thread that runs the call makes the copies, and this thread does not know the caller's stream.
     """
-    if "cuda" in dense.reachable:  # an MPI that takes device addresses is in use; the C core takes none
+    if "cuda" in dense.reachable:  # a CUDA-aware MPI is in use; the C core does not accept device addresses
         return False
     if any(t.layout is not torch.strided or not (t.is_cpu or t.is_cuda) for t in tensors):
         return False

@@ -27,7 +27,7 @@ def read(value: Array) -> Tensor:
 def written(value: Array) -> Tensor:
     """Return a tensor that shares memory with an array for results."""
     if isinstance(value, np.ndarray) and not value.flags.writeable:
-        raise ValueError("expected a writable array for results, got a read-only one; try a copy")
+        raise ValueError("expected a writable array for results, got a read-only one; pass a copy")
     return read(value)
 
 

@@ -44,7 +44,7 @@ class Core(Protocol):
     rank: int
     size: int
     returns_work: bool
-    completes_at_exit: bool  # whether the other ranks still complete pending calls when this program ends
+    completes_at_exit: bool  # whether pending calls can still complete at program exit
 
     def supports(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether the implementation supports the devices and layouts of these tensors."""
@@ -145,7 +145,7 @@ class Core(Protocol):
         """Make the pending calls of this process fail."""
 
     def rest(self, patience_s: float) -> bool:
-        """Complete or withdraw messages under way; return whether none is left after `patience_s`."""
+        """Complete or cancel pending messages; return whether none is pending after `patience_s`."""
 
     def close(self) -> None:
         """Release the resources; no call may be pending."""

@@ -38,7 +38,7 @@ class Membership:
         self.pids = list(pids)
         self.hosts = list(hosts)
         self._several = len(set(hosts)) > 1
-        self._shares_calls = shares_calls  # with the ranks of the same host
+        self._shares_calls = shares_calls  # whether the ranks of a host know each other's calls
 
     def rank(self, rank: int) -> str:
         """Return `rank 3 (process 4711)`, with the host if the group has several hosts."""

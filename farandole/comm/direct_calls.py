@@ -37,9 +37,9 @@ _STRIDED = torch.strided
 class DirectCalls:
     """Blocking operations on dense tensors.
 
-    Every method returns None without effect if the fast path does not apply: other calls are pending, or a tensor is
-    not a plain dense CPU tensor of the expected size.  `Operation.call` then runs the call or raises the error.  A
-    reduction is a name or the hash of a torch `ReduceOp` (comparing two `ReduceOp`s takes a microsecond).
+    A method returns None without effect if the fast path does not apply: other calls are pending, or a tensor is not a
+    plain dense CPU tensor of the expected size.  `Operation.call` then runs the call or raises the error.  A reduction
+    is a name or the hash of a torch `ReduceOp` (comparing two `ReduceOp`s takes a microsecond).
     """
 
     _group: Any = None
@@ -210,9 +210,8 @@ class DirectCalls:
             return None
         try:
             status = function(self._group, *arguments, flags_here())
-            if (
-                status
-            ):  # while this thread holds the queue, because another thread may destroy the group later
+            # check while this thread holds the queue: another thread may destroy the group later
+            if status:
                 self._check(status)
         finally:
             self._leave()

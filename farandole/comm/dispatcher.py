@@ -239,7 +239,7 @@ class PersistentOperation:
         return self._in_turn(async_op=True)
 
     def _in_turn(self, async_op: bool) -> dist.Work:
-        # refuses a destroyed group; waits for kernels that write the tensors, which another thread may read
+        # raises for a destroyed group; waits for kernels that write the tensors, which another thread may read
         self._dispatcher.serves(*(self._tensors if self._on_device else ()))
         return self._dispatcher.issue(self._checked, self._tensors[0], async_op, core=self._core)
 

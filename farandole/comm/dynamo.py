@@ -1,7 +1,7 @@
 """Exclusion of classes from Dynamo, the tracer of `torch.compile`.
 
-While a compiled function runs, Dynamo intercepts every Python frame, also those that C++ code starts: DDP's reducer
-calls `broadcast` of the process group.  Dynamo refuses to trace the attributes of a process group.
+While a compiled function runs, Dynamo intercepts every Python frame, including frames that C++ code starts: DDP's
+reducer calls `broadcast` of the process group.  Dynamo refuses to trace the attributes of a process group.
 
 `torch.compiler.disable` would import `torch._dynamo`, which takes a second, and wrap each method, which makes each call
 slower.  `exclude_from_dynamo` marks code objects instead, which does not slow down calls.
@@ -36,7 +36,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def excluded_from_dynamo(function: _Function) -> _Function:
-    """Return a function that compiled code calls without tracing it or what it calls; a decorator."""
+    """Exclude a function, and all functions that it calls, from tracing by compiled code; a decorator."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     _skip(function)
     return function

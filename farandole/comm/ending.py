@@ -39,7 +39,7 @@ class Abandonable(Protocol):
 
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
-_prepared: int | None = None  # the process in which the end is prepared; a fork begins again
+_prepared: int | None = None  # the process that has registered `_leave_all`; a forked child does so again
 
 
 def remember_failure(error: BaseException, note: str) -> None:
@@ -81,5 +81,5 @@ def _leave_all() -> None:
 def _in_words(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, CommunicationError) and with_cause(""):
-        text = ""  # a note is short, and the cause says the same
+        text = ""  # notes are short, and the cause contains the same text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -62,7 +62,7 @@ class Process:
     block: int
     """The offset of the endpoint's part in the arena."""
     base: int
-    """The offset of its part of the group of all ranks."""
+    """The offset of the process's part of the group of all ranks."""
     devices: Sequence[str] = ()
     """The CUDA devices that are visible to the process."""
 
@@ -160,7 +160,7 @@ class Endpoint:
             self._listen(rendezvous, timeout)
         blocks = [process.base for process in self.processes]
         self._base = self._open_group(0, range(len(blocks)), blocks)
-        # a rank that uses the endpoint may be heard by one that has not opened it: what it says is kept until then
+        # messages may arrive from ranks that already use the endpoint; the core buffers messages of unopened groups
 
     def _map_local_arenas(self) -> str:
         """Map the arenas of this host's ranks; return the reason of a failure, or ""."""
@@ -369,7 +369,7 @@ class Endpoint:
             raise MemoryError("cannot allocate a group: out of memory")
         return handle
 
-    # ---- messages in the group of all ranks, whose failures break nothing ----
+    # ---- messages in the group of all ranks, which stays usable after errors ----
 
     def _post(
         self, data: bytes | bytearray, peer: int, tag: int, *, sends: bool

@@ -1,11 +1,11 @@
 """Agreement of all hosts on the reason of a group's failure.
 
-Inside a host, shared memory holds the reason.  Between hosts, a closed connection does not carry one.  So the rank
-that detects a failure writes the reason to the store of the group, unless the store has a reason already, and then
-closes its connections.  A rank that finds a connection closed reads the store.  A rank that leaves the group also
-writes this to the store.
+Inside a host, shared memory holds the reason.  Between hosts, a closed connection does not carry a reason.  The rank
+that detects a failure therefore writes the reason to the store of the group, unless the store already has one.  Then it
+notifies the ranks of other hosts to which it is connected.  A rank that is notified, or finds a connection closed,
+reads the store.  A rank that leaves the group also records this in the store.
 
-The store may be unreachable: no rank waits for it longer than `PATIENCE_S`.
+The store may be unreachable, so a rank waits for it at most `PATIENCE_S`.
 """
 
 from __future__ import annotations

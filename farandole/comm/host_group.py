@@ -242,7 +242,7 @@ class HostGroup:
         return call if waits else None
 
     def late_peer(self, peer: int, waited_s: float) -> str:
-        """Return a stall warning: this rank waits for a message of rank `peer`."""
+        """Return the text of a stall warning: this rank waits for a message of rank `peer`."""
         own = Call()
         self.core.frd_get_call(self.handle, self.rank, ctypes.byref(own))
         me, other = self.membership.rank(self.group_rank), self.membership.rank(peer)

@@ -36,7 +36,7 @@ def own_address(store: Any, interface: str | None) -> str:
     most.
 
     Raises:
-        OSError: `interface` has no IPv4 address, or no interface of this host has one.
+        OSError: `interface` has no IPv4 address, or no interface of this host has an address.
     """
     if interface:
         try:

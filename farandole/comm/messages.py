@@ -64,7 +64,7 @@ class MessageWork(FarandoleWork):
     """A pending send or receive, which progresses whether or not a thread waits for it."""
 
     _outcome: OutcomeFuture | None = None
-    _thread: threading.Thread | None = None  # that completes the future
+    _thread: threading.Thread | None = None  # completes the future
 
     def __init__(
         self,
@@ -76,27 +76,27 @@ class MessageWork(FarandoleWork):
         sends: bool,
         done: Callable[[MessageWork], object],
     ) -> None:
-        # this constructor is most of the cost of a small message, so it calls no other one
+        # this constructor is most of the cost of a small message, so it does not call the constructor of the base class
         Work.__init__(self)
         self._tensors = [tensor]
         self.sends = sends
         self._host, self._message, self._buffer = host, message, buffer
         self._source = peer
         self._done = done
-        self._lock = _thread.allocate_lock()  # held by the thread that waits
+        self._lock = _thread.allocate_lock()  # held by the waiting thread
 
     def is_completed(self) -> bool:
         """Return whether the message has failed, its sent tensor may be changed, or its data have arrived."""
         if self._message is None:
             return True
         if not self._lock.acquire(False):
-            return False  # another thread waits for it
+            return False  # another thread waits for the message
         try:
             if self._message is not None:
                 outcome = self._host.test_message(self._message)
                 if outcome == _PENDING:
                     return False
-                with contextlib.suppress(CommunicationError):  # kept, for `wait`
+                with contextlib.suppress(CommunicationError):  # `wait` raises it
                     self._complete(outcome)
             return True
         finally:
@@ -114,7 +114,7 @@ class MessageWork(FarandoleWork):
                 raise RankLate(f"the message was not complete within the timeout of {seconds:g} s")
             try:
                 if self._message is None:
-                    pass  # complete meanwhile
+                    pass  # another thread completed it meanwhile
                 elif seconds is None:
                     self._complete(host.wait_message(self._message, host.timeout_s, flags_here()))
                 else:
@@ -199,7 +199,7 @@ class Messages:
         self._host = host
         self._open: dict[int, MessageWork] = {}
         self._blocked: dict[int, None] = {}  # threads in blocking messages
-        self._closed = ""  # why no message can be begun
+        self._closed = ""  # why no message can be posted
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> FarandoleWork:
         """Post a send of `tensor` to `peer` or a receive from `peer`."""
@@ -237,12 +237,12 @@ class Messages:
             message = host.post_recv(address, nbytes, kind, peer, tag)
         work = MessageWork(host, message, tensor, buffer, peer, sends, self._forget)
         opened[id(work)] = work
-        if len(opened) > FEW:  # messages that nobody waits for: each new one checks two others, in turn
+        if len(opened) > FEW:  # each new message tests the two oldest, which perhaps have no waiting thread
             for key in list(itertools.islice(opened, 2)):
                 eldest = opened.pop(key, None)
                 if eldest is not None and not eldest.is_completed():
-                    opened[key] = eldest  # now the last
-        if self._is_closed():  # meanwhile, by another thread
+                    opened[key] = eldest  # moved to the end
+        if self._is_closed():  # another thread closed the group meanwhile
             work.withdraw()
         return work
 
@@ -275,7 +275,7 @@ class Messages:
         self._open.pop(id(work), None)
 
     def invalidate(self, reason: str) -> None:
-        """Fail all messages of a forked child: their memory is the parent's."""
+        """Fail all messages of a forked child, because they belong to the parent."""
         self._closed = reason
         for work in self._open.values():
             work.fail(CommunicationError(reason))
@@ -283,7 +283,7 @@ class Messages:
 
     def close(self, patience_s: float) -> bool:
         """Cancel receives and complete sends; return False if a message is pending after `patience_s`."""
-        self._closed = "the group was destroyed; no message can be sent or received any more"
+        self._closed = "the group was destroyed and cannot send or receive messages"
         deadline = time.monotonic() + patience_s
         for work in list(self._open.values()):
             while not work.at_rest():

@@ -15,7 +15,7 @@ from farandole.comm.algorithms.steps import COMBINE
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES, reducible
 
 _FOR_BOOL = {"sum": "or", "product": "and", "min": "and", "max": "or"}
-_BLOCK = 4096  # of the 16-bit codecs: any length that the C core takes
+_BLOCK = 4096  # for the 16-bit codecs, which accept any block length of the C core
 
 
 def reduce_rows(rows: Tensor, reduction: int) -> Tensor:

@@ -98,7 +98,7 @@ class WireTransport:
         self.size = len(ranks)
         self._host = host
         self._ranks = list(ranks)
-        self._channel = channel  # sets its messages apart from those of other transports of the group
+        self._channel = channel  # distinguishes the messages of the transports of a group
         self._open: list[WireMessage] = []
 
     def connect(self) -> None:
@@ -115,7 +115,7 @@ class WireTransport:
         return self._post(tensor, peer, tag, sends=False)
 
     def _post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> WireMessage:
-        tag = -1 - (tag << 8 | self._channel)  # below 0: not a message of the user's
+        tag = -1 - (tag << 8 | self._channel)  # tags below 0 are reserved for collectives
         message = WireMessage(self._host, tensor, self._ranks[peer], tag, sends=sends)
         self._open.append(message)
         return message
@@ -132,7 +132,7 @@ class WireTransport:
 
 
 class Tagged:
-    """A transport over another one that separates its messages by a tag."""
+    """A transport that adds a constant to the tags of another transport."""
 
     def __init__(self, transport: Transport, tag: int) -> None:
         self.rank, self.size = transport.rank, transport.size

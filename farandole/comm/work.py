@@ -51,7 +51,7 @@ def flags_here() -> int:
 
 
 def seconds_of(timeout: timedelta | None) -> float | None:
-    """Return a timeout in seconds; None where none was given (torch also uses 0 and -1 ms for none)."""
+    """Return a timeout in seconds; None for no timeout, which torch also passes as 0 or -1 ms."""
     seconds = timeout.total_seconds() if timeout is not None else 0.0
     return seconds if seconds > 0 else None
 
@@ -143,7 +143,7 @@ class QueuedWork(FarandoleWork):
         self._complete = False
         self._outcome: OutcomeFuture | None = None
         self._outcome_lock = _thread.allocate_lock()
-        self._unseen: weakref.finalize[..., Any] | None = None  # of an error that nothing has asked for
+        self._unseen: weakref.finalize[..., Any] | None = None  # reports an error that no caller has read
 
     def run(self, flags: int) -> None:
         """Run the call, then its callbacks; this thread holds the queue."""
@@ -156,7 +156,7 @@ class QueuedWork(FarandoleWork):
             else:
                 with torch.inference_mode(self._inference):
                     call(flags)
-        except BaseException as error:  # raised by `wait`, KeyboardInterrupt too
+        except BaseException as error:  # `wait` raises it, including KeyboardInterrupt
             self._error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
             words = f"an asynchronous call failed, and no `wait()` reported the error: {type(error).__name__}: {error}"
             self._unseen = weakref.finalize(self, self._queue.raise_at_next_call, words)
@@ -167,7 +167,7 @@ class QueuedWork(FarandoleWork):
         self._running.release()
         if outcome is not None:
             self._queue.run_callbacks(outcome)
-        del self  # the traceback of an error keeps this frame, which must not keep the work: see `_unseen`
+        del self  # the traceback of the error keeps this frame, which must not keep the work: see `_unseen`
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call is complete, or `timeout`; raise its error."""
@@ -204,7 +204,7 @@ class QueuedWork(FarandoleWork):
         return super().outcome()
 
     def exception(self) -> BaseException | None:
-        """Return the error, if the call has ended with one."""
+        """Return the error of the call, or None."""
         self._see()
         return super().exception()
 
@@ -222,7 +222,7 @@ class QueuedWork(FarandoleWork):
 
 
 class Tickets:
-    """One ticket per call of a queue; `wait` returns when no thread has taken a ticket for a while.
+    """One ticket per queued call; `wait` returns when a ticket has been open for a while.
 
     The queue's thread waits in C without the interpreter lock (native/tickets.c).
     """
@@ -234,7 +234,8 @@ class Tickets:
             raise OSError(
                 "cannot create the queue of asynchronous calls: out of memory or file descriptors; check `ulimit -n`"
             )
-        weakref.finalize(self, core.frd_tickets_free, handle).atexit = False  # a thread may use it to the end
+        # not at exit: a thread may use the tickets until the process ends
+        weakref.finalize(self, core.frd_tickets_free, handle).atexit = False
         # indexing returns functions without argument types, which skip the conversion of arguments
         names = ("post", "take", "close", "wait")
         self.post, self.take, self.close, self.wait = (
@@ -266,7 +267,7 @@ class WorkQueue:
 
     Args:
         name: Of the group, for the name of the thread.
-        whereabouts: Describes the call under way and the ranks that it waits for.
+        whereabouts: Describes the current call and the ranks for which it waits.
     """
 
     def __init__(self, name: str, whereabouts: Callable[[], str]) -> None:
@@ -276,10 +277,10 @@ class WorkQueue:
         self._unseen_error: str | None = None
         self._running = _thread.allocate_lock()
         self.closed = False
-        self.invalid = ""  # why, in a forked child
-        self.holder: int | None = None  # the thread that runs a call, unless it is the queue's own
+        self.invalid = ""  # in a forked child: why the queue is unusable
+        self.holder: int | None = None  # the thread that runs a call, unless it is the queue's own thread
         self._caller: int | None = None  # the thread that runs callbacks
-        self._tickets: Tickets | PlainTickets | None = None  # with the thread
+        self._tickets: Tickets | PlainTickets | None = None  # created together with `_thread`
         self.acquire: Callable[[bool], bool] = self._running.acquire
         self.release = self._running.release
         self._thread: threading.Thread | None = None
@@ -384,7 +385,7 @@ class WorkQueue:
     def invalidate(self, reason: str) -> None:
         """Make calls of a forked child fail and drop the queued calls."""
         self.closed, self.invalid = True, reason
-        self._running.acquire(False)  # if a thread of the parent holds the lock, nothing releases it
+        self._running.acquire(False)  # a thread of the parent may hold the lock; no thread releases it here
         self.waiting.clear()
         self._tickets = self._thread = None
 
@@ -396,8 +397,8 @@ class WorkQueue:
         if self._tickets is not None:
             self._tickets.take()
         work.run(flags)
-        error = work._error  # reading the attribute does not mark the error as reported
-        del work  # likewise, see `QueuedWork.run`
+        error = work._error  # unlike `exception()`, this does not mark the error as reported
+        del work  # the traceback of an error must not keep the work alive: see `QueuedWork.run`
         if error is not None and not isinstance(error, Exception):
             raise error  # Ctrl-C interrupts this thread, even if another thread issued the work
         return True

@@ -202,7 +202,7 @@ def available() -> bool:
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Return why the core cannot be used on this machine, or None if it can."""
+    """Return why the core cannot be used on this machine, or None if it is usable."""
     if not sys.platform.startswith("linux"):
         return f"the C core needs Linux, got {sys.platform}"
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
@@ -252,7 +252,7 @@ def raise_pending_interrupt() -> None:
     library().frd_pending_interrupt(*(ctypes.byref(pointer) for pointer in kept))
     restore = ctypes.pythonapi.PyErr_Restore
     restore.argtypes = [c_void_p] * 3
-    restore(*kept)  # ctypes sees the exception that this sets, and raises it
+    restore(*kept)  # sets the exception, which ctypes then raises
 
 
 def _path() -> Path | None:

@@ -1,8 +1,9 @@
 /* Before the ranks use any data, they verify that they are in the same call.
  *
- * Every rank posts its call in its line (in the half of the first phase, so the rule of internal.h covers
- * it), ends the phase, and compares.  Every rank sees the same calls, so all come to the same result.  What a rank has
- * put into its payload or staging slot in the same phase arrives with the call.
+ * Every rank posts its call in its line, ends the phase, and compares the calls of all ranks.  The call is in the half
+ * of the first phase, so the rule of internal.h applies to it.  Every rank sees the same calls, so all ranks reach the
+ * same result.  Data that a rank has put into its payload or staging slot in the same phase are available with the
+ * call.
  */
 #include <string.h>
 
@@ -40,7 +41,7 @@ const struct frd_call *call_of(const struct frd_group *g, int rank)
     return &g->local[rank].block->line.call[half_of(g->phase - 1)];
 }
 
-/* The culprit: the first rank outside the largest set of equal calls; of two ranks that disagree, the second. */
+/* The culprit: the first rank outside the largest set of equal calls; in a group of two, the second rank. */
 static int odd_one_out(const struct frd_group *g)
 {
     int most = 0, model = 0;

@@ -1,10 +1,10 @@
 /* The shared memory of this process: one memory file, which the other processes of the host map once.
  *
- * The file is much larger than what is ever used; only pages that were touched take memory.  The allocator's own
- * records are private.  Freed pages are given back to the system, as far as whole pages are free.
+ * The file is much larger than the memory that is ever used; only touched pages take memory.  The records of the
+ * allocator are private.  Whole free pages are returned to the system.
  *
- * After a group broke, a peer may still copy from or to a buffer that its owner has freed.  So while a broken group has
- * ranks that neither left it nor ended, freed memory is held back (`arena_hold`).
+ * After a group broke, a peer may still copy from or to a buffer that its owner has freed.  Freed memory is therefore
+ * held back (`arena_hold`) until every rank of the broken group has left the group or ended.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -23,7 +23,7 @@ struct extent {
 };
 
 struct extents {
-    struct extent *list; /* free extents: sorted, not adjacent */
+    struct extent *list; /* sorted; free extents are not adjacent */
     int count, capacity;
 };
 
@@ -147,7 +147,7 @@ static void give(struct extent x)
     const size_t first = x.offset / PAGE * PAGE, start = first < whole.offset ? round_up(whole.offset, PAGE) : first;
     const size_t end = smaller(round_up(x.offset + x.bytes, PAGE), (whole.offset + whole.bytes) / PAGE * PAGE);
     if (end > start) madvise(arena.base + start, end - start, MADV_REMOVE);
-    if (!insert(e, at, whole)) arena.used += whole.bytes; /* lost, not reused */
+    if (!insert(e, at, whole)) arena.used += whole.bytes; /* out of memory: the extent is never reused */
 }
 
 void *arena_take(size_t bytes)
@@ -185,7 +185,7 @@ void *frd_alloc(size_t bytes)
 
 void frd_free(void *memory)
 {
-    if (!arena_ready() || !is_shared(memory, 1)) return; /* a forked child's: the parent frees it */
+    if (!arena_ready() || !is_shared(memory, 1)) return; /* in a forked child: the parent frees the memory */
     pthread_mutex_lock(&arena.lock);
     const size_t offset = arena_offset(memory);
     const int at = find(&arena.given, offset);
@@ -209,7 +209,7 @@ void arena_hold(int change)
     pthread_mutex_unlock(&arena.lock);
 }
 
-/* ---- other processes' arenas: each is mapped once, however many endpoints use it ---- */
+/* ---- other processes' arenas: each is mapped once for all endpoints ---- */
 
 struct mapping {
     struct mapping *next;

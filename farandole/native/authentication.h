@@ -10,7 +10,7 @@
 /* HMAC-SHA256 of `bytes` of `data` under a key of FRD_KEY_BYTES. */
 void hmac_sha256(const unsigned char *key, const void *data, size_t bytes, unsigned char proof[PROOF_BYTES]);
 
-/* Compares two proofs in a time that does not depend on where they differ. */
+/* Compares two proofs in constant time. */
 bool are_equal_proofs(const unsigned char *a, const unsigned char *b);
 
 #endif

@@ -1,4 +1,4 @@
-/* Selection of a codec by vector level, and the products of PowerSGD, with equal bits on every processor. */
+/* Selection of a codec by vector level, and the matrix products of PowerSGD, bitwise equal on every processor. */
 #include "codecs.h"
 
 #include <math.h>
@@ -53,7 +53,7 @@ void frd_orthonormalise(float *p, size_t rows, size_t rank)
             for (size_t i = 0; i < rows; i++) own[i] = (float)((double)own[i] - along * (double)earlier[i]);
         }
         const double after = product_of(own, own, rows);
-        /* the rest of a column that depends on earlier ones is rounding error, so it becomes zero; a NaN stays */
+        /* a column that depends on earlier columns leaves only rounding error: set it to zero; a NaN stays */
         const double inverse = after <= 1e-10 * before ? 0.0 : 1.0 / sqrt(after);
         for (size_t i = 0; i < rows; i++) own[i] = (float)((double)own[i] * inverse);
     }

@@ -4,8 +4,8 @@
 
 #include <stddef.h>
 
-/* The message holds the value nearest to y = x * factor + residual.  The error is stored in `residual` (may be
- * NULL: the error is dropped), and the decoded values are written to `decoded` (may be NULL or x). */
+/* Encodes y = x * factor + residual, rounded to the nearest encodable value.  Stores the error in `residual` (NULL
+ * discards the error) and the decoded values in `decoded`, which may be NULL or x. */
 typedef void (*frd_encode_fn)(const float *x, float factor, float *residual, void *message, float *decoded,
                               size_t count, size_t block);
 /* x = x * factor + the decoded message; with a factor of 0, x is not read. */
@@ -18,13 +18,13 @@ struct frd_codec {
 
 enum { FRD_CODECS = 3 }; /* bf16, fp16, int8, in the order of their element types */
 
-/* One table per vector level; all of them give the same bits. */
+/* One table per vector level, with bitwise equal results. */
 extern const struct frd_codec frd_codecs_plain[FRD_CODECS];
 #if defined(__x86_64__)
 extern const struct frd_codec frd_codecs_avx2[FRD_CODECS];
 extern const struct frd_codec frd_codecs_avx512[FRD_CODECS];
 #endif
 
-const struct frd_codec *frd_codec_of(int type); /* NULL if there is none */
+const struct frd_codec *frd_codec_of(int type); /* NULL for a type without a codec */
 
 #endif

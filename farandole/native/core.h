@@ -42,7 +42,7 @@ enum frd_status {
     FRD_PENDING,
     FRD_CLOSED,     /* the connection to a rank of another host was closed */
     FRD_ELSEWHERE,  /* the group has failed on another host */
-    FRD_PART_COUNT_MISMATCH, /* the same between a part of a hierarchical collective and its receiver */
+    FRD_PART_COUNT_MISMATCH, /* a message of a hierarchical collective and its receive have different counts */
     FRD_INVALID,    /* a root or peer outside the group */
     FRD_NO_MEMORY,
     FRD_SILENT      /* the host of a rank has not responded for FRD_SILENCE_S */
@@ -59,9 +59,9 @@ struct frd_call {
     int32_t root;        /* rank in the group, -1 for none; for point-to-point the peer */
     uint64_t count;      /* elements */
     uint64_t layout;     /* fingerprint of uneven counts; for point-to-point the tag */
-    uint64_t stage;      /* 1 + offset of its staging slot in this rank's arena; 0: the payload follows the record */
-    uint64_t source;     /* address in this process of its tensor in its arena: other ranks may read it */
-    uint64_t target;     /* likewise for the tensor that other ranks may write */
+    uint64_t stage;      /* 1 + offset of the staging slot in this rank's arena; 0: the payload follows the record */
+    uint64_t source;     /* address, in this process, of an arena tensor that other ranks may read; 0: none */
+    uint64_t target;     /* address, in this process, of an arena tensor that other ranks may write; 0: none */
 };
 
 /* Why a group failed: written once, by the first rank that detects the failure, and read by all other ranks. */
@@ -72,7 +72,7 @@ struct frd_failure {
     int32_t missing;     /* FRD_LATE: how many ranks had not arrived */
     struct frd_call culprit_call;  /* the last call that the culprit made */
     struct frd_call reporter_call;
-    char note[FRD_NOTE_BYTES];     /* reason given by the culprit, if it could write one */
+    char note[FRD_NOTE_BYTES];     /* the reason that the culprit has written, if any */
 };
 
 struct frd_endpoint;
@@ -132,11 +132,12 @@ void frd_leave(struct frd_group *, const char *note);  /* notifies the other ran
 void frd_give_up(struct frd_group *);                  /* pending calls of this process return FRD_LEFT */
 void frd_close(struct frd_group *);                    /* no call may be pending */
 void frd_set_timeout(struct frd_group *, double seconds);
-/* Called, without the interpreter lock, on a waiting rank when another one is seconds late, and now and then. */
+/* Set a function that a waiting rank calls after 5 s and whenever the wait has doubled.  It is called without the
+ * interpreter lock. */
 void frd_set_stall_warning(struct frd_group *, void (*)(void));
 void frd_get_failure(struct frd_group *, struct frd_failure *);
 void frd_get_call(struct frd_group *, int local_rank, struct frd_call *);
-/* Whether the rank has waited for a message for a second; if so, store the call. */
+/* Store the last message call of a rank; return whether the rank has waited in that call for at least a second. */
 bool frd_get_wait(struct frd_group *, int local_rank, struct frd_call *);
 void frd_connect(struct frd_group *, int rank);        /* open the connection before the first send */
 double frd_silence(struct frd_group *, int rank);      /* seconds since its host last responded; -1: unknown */
@@ -155,8 +156,7 @@ int frd_barrier(struct frd_group *, int flags);
 int frd_all_reduce(struct frd_group *, void *data, size_t count, int type, int op, int flags);
 int frd_all_reduce_to(struct frd_group *, const void *in, void *out, size_t count, int type, int op, int flags);
 int frd_reduce(struct frd_group *, void *data, size_t count, int type, int op, int root, int flags);
-/* out = reduction of the values of all ranks up to this one, excluding this one if `exclusive` (rank 0 keeps its out)
- * */
+/* out = reduction of the values of ranks 0 to this rank; `exclusive` excludes this rank (rank 0 keeps its out) */
 int frd_scan(struct frd_group *, const void *in, void *out, size_t count, int type, int op, int exclusive, int flags);
 /* in[d] has counts[d] elements for rank d */
 int frd_reduce_scatter(struct frd_group *, const void *const *in, const size_t *counts, void *out, int type,
@@ -189,9 +189,9 @@ int frd_message_wait(struct frd_group *, struct frd_message *, double timeout, i
 /* Post and wait; the group's timeout applies. */
 int frd_send(struct frd_group *, const void *data, size_t bytes, int type, int peer, int tag, int flags);
 int frd_recv(struct frd_group *, void *data, size_t bytes, int type, int peer, int tag, int flags);
-void frd_message_cancel(struct frd_group *, struct frd_message *); /* an error if its transfer has started */
+void frd_message_cancel(struct frd_group *, struct frd_message *); /* breaks the group if the transfer has started */
 
-/* Calls of a work queue, which its thread runs unless another thread takes them first.  No group is involved. */
+/* Calls of a work queue, whose thread runs the calls that no other thread takes first.  Independent of groups. */
 struct frd_tickets;
 struct frd_tickets *frd_tickets_new(void); /* NULL: out of memory or descriptors */
 void frd_tickets_free(struct frd_tickets *);
@@ -201,7 +201,7 @@ void frd_tickets_close(struct frd_tickets *);
 int frd_tickets_wait(struct frd_tickets *); /* 1: a ticket has been open for a while; 0: closed, no ticket is open */
 
 /* Compression of fp32.  `type` is the element type of a message: bf16, fp16 or int8.  An int8 message starts with a
- * scale in fp32, amax / 127, for each `block` of values; the codes follow.  See codecs.h.  No group is involved. */
+ * scale in fp32, amax / 127, for each `block` of values; the codes follow.  See codecs.h.  Independent of groups. */
 int frd_encode(int type, const float *x, float factor, float *residual, void *message, float *decoded, size_t count,
                size_t block);
 int frd_decode(int type, const void *message, float *x, float factor, size_t count, size_t block);

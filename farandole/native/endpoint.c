@@ -11,7 +11,7 @@
 
 #include "messages.h"
 
-static struct frd_endpoint *closing; /* closed; their memory is freed when the peers have also closed theirs */
+static struct frd_endpoint *closing; /* closed endpoints; freed after the peers have closed theirs */
 static pthread_mutex_t closing_lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* Unique within this process; nonces of two processes are never compared. */
@@ -147,8 +147,8 @@ void frd_endpoint_close(struct frd_endpoint *e)
     free_closed_endpoints();
 }
 
-/* The child's copies only: the parent's connections stay open.  Locks may be held by threads that the child does not have, and
- * its memory goes with the process. */
+/* Closes only the child's copies of descriptors; the parent's connections stay open.  No lock is taken, because a
+ * thread that does not exist in the child may hold it.  The memory is freed when the process ends. */
 void frd_endpoint_forked(struct frd_endpoint *e)
 {
     for (int r = 0; r < e->ranks; r++) close(e->peers[r].process_descriptor);
@@ -174,10 +174,10 @@ char *memory_of(const struct peer *peer, uint64_t address, size_t bytes)
 /* ---- staging slots ----
  *
  * A slot belongs to this process.  It may serve a call of group g
- *     - if g used it last: the rule of phases covers that;
- *     - if no group has used it, or the last one is closed;
- *     - if every peer in its last group has finished reading, which each publishes after every call that was staged.
- * The thread that makes a call is the only one that uses its slot until `release_stage`.
+ *     - if g used it last, by the rule of phases;
+ *     - if no group has used it, or its last group is closed;
+ *     - if every peer in its last group has published, after its last staged call, that it has finished reading.
+ * Until `release_stage`, only the thread that makes the call uses the slot.
  */
 
 static pthread_mutex_t slot_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -209,7 +209,7 @@ static struct slot *find_slot(const struct frd_group *g)
 bool acquire_stage(struct frd_group *g)
 {
     pthread_mutex_lock(&slot_lock);
-    if (slot_process != getpid()) { /* the first, or in a forked child */
+    if (slot_process != getpid()) { /* the first slot of this process, perhaps a forked child */
         slots = NULL;
         slot_process = getpid();
     }
@@ -241,7 +241,7 @@ void release_stage(struct frd_group *g, bool finished)
     g->local[g->rank].stage = NULL;
     if (!g->slot) return;
     pthread_mutex_lock(&slot_lock);
-    g->slot->end = finished ? g->phase : UINT64_MAX; /* of a failed group: until its ranks have left */
+    g->slot->end = finished ? g->phase : UINT64_MAX; /* after a failure: in use until the ranks have left */
     g->slot->busy = false;
     g->slot = NULL;
     pthread_mutex_unlock(&slot_lock);

@@ -5,9 +5,9 @@
  *   pulled   tensors in shared memory: each receiver copies its part to its own tensor.  One copy, two phases.
  *   pushed   all-gather into tensors that are all in shared memory: every rank writes its part into all of them.
  *   staged   otherwise, in windows that stay in cache, one phase per window: a rank offers window k while the others
- *            read window k - 1.  The first window arrives with the call, so one phase serves a small call.
- * Staged calls have two patterns.  `spread`: some ranks have one stream each that several ranks want (broadcast, gather,
- * all-gather).  `deliver`: some ranks have one stream for every other rank (scatter, all-to-all).
+ *            read window k - 1.  The first window arrives with the call, so a small call takes one phase.
+ * Staged calls have two patterns.  `spread`: some ranks have one stream each for several receivers (broadcast, gather,
+ * all-gather).  `deliver`: some ranks have a separate stream for every other rank (scatter, all-to-all).
  */
 #include <string.h>
 
@@ -22,7 +22,7 @@ static size_t windows_in(size_t bytes, size_t window) { return (bytes + window -
 
 static uint64_t address(const void *data) { return (uint64_t)(uintptr_t)data; }
 
-/* Copies from a rank's tensor in shared memory. */
+/* Copies from the tensor of another rank in shared memory. */
 static void pull(struct frd_group *g, int rank, void *to, uint64_t from, size_t bytes)
 {
     if (bytes) memcpy(to, memory_of(g->local[rank].peer, from, bytes), bytes);
@@ -34,7 +34,7 @@ int frd_barrier(struct frd_group *g, int flags)
     return agree(g);
 }
 
-/* ---- one stream for all ---- */
+/* ---- one stream for several receivers ---- */
 
 struct spread {
     const char *own;                 /* this rank's stream, NULL if it has none */
@@ -66,7 +66,7 @@ static void offer_stream(struct frd_group *g, const struct spread *x, size_t ste
     if (bytes) memcpy(offer_of(g, g->rank, half_of(g->phase)), x->own + step * STAGE_BYTES, bytes);
 }
 
-/* `offered`: the first window has arrived with the call. */
+/* `offered`: the first window arrived with the call. */
 static int spread_in_windows(struct frd_group *g, const struct spread *x, bool offered)
 {
     const size_t windows = windows_in(longest_stream(g, x), STAGE_BYTES);
@@ -94,12 +94,12 @@ static int push_stream(struct frd_group *g, const struct spread *x, char *const 
 {
     size_t before_mine = 0;
     for (int r = 0; r < g->rank; r++) before_mine += x->bytes[r];
-    for (int step = 1; step < g->ranks; step++) /* no two ranks write to the same one at a time */
+    for (int step = 1; step < g->ranks; step++) /* at each step the ranks write to different tensors */
         memcpy(targets[(g->rank + step) % g->ranks] + before_mine, x->own, x->bytes[g->rank]);
     return end_phase(g);
 }
 
-/* Moves the streams after the ranks have agreed. */
+/* Moves the streams, after the ranks have agreed on the call. */
 static int move_streams(struct frd_group *g, const struct spread *x, size_t target_bytes)
 {
     bool pulled = true, offered = true;
@@ -114,7 +114,7 @@ static int move_streams(struct frd_group *g, const struct spread *x, size_t targ
     return spread_in_windows(g, x, offered);
 }
 
-/* `target` is where the streams of all ranks go one after the other, if they do; NULL else. */
+/* `target`: the tensor that receives the streams of all ranks contiguously; NULL if they have separate destinations. */
 static int spread(struct frd_group *g, struct frd_call call, const struct spread *x, void *target, int flags)
 {
     const int me = g->rank;
@@ -157,7 +157,7 @@ int frd_gather(struct frd_group *g, const void *in, void *const *out, size_t cou
     return spread(g, call, &x, NULL, flags);
 }
 
-/* `target`: where the parts of `out` follow each other; NULL if they do not. */
+/* `target`: the start of the parts of `out` if the parts are contiguous; else NULL. */
 static int all_gather(struct frd_group *g, const void *in, void *const *out, const size_t *counts, int type,
                       int flags, void *target)
 {
@@ -189,17 +189,17 @@ int frd_all_gather_even(struct frd_group *g, const void *in, void *out, size_t c
     return all_gather(g, in, parts, counts, type, flags, out);
 }
 
-/* ---- a stream for each other rank ---- */
+/* ---- a separate stream for every other rank ---- */
 
 struct delivery {
-    const char *out[FRD_MAX_RANKS];    /* for rank d; NULL: nothing */
+    const char *out[FRD_MAX_RANKS];    /* for rank d; NULL: none */
     size_t out_bytes[FRD_MAX_RANKS];
-    char *in[FRD_MAX_RANKS];           /* from rank s; NULL: nothing */
+    char *in[FRD_MAX_RANKS];           /* from rank s; NULL: none */
     size_t in_bytes[FRD_MAX_RANKS];
-    size_t longest;                    /* stream between any two different ranks */
+    size_t longest;                    /* bytes of the longest stream between two different ranks */
 };
 
-/* After the ranks agreed. */
+/* Moves the streams, after the ranks have agreed on the call. */
 static int deliver_in_windows(struct frd_group *g, const struct delivery *x)
 {
     const int me = g->rank;
@@ -259,8 +259,8 @@ int frd_scatter(struct frd_group *g, const void *const *in, void *out, size_t co
     return status;
 }
 
-/* What rank r sends to the others and expects from them: in elements, and where each part is.  Its values follow if
- * they are few. */
+/* The counts, in elements, that a rank sends to each rank and expects from it, and the addresses of the sent parts.  Up
+ * to SMALL_BYTES of values follow. */
 struct table {
     uint64_t *sends, *receives, *addresses;
     char *values;
@@ -273,7 +273,7 @@ static struct table table_at(const struct frd_group *g, char *offer)
     return (struct table){words, words + n, words + 2 * n, (char *)(words + 3 * n)};
 }
 
-/* Bytes that a rank sends to the others before rank `before`. */
+/* The bytes that a rank sends to the other ranks below `before`. */
 static size_t bytes_sent(const struct table *table, int rank, int before, size_t element)
 {
     size_t count = 0;
@@ -281,7 +281,7 @@ static size_t bytes_sent(const struct table *table, int rank, int before, size_t
     return count * element;
 }
 
-/* Breaks the group if two ranks expect different counts, and reports the first such pair. */
+/* Breaks the group if a rank sends another count than its peer expects; reports the first such pair. */
 static int check_pairs(struct frd_group *g, const struct table *tables, size_t *longest, bool *few)
 {
     for (int from = 0; from < g->ranks; from++) {

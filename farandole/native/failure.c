@@ -5,7 +5,7 @@
 
 #include "internal.h"
 
-/* The last call of a rank: the newer of its two collectives, or a message that came after it. */
+/* The last call of a rank: the newer of its two collectives, or a later message. */
 static struct frd_call last_call(const struct rank_line *line)
 {
     const struct frd_call *a = &line->call[0], *b = &line->call[1], *m = &line->message_call;
@@ -21,7 +21,7 @@ static int ranks_missing(const struct frd_group *g)
     return missing;
 }
 
-/* The line of a rank of the whole group; NULL if it is on another host. */
+/* The line of a rank of the whole group; NULL for a rank on another host. */
 static const struct rank_line *line_of(const struct frd_group *g, int rank)
 {
     const int local = g->members[rank].local;
@@ -61,8 +61,8 @@ int broken_status(struct frd_group *g)
 {
     struct group_block *first = g->local[0].block;
     if (atomic_load(&first->record.broken) == WHOLE) return FRD_OK;
-    /* The rank that writes the record needs a microsecond, or its turn on a crowded core.  If it was killed
-     * meanwhile, what it has not written reads as zero. */
+    /* Writing the record takes a microsecond, or until the writer is scheduled on a crowded core.  If the writer was
+     * killed, the fields that it has not written are zero. */
     for (int i = 0; i < 1000 && atomic_load(&first->record.broken) != BROKEN; i++) {
         const struct timespec a_millisecond = {0, 1000000};
         nanosleep(&a_millisecond, NULL);

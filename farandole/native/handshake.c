@@ -6,19 +6,20 @@
  *     connector -> acceptor    response       its rank, a random number C, HMAC(key, "connects" | S)
  *     acceptor  -> connector   confirmation   HMAC(key, "accepts" | S)
  *
- * where S, the statement, holds both ranks, the number of ranks, the acceptor's address and port, A and C.  The connector sends data
- * only after the confirmation.
+ * S, the statement, contains both ranks, the number of ranks, the acceptor's address and port, A and C.  The connector
+ * sends data only after the confirmation.
  *
- * Proof that a program without the key neither sends data to a process of the job nor receives data from one.  (Sending.)  Data
- * are taken from a connection whose response holds a valid proof for its A, which is random, so no earlier response serves
- * again.  Only a process of the job computes that proof, for a connection that it opens itself: as the label differs, no proof of
- * an acceptor serves, and as S names both ranks and the acceptor's address, the response to another process does not serve either.
- * (Receiving.)  Likewise the confirmation holds the C of this connection, and is computed by the process that listens at the
- * address to which the connection was opened.  This does not
- * protect against a program on the path between the two addresses: data are neither encrypted nor signed.
+ * Proof that a program without the key neither sends data to a process of the job nor receives data from one.
+ * (Sending.)  A process accepts data only from a connection whose response holds a valid proof for its A.  A is random,
+ * so an earlier response is not valid again.  Only a process of the job can compute the proof, and only for a
+ * connection that it opens itself.  The proof of an acceptor is not valid, because its label differs.  The response to
+ * another process is not valid, because S contains both ranks and the acceptor's address.  (Receiving.)  Likewise the
+ * confirmation depends on the C of this connection, and only the process that listens at the address of the connection
+ * computes it.  The handshake does not protect against a program on the path between the two addresses: data are
+ * neither encrypted nor signed.
  *
- * Two processes never wait for each other to accept: the progress thread of the acceptor answers without waiting for anything, and the
- * messages are smaller than any socket's buffer, which is empty when they are sent.
+ * Two processes never deadlock while they connect to each other: the progress thread of the acceptor replies without
+ * waiting, and the messages are smaller than any socket's send buffer, which is empty at that time.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -34,16 +35,17 @@
 
 #define MAGIC 0x656c6f646e617261u /* "arandole" */
 #define KEEPALIVE_S 2        /* interval of keep-alive probes on an idle connection */
-#define HANDSHAKES 256       /* connections whose response has not arrived; beyond, the oldest is closed */
-#define HANDSHAKE_S 10.0     /* how long a response may take */
-#define ACCEPT_AGAIN_S 0.1   /* after a connection could not be accepted for lack of descriptors or memory */
+#define HANDSHAKES 256       /* most connections without a response; with more, the oldest is closed */
+#define HANDSHAKE_S 10.0     /* longest wait for a response */
+#define ACCEPT_AGAIN_S 0.1   /* pause after a connection could not be accepted for lack of descriptors or memory */
 
 static void set_option(int socket, int level, int option, int value)
 {
     setsockopt(socket, level, option, &value, sizeof value);
 }
 
-/* The kernel detects a dead connection within the job's timeout. */
+/* Sets keep-alive probes, and a user timeout 1 s longer than the timeout of the job, after which the kernel ends a dead
+ * connection. */
 static void prepare_socket(const struct tcp_state *tcp, int socket)
 {
     set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
@@ -76,7 +78,7 @@ static enum reading read_message(int socket, void *message, size_t bytes, size_t
     return *received == bytes ? COMPLETE : PARTIAL;
 }
 
-/* A proof of the connecting or the accepting process. */
+/* Computes the proof of the accepting process (`accepts`) or the connecting process. */
 static void prove(const struct tcp_state *tcp, bool accepts, int connector, int acceptor, int ranks,
                   const struct sockaddr_storage *address, const unsigned char *challenge, const unsigned char *response,
                   unsigned char proof[PROOF_BYTES])
@@ -144,7 +146,7 @@ void continue_connecting(struct peer *peer, uint32_t events)
         if (error) end_outward(peer);
         else c->state = AWAITS_CHALLENGE;
     }
-    /* there is one event for what may be several pieces of a message: read until there is no more */
+    /* one event may cover several segments of a message, so read until the socket is empty */
     while (c->state == AWAITS_CHALLENGE && !c->out_ended) {
         const size_t before = c->received;
         reading = read_message(c->out, &c->challenge, sizeof c->challenge, &c->received);
@@ -172,7 +174,7 @@ void forget_handshake(struct tcp_state *tcp, struct handshake *handshake)
     free(handshake);
 }
 
-/* Closes the handshakes that started before `time`, and the oldest if there are more than `most`. */
+/* Closes the handshakes that started before `time`; of the others keeps the latest `most`. */
 static void close_handshakes(struct tcp_state *tcp, double time, int most)
 {
     int kept = 0;
@@ -184,7 +186,7 @@ static void close_handshakes(struct tcp_state *tcp, double time, int most)
     }
 }
 
-/* A full table of descriptors would report the listener as ready all the time, so it is not watched for a while. */
+/* Stops monitoring the listener for a while: without free descriptors, the listener would always be ready. */
 static void stop_accepting(struct tcp_state *tcp)
 {
     epoll_ctl(tcp->events, EPOLL_CTL_DEL, tcp->listener, NULL);
@@ -224,8 +226,8 @@ void on_listener(struct tcp_state *tcp)
     }
 }
 
-/* The process of this job that has sent a valid response, and was sent the confirmation; NULL if none, or if it has connected
- * before. */
+/* Sends the confirmation of a valid response and returns the connecting process; NULL if the response is invalid or the
+ * process is already connected. */
 static struct peer *confirm(struct frd_endpoint *e, const struct handshake *handshake)
 {
     const struct response *r = &handshake->response;
@@ -243,7 +245,7 @@ static struct peer *confirm(struct frd_endpoint *e, const struct handshake *hand
 void on_handshake(struct frd_endpoint *e, struct handshake *handshake)
 {
     struct tcp_state *tcp = e->tcp;
-    const struct handshake *still = tcp->handshakes; /* an event before this one may have closed it */
+    const struct handshake *still = tcp->handshakes; /* an earlier event may have closed the handshake */
     while (still && still != handshake) still = still->next;
     if (!still) return;
     const enum reading reading =

@@ -17,14 +17,15 @@
  * until every other rank has published at least p + 1.  Payloads and staging slots have two halves, and one rule makes
  * every protocol in this folder safe:
  *
- *     In phase p, only the rank itself accesses half p mod 2 of its memory.  Only its peers access the other half: they
- *     read it, or, if the protocol assigns each peer a part, they read and write that part.
+ *     In phase p, only the rank itself accesses half p mod 2 of its memory.  Only its peers access the other half:
+ *     they read it, or, if the protocol assigns each peer a part, they read and write that part.
  *
- * Proof.  (No two at once.)  A half changes hands between phase p and p + 1.  A rank that accesses it in
- * phase p + 1 has seen every rank publish p + 1, which each does after its last access in phase p; and phases of two
- * ranks that overlap are equal, because no rank enters p + 1 before all have ended p.  (In order.)  Publishing
- * is a release, seeing it an acquire.  Both hold across calls, because the count of phases runs on from call
- * to call.  So one wait per phase is enough, and there is nothing to reset.
+ * Proof.  (Mutual exclusion.)  The ranks that may access a half change between phases p and p + 1.  A rank that
+ * accesses the half in phase p + 1 has seen every rank publish p + 1.  Every rank publishes p + 1 after its last access
+ * in phase p.  No rank enters phase p + 1 before all ranks have ended phase p, so two ranks never access a half in
+ * different phases at the same time.  (Memory order.)  Publishing is a release, and reading the published number is an
+ * acquire.  Both properties hold across calls, because the phase number keeps increasing from call to call.  So one
+ * wait per phase is enough, and no counter is ever reset.
  *
  * Staging slots belong to the process, not to a group.  A call announces its slot in its record.  After its last call
  * the slot may serve another group once every peer has finished with it: see `acquire_stage`.
@@ -41,13 +42,13 @@
 #define LINE 128 /* two 64-byte lines: processors fetch them in pairs */
 #define ALIGNED __attribute__((aligned(LINE)))
 
-/* Staging of a rank, one half.  Divided among n ranks it gives windows that stay in the second-level cache
- * for two ranks and in the first for eight. */
+/* One half of a rank's staging slot.  Divided among n ranks, a half gives windows that fit in the second-level cache
+ * for two ranks and in the first-level cache for eight. */
 #ifndef STAGE_BYTES
 #define STAGE_BYTES ((size_t)1 << 18)
 #endif
-#define PAYLOAD_BYTES ((size_t)1 << 11) /* up to here values follow the record of a call; beyond, a slot holds them */
-#define SMALL_BYTES ((size_t)1 << 14)   /* up to here one phase serves a whole call */
+#define PAYLOAD_BYTES ((size_t)1 << 11) /* up to this size, values follow the record of a call and need no slot */
+#define SMALL_BYTES ((size_t)1 << 14)   /* up to this size a whole call takes one phase */
 
 #define NOTICEABLE_S 1.0
 #define STALL_WARNING_S 5.0
@@ -55,24 +56,24 @@
 enum rank_state { ABSENT, PRESENT, GONE };
 enum broken_state { WHOLE, BREAKING, BROKEN };
 
-/* A rank's part of a group.  Once its members have left a group its memory may hold something else; the nonce tells. */
+/* A rank's part of a group.  After all members have left the group, the memory may be reused with another nonce. */
 struct rank_line {
     _Atomic uint64_t phase;     /* phases that this rank has ended */
-    _Atomic uint32_t sleepers;  /* ranks asleep until it changes */
-    _Atomic uint64_t finished;  /* it reads no peer's staging slot of phases before this one any more */
+    _Atomic uint32_t sleepers;  /* ranks asleep until `phase` changes */
+    _Atomic uint64_t finished;  /* this rank has finished reading its peers' staging slots of earlier phases */
     struct {
         _Atomic uint64_t nonce;
         _Atomic uint32_t state;
         char note[FRD_NOTE_BYTES];
     } ALIGNED life;
-    struct frd_call ALIGNED call[2]; /* by half */
+    struct frd_call ALIGNED call[2]; /* index: half */
     struct frd_call message_call;    /* the last point-to-point call, only for error messages and warnings */
     _Atomic uint32_t waits;          /* this rank has waited in that call for NOTICEABLE_S */
 } ALIGNED;
 
 struct group_block {
     struct rank_line line;
-    struct { /* used in the block of the first rank of the host */
+    struct { /* used only in the block of the first rank of the host */
         _Atomic uint32_t broken;
         struct frd_failure failure;
     } ALIGNED record;
@@ -87,7 +88,7 @@ struct local_rank {
     struct group_block *block;
     uint64_t nonce;
     struct peer *peer;
-    char *stage;                 /* its staging slot in the call under way, both halves; NULL if it has none */
+    char *stage;                 /* both halves of its staging slot in the current call; NULL if it has none */
 };
 
 struct queue {
@@ -97,11 +98,11 @@ struct queue {
 /* A rank of the whole group, and the messages to and from it that wait for their counterparts. */
 struct member {
     struct peer *peer;
-    int local;                   /* its number on this host, -1 if it is on another */
-    bool gone;                   /* it is on another host, and has left the group */
+    int local;                   /* its number on this host, -1 if it is on another host */
+    bool gone;                   /* it is on another host and has left the group */
     struct queue posted;         /* receives */
-    struct queue cleared;        /* receives that wait for a payload that was offered */
-    struct queue unexpected;     /* messages that no receive has claimed, oldest first */
+    struct queue cleared;        /* receives that have requested an offered payload */
+    struct queue unexpected;     /* unexpected messages, oldest first */
 };
 
 struct frd_group {
@@ -121,13 +122,13 @@ struct frd_group {
     uint64_t phase;              /* of this rank */
     uint64_t calls;
     struct frd_call current;
-    struct frd_call declared;    /* of the caller's call that the next ones are parts of; FRD_NOTHING: none */
-    struct slot *slot;           /* staging of the call under way */
+    struct frd_call declared;    /* the caller's call that contains the next calls; FRD_NOTHING: none */
+    struct slot *slot;           /* staging slot of the current call */
     double timeout, begun, deadline;
-    double warn_at;              /* when to say next that a rank is late */
+    double warn_at;              /* time of the next stall warning */
     void (*stall_warning)(void);
     int flags;
-    atomic_bool given_up;        /* this process leaves: do not wait any longer */
+    atomic_bool given_up;        /* this process leaves the group: stop waiting */
     atomic_bool seen_broken;
     bool told_broken;
     int crowded;                 /* > 0: another thread wants this core, so do not spin */
@@ -137,43 +138,44 @@ struct frd_group {
 struct slot {
     struct slot *next;
     char *memory;
-    struct frd_group *user;      /* the group that used it last, or uses it */
-    uint64_t end;                /* phase of the user after its last use */
+    struct frd_group *user;      /* the group that uses the slot, or used it last */
+    uint64_t end;                /* phase of `user` after its last use */
     bool busy;
 };
 
 /* arena.c */
-void *arena_take(size_t bytes);                /* aligned to LINE; what is in it is not defined */
+void *arena_take(size_t bytes);                /* aligned to LINE, uninitialized; NULL: the arena is full */
 void arena_give(void *memory, size_t bytes);
 uint64_t arena_offset(const void *memory);     /* of memory in the own arena */
 char *arena_base(void);
-bool arena_ready(void);                        /* whether this process has one; a forked child has none */
-char *map_arena(int descriptor, size_t bytes); /* another process's; NULL: errno says why */
+bool arena_ready(void);                        /* whether this process has an arena; a forked child has none */
+char *map_arena(int descriptor, size_t bytes); /* the arena of another process; NULL on failure, with errno */
 void unmap_arena(char *base);
-void arena_hold(int change);                   /* +1: peers may still use what is freed from now on; -1: not any more */
+void arena_hold(int change);                   /* +1: hold back freed memory, which peers may still use; -1: undo */
 
 /* endpoint.c */
 bool is_alive(const struct peer *);            /* whether its process exists */
-bool has_gone(const struct local_rank *);      /* it left the group, or its process has ended */
-bool acquire_stage(struct frd_group *);        /* before `begin_call`; false: no memory */
+bool has_gone(const struct local_rank *);      /* whether it left the group or its process has ended */
+bool acquire_stage(struct frd_group *);        /* before `begin_call`; false: out of memory */
 void release_stage(struct frd_group *, bool finished);
 void free_closed_groups(void);                 /* group.c */
 void forget_closed_groups(void);               /* in a forked child */
 void forget_closed_endpoints(void);            /* likewise */
 void forget_stages_of(const struct frd_group *);
 uint64_t new_nonce(void);
-char *memory_of(const struct peer *, uint64_t address, size_t bytes); /* as mapped here; NULL if it is not shared */
+/* The memory at an address of a peer, as mapped here; NULL outside the peer's arena. */
+char *memory_of(const struct peer *, uint64_t address, size_t bytes);
 
 /* waiting.c */
 double seconds_now(void);
 void relax(void);
 void futex_wait(const void *word, uint32_t value, double seconds);
 void futex_wake(const void *word);
-bool yield_core(void);                         /* true if another thread wanted it */
+bool yield_core(void);                         /* true if another thread ran */
 bool interrupted(void);
-int end_phase(struct frd_group *);             /* publish, and wait for all */
+int end_phase(struct frd_group *);             /* publish the phase and wait for all ranks */
 
-/* failure.c; culprits are numbered as in the whole group */
+/* failure.c; `culprit` is a rank of the whole group */
 int break_group(struct frd_group *, int status, int culprit, const struct frd_call *own);
 int break_between(struct frd_group *, int status, int culprit, const struct frd_call *theirs,
                   const struct frd_call *own);
@@ -183,10 +185,10 @@ int broken_status(struct frd_group *);
 void begin_call(struct frd_group *, struct frd_call, int flags);
 int agree(struct frd_group *);                 /* end the first phase and compare the calls */
 const struct frd_call *call_of(const struct frd_group *, int local_rank); /* after agree */
-/* after agree: the tensors of all ranks as mapped here; false unless all are in shared memory */
+/* after agree: store the tensors of all ranks, as mapped here; false unless all are in shared memory */
 bool find_sources(struct frd_group *, size_t bytes, char **sources);
 bool find_targets(struct frd_group *, size_t bytes, char **targets);
-bool is_shared(const void *data, size_t bytes); /* in this process's arena? */
+bool is_shared(const void *data, size_t bytes); /* whether the data are in this process's arena */
 static inline uint64_t address_if_shared(const void *data, size_t bytes)
 {
     return is_shared(data, bytes) ? (uint64_t)(uintptr_t)data : 0;
@@ -196,19 +198,19 @@ static inline bool is_rank(int rank, int ranks) { return rank >= 0 && rank < ran
 static inline int half_of(uint64_t phase) { return (int)(phase & 1); }
 static inline size_t element_bytes(int type) { return (size_t)type >> 8; }
 static inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
-/* Where a rank offers what belongs to a call: its staging slot if it has one, else next to its line. */
+/* The memory in which a rank offers the data of a call: its staging slot if it has one, else its payload. */
 static inline char *offer_of(const struct frd_group *g, int rank, int half)
 {
     const struct local_rank *local = &g->local[rank];
     return local->stage ? local->stage + (size_t)half * STAGE_BYTES : local->block->payload[half];
 }
 
-/* How much of a half each rank's part gets where a half is divided among all ranks. */
+/* The bytes of each rank's part when a half is divided among all ranks. */
 static inline size_t window_of(const struct frd_group *g) { return STAGE_BYTES / (size_t)g->ranks / 64 * 64; }
 
 _Static_assert(SMALL_BYTES <= STAGE_BYTES && STAGE_BYTES / FRD_MAX_RANKS >= 64, "a half holds a part of every rank");
 
-/* Tells two lists of counts apart (FNV-1a, by words). */
+/* A number that distinguishes lists of counts (FNV-1a, by words). */
 static inline uint64_t fingerprint(const size_t *counts, int ranks)
 {
     uint64_t hash = 14695981039346656037u;
@@ -216,7 +218,7 @@ static inline uint64_t fingerprint(const size_t *counts, int ranks)
     return hash;
 }
 
-/* The part of `total` bytes that falls in the step-th window of `window` bytes. */
+/* The number of bytes in the step-th window when `total` bytes are divided into windows of `window` bytes. */
 static inline size_t window_bytes(size_t total, size_t step, size_t window)
 {
     const size_t start = step * window;

@@ -14,7 +14,7 @@ int frd_vector_level(void)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
         return FRD_AVX512;
-    if (__builtin_cpu_supports("avx2")) return FRD_AVX2; /* F16C came before it; not every compiler knows the name */
+    if (__builtin_cpu_supports("avx2")) return FRD_AVX2; /* implies F16C, which not every compiler can query */
 #endif
     return FRD_PLAIN;
 }

@@ -6,11 +6,11 @@
 
 /* dst[k][i] = src[0][i] op src[1][i] op ... op src[nsrc-1][i], always in this order, so that the result
  * does not depend on the rank that computes it.  A destination may be one of the sources.  For FRD_AVG the sum is
- * divided by nsrc.  Destinations after the first are taken to be in another core's cache.  16-bit floats accumulate in
- * fp32 and round once. */
+ * divided by nsrc.  Destinations after the first are assumed to be in another core's cache.  16-bit floats are
+ * accumulated in fp32 and rounded once. */
 typedef void (*frd_reduce_fn)(void *const *dst, int ndst, const void *const *src, int nsrc, size_t count);
 
-/* One table per vector level; NULL where an operation has no meaning for a type. */
+/* One table per vector level; NULL if an operation is undefined for a type. */
 typedef frd_reduce_fn frd_reduce_table[10][8];
 extern const frd_reduce_table frd_reduce_plain;
 #if defined(__x86_64__)
@@ -18,7 +18,7 @@ extern const frd_reduce_table frd_reduce_avx2;
 extern const frd_reduce_table frd_reduce_avx512;
 #endif
 
-/* Asks for cache lines that will be read and then written, so that they cross from another core once. */
+/* Prefetches cache lines with ownership: they will be read and then written, and move from another core only once. */
 static inline void claim_lines(const void *start, size_t bytes)
 {
     for (size_t i = 0; i < bytes; i += 64) {

@@ -1,8 +1,8 @@
 /* Matching of messages and receives.
  *
- * A receive takes the first message of its group with its tag, from its source or from any.  A message that matches no
- * posted receive is unexpected: it is buffered, up to UNEXPECTED_BYTES per sender.  Beyond that it stays in its stream,
- * unless a posted receive may match a message behind it.
+ * A receive matches the first message of its group with its tag, from its source or from any source.  A message that
+ * matches no posted receive is unexpected.  Unexpected messages are buffered, up to UNEXPECTED_BYTES per sender.
+ * Beyond this limit a message stays in its stream, unless a posted receive may match a message behind it.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -66,7 +66,7 @@ void finish(struct frd_message *m, int status)
     if (m->in_background) e->in_background--;
     m->in_background = false;
     atomic_store(&m->status, status);
-    ring_own_bell(e); /* another thread of this process may wait for it */
+    ring_own_bell(e); /* another thread of this process may wait for the message */
 }
 
 /* ---- sending ---- */
@@ -88,11 +88,11 @@ bool push(struct peer *peer)
         m->moved += moved;
         total += opened + moved;
         if (m->header_moved < HEADER || (streamed && m->moved < m->bytes)) {
-            if (opened + moved) continue; /* a ring or a socket may take more at once */
+            if (opened + moved) continue; /* the ring or socket may accept more data */
             break;
         }
         dequeue(&peer->sends, m);
-        /* a receiver that has given up meanwhile has broken the group */
+        /* if the receiver gave up meanwhile, it has broken the group */
         if (m->header.kind == OFFER) enqueue(&peer->offered, m);
         else finish(m, m->header.kind == PAYLOAD && !m->detached ? broken_status(m->group) : FRD_OK);
     }
@@ -120,7 +120,7 @@ void post_send(struct frd_message *m)
 void send_control(struct peer *peer, struct header header)
 {
     struct frd_message *m = calloc(1, sizeof *m);
-    if (!m) return; /* the other process detects this when this process ends */
+    if (!m) return; /* out of memory: the peer detects this when this process ends */
     m->sends = m->detached = true;
     m->status = FRD_PENDING;
     m->header = header;
@@ -128,7 +128,8 @@ void send_control(struct peer *peer, struct header header)
     push(peer);
 }
 
-/* The receiver asks for an offered payload (CLEAR), or has copied it (DONE).  The send may have been given up meanwhile. */
+/* Handles the receiver's reply to an offer: CLEAR requests the payload, DONE says that the receiver has copied it.  The
+ * send may have been cancelled meanwhile. */
 static void answer_offer(struct peer *peer, const struct header *h)
 {
     struct frd_message *m = peer->offered.first;
@@ -159,7 +160,7 @@ static struct frd_message *first_with_tag(const struct queue *queue, int tag)
     return m;
 }
 
-/* The receive that was posted first, of those that name the source and those that do not.  Taken out. */
+/* Removes and returns the earliest posted receive that matches a message, from a named source or from any source. */
 static struct frd_message *match(struct frd_group *g, int source, int tag)
 {
     struct queue *named = &g->members[source].posted;
@@ -178,7 +179,7 @@ static void refuse(struct frd_message *m, int source, const struct header *h)
     struct frd_call own = call_of_message(m);
     int status = FRD_MISMATCH;
     own.root = source;
-    if (m->tag < 0) { /* a part of a collective: as where shared memory finds uneven counts */
+    if (m->tag < 0) { /* part of a collective: report the counts, as for a mismatch in shared memory */
         status = FRD_PART_COUNT_MISMATCH;
         own.count = theirs.count;
         own.layout = m->bytes / element_bytes(m->type);
@@ -187,7 +188,7 @@ static void refuse(struct frd_message *m, int source, const struct header *h)
     finish(m, break_between(g, status, source, m->tag < 0 ? &g->current : &theirs, &own));
 }
 
-/* Could a posted receive of any group match a message of this process? */
+/* Whether a posted receive of any group may match a message of this peer. */
 static bool is_wanted(const struct peer *from)
 {
     const struct frd_endpoint *e = from->endpoint;
@@ -207,7 +208,7 @@ static void clear_offer(struct peer *from, const struct header *h)
     send_control(from, (struct header){.kind = CLEAR, .number = h->number, .context = h->context});
 }
 
-/* Starts a receive whose message has arrived: its payload is in the stream, or was offered. */
+/* Starts a receive whose header has arrived: the payload follows in the stream or was offered. */
 static void start(struct frd_message *m, struct peer *from, const struct header *h)
 {
     struct frd_group *g = m->group;
@@ -219,7 +220,7 @@ static void start(struct frd_message *m, struct peer *from, const struct header 
         memcpy(m->data, from->arena + h->place - 1, m->bytes);
         m->moved = m->bytes;
         send_control(from, (struct header){.kind = DONE, .number = h->number, .context = h->context});
-        /* a sender that gives up breaks the group before it changes the payload, so this one was whole */
+        /* a sender that cancels breaks the group before it changes the payload: an unbroken group means intact data */
         finish(m, broken_status(g));
     } else {
         m->header = *h;
@@ -255,7 +256,7 @@ static void drop(struct unexpected *u)
     free(u);
 }
 
-/* Whether a process may send this to a group: only a failure may be one of another rank. */
+/* Whether a process may send this header to a group: only a failure may name another rank than the sender. */
 static bool is_sender(const struct frd_group *g, const struct header *h, const struct peer *from)
 {
     return is_rank(h->source, g->group_ranks) && (h->kind == GROUP_BROKEN || g->members[h->source].peer == from);
@@ -268,7 +269,7 @@ static bool was_closed(const struct frd_endpoint *e, uint64_t context)
     return false;
 }
 
-/* Finds the target of a payload that this process has asked for; none if its receive was given up. */
+/* Finds the destination of a payload that this process has requested; none if the receive was cancelled. */
 static void open_payload(struct frd_group *g, struct peer *from)
 {
     struct incoming *in = &from->in;
@@ -285,8 +286,8 @@ static void open_payload(struct frd_group *g, struct peer *from)
     in->unexpected = u;
 }
 
-/* Whether a header can be one of this protocol.  Every field is checked before it is used: on another host, the process that
- * wrote it may be another program's, or broken. */
+/* Whether a header is valid.  Every field is checked before use, because a remote process may be faulty or run another
+ * program. */
 static bool is_valid(const struct peer *from, const struct header *h)
 {
     const bool empty = h->kind == CLEAR || h->kind == DONE || h->kind >= GROUP_LEFT;
@@ -335,7 +336,7 @@ static bool open_message(struct peer *from)
         const bool crowded = h->kind == EAGER && in->buffered + h->bytes > UNEXPECTED_BYTES;
         if (g && crowded && !is_wanted(from)) return false;
         in->unexpected = buffer(queue, from, h);
-        if (!in->unexpected) return false; /* out of memory: leave it in the stream until its receive is posted */
+        if (!in->unexpected) return false; /* out of memory: the message stays in the stream until its receive */
     }
     in->under_way = true;
     in->moved = 0;
@@ -403,7 +404,7 @@ bool pull(struct peer *from)
     return total > 0;
 }
 
-/* A buffered message is older than any in a stream, so it comes first.  A receive from any source takes any of them. */
+/* Matches a receive with a buffered message, if any; buffered messages are older than messages in streams. */
 static bool claim_unexpected(struct frd_message *m)
 {
     struct frd_group *g = m->group;
@@ -444,7 +445,8 @@ void post_receive(struct frd_message *m)
 
 /* ---- giving up ---- */
 
-/* A send that has begun must be completed: the receiver counts its bytes.  So it gets a copy of the rest of its payload. */
+/* Detaches a started send, which must be completed because the receiver counts its bytes, with a copy of the remaining
+ * payload. */
 static bool detach(struct frd_message *m)
 {
     char *rest = malloc(m->bytes - m->moved);
@@ -469,7 +471,7 @@ void give_up(struct frd_message *m)
         if (m->sends) {
             struct peer *peer = g->members[m->peer].peer;
             const bool begun = m->header_moved > 0, offers = m->header.kind == OFFER;
-            if (begun && (!offers || m->header_moved < HEADER) && detach(m)) return; /* freed when it is sent */
+            if (begun && (!offers || m->header_moved < HEADER) && detach(m)) return; /* freed after it is sent */
             dequeue(offers && m->header_moved == HEADER ? &peer->offered : &peer->sends, m);
         } else if (m->started) {
             if (m->from->in.receive == m) m->from->in.receive = NULL; /* discard the rest */
@@ -483,8 +485,8 @@ void give_up(struct frd_message *m)
     free(m);
 }
 
-/* A rank may block in a send whose receive is not posted, and send the message of this receive only afterwards.  So after
- * a receive has waited for a while, this process asks for the payloads that were offered to it, and buffers them. */
+/* A sender may block in a large send before it sends the message of this receive.  After a receive has waited for a
+ * while, this function therefore requests the payloads that its possible senders have offered, and buffers them. */
 void buffer_unexpected(struct frd_message *m)
 {
     struct frd_group *g = m->group;
@@ -527,7 +529,7 @@ void claim_early(struct frd_group *g)
     }
 }
 
-/* Detached messages are freed when they have been sent, which these will not be. */
+/* Frees detached messages that will not be sent. */
 static void free_detached(struct queue *queue)
 {
     for (struct frd_message *m = queue->first; m; m = queue->first) {

@@ -1,8 +1,9 @@
 /* The caller's interface to messages: post, then test or wait.
  *
  * A waiting thread advances all messages of its endpoint.  While no thread waits, the progress thread advances them.
- * At first it checks at short intervals, because threads soon wait for most messages; then it sleeps until another
- * process rings the bell or a socket is ready.  Without pending messages it sleeps until one is posted.
+ * The progress thread first checks at short intervals, because most messages soon have a waiting thread.  Then it
+ * sleeps until another process rings the bell or a socket is ready.  Without pending messages it sleeps until one is
+ * posted.
  */
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -14,12 +15,12 @@
 #define SLICE_S 0.010
 #define INSPECTION_S 0.050
 #define NAP_S 200e-6        /* between two checks of the progress thread */
-#define LINGER_S 0.005      /* how long it checks at this rate after the last event */
-#define LONG_NAP_S 1e-3     /* afterwards, if it cannot sleep until a bell rings */
+#define LINGER_S 0.005      /* time after the last event in which the thread checks every NAP_S */
+#define LONG_NAP_S 1e-3     /* later interval if the thread waits for sockets and so cannot wait for the bell */
 #define FOREVER_S 3600.0
 #define CROWDED_WAITS 64    /* waits without spinning after a yield that ran another thread */
 
-/* Checks the processes that have announced an event; the lock is held. */
+/* Progresses the streams of the processes that have rung the bell; the lock is held. */
 bool progress(struct frd_endpoint *e)
 {
     bool moved = false;
@@ -89,7 +90,7 @@ void wake_thread(struct frd_endpoint *e)
     futex_wake(&e->block->bell.events);
 }
 
-/* The lock is held. */
+/* Makes the progress thread responsible for a message; the lock is held. */
 static void leave_to_thread(struct frd_message *m)
 {
     struct frd_endpoint *e = m->group->endpoint;
@@ -138,7 +139,7 @@ static struct frd_message *new_message(struct frd_group *g, bool sends, void *da
 
 static struct frd_message *as_pointer(int status) { return (struct frd_message *)(uintptr_t)status; }
 
-/* `waits`: the caller will wait at once, so the thread need not know of it. */
+/* `waits`: the caller waits immediately, so the progress thread need not progress the message. */
 static struct frd_message *begin_send(struct frd_group *g, const void *data, size_t bytes, int type, int peer, int tag,
                                       bool waits)
 {
@@ -205,7 +206,7 @@ static bool is_remote(const struct frd_message *m)
     return m->peer >= 0 && m->group->members[m->peer].local < 0;
 }
 
-/* Progresses this message and others. */
+/* Progresses this message and other messages; returns the status of this message. */
 static int move_along(struct frd_message *m)
 {
     struct frd_endpoint *e = m->group->endpoint;
@@ -221,7 +222,7 @@ static int move_along(struct frd_message *m)
     return status;
 }
 
-/* How a rank ended, if it has: FRD_LEFT or FRD_DIED on this host, FRD_CLOSED or FRD_SILENT on another. */
+/* How a rank ended: FRD_LEFT or FRD_DIED on this host, FRD_CLOSED or FRD_SILENT on another host; else FRD_OK. */
 static int end_of(struct frd_group *g, int rank, bool sends)
 {
     const struct member *member = &g->members[rank];
@@ -235,19 +236,19 @@ static int end_of(struct frd_group *g, int rank, bool sends)
     const struct rank_line *line = &g->local[member->local].block->line;
     if (atomic_load(&line->life.state) == GONE) return FRD_LEFT;
     if (is_alive(member->peer)) return FRD_OK;
-    /* a normal end may have been announced between the two checks */
+    /* the rank may have announced a normal end between the two checks */
     return atomic_load(&line->life.state) == GONE ? FRD_LEFT : FRD_DIED;
 }
 
-/* Whether a rank has failed, rather than left. */
+/* Whether a rank has failed; false if it left normally. */
 static bool has_failed(const struct frd_group *g, int rank, int end)
 {
     const struct member *member = &g->members[rank];
     return end == FRD_DIED || end == FRD_SILENT || (end == FRD_CLOSED && !member->gone && tcp_has_been_cut(member->peer));
 }
 
-/* How the ranks ended that could complete the message; FRD_OK if one has not ended.  A receive from any rank fails when
- * the first of them fails: it may be the one that would have sent. */
+/* How a possible peer of a message ended, if one has failed or all have ended; else FRD_OK.  A receive from any rank
+ * fails when any rank fails, because the failed rank may have been the sender. */
 static int end_of_peers(const struct frd_message *m, int *gone)
 {
     struct frd_group *g = m->group;
@@ -265,7 +266,7 @@ static int end_of_peers(const struct frd_message *m, int *gone)
     return all ? end : FRD_OK;
 }
 
-/* The reason for which the message cannot complete; FRD_OK if there is none. */
+/* Returns why the message cannot complete, or FRD_OK if it still can; FRD_PENDING at the deadline with FRD_TRY. */
 static int inspect(struct frd_message *m, double deadline, int flags)
 {
     struct frd_group *g = m->group;
@@ -273,7 +274,7 @@ static int inspect(struct frd_message *m, double deadline, int flags)
     m->inspected = seconds_now();
     int gone = 0;
     const int end = end_of_peers(m, &gone);
-    /* messages that a rank sent before it ended count, so check the streams after its end was seen */
+    /* messages that a rank sent before its end are valid, so check the streams after the check of its end */
     const int moved = move_along(m);
     if (moved != FRD_PENDING) return moved;
     pthread_mutex_lock(&g->endpoint->lock);
@@ -292,8 +293,8 @@ static int inspect(struct frd_message *m, double deadline, int flags)
     return break_group(g, FRD_LATE, m->peer >= 0 ? m->peer : (g->group_rank + 1) % g->group_ranks, &call);
 }
 
-/* Publishes the call in which this rank waits.  The stall warning comes later, when the ranks that wait for each other
- * have published theirs. */
+/* Publishes the call in which this rank waits.  The stall warning comes later, after other waiting ranks have published
+ * their calls, so it can describe a cycle. */
 static void show_wait(const struct frd_message *m, double begun, double *warn_at)
 {
     struct frd_group *g = m->group;
@@ -376,7 +377,7 @@ int frd_message_wait(struct frd_group *g, struct frd_message *m, double timeout,
     const int crowded = atomic_load_explicit(&e->crowded, memory_order_relaxed);
     if (crowded > 0) atomic_store_explicit(&e->crowded, crowded - 1, memory_order_relaxed);
     atomic_fetch_sub(&block->bell.attended, 1);
-    /* an event during this wait did not wake the progress thread */
+    /* an event during this wait has not woken the progress thread */
     if (atomic_load(&block->bell.events) != seen && e->in_background) {
         pthread_mutex_lock(&e->lock);
         progress(e);

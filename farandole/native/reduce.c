@@ -1,16 +1,17 @@
 /* All-reduce, reduce, reduce-scatter and scan.
  *
  * Three algorithms, selected by size and memory (S bytes per rank, n ranks):
- *   small    every rank offers all its values and reduces all of them: one phase, two cache-line round trips.
- *   chunked  rank d owns part d.  In windows that stay in cache: offer the others' parts, reduce the own
- *            one, take the others' results.  The three run as a pipeline, so a window costs one phase.
- *            Beyond the cache a rank reads S and writes S of memory; all else stays in cache.  A result
- *            replaces the offer that it came from, and every access asks for the cache line to keep: so a
- *            line crosses between two cores twice per window, not four times.
- *   shared   the tensors are in shared memory: rank d reduces part d from all of them straight into all of
- *            them.  No copies; S read and S written per rank; two phases.
- * In all three one rank computes a given element, from rank 0's value to rank n-1's, so the results are the
- * same bits on every rank and in every run.
+ *   small    every rank offers all its values and reduces the values of all ranks: one phase, two cache-line round
+ *            trips.
+ *   chunked  rank d owns part d.  In windows that stay in cache, a rank offers the others' parts, reduces its own part,
+ *            and copies the others' results.  The three steps form a pipeline, so a window costs one phase.  Beyond the
+ *            cache a rank reads S and writes S bytes of memory.  A result replaces the offer that it came from, and
+ *            cache lines are prefetched with ownership.  So a line moves between two cores twice per window, not four
+ *            times.
+ *   shared   the tensors are in shared memory: rank d reduces part d of all tensors directly into all tensors.  No
+ *            copies; S read and S written per rank; two phases.
+ * All algorithms reduce an element in the order of the ranks, from 0 to n-1, so the results are bitwise equal on all
+ * ranks and in all runs.
  */
 #include <string.h>
 
@@ -20,13 +21,13 @@
 struct reduction {
     frd_reduce_fn kernel;
     size_t element;
-    const char *in[FRD_MAX_RANKS]; /* part d, for or from rank d */
-    char *out[FRD_MAX_RANKS];      /* NULL: this rank does not want it */
+    const char *in[FRD_MAX_RANKS]; /* part d of this rank's values */
+    char *out[FRD_MAX_RANKS];      /* the destination of part d; NULL: this rank does not need the part */
     size_t bytes[FRD_MAX_RANKS];
     bool shared[FRD_MAX_RANKS]; /* whether rank d needs the results of the other parts */
 };
 
-/* One phase: the values arrive with the call.  `out` is NULL where the result is not wanted. */
+/* Reduces in one phase: the values arrive with the call.  `out` is NULL on ranks without a result. */
 static int reduce_small(struct frd_group *g, struct frd_call call, frd_reduce_fn kernel, const void *in, void *out,
                         size_t count, size_t element, int flags)
 {
@@ -44,10 +45,9 @@ static int reduce_small(struct frd_group *g, struct frd_call call, frd_reduce_fn
     return status;
 }
 
-#define BLOCK 2048 /* bytes copied in and out at a time: half a page of lines asked for ahead */
+#define BLOCK 2048 /* bytes copied at a time; the next block is prefetched */
 
-/* Takes from this rank's half what the owners of the parts made of window step - 2, and offers window step
- * in its place.  */
+/* Copies the results of window step - 2 out of this rank's half and offers window `step` in the same place. */
 static void exchange_parts(struct frd_group *g, const struct reduction *x, size_t step, size_t window, bool take,
                            bool offer)
 {
@@ -82,7 +82,7 @@ static void reduce_own_part(struct frd_group *g, const struct reduction *x, size
     x->kernel(targets, count, sources, g->ranks, bytes / x->element);
 }
 
-/* `offered`: the first window has arrived with the call. */
+/* `offered`: the first window arrived with the call. */
 static int reduce_chunked(struct frd_group *g, const struct reduction *x, bool offered)
 {
     const size_t window = window_of(g);
@@ -103,14 +103,14 @@ static int reduce_chunked(struct frd_group *g, const struct reduction *x, bool o
     return FRD_OK;
 }
 
-/* Splits `count` elements into one part per rank, on cache-line boundaries: part r starts here. */
+/* The first element of part r when `count` elements are split into one part per rank on cache-line boundaries. */
 static size_t part_start(size_t count, size_t element, int ranks, int r)
 {
     const size_t lines = (count * element + 63) / 64, first = lines * (size_t)r / (size_t)ranks;
     return smaller(count, first * (64 / element));
 }
 
-/* The rank's part of tensors that all lie in shared memory. */
+/* Reduces this rank's part of tensors that are all in shared memory. */
 static int reduce_shared(struct frd_group *g, frd_reduce_fn kernel, char *const *sources, char *const *targets,
                          size_t count, size_t element, int root)
 {
@@ -153,7 +153,7 @@ static int reduce_to(struct frd_group *g, const void *in, void *out, size_t coun
     int status = agree(g);
     if (!status) {
         char *sources[FRD_MAX_RANKS], *targets[FRD_MAX_RANKS];
-        bool offered = private; /* by all: every rank sees the same calls */
+        bool offered = private; /* equal on all ranks, because every rank sees the same calls */
         for (int r = 0; r < g->ranks; r++) offered &= !call_of(g, r)->source || !call_of(g, r)->target;
         status = find_sources(g, bytes, sources) && find_targets(g, bytes, targets)
                      ? reduce_shared(g, kernel, sources, targets, count, element, root)
@@ -178,7 +178,7 @@ int frd_reduce(struct frd_group *g, void *data, size_t count, int type, int op, 
     return is_rank(root, g->ranks) ? reduce_to(g, data, data, count, type, op, root, flags) : FRD_INVALID;
 }
 
-/* `in` holds the parts of all ranks, in[d] of counts[d] elements; `contiguous` if they follow each other. */
+/* `in` holds the parts for all ranks, in[d] of counts[d] elements; `contiguous`: the parts are adjacent in memory. */
 static int reduce_scatter(struct frd_group *g, const void *const *in, const size_t *counts, void *out, int type,
                           int op, int flags, bool contiguous)
 {
@@ -240,7 +240,7 @@ int frd_reduce_scatter_even(struct frd_group *g, const void *in, void *out, size
     return reduce_scatter(g, parts, counts, out, type, op, flags, true);
 }
 
-/* Windows of all ranks' values, of which each rank reads those of the ranks up to itself. */
+/* Every rank offers windows of its values and reduces the windows of the ranks up to itself. */
 int frd_scan(struct frd_group *g, const void *in, void *out, size_t count, int type, int op, int exclusive, int flags)
 {
     const frd_reduce_fn kernel = frd_reduce_kernel(type, op);

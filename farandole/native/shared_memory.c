@@ -4,13 +4,13 @@
  * `written`; the reader copies the written bytes and then publishes `taken`.  Each therefore accesses only bytes that
  * the other has finished with.  Writes are padded to 64 bytes, which keeps copies aligned.
  *
- * A long payload goes through the ring in pieces, and both cores copy at the same time: the pieces stay in the cache
- * between them, so memory is read and written once, as by a plain copy.  Reading another process's memory
- * (process_vm_readv) needs one copy instead of two and was still slower at every size, because the kernel pins each
- * page and only one core works: 1.8 times at 4 MiB, 2.1 times at 64 MiB.
+ * A long payload goes through the ring in pieces, and both cores copy at the same time.  The pieces stay in the cache,
+ * so memory is read and written once, as by a plain copy.  Reading another process's memory (process_vm_readv) needs
+ * one copy instead of two.  It was slower at every size, because the kernel pins each page and only one core copies:
+ * 1.8 times at 4 MiB, 2.1 times at 64 MiB.
  *
- * A process that changes a stream of another process rings the bell of that process: it sets its own
- * bit and increments a counter on which sleeping threads wait.
+ * A process that changes a stream notifies the process at the other end ("rings its bell"): it sets its own bit in
+ * `ready` and increments `events`, the counter on which sleeping threads wait.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -98,7 +98,7 @@ static size_t fill(struct ring *ring, const char *data, size_t bytes)
     return moved;
 }
 
-/* A long payload is written in pieces, which the reader is told of, so that it empties the ring at the same time. */
+/* Writes a long payload in pieces and notifies the reader of each piece, so both work in parallel. */
 static size_t put(struct peer *peer, const char *data, size_t bytes, bool more)
 {
     (void)more;
@@ -109,7 +109,8 @@ static size_t put(struct peer *peer, const char *data, size_t bytes, bool more)
         const size_t piece = smaller(PIECE_BYTES, bytes - moved);
         size_t put = fill(ring, data + moved, piece);
         if (put < piece) {
-            /* the reader empties, then checks `full`; the writer sets it, then checks for space: one of them sees the other */
+            /* the reader empties the ring, then checks `full`; the writer sets `full`, then checks for space: at least
+             * one of them sees the change of the other */
             atomic_store(&ring->full, 1);
             put += fill(ring, data + moved + put, piece - put);
         }
@@ -120,8 +121,7 @@ static size_t put(struct peer *peer, const char *data, size_t bytes, bool more)
     return moved;
 }
 
-/* Copies to memory that will not be read from the cache: without reading its old content first, which is a third of the
- * traffic. */
+/* Copies with non-temporal stores, which do not read the old content of the target, a third of the memory traffic. */
 static void *copy_uncached(void *target, const void *source, size_t bytes)
 {
     char *to = target;
@@ -169,14 +169,14 @@ static size_t take(struct peer *peer, char *data, size_t bytes)
     return moved;
 }
 
-/* The endpoint's own processes write only messages; a process of another user cannot write here. */
+/* Does nothing: only processes of the job, which write valid messages, can write to this ring. */
 static void refuse(struct peer *peer) { (void)peer; }
 
 static bool never(const struct peer *peer, bool sends)
 {
     (void)peer;
     (void)sends;
-    return false; /* bytes that were written can be read after the writer's end, too */
+    return false; /* written bytes remain readable after the writer's end */
 }
 
 const struct transport over_shared_memory = {

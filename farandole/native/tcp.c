@@ -84,7 +84,7 @@ static size_t take(struct peer *peer, char *data, size_t bytes)
     return got < 0 ? 0 : (size_t)got;
 }
 
-/* There will be no other event after the end, so all data are taken now, unless the first ones wait for a receive. */
+/* No event follows the end, so all data are read here, unless the message at the head waits for a receive. */
 static void on_inward(struct peer *peer, uint32_t events)
 {
     const bool closed = events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
@@ -92,7 +92,7 @@ static void on_inward(struct peer *peer, uint32_t events)
     if (closed && !peer->in.blocked) end_inward(peer);
 }
 
-/* Continues streams that were interrupted to let others progress. */
+/* Continues streams that were interrupted so that other streams could progress. */
 static void on_wake(struct frd_endpoint *e)
 {
     uint64_t times;
@@ -133,7 +133,8 @@ static void on_event(struct frd_endpoint *e, const struct epoll_event *event)
     }
 }
 
-/* Wait for events, to the microsecond where the kernel can (Linux 5.11); the C library has the call since glibc 2.35 only. */
+/* Waits for events, with a resolution of microseconds since Linux 5.11; makes the system call directly, because glibc
+ * has a wrapper only since 2.35. */
 static int wait_for_events(int epoll, struct epoll_event *events, double seconds)
 {
 #ifdef SYS_epoll_pwait2

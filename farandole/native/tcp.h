@@ -1,6 +1,6 @@
 /* The transport to processes of other hosts.
  *
- *     handshake.c    opening connections, and accepting those of processes of the job only
+ *     handshake.c    opening connections; accepting only connections of processes of the job
  *     tcp.c          moving bytes; the progress thread's events
  */
 #ifndef FARANDOLE_TCP_H
@@ -35,17 +35,17 @@ struct connection {
     socklen_t address_bytes;
     int out, in;                 /* -1: none */
     enum out_state state;        /* of `out` */
-    bool out_ended;              /* nothing can be sent any more */
-    bool in_ended;               /* everything that the other end has sent was received */
+    bool out_ended;              /* no more data can be sent */
+    bool in_ended;               /* all data of the other end were received */
     /* the handshake of `out` */
     struct challenge challenge;
     unsigned char confirmation[PROOF_BYTES], expected[PROOF_BYTES];
-    size_t received;             /* bytes of the message that it awaits */
+    size_t received;             /* bytes of the awaited message that have arrived */
 };
 
 /* An accepted connection whose response has not arrived. */
 struct handshake {
-    struct handshake *next;      /* one that came before */
+    struct handshake *next;      /* an earlier one */
     double came;
     int socket;
     struct challenge challenge;
@@ -55,17 +55,17 @@ struct handshake {
 
 struct tcp_state {
     int listener, events, wake;
-    struct sockaddr_storage own; /* connections leave from here */
+    struct sockaddr_storage own; /* source address of outgoing connections */
     socklen_t own_bytes;
     struct sockaddr_storage listens_at;
     unsigned char key[FRD_KEY_BYTES];
     double timeout;
-    struct handshake *handshakes; /* the latest first */
+    struct handshake *handshakes; /* latest first */
     int handshake_count;
-    double accept_at;            /* when to accept again; 0: the listener is watched */
+    double accept_at;            /* when to accept again; 0: the listener is monitored */
 };
 
-/* What an event is about: a kind, and a rank or a pointer. */
+/* The subject of an event; the event also holds a rank or a pointer. */
 enum subject { LISTENER, WAKE, HANDSHAKE, INWARD, OUTWARD };
 #define SUBJECT_BITS 3
 
@@ -79,7 +79,7 @@ void continue_connecting(struct peer *, uint32_t events);
 void on_listener(struct tcp_state *);
 void on_handshake(struct frd_endpoint *, struct handshake *);
 bool has_timers(const struct tcp_state *);
-void check_timers(struct tcp_state *);         /* do what is due at a time, not at an event */
+void check_timers(struct tcp_state *);         /* close late handshakes, and accept again after a pause */
 void forget_handshake(struct tcp_state *, struct handshake *);
 
 #endif

@@ -1,12 +1,12 @@
-/* Calls that wait for a thread: one ticket each.
+/* Tickets: one for each queued call that no thread has started.
  *
  * The thread of a queue runs calls for which no thread waits.  For most calls a thread soon waits, and the waiting
  * thread runs the call itself.  Waking the queue's thread for such a call would cost several thread switches and would
  * disturb the call on the same core.  A timer therefore wakes the queue's thread when a ticket is GRACE_NS old; a
  * ticket that is taken earlier stops the timer.
  *
- * The lock makes "count, then set the timer" one step, so the timer runs exactly while it should: from the first open
- * ticket on until it fires or no ticket is open.  After it has fired the thread takes tickets until there are none.
+ * The lock makes "count, then set the timer" atomic.  So the timer runs from the first open ticket until it fires or no
+ * ticket is open.  After the timer has fired, the thread takes tickets until none is open.
  */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -15,8 +15,10 @@
 
 #define SPINS 400
 #define YIELDS 60
-#define IDLE_YIELDS 10        /* on a crowded core, yields that run no other thread: the scheduler prefers this one until it sleeps */
-#define SLICE_S 0.010         /* one sleep */
+/* On a crowded core a rank sleeps after this many yields that run no other thread: until it sleeps, the scheduler
+ * prefers the rank. */
+#define IDLE_YIELDS 10
+#define SLICE_S 0.010         /* longest sleep */
 #define INSPECTION_S 0.050    /* between two checks of the other processes */
 #define SIGNALS_S 0.050       /* between two checks for signals */
 #define CROWDED_YIELD_S 5e-6  /* a yield that takes longer ran another thread */
@@ -104,8 +106,8 @@ static int check_liveness(struct frd_group *g, uint64_t phase)
         const struct rank_line *line = &g->local[r].block->line;
         if (r == g->rank || has_arrived(g, r, phase)) continue;
         if (atomic_load(&line->life.state) != GONE && is_alive(g->local[r].peer)) continue;
-        if (has_arrived(g, r, phase)) continue; /* it arrived first, then ended */
-        /* a normal end may have been announced between the two checks */
+        if (has_arrived(g, r, phase)) continue; /* the rank arrived before it ended */
+        /* the rank may have announced a normal end between the two checks */
         const bool left = atomic_load(&line->life.state) == GONE;
         return break_group(g, left ? FRD_LEFT : FRD_DIED, g->rank_of[r], &g->current);
     }
@@ -114,21 +116,21 @@ static int check_liveness(struct frd_group *g, uint64_t phase)
 
 void frd_set_stall_warning(struct frd_group *g, void (*stall_warning)(void)) { g->stall_warning = stall_warning; }
 
-/* The first of the waiting ranks reports a late rank, and again each time after twice as long. */
+/* Only the first waiting rank reports late ranks; the interval doubles each time. */
 static void warn_of_stall(struct frd_group *g, double now)
 {
     if (!g->stall_warning || now < g->warn_at) return;
     g->warn_at = now + (now - g->begun);
     for (int r = 0; r < g->rank; r++)
-        if (has_arrived(g, r, g->phase)) return; /* that rank also waits, and reports the late rank */
+        if (has_arrived(g, r, g->phase)) return; /* rank r also waits, and reports the late rank */
     g->stall_warning();
 }
 
 static int wait_long(struct frd_group *g, int rank, uint64_t phase)
 {
     struct rank_line *line = &g->local[rank].block->line;
-    /* The computation of this rank shares the core with a call in the background.  A yield would leave the core to it for a
-     * whole time slice, in which the other ranks wait; a wake-up interrupts it. */
+    /* A call in the background shares its core with the computation of this rank.  A yield would give the core to the
+     * computation for a whole time slice, while the other ranks wait; a wake-up interrupts the computation. */
     const int yields = g->flags & FRD_BACKGROUND ? 0 : YIELDS;
     for (int i = 0, idle = 0; i < yields && idle < IDLE_YIELDS; i++) {
         if (yield_core()) g->crowded = CROWDED_WAITS, idle = 0;
@@ -137,8 +139,9 @@ static int wait_long(struct frd_group *g, int rank, uint64_t phase)
     }
     double inspection = seconds_now() + INSPECTION_S, signals = inspection;
     for (;;) {
-        /* No wake-up is lost: the sleeper counts itself, then looks at the phase once more (the kernel does, too); the
-         * other rank changes the phase, then looks at the count; all four in one order (sequential consistency). */
+        /* No wake-up is lost: the sleeper increments `sleepers` and then reads the phase again (as does the kernel).
+         * The other rank changes the phase and then reads `sleepers`.  All four accesses are sequentially
+         * consistent. */
         atomic_fetch_add(&line->sleepers, 1);
         const uint64_t seen = atomic_load(&line->phase);
         if (seen < phase) futex_wait(low_half(&line->phase), (uint32_t)seen, SLICE_S);

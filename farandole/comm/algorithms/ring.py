@@ -1,4 +1,4 @@
-"""Ring: every rank sends to its right neighbor and receives from its left one.  The number of bytes sent is minimal.
+"""Ring: every rank sends to its right neighbor and receives from its left neighbor.  The bytes sent are minimal.
 
 P. Patarasuk, X. Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations (2009).
 """

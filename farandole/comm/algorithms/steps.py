@@ -85,7 +85,7 @@ def power_of_two(ranks: int) -> int:
 
 
 class PowerOfTwo:
-    """A transport among the first 2^k ranks of another one, with the largest possible k.
+    """A transport among the first 2^k ranks of another transport, with the largest possible k.
 
     Each remaining rank sends its values to a partner among these ranks and receives the results from the partner.
     """

@@ -5,7 +5,7 @@ model of each algorithm predicts the time, with the latency and the seconds per 
 link best.
 
 All hosts of a group must make the same decision.  This module therefore uses only + - * / and sums that are rounded
-once, which give the same bits on every machine.
+once: their results are bitwise equal on all machines.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A process group of torch has one backend per device, which `ProcessGroup::getDefaultBackend` and
 `ProcessGroup::getBackend` return.  The groups of this package run their collectives in Python.  torch 2.15, however,
-attaches its flight recorder to every new group and asks the default backend for its capabilities.
+attaches its flight recorder to every new group and queries the capabilities of the default backend.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _backend_class() -> type | None:
         return None
 
     class DefaultBackend(NoCapabilities, base):
-        """A backend with a rank, a size and a name; its collectives raise torch's error for missing ones."""
+        """A backend with a rank, a size and a name; its collectives raise torch's error for unsupported ones."""
 
         def __init__(self, rank: int, size: int, name: str) -> None:
             super().__init__(rank, size)

@@ -75,7 +75,7 @@ def form(
         core = HierarchicalCore(
             Hosts(host, hosts, options.leaders, transport), Choice(options.algorithm, table, options.exchange)
         )
-    # members create groups of the same ranks in the same order
+    # all members count alike, because they create groups of the same ranks in the same order
     made: Counter[tuple[int, ...]] = Counter()
 
     def form_subgroup(chosen: Sequence[int]) -> GroupCore:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class LazyBackend(NoCapabilities):
     """The result of `_get_backend` for CPU tensors, which creates torch's Gloo backend on first use.
 
-    Creating a Gloo backend is a collective call, but torch mostly asks only for capabilities, sometimes on one rank.
-    This class answers these questions itself.  It claims to be Gloo's class, because torch applies timeouts by class.
+    Creating a Gloo backend is a collective call, but torch mostly queries only capabilities, sometimes on one rank.
+    This class answers these queries itself.  `__class__` returns Gloo's class, because torch sets timeouts by class.
     """
 
     def __init__(self, group: FarandoleProcessGroup) -> None:

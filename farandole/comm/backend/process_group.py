@@ -7,7 +7,7 @@ for sparse tensors.  NCCL refuses ranks that share a device, so their CUDA tenso
 """
 
 # mypy: disable-error-code="override,assignment,attr-defined"
-# torch's stubs have an overload per spelling where one method here takes all, and lack AllgatherOptions
+# torch's stubs have one overload per spelling, and methods here accept all spellings; the stubs lack AllgatherOptions
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         address: str | None,
         backend: str = "farandole",
     ) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub knows another constructor only
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub has only another constructor
         self._rank, self._size = rank, size
         self._store, self._timeout, self._address = store, timeout, address
         self._backend, self._group_name, self._group_desc = backend, name, "undefined"
@@ -187,7 +187,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return core.hosts.members if isinstance(core, HierarchicalCore) else [list(range(self._size))]
 
     def between(self, ranks: Sequence[int], channel: int) -> WireTransport:
-        """Return a transport of the C core among some ranks, including this one, on a channel of its own.
+        """Return a transport of the C core among some ranks, including this one, on a separate channel.
 
         Collectives use channels 1 and 2.
 

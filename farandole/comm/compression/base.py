@@ -100,9 +100,8 @@ class Compressor(ABC):
             return None
         name = f"residual.{start}"
         if name not in self.state:
-            with torch.inference_mode(
-                False
-            ):  # the residual outlives the call and must not be an inference tensor
+            # the residual outlives the call and must not be an inference tensor
+            with torch.inference_mode(False):
                 self.state[name] = torch.zeros_like(share)
         return self.state[name]
 

@@ -50,9 +50,8 @@ class TopKCompressor(Compressor):
         kept = math.ceil(self._ratio * values.numel())
         places = values.abs().topk(kept, sorted=False).indices  # a NaN counts as the largest
         chosen = values[places]
-        values[places] = torch.where(
-            chosen.isfinite(), 0.0, torch.nan
-        )  # an infinity must not enter the residual
+        # an infinity must not enter the residual
+        values[places] = torch.where(chosen.isfinite(), 0.0, torch.nan)
         remember(residual, values)
         messages = [torch.empty(2 * kept, dtype=torch.int32, device="cpu") for _ in range(transport.size)]
         own_places, own_values = messages[transport.rank].split(kept)

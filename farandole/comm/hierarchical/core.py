@@ -168,7 +168,7 @@ class HierarchicalCore(GroupCore):
             )
 
     def agree(self, call: CallRecord, flags: int) -> None:
-        """Compare a call with those of the other ranks."""
+        """Compare a call with the calls of the other ranks."""
         with self._declared(flags, Operation(call.operation), op=call.op, root=call.root, record=call):
             pass
 
@@ -204,7 +204,7 @@ class HierarchicalCore(GroupCore):
             self._agreement = Running(self.hosts.agree())
             yield
             self._agreement.finish(self._deadline)
-        except CommunicationError as error:  # the other ranks do not know an error of a transport yet
+        except CommunicationError as error:  # the other ranks may not know an error of a transport
             self.host.fail(error, self.host.group_rank)
         except Exception as error:  # for example out of memory: the other ranks would wait for this rank
             with suppress(CommunicationError):
@@ -309,7 +309,7 @@ class HierarchicalCore(GroupCore):
 
         def begin(number: int, window: Tensor) -> tuple[Tensor, Tensor, Running]:
             shares = self._shares(window.to(how.dtype))
-            own = torch.empty_like(shares[me])  # the tensors of other ranks stay as they are
+            own = torch.empty_like(shares[me])  # ranks other than the root keep their tensors
             self._local.reduce_scatter(own, shares, how.reduction, flags)
             steps: Steps = iter(())
             if own.numel():
@@ -341,7 +341,7 @@ class HierarchicalCore(GroupCore):
         """Reduce `source`, of `counts[r]` elements for rank r, and put this rank's part into `own`."""
         how = Accumulation.of(source.dtype, reduction, self.size)
         me = self.host.rank
-        pieces = []  # this leader's share of what is for each host
+        pieces = []  # for each host, this leader's share of the block for that host
         for block in self.hosts.blocks(source, counts):
             shares = self._shares(block.to(how.dtype))
             piece = torch.empty_like(shares[me])

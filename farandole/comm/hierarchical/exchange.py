@@ -97,7 +97,7 @@ class HostExchange:
         self._distribute(pairs, received, outputs, flags)
 
     def _pairs(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], flags: int) -> list[HostPair]:
-        """Describe what this host exchanges with each other host, from the counts of all its ranks."""
+        """Describe the data that this host exchanges with each other host, from the counts of all its ranks."""
         hosts, host = self._hosts, self._host
         own = torch.tensor([[part.numel() for part in parts] for parts in (inputs, outputs)], device="cpu")
         counts = torch.empty(host.size, 2, hosts.ranks, dtype=torch.int64, device="cpu")
@@ -148,7 +148,7 @@ class HostExchange:
         host, me = self._host, self._host.rank
         pairs = [pair for pair in pairs if pair.aggregates_sent]
         own = [pair for pair in pairs if pair.leader == me]
-        parcels = []  # for each rank of this host: its tensor, and what it is to send to other hosts
+        parcels = []  # for each rank of this host: its own tensor, and the tensors that it forwards to other hosts
         for rank, member in enumerate(host.members):
             rest = [inputs[r] for pair in pairs if pair.leader == rank for r in pair.members]
             parcels.append(torch.cat([inputs[member], *rest]) if rest else inputs[member])
@@ -262,7 +262,7 @@ class HostExchange:
         return blocks, messages
 
     def _host_block(self, like: Tensor, root: int, counts: Sequence[int]) -> tuple[int, Tensor, list[Tensor]]:
-        """Return the rank of this host that exchanges one message with `root`, and there the message and its parts."""
+        """Return the rank of this host that exchanges one message with `root`, and on it the message and its parts."""
         host = self._host
         leader = root % host.size
         if host.rank != leader:

@@ -19,7 +19,7 @@ _LEADERS, _ALL = 1, 2  # channels
 
 
 class Hosts:
-    """The ranks of a group, by host: `members[h]` are those of host h.
+    """The ranks of a group, by host: `members[h]` are the ranks of host h.
 
     If this rank is a leader (`leads`), `transport` carries messages between the leaders of the same number on all
     hosts; its ranks are host numbers.  `all` carries messages between any two ranks of the group.
@@ -55,7 +55,7 @@ class Hosts:
     @property
     def transport(self) -> Transport:
         """Messages to the leaders of the same number on the other hosts."""
-        assert self._transport is not None, "only leaders have one"
+        assert self._transport is not None, "only leaders have a transport"
         return self._transport
 
     def index_of(self, rank: int) -> int:

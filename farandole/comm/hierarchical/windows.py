@@ -36,7 +36,7 @@ class Accumulation:
 
     dtype: torch.dtype
     reduction: int
-    store: Store | None  # None if totals are results
+    store: Store | None  # None if the totals are the results
 
     @classmethod
     def of(cls, dtype: torch.dtype, reduction: int, ranks: int) -> Accumulation:

@@ -69,7 +69,7 @@ class MpiCore(GroupCore):
         self._memory = self.mpi.memory.fromaddress
         self._begins: dict[str, Callable[..., Any]] = {}
         self._units = {width: getattr(self.mpi, unit) for width, unit in _UNITS.items()}
-        # those of MPI: type and operation
+        # MPI's types and operations
         self._reductions: dict[tuple[torch.dtype, int], tuple[Any, Any]] = {}
         for dtype, kind in _TYPES.items():
             ops = _BOOL_OPS if dtype is torch.bool else _OPS
@@ -284,7 +284,7 @@ class MpiCore(GroupCore):
                 self._parts(source, self._counts(inputs)),
                 self._parts(whole, self._counts(outputs)),
             )
-            # each rank knows its own counts only, so that no rank may choose by them: all count 0 bytes
+            # a rank knows only its own counts, so no choice may depend on them: all ranks pass 0 bytes
             self._collective(flags, "Alltoallv", 0, sends, receives)
 
     # ---- buffers, as mpi4py takes them ----
@@ -390,7 +390,7 @@ class MpiCore(GroupCore):
 
     def _exchange(self, flags: int, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
         """Exchange messages between each pair of ranks, for counts that exceed the limit of collectives."""
-        tag = self.comm.Get_attr(self.mpi.TAG_UB)  # above those of `send` and `recv`
+        tag = self.comm.Get_attr(self.mpi.TAG_UB)  # not used by `send` and `recv`
         requests = [
             (
                 self.group.start(

@@ -27,7 +27,7 @@ def is_aware() -> bool:
 
 
 def _query_in_loaded_library() -> Any:
-    """mpi4py opens MPI for itself alone, so its names are looked up in the file that is mapped."""
+    """Look up the function in the mapped library file, because mpi4py loads MPI without exporting its symbols."""
     with open("/proc/self/maps") as maps:
         paths = {line.split()[-1] for line in maps if "libmpi" in line and ".so" in line}
     for path in sorted(paths):

@@ -46,7 +46,7 @@ class Pending(Protocol):
     """An operation that the background thread progresses."""
 
     def advance(self) -> bool:
-        """Test it, under the lock of the engine; whether it is complete."""
+        """Test the operation under the lock of the engine; return whether it is complete."""
 
 
 class Engine:
@@ -65,10 +65,10 @@ class Engine:
         self._asleep = False
         self._closing = False
         self._thread: threading.Thread | None = None
-        # of the call that blocks: its deadline, and a function that says why it is late
+        # the deadline of the blocking call, and a function that describes why the call is late
         self._limit: tuple[float, Callable[[], str]] | None = None
         self._watchdog: threading.Thread | None = None
-        # after all groups have taken their leave (see comm/ending.py), before mpi4py ends MPI
+        # after all groups have been left (see comm/ending.py) and before mpi4py finalizes MPI
         Finalize(None, self._end, exitpriority=-1)
 
     def complete_soon(self, request: Any, spins: int = SPINS) -> bool:

@@ -45,7 +45,7 @@ class MpiGroup:
         self.group_rank = self.rank
         self.size: int = comm.Get_size()
         self.membership = membership
-        self.handle: int | None = 1  # what the core is called with; None after `close`
+        self.handle: int | None = 1  # placeholder for the core's handle; None after `close`
         messages = Messages(self)
         self.send, self.recv = messages.send, messages.recv
         self.post_send, self.post_recv = messages.post_send, messages.post_recv
@@ -59,7 +59,7 @@ class MpiGroup:
         self._call: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
         self._call_timeout_s: float | None = None
         self._given_up = False
-        # made of each set of ranks, in the same order by its members
+        # the number of groups created of each list of ranks; equal on all its members
         self._subgroups: Counter[tuple[int, ...]] = Counter()
         self._broken: CommunicationError | None = None
         self.set_timeout(timeout)
@@ -90,7 +90,7 @@ class MpiGroup:
                 )
             if len(set(numbers)) < size or world.Get_size() < size:
                 raise MpiUnavailable(
-                    f"{name} has {size} ranks, and {libraries[0]} knows of {world.Get_size()}; start them with mpiexec"
+                    f"{name} has {size} ranks, but {libraries[0]} has {world.Get_size()}; start the ranks with mpiexec"
                 )
             tag = sum((i + 1) * number for i, number in enumerate(numbers)) % 32768
             with mpi_engine.lock:
@@ -148,7 +148,7 @@ class MpiGroup:
         """Describe the current call and the ranks that have not recorded their arrival."""
         what = f"{self._in_words()}, call number {self._index} of {self.membership.group}"
         behind = [
-            f"{self.membership.rank(rank)} has not said that it arrived"
+            f"{self.membership.rank(rank)} has not recorded its arrival"
             for rank in self.waiting.missing(self._index)
         ]
         return "; ".join([what, *behind])
@@ -246,7 +246,7 @@ class MpiGroup:
         same = [row == calls[0].tolist() for row in calls.tolist()]
         if all(same):
             return
-        # the culprit is the first that differs from most others
+        # the culprit is the first rank whose call differs from the most frequent call
         common = max(range(self.size), key=lambda r: sum(row == calls[r].tolist() for row in calls.tolist()))
         culprit = next(r for r in range(self.size) if calls[r].tolist() != calls[common].tolist())
         failure = Failure(
@@ -260,7 +260,7 @@ class MpiGroup:
         raise self._broken
 
     def message_buffer(self, address: int, nbytes: int) -> Any:
-        """Return any number of bytes for MPI: one element of a type of that size where MPI cannot count them."""
+        """Return bytes as an MPI buffer; beyond MPI's largest count, as one element of a type of this size."""
         mpi = self.engine.mpi
         memory = mpi.memory.fromaddress(address, nbytes)
         if nbytes <= self.engine.largest_count:

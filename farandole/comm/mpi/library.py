@@ -25,13 +25,13 @@ _SIZES = {
 """The variables in which launchers pass the number of ranks, the innermost launcher first."""
 
 NO_FORK = (
-    "this process was forked from one that uses MPI, which does not survive that; start it with the method 'spawn' "
+    "this process was forked from a process that uses MPI, which does not support fork; use the method 'spawn' "
     "(of multiprocessing, or multiprocessing_context='spawn' of a DataLoader)"
 )
 
 
 class MpiUnavailable(CommunicationError):
-    """MPI cannot be used; the message says what to install, load or set."""
+    """MPI cannot be used; the message names the remedy."""
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def load() -> Any:
             "load the cluster's MPI module or run pip install mpich"
         ) from error
     if "mpi4py.MPI" not in sys.modules:
-        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True  # begun below, ended with the interpreter
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True  # initialized below, finalized at program exit
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -61,7 +61,7 @@ def load() -> Any:
         _warn_of_launcher(os.environ, describe_library(MPI))
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
         for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
-            comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py makes exceptions of errors
+            comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py converts error codes to exceptions
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise MpiUnavailable(
             "expected MPI with the thread level 'serialized', got MPI initialised for one thread; before the first "

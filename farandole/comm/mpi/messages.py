@@ -42,21 +42,21 @@ class MpiMessage:
             if not self._request.Test(self._status):
                 return False
             if not self.sends:
-                self._look_at_what_came(mpi)
+                self._check_received(mpi)
         except mpi.Exception as error:
             self.outcome = self._failure(error)
         self.complete = True
         return True
 
-    def _look_at_what_came(self, mpi: Any) -> None:
+    def _check_received(self, mpi: Any) -> None:
         self.source = self._status.Get_source()
-        came = (
+        received = (
             self._status.Get_elements(mpi.BYTE) if self._nbytes <= self._way.largest_count else self._nbytes
         )
-        if not self._status.Is_cancelled() and came != self._nbytes:
+        if not self._status.Is_cancelled() and received != self._nbytes:
             sender = self._group.membership.rank(self.source)
             self.outcome = CallMismatch(
-                f"{sender} sent {came} bytes where {self._who()} called {self._in_words()}, which receives {self._nbytes} bytes"
+                f"{sender} sent {received} bytes where {self._who()} called {self._in_words()}, which receives {self._nbytes} bytes"
             )
 
     def _failure(self, error: Any) -> CommunicationError:
@@ -73,7 +73,7 @@ class MpiMessage:
         with self._way.lock:
             return self.advance()
 
-    def take_back(self) -> None:
+    def cancel(self) -> None:
         """Cancel a receive; a send cannot be cancelled and stays with the engine."""
         with self._way.lock:
             if not self.sends and not self.advance():
@@ -184,7 +184,7 @@ class Messages:
 
     def cancel_message(self, message: MpiMessage) -> None:
         """Cancel a receive whose message has not arrived."""
-        message.take_back()
+        message.cancel()
 
     def source_of(self, outcome: Any) -> int:
         """Return the source rank of a complete message; raise the error of a failed one."""

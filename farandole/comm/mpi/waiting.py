@@ -21,7 +21,7 @@ class Waiting:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
         self._rank, self._size = rank, size
-        self.recorded = 0  # the number of the last collective that the store knows of
+        self.recorded = 0  # the number of the last collective that this rank has recorded
 
     def record(self, index: int) -> None:
         """Record that this rank is in collective number `index`."""
@@ -42,7 +42,7 @@ class Waiting:
         return missing
 
     def record_message(self, call: Call | None) -> None:
-        """Record that this rank waits for a message, or with None that it no longer waits."""
+        """Record the message for which this rank waits; None ends the wait."""
         fields = (call.operation, call.type, call.count, call.root, call.layout) if call else ()
         with contextlib.suppress(RuntimeError):
             self._store.set(f"in message/{self._rank}", " ".join(map(str, fields)))

@@ -284,7 +284,7 @@ def test_a_waiting_rank_says_for_whom_it_waits(tmp_path):
     _, out, errors = run_script(tmp_path, 3, STALLED, timeout_s=90)
     first, *meanwhile, last = [line for line in errors.splitlines() if " waits in " in line]
     process = r"\(process \d+\)"
-    absent = rf"rank {{}} {process} has not said that it arrived"
+    absent = rf"rank {{}} {process} has not recorded its arrival"
     assert re.fullmatch(
         rf"farandole: rank 0 {process} waits in all_reduce\(sum, 5 x float32\), call number 1 of the default group; "
         + absent.format(2),
