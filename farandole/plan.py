@@ -245,7 +245,7 @@ class Plan:
         """Raise PlanError if `ranks` ranks cannot run the plan."""
         if self.data is not None and self.data != ranks:
             raise PlanError(
-                f"data={self.data}: the plan needs data={self.data} ranks, {ranks} were launched; nearest plan: data={ranks}"
+                f"data={self.data}: expected {self.data} ranks, got {ranks}; nearest plan: data={ranks}"
             )
 
 

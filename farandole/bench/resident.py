@@ -25,13 +25,13 @@ def peak_bytes() -> int:
 
 
 def data_bytes(process: Path = _SELF) -> int:
-    """Return the current bytes of a process, without pages of files; `folder` is its folder in /proc."""
+    """Return the bytes in use by a process, without file pages; `process` is its folder in /proc."""
     rollup = fields(process / "smaps_rollup")
     return rollup["Pss_Anon"] + rollup["Pss_Shmem"]
 
 
 def library_bytes() -> int:
-    """Return the bytes of pages of files, which other processes may map too."""
+    """Return the bytes of file pages of this process, which other processes may map too."""
     return fields(_SELF / "status")["RssFile"]
 
 

@@ -67,7 +67,7 @@ def swap_activations(
     """
     for name, value in (("threshold_bytes", threshold_bytes), ("ahead_bytes", ahead_bytes)):
         if value < 0:
-            raise ValueError(f"{name}={value} is negative")
+            raise ValueError(f"{name}={value}: expected at least 0")
     if behind_bytes < 1:
         raise ValueError(f"behind_bytes={behind_bytes}: at least one byte must be allowed to wait")
     if wrapper_of(model, Swap) is not None:

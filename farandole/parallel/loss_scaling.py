@@ -53,7 +53,7 @@ class LossScaler:
             raise ValueError(f"growth_interval={growth_interval}: the scale grows after 1 step or more")
         if not 0 < minimum <= scale:
             raise ValueError(
-                f"scale={scale:g} with minimum={minimum:g}: the minimum lies between 0 and the scale"
+                f"scale={scale:g} with minimum={minimum:g}: expected a minimum between 0 and the scale"
             )
         self.enabled = enabled
         self.scale = scale if enabled else 1.0

@@ -246,7 +246,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             swap_activations(model, to)
-    with pytest.raises(ValueError, match="threshold_bytes=-1 is negative"):
+    with pytest.raises(ValueError, match="threshold_bytes=-1: expected at least 0"):
         swap_activations(model, disk(tmp_path), threshold_bytes=-1)
     with pytest.raises(ValueError, match="behind_bytes=0"):
         swap_activations(model, disk(tmp_path), behind_bytes=0)

@@ -32,7 +32,7 @@ def test_without_ranks() -> None:
 
 
 def _meet(rank: int, size: int) -> None:
-    with pytest.raises(PlanError, match="needs data=3 ranks, 2 were launched; nearest plan: data=2"):
+    with pytest.raises(PlanError, match="data=3: expected 3 ranks, got 2; nearest plan: data=2"):
         farandole.parallelize(nn.Linear(2, 2), Plan(data=3))
     with pytest.raises(PlanError, match="bfloat16: create the model in fp32"):
         farandole.parallelize(nn.Linear(2, 2).bfloat16(), Plan())

@@ -431,7 +431,7 @@ class ShardedGradient(Tensor):
     def _norm(self, order: float = 2.0) -> Tensor:
         if not order > 0:
             raise RuntimeError(
-                f"norm of order {order} of the gradient of {self._name}: orders above 0 and infinity are supported; "
+                f"norm of order {order} of the gradient of {self._name}: expected an order above 0; "
                 f"engine.gradients() returns what this rank has of all gradients"
             )
         return self._norms.of(self._name, float(order))
