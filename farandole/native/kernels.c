@@ -2,21 +2,37 @@
 #include "kernels.h"
 
 #include <stdatomic.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "core.h"
 
 static atomic_int level_in_use = -1;
 
+#if defined(__x86_64__)
+/* Whether the operating system saves the registers of these XCR0 bits. */
+static int saves_registers(unsigned wanted)
+{
+    unsigned low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low & wanted) == wanted;
+}
+#endif
+
+/* Reads CPUID: __builtin_cpu_supports needs support of the compiler's runtime, and with zig's it returns 0. */
 int frd_vector_level(void)
 {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return FRD_AVX512;
-    if (__builtin_cpu_supports("avx2")) return FRD_AVX2; /* implies F16C, which not every compiler can query */
-#endif
+    enum { YMM = 0x6, ZMM = 0xe6 };
+    const unsigned avx512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
+    unsigned a, features, more, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &features, &d) || !__get_cpuid_count(7, 0, &a, &more, &c, &d)) return FRD_PLAIN;
+    if (!(features & bit_OSXSAVE) || !(features & bit_F16C) || !(more & bit_AVX2) || !saves_registers(YMM)) return FRD_PLAIN;
+    return (more & avx512) == avx512 && saves_registers(ZMM) ? FRD_AVX512 : FRD_AVX2;
+#else
     return FRD_PLAIN;
+#endif
 }
 
 int frd_use_vector_level(int level)

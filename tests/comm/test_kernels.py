@@ -11,6 +11,7 @@ from farandole import native
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES
 from farandole.native import VectorLevel
 from tests.comm.test_collectives import FLOATS, INTEGERS, check_all_reduce, check_special_floats
+from tests.native.processor import vector_level
 from tests.pool import Ranks
 
 
@@ -26,6 +27,10 @@ def check_at_level(rank: int, size: int, level: int) -> None:
     finally:
         core.frd_use_vector_level(VectorLevel.AVX512)
     assert in_use == level
+
+
+def test_the_core_uses_the_extensions_of_this_processor() -> None:
+    assert native.vector_level() == vector_level()
 
 
 @pytest.mark.parametrize("size", [2, 3])

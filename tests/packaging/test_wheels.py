@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.native.processor import vector_level
+
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "farandole" / "native"
 MACHINES = ("x86_64", "aarch64")
@@ -76,8 +78,9 @@ def test_a_wheel_needs_no_compiler(tmp_path: Path) -> None:
     assert program is not None
     (tmp_path / "first.py").write_text(program[1])
     run([commands / "farandole", "launch", "-n", "2", "first.py"], tmp_path, environment)
-    why = "from farandole import native; print(native.why_unavailable())"
-    assert run([commands / "python", "-c", why], tmp_path, environment).stdout.strip() == "None"
+    core = "from farandole import native; print(native.why_unavailable(), native.vector_level().name)"
+    found = run([commands / "python", "-c", core], tmp_path, environment).stdout
+    assert found.split() == ["None", vector_level().name]
 
 
 def test_the_source_installs_without_a_compiler(tmp_path: Path) -> None:
