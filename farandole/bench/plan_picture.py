@@ -62,7 +62,7 @@ def draw(planned: Planned, path: str) -> None:
     axis.set_yticks(places, [_name(one, planned) for one in estimates], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.2 * most)
-    axis.set_xlabel("GiB of the rank that needs most")
+    axis.set_xlabel("GiB of the rank with the largest peak")
     parameters = short(planned.config.model.gpt().parameters)
     axis.set_title(
         f"{planned.config.name} ({parameters} parameters) on {counted(planned.ranks, 'rank')}: plans that fit first, the fastest on top",

@@ -24,13 +24,13 @@ COLUMNS = {
     "checkpoint": ("checkpoint",),
     "process": ("process", "allocator"),
 }
-"""What is shown together, by the parts of an estimate."""
+"""The columns of the table, with the parts of an estimate that they add up."""
 
 _MOST_LINES, _FEW = 40, 12
-"""Lines of a table, and of plans that do not fit where others do."""
+"""The most lines of a table, and of plans that do not fit if others do."""
 
 TOLERANCE = 0.1
-"""The part of a measured peak by which a prediction may differ."""
+"""The largest accepted error of a predicted peak, as a fraction of the measured peak."""
 
 
 def column(estimate: Estimate, name: str) -> int:
@@ -77,12 +77,15 @@ def plans(planned: Planned) -> Group:
         cells = [*(word(one.plan, name) for name in names), *(_number(number, divisor) for number in numbers)]
         style = None if one.fits(memory) else "dim"
         table.add_row(*cells, seconds(one.seconds), one.outcome(memory), style=style)
-    lines: list[Any] = [f"{unit} of the rank that needs most, of {size(memory)}", table]
+    lines: list[Any] = [
+        f"Memory in {unit} of the rank with the largest peak; {size(memory)} per rank is available",
+        table,
+    ]
     if len(shown) < len(planned.estimates):
-        lines.append(f"{len(planned.estimates)} plans were considered, {len(fitting)} of them fit")
+        lines.append(f"{len(planned.estimates)} plans were considered, and {len(fitting)} of them fit")
     if "swap" in names:
         lines.append(
-            f"swap: the most memory, with up to {size(BEHIND_BYTES)} of activations that wait to be copied away"
+            f"swap: the largest peak, with up to {size(BEHIND_BYTES)} of activations that wait to be written"
         )
     return Group(*lines)
 
@@ -118,7 +121,7 @@ def checked(predicted: Estimate, seen: Sequence[dict[str, Any]]) -> tuple[Group,
     for name in ("predicted", *(f"rank {rank}" for rank in range(ranks))):
         table.add_column(name, justify="right")
     for name, (wanted, found) in rows.items():
-        table.add_row(name, _number(wanted, divisor), *(_number(value, divisor) for value in found))
+        table.add_row(name, *(_number(value, divisor, least=0) for value in (wanted, *found)))
     table.add_row("seconds", f"{predicted.seconds:.2f}", *(f"{one['seconds']:.2f}" for one in seen))
     errors = [predicted.peak / peak - 1 for peak in peaks]
     table.add_row("peak, difference", "", *(f"{100 * error:+.1f} %" for error in errors))
@@ -133,7 +136,11 @@ def _unit(most: float) -> tuple[int, str]:
     return (1 << 30, "GiB") if most >= 10 << 30 else (1 << 20, "MiB")
 
 
-def _number(count: float, divisor: int) -> str:
+def _number(count: float, divisor: int, least: float = 10) -> str:
+    """Format bytes in GiB or MiB; MiB below `least` have decimals."""
     if count == 0:
         return "-"
-    return f"{count / divisor:,.2f}" if divisor > 1 << 20 else f"{count / divisor:,.0f}"
+    number = count / divisor
+    if divisor == 1 << 20 and abs(number) >= least:
+        return f"{number:,.0f}"
+    return f"{number:,.2f}"

@@ -178,7 +178,7 @@ def _check_state(
     divided = _divided(config, ranks, fitting, usable)
     raise ConfigError(
         f"model.width={model.width} with model.layers={model.layers} has {short(model.parameters)} parameters, "
-        f"which need {size(need)} on {counted(ranks, 'rank')} ({parts}: {each[zero]:.3g} bytes per parameter), "
+        f"which need {size(need)} on {counted(ranks, 'rank')} ({parts}: {each[zero]:,.0f} bytes per parameter), "
         f"and {whose} {size(have)}; {divided}{_advice(model, each[zero], have)}"
     )
 

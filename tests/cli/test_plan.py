@@ -131,7 +131,7 @@ def test_every_choice_is_a_plan(tmp_path: Path) -> None:
         assert sorted({one[name] for one in found}) == values
     head = next(line.split() for line in result.output.splitlines() if line.startswith("zero"))
     assert head[:5] == ["zero", "recompute", "hybrid", "rounding", "swap"]
-    assert "the most memory, with up to 256.0 MiB of activations" in result.output
+    assert "the largest peak, with up to 256.0 MiB of activations" in result.output
 
 
 def test_what_excludes_each_other_is_no_plan() -> None:
@@ -153,7 +153,7 @@ def test_everything_is_tried_where_nothing_fits(monkeypatch: pytest.MonkeyPatch,
         "rounding": {"nearest", "stochastic"},
     }.items():
         assert {one[name] for one in found} == values
-    assert f"{len(found)} plans were considered, 0 of them fit" in result.output
+    assert f"{len(found)} plans were considered, and 0 of them fit" in result.output
 
 
 def test_what_is_predicted_is_measured(tmp_path: Path) -> None:
