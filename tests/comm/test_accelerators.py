@@ -28,7 +28,7 @@ from farandole.comm.fallback import TorchCore
         ([[["0"]], [["0"]]], False),  # the devices of two hosts
     ],
 )
-def test_fewer_devices_than_ranks_are_shared(hosts: list[list[list[str]]], shares: bool) -> None:
+def test_ranks_share_devices_if_a_host_has_fewer_devices_than_ranks(hosts: list[list[list[str]]], shares: bool) -> None:
     assert must_share(hosts) == shares
 
 
@@ -58,7 +58,7 @@ def _tensor(**fields: Any) -> Any:
     return SimpleNamespace(**values | fields)
 
 
-def test_staged_tensors_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_waits_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     awaited: list[Any] = []
     monkeypatch.setattr(accelerators, "wait_for_kernels", awaited.append)
     tensors = [_tensor(), torch.zeros(1)]
@@ -97,14 +97,14 @@ class RecordingGroup:
         return "received"
 
 
-def test_a_batch_of_device_messages_is_one_group_of_nccl() -> None:
+def test_a_batch_of_device_messages_is_coalesced() -> None:
     group: Any = RecordingGroup(coalesces=True)
     core = TorchCore(lambda: group, 0, 2, "nccl")
     assert core.post_batch([(True, _tensor(), 1, 0), (False, _tensor(), 1, 3)]) == ["work of the batch"]
     assert group.calls == ["start", ("send", 1, 0), ("recv", 1, 3), "end"]
 
 
-def test_other_groups_get_the_messages_one_by_one() -> None:
+def test_groups_without_coalescing_send_messages_one_by_one() -> None:
     group: Any = RecordingGroup(coalesces=False)
     core = TorchCore(lambda: group, 0, 2, "gloo")
     assert core.post_batch([(True, _tensor(), 1, 0), (False, _tensor(), 1, 3)]) == ["sent", "received"]
@@ -121,13 +121,13 @@ def test_torchs_function_posts_device_messages_together(monkeypatch: pytest.Monk
     assert posted == [[(True, send.tensor, 1, 7), (False, receive.tensor, 1, 7)]]
 
 
-def test_mistakes_in_a_batch_are_torchs() -> None:
+def test_errors_in_a_batch_come_from_torch() -> None:
     for mistake in ([], [3], None):
         with pytest.raises((ValueError, TypeError, IndexError)):
             dist.batch_isend_irecv(mistake)  # type: ignore[arg-type]
 
 
-def test_device_tensors_have_a_group_of_their_own() -> None:
+def test_device_tensors_use_a_separate_group() -> None:
     def made(kind: str) -> Any:
         return TorchCore(
             lambda: pytest.fail(f"the {kind} group was made"), 0, 2, kind, cpu_only=kind == "cpu"
@@ -162,7 +162,7 @@ def test_ranks_that_share_a_device_use_the_core(ranks: Any) -> None:
     assert ranks(2).run(_routes) == [[False, True, True, "farandole"]] * 2
 
 
-def test_cuda_tensors_without_nccl_are_explained() -> None:
+def test_cuda_tensors_without_nccl_raise_an_error() -> None:
     from datetime import timedelta
 
     from farandole.comm.fallback import has_nccl, torch_device_group

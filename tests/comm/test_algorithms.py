@@ -170,7 +170,7 @@ def test_reduce_scatter_and_all_gather_among_threads(size):
 
 
 @pytest.mark.parametrize("size", [3, 6])
-def test_halving_and_doubling_are_for_powers_of_two(size):
+def test_halving_and_doubling_require_a_power_of_two(size):
     with pytest.raises(
         ValueError, match=f"expected a power of 2 as the number of ranks, got {size}; try ring"
     ):
@@ -240,7 +240,7 @@ def counted_messages(size: int, steps_of: Callable[[Transport], Steps]) -> tuple
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("name", ALL_REDUCE)
-def test_costs_count_the_messages_and_bytes_that_are_sent(name, size):
+def test_costs_match_the_sent_messages_and_bytes(name, size):
     length = 8 * 9 * 5
     messages, elements = counted_messages(
         size, lambda t: ALL_REDUCE[name](t, torch.ones(length), COMBINE["sum"])
@@ -260,7 +260,7 @@ def test_costs_grow_with_the_size_and_with_the_ranks(name):
 
 
 @pytest.mark.parametrize("hosts", [4, 8, 16])
-def test_few_messages_win_when_small_and_few_bytes_when_large(hosts):
+def test_latency_decides_for_small_and_bandwidth_for_large_tensors(hosts):
     def fastest(size: int) -> str:
         return min(COSTS, key=lambda name: COSTS[name](hosts, size, 20e-6, 1e-9))
 
@@ -268,7 +268,7 @@ def test_few_messages_win_when_small_and_few_bytes_when_large(hosts):
     assert hosts == 4 or fastest(64 << 20) != "doubling"
 
 
-def test_ring_beats_rabenseifner_for_many_bytes_where_hosts_are_no_power_of_two():
+def test_ring_is_faster_than_rabenseifner_for_large_tensors_if_hosts_are_not_a_power_of_two():
     for hosts in (3, 5, 6, 7):
         assert ring.all_reduce_cost(hosts, 1 << 24, 20e-6, 1e-9) < rabenseifner.all_reduce_cost(
             hosts, 1 << 24, 20e-6, 1e-9

@@ -117,12 +117,12 @@ WRONG: dict[str, Callable[[Address], tuple]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_response_ends_the_connection(acceptor, wrong):
+def test_an_invalid_response_closes_the_connection(acceptor, wrong):
     with socket.create_connection(acceptor.address, timeout=3) as peer:
         assert respond(peer, *wrong(acceptor.address)) == b""
 
 
-def test_a_response_does_not_serve_a_second_connection(acceptor):
+def test_a_response_is_invalid_on_a_second_connection(acceptor):
     nonce = secrets.token_bytes(32)
     with socket.create_connection(acceptor.address, timeout=3) as first:
         challenge = CHALLENGE.unpack(receive(first, CHALLENGE.size))[1]
@@ -175,7 +175,7 @@ def connecting_to(server: socket.socket) -> Iterator[tuple[Process, list]]:
         process.close()
 
 
-def test_data_follow_a_right_confirmation_only(server):
+def test_data_are_sent_only_after_a_valid_confirmation(server):
     with connecting_to(server) as (_, outcomes):
         peer, _ = server.accept()
         with peer:
@@ -260,7 +260,7 @@ def join(rank: int, port: int, key: str | None, pipe: Connection) -> None:
     ],
     ids=["none", "equal", "different", "one", "short"],
 )  # fmt: skip
-def test_keys_of_the_environment(keys, message):
+def test_keys_from_the_environment(keys, message):
     store, pipes, processes = loopback_store(), [], []
     for rank, key in enumerate(keys):
         ours, theirs = CONTEXT.Pipe()
@@ -286,7 +286,7 @@ with farandole.init() as runtime:
 """
 
 
-def test_the_launcher_gives_a_new_key_to_all_ranks(tmp_path):
+def test_the_launcher_passes_a_new_key_to_all_ranks(tmp_path):
     Path(tmp_path, "show.py").write_text(SHOW)
     for ranks in (["-n", "2"], ["--hosts", "localhost:1,127.0.0.1:1"]):
         command = [sys.executable, "-m", "farandole", "launch", *ranks, "show.py"]

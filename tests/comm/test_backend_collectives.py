@@ -187,7 +187,7 @@ def check_async_collective_tensor(rank: int, size: int) -> None:
     assert (output == size).all()
 
 
-def test_results_of_functional_collectives_may_be_passed_on(ranks):
+def test_results_of_functional_collectives_are_accepted(ranks):
     ranks(2).run(check_async_collective_tensor)
 
 
@@ -244,7 +244,7 @@ def check_refusals(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def test_mistakes_are_refused_before_anyone_waits(ranks):
+def test_invalid_calls_fail_before_any_rank_waits(ranks):
     ranks(2).run(check_refusals)
 
 
@@ -276,7 +276,7 @@ def check_large(rank: int, size: int, count: int) -> None:
     assert tensor[-4:].tolist() == [3, 77, 77, 77]
 
 
-def test_tensors_over_two_gibibytes(ranks):
+def test_tensors_larger_than_two_gibibytes(ranks):
     if free_bytes() < 7 * 2**30:
         pytest.skip("less than 7 GiB of memory are free")
     ranks(2).run(check_large, 2**31 + 7, timeout_s=120)

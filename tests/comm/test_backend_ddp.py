@@ -226,7 +226,7 @@ def test_ddp(ranks, size, check):
 @pytest.mark.parametrize(
     "check", [check_no_sync, check_unused_parameters, check_sparse_gradients, check_zero, check_buffers]
 )
-def test_ddp_on_two(ranks, check):
+def test_ddp_on_two_ranks(ranks, check):
     ranks(2).run(check)
 
 

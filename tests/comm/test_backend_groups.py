@@ -199,10 +199,10 @@ def check_identity(rank: int, size: int) -> None:
     ],
 )
 @pytest.mark.parametrize("size", [2, 4])
-def test_among_all(ranks, size, check):
+def test_on_all_ranks(ranks, size, check):
     ranks(size).run(check)
 
 
 @pytest.mark.parametrize("check", [check_work_api, check_timeouts, check_identity])
-def test_between_two(ranks, check):
+def test_on_two_ranks(ranks, check):
     ranks(2).run(check)

@@ -162,12 +162,12 @@ def check_forked_workers(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("check", [check_nothing_leaks, check_several_hosts])
 @pytest.mark.parametrize("size", [2, 4])
-def test_among_all(ranks, size, check):
+def test_on_all_ranks(ranks, size, check):
     ranks(size).run(check)
 
 
 @pytest.mark.parametrize("check", [check_destroyed_group, check_forked_workers])
-def test_between_two(ranks, check):
+def test_on_two_ranks(ranks, check):
     ranks(2).run(check)
 
 

@@ -197,7 +197,7 @@ def check_pipeline_ring(rank: int, size: int) -> None:
     "check", [check_both_directions, check_receives_first, check_batch, check_any_source, check_pipeline_ring]
 )
 @pytest.mark.parametrize("size", [2, 4])
-def test_among_all(ranks, size, check):
+def test_on_all_ranks(ranks, size, check):
     ranks(size).run(check)
 
 
@@ -212,5 +212,5 @@ def test_among_all(ranks, size, check):
         check_wait_with_timeout,
     ],
 )
-def test_between_two(ranks, check):
+def test_on_two_ranks(ranks, check):
     ranks(2).run(check)

@@ -49,7 +49,7 @@ open(f"{sys.argv[1]}-{rank}.json", "w").write(json.dumps(report))
 """
 
 
-def test_a_script_that_never_imports_us(tmp_path):
+def test_a_script_that_does_not_import_the_package(tmp_path):
     """Eleven worlds one after another, at the one store that torchrun keeps, with nothing left of any."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -81,7 +81,7 @@ print(json.dumps(said))
 """
 
 
-def test_what_a_process_without_a_rank_is_told(tmp_path):
+def test_errors_in_a_process_without_a_rank(tmp_path):
     without = (
         "RANK",
         "WORLD_SIZE",
@@ -126,7 +126,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_thread_of_gloo_does_not_abort_the_end(tmp_path):
+def test_a_thread_of_gloo_does_not_abort_the_exit(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(GLOO_AT_EXIT)
     for _ in range(3):  # without a pause before the interpreter shuts down, most runs abort

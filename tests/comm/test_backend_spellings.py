@@ -202,7 +202,7 @@ def check_calls(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_call_and_spelling_gives_what_gloo_gives(ranks, size):
+def test_every_call_and_spelling_equals_gloo(ranks, size):
     ranks(size).run(check_calls)
 
 

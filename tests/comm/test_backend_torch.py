@@ -302,7 +302,7 @@ def check_pipelines(rank: int, size: int) -> None:
     ],
 )
 @pytest.mark.parametrize("size", [2, 4])
-def test_torch_on_top(ranks, size, check):
+def test_features_of_torch(ranks, size, check):
     ranks(size).run(check)
 
 

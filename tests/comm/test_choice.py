@@ -28,13 +28,13 @@ def made_up(hosts: range | list[int], name: str = "made up", scale: float = 1.0)
     return Link(name, times)
 
 
-def test_a_fit_finds_what_the_points_were_made_of():
+def test_a_fit_recovers_the_parameters_of_exact_points():
     found = made_up([2, 3, 4]).fit
     assert found.latency_s == pytest.approx(TRUE.latency_s)
     assert found.seconds_per_byte == pytest.approx(TRUE.seconds_per_byte)
 
 
-def test_a_fit_is_the_least_squares_of_numpy():
+def test_a_fit_equals_least_squares_of_numpy():
     numpy = pytest.importorskip("numpy")
     chance = random.Random(1)
     points = [
@@ -50,12 +50,12 @@ def test_a_fit_is_the_least_squares_of_numpy():
 
 
 @pytest.mark.parametrize("points", [[(2, 64, 1e-3)], [(2, 64, 1e-3), (2, 1 << 20, 1e-6)], [(2, 0, 1e-5)]])
-def test_a_fit_of_odd_points_is_not_negative(points):
+def test_a_fit_is_never_negative(points):
     found = fit([(COSTS["ring"], *point) for point in points])
     assert found.latency_s >= 0 and found.seconds_per_byte >= 0
 
 
-def test_between_measured_sizes_times_lie_on_a_line():
+def test_times_between_measured_sizes_are_interpolated_linearly():
     link = made_up([2])
     assert link.predict("ring", 2, 64) == link.seconds[2][64]["ring"]
     middle = link.predict("ring", 2, (64 + 256) // 2)
@@ -65,7 +65,7 @@ def test_between_measured_sizes_times_lie_on_a_line():
 
 @pytest.mark.parametrize("hosts", [2, 5, 8, 13])
 @pytest.mark.parametrize("size", [1, 4096, 1 << 22, 1 << 30])
-def test_what_was_not_measured_is_predicted_by_the_models(hosts, size):
+def test_unmeasured_hosts_are_predicted_by_the_models(hosts, size):
     link = made_up([2, 3, 4])
     if hosts == 2 and size < SIZES[0]:
         return
@@ -75,7 +75,7 @@ def test_what_was_not_measured_is_predicted_by_the_models(hosts, size):
     assert Table((link,)).best(hosts, size) == best
 
 
-def test_of_several_links_none_may_suffer_much():
+def test_the_best_algorithm_has_the_smallest_worst_case_slowdown():
     """By the first link alone "ring" would be best; on the second it takes ten times as long as "doubling"."""
     first = Link("first", {2: {64: {"ring": 1.0, "doubling": 1.2, "rabenseifner": 3.0}}})
     second = Link("second", {2: {64: {"ring": 10.0, "doubling": 1.0, "rabenseifner": 3.0}}})
@@ -83,14 +83,14 @@ def test_of_several_links_none_may_suffer_much():
     assert Table((first, second)).best(2, 64) == "doubling"
 
 
-def test_a_table_is_read_as_it_was_written(tmp_path):
+def test_a_table_survives_a_round_trip(tmp_path):
     table = Table((made_up([2, 3]), made_up([2], "other", 2.0)))
     path = tmp_path / "tuned.json"
     path.write_text(table.dump())
     assert Table.read(str(path)) == table
 
 
-def test_the_default_says_where_it_comes_from_and_chooses_at_every_size():
+def test_the_default_table_states_its_origin_and_covers_every_size():
     table = Table.default()
     for link in table.links:
         assert link.name and {"processor", "date", "messages", "hosts"} <= set(link.measured)
@@ -103,7 +103,7 @@ def test_the_default_says_where_it_comes_from_and_chooses_at_every_size():
             assert choice.all_reduce(hosts, 1 << power) in ALL_REDUCE
 
 
-def test_a_choice_is_the_same_between_powers_of_two():
+def test_a_choice_is_constant_between_powers_of_two():
     choice = Choice("auto", Table((made_up([2, 3, 4, 8]),)))
     for power in range(3, 25):
         low, high = 1 << power, (2 << power) - 1
@@ -140,7 +140,7 @@ def _changed(**change: object) -> str:
         (_changed(links=[{"name": "x", "seconds": {"two": {}}}]), "written by farandole tune"),
     ],
 )
-def test_what_is_no_table_is_refused(tmp_path, text, message):
+def test_invalid_tables_are_refused(tmp_path, text, message):
     path = tmp_path / "tuned.json"
     path.write_text(text)
     with pytest.raises(TableError, match=message) as refused:
@@ -148,12 +148,12 @@ def test_what_is_no_table_is_refused(tmp_path, text, message):
     assert str(path) in str(refused.value)
 
 
-def test_a_missing_table_is_refused():
+def test_a_missing_file_is_refused():
     with pytest.raises(ValueError, match="cannot read table='/no/such.json': No such file"):
         Options(table="/no/such.json")
 
 
-def test_a_table_is_of_no_use_with_an_algorithm():
+def test_a_table_together_with_an_algorithm_is_refused():
     with pytest.raises(ValueError, match="has no effect with algorithm='ring'"):
         Options(table="tuned.json", algorithm="ring")
 
@@ -166,7 +166,7 @@ def _by_table(rank: int, size: int, paths: list[str]) -> None:
     dist.destroy_process_group(group)
 
 
-def test_a_group_reduces_by_its_table(ranks, tmp_path):
+def test_a_group_chooses_algorithms_by_its_table(ranks, tmp_path):
     path = tmp_path / "tuned.json"
     path.write_text(Table((made_up([2, 3]),)).dump())
     ranks(3).run(_by_table, [str(path)] * 3)

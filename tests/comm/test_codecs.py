@@ -40,7 +40,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[VectorLevel]:
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_messages_say_what_torch_would(codec: Codec, size: int, level: VectorLevel) -> None:
+def test_encoding_equals_torch(codec: Codec, size: int, level: VectorLevel) -> None:
     torch.manual_seed(size)
     x, residual = torch.randn(size + 1)[1:] * 3, torch.randn(size)  # at an odd address
     y = x * 0.3 + residual
@@ -59,7 +59,7 @@ def test_messages_say_what_torch_would(codec: Codec, size: int, level: VectorLev
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_not_finite_arrives(codec: Codec, bad: float, level: VectorLevel) -> None:
+def test_infinities_and_nan_are_decoded_as_such(codec: Codec, bad: float, level: VectorLevel) -> None:
     x, residual, decoded = torch.ones(600), torch.full((600,), 0.25), torch.empty(600)
     x[300] = bad
     message = codec.encode(x, 1.0, residual, decoded)
@@ -84,14 +84,14 @@ def test_int8_of_very_small_and_large_values(value: float, level: VectorLevel) -
     assert value < 1e-35 or torch.allclose(decoded, x, rtol=1e-6, atol=0)
 
 
-def test_int8_of_what_has_no_scale() -> None:
+def test_int8_of_blocks_without_a_scale() -> None:
     decoded = torch.empty(10)
     CODECS[2].encode(torch.full((10,), 3e38), 1.0, torch.zeros(10), decoded)
     assert decoded.isnan().all()
 
 
 @pytest.mark.parametrize(("rows", "columns", "rank"), [(1, 1, 1), (40, 7, 3), (1000, 33, 4)])
-def test_the_products_of_low_rank(rows: int, columns: int, rank: int) -> None:
+def test_orthonormalization_and_outer_products(rows: int, columns: int, rank: int) -> None:
     torch.manual_seed(rows)
     core = native.library()
     p, q = torch.randn(rank, rows), torch.randn(rank, columns)

@@ -253,7 +253,7 @@ def check_special_floats(rank: int, size: int, dtype: torch.dtype, op: str) -> N
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_nan_and_infinity_go_through_as_in_torch(ranks: Borrow, size: int) -> None:
+def test_nan_and_infinity_are_reduced_as_in_torch(ranks: Borrow, size: int) -> None:
     for dtype in FLOATS:
         for op in ON_FLOATS:
             ranks(size).run(check_special_floats, dtype, op)
@@ -274,7 +274,7 @@ def check_many_in_a_row(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_calls_follow_each_other_under_oversubscription(ranks: Borrow, size: int) -> None:
+def test_consecutive_calls_under_oversubscription(ranks: Borrow, size: int) -> None:
     ranks(size).run(check_many_in_a_row)
 
 
@@ -285,7 +285,7 @@ def check_reduction_refused(rank: int, size: int) -> None:
         Communicator(dist.group.WORLD).all_reduce(torch.ones(3, dtype=torch.bool), "avg")
 
 
-def test_reductions_without_meaning_are_refused_before_any_rank_waits(ranks: Borrow) -> None:
+def test_unsupported_reductions_fail_before_any_rank_waits(ranks: Borrow) -> None:
     ranks(2).run(check_reduction_refused)
 
 

@@ -405,7 +405,7 @@ def test_on_every_implementation(ranks, size, check):
 
 @pytest.mark.parametrize("check", [check_messages, check_split, check_invalid])
 @pytest.mark.parametrize("size", [2, 4])
-def test_among_several(ranks, size, check):
+def test_on_several_ranks(ranks, size, check):
     ranks(size).run(check)
 
 

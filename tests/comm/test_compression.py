@@ -62,13 +62,13 @@ def results(rank: int, size: int, host_of: list[int], options: dict, seed: int) 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_arrives_is_near(ranks, layout):
+def test_results_are_close_to_the_exact_sum(ranks, layout):
     host_of = LAYOUTS[layout]
     ranks(len(host_of)).run(results, host_of, {}, list(LAYOUTS).index(layout))
 
 
 @pytest.mark.parametrize("options", [{"leaders": 1, "algorithm": "ring"}, {"transport": "gloo"}])
-def test_what_arrives_is_near_by_option(ranks, options):
+def test_results_are_close_to_the_exact_sum_with_every_option(ranks, options):
     ranks(4).run(results, LAYOUTS["2 x 2"], options, 9)
 
 
@@ -103,7 +103,7 @@ def nothing_is_lost(rank: int, size: int, host_of: list[int]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_nothing_is_lost_only_late(ranks, layout):
+def test_transmitted_values_plus_residuals_equal_the_input(ranks, layout):
     host_of = LAYOUTS[layout]
     ranks(len(host_of)).run(nothing_is_lost, host_of)
 
@@ -125,7 +125,7 @@ def spoiled(rank: int, size: int) -> None:
     dist.destroy_process_group(group)
 
 
-def test_what_is_not_finite_arrives_and_is_not_remembered(ranks):
+def test_infinities_and_nan_arrive_and_do_not_enter_the_residual(ranks):
     ranks(4).run(spoiled)
 
 
@@ -154,7 +154,7 @@ def low_rank(rank: int, size: int) -> None:
     dist.destroy_process_group(group)
 
 
-def test_matrices_of_low_rank_arrive_whole(ranks):
+def test_matrices_of_low_rank_are_reduced_exactly(ranks):
     ranks(4).run(low_rank)
 
 
@@ -207,7 +207,7 @@ def first_in_inference_mode(rank: int, size: int) -> None:
         assert values[-1] > 60
 
 
-def test_a_compressor_may_begin_in_inference_mode(ranks):
+def test_a_compressor_may_be_used_first_in_inference_mode(ranks):
     ranks(2).run(first_in_inference_mode)
 
 
@@ -245,7 +245,7 @@ def refusals(rank: int, size: int) -> None:
         dist.destroy_process_group(each)
 
 
-def test_what_cannot_be_compressed_is_refused(ranks):
+def test_unsupported_tensors_and_calls_are_refused(ranks):
     ranks(2).run(refusals)
 
 
@@ -262,7 +262,7 @@ def on_one_host(rank: int, size: int) -> str:
     return said.getvalue()
 
 
-def test_on_one_host_nothing_is_compressed_and_one_rank_says_so_once(ranks):
+def test_compression_on_one_host_has_no_effect_and_one_rank_warns_once(ranks):
     first, second = ranks(2).run(on_one_host)
     assert first.count("compression has no effect") == 1
     assert not second
@@ -302,6 +302,6 @@ def test_a_rank_that_is_killed_is_named_on_both_hosts():
         (lambda: PowerSGD().for_tensor(9, [(4, (2, 2)), (0, (2, 2))]), "expected parameters in order"),
     ],
 )
-def test_settings_that_make_no_sense(make, says):
+def test_invalid_settings_are_refused(make, says):
     with pytest.raises(ValueError, match=says):
         make()

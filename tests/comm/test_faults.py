@@ -42,7 +42,7 @@ def wait_for_the_dead(rank: int, size: int, tell: Callable, asynchronous: bool) 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
-def test_killed_before_it_arrives(size, asynchronous):
+def test_a_rank_killed_before_it_arrives(size, asynchronous):
     with Job(size, wait_for_the_dead, asynchronous) as job:
         job.hear(size - 1)
         time.sleep(0.2)
@@ -102,7 +102,7 @@ def loop(rank: int, size: int, tell: Callable, body: Callable) -> None:
     ],
 )
 @pytest.mark.parametrize("size", [2, 4])
-def test_killed_in_the_middle(size, body, calls):
+def test_a_rank_killed_during_a_call(size, body, calls):
     victim = size // 2
     with Job(size, loop, body) as job:
         job.hear(victim)
@@ -123,7 +123,7 @@ def send_on(turn: int, rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_stopped_while_a_message_is_copied(victim):
+def test_a_rank_stopped_while_it_copies_a_message(victim):
     with Job(2, loop, send_on, timeout_s=1) as job:
         job.hear(victim)
         time.sleep(0.113)
@@ -145,7 +145,7 @@ def train_with_ddp(rank: int, size: int, tell: Callable) -> None:
         parallel(torch.ones(4, 300)).sum().backward()
 
 
-def test_killed_while_others_are_in_the_backward_pass_of_ddp():
+def test_a_rank_killed_during_the_backward_pass_of_ddp():
     with Job(3, train_with_ddp) as job:
         job.hear(1)
         time.sleep(0.3)
@@ -187,7 +187,7 @@ def end_early(rank: int, size: int, tell: Callable, how: str) -> str | None:
         ("_exit", "RankDied", r"died \(killed or crashed\) after barrier\(\)"),
     ],
 )
-def test_ends_while_others_wait(how, kind, saying):
+def test_a_rank_that_ends_while_others_wait(how, kind, saying):
     with Job(3, end_early, how) as job:
         since = job.hear(0)
         survivors_of(job, 0, since, kind, saying, r"was waiting for it in (recv\(3|all_gather\(6) x float32")
@@ -195,7 +195,7 @@ def test_ends_while_others_wait(how, kind, saying):
             assert job.exit_code(0) == 3
 
 
-def test_an_uncaught_exception_is_told_to_the_others_and_nothing_is_left(tmp_path):
+def test_an_uncaught_exception_is_reported_and_leaves_no_resources(tmp_path):
     before = left_behind()
     # threads are in works, messages and callbacks of all kinds when the interpreter shuts down
     body = """
@@ -222,7 +222,7 @@ dist.broadcast(torch.ones(2), 1)
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
 
 
-def test_the_others_learn_by_which_exception_a_rank_ended(tmp_path):
+def test_the_error_names_the_exception_of_the_ended_rank(tmp_path):
     body = """
 if dist.get_rank() == 1:
     raise ValueError("the data are bad")

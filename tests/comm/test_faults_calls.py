@@ -82,7 +82,7 @@ def link(descriptor: str) -> str:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_call_something_else_are_named(ranks, size):
+def test_ranks_with_a_different_call_are_named(ranks, size):
     ranks(size).run(check_disagreements)
 
 
@@ -104,7 +104,7 @@ def check_messages_disagree(rank: int, size: int) -> None:
         dist.destroy_process_group(group)
 
 
-def test_messages_of_another_size_are_refused(ranks):
+def test_messages_of_a_wrong_size_are_refused(ranks):
     ranks(2).run(check_messages_disagree)
 
 
@@ -161,7 +161,7 @@ def meet_alone(rank: int, size: int, tell: Callable) -> None:
         time.sleep(2.5)
 
 
-def test_a_rank_that_does_not_come_to_make_a_group_is_named():
+def test_a_rank_missing_at_group_creation_is_named():
     with Job(2, meet_alone) as job:
         end = job.end(0)
         assert (

@@ -139,7 +139,7 @@ class TestNamespaces:
                 job.end(r).trace for r in range(4)
             ]
 
-    def test_a_link_that_goes_down_is_named(self):
+    def test_a_lost_link_is_named(self):
         with two_hosts() as hosts, Job(2, die, "amid", hosts=[0, 1], namespaces=hosts, timeout_s=10) as job:
             job.hear(1)
             time.sleep(0.5)
@@ -209,7 +209,7 @@ def meet_intruders(rank: int, size: int, tell: Callable) -> float:
     return tensor.unique().item()
 
 
-def test_intruders_are_not_let_in():
+def test_unauthenticated_connections_are_closed():
     with Job(2, meet_intruders, hosts=[0, 1]) as job:
         ends = [job.end(rank) for rank in (0, 1)]
     assert [end.text for end in ends] == ["3.0", "3.0"], [end.trace for end in ends]
@@ -227,7 +227,7 @@ def wait_for_anybody(rank: int, size: int, tell: Callable) -> None:
 
 
 @pytest.mark.parametrize("layout", [[0, 0, 0], [0, 0, 1], [0, 1, 1]])
-def test_a_receive_from_anybody_notices_a_killed_rank(layout):
+def test_a_receive_from_any_rank_detects_a_killed_rank(layout):
     with Job(3, wait_for_anybody, hosts=layout) as job:
         job.hear(2)
         time.sleep(0.3)

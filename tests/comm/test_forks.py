@@ -77,7 +77,7 @@ def check_child_calls(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def test_a_child_has_no_groups(ranks):
+def test_a_forked_child_cannot_use_groups(ranks):
     ranks(2).run(check_child_calls, timeout_s=120)
 
 
@@ -110,7 +110,7 @@ def check_new_worlds(rank: int, size: int) -> None:
         dist.barrier()
 
 
-def test_children_make_a_world_of_their_own(ranks):
+def test_forked_children_can_create_their_own_world(ranks):
     ranks(2).run(check_new_worlds, timeout_s=120)
 
 

@@ -202,7 +202,7 @@ def name_algorithms(rank: int, size: int) -> None:
             hierarchical_group([0, 0, 1, 1], rank, transport="nccl")
 
 
-def test_the_algorithm_can_be_chosen_and_is_visible(ranks):
+def test_the_algorithm_can_be_selected_and_queried(ranks):
     ranks(4).run(name_algorithms)
 
 

@@ -152,7 +152,7 @@ def check_overlaps(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_memory_that_overlaps(ranks, size):
+def test_overlapping_memory(ranks, size):
     ranks(size).run(check_overlaps)
 
 
@@ -210,7 +210,7 @@ def different_waits(rank: int, size: int, tell: object) -> None:
     dist.barrier(group=group)
 
 
-def test_a_rank_reads_its_own_call_too():
+def test_the_error_contains_the_call_of_this_rank():
     with Job(2, different_waits) as job:
         waiting, late = job.end(0), job.end(1)
     assert waiting.kind == late.kind == "RankLate"

@@ -35,7 +35,7 @@ def test_the_core_uses_the_extensions_of_this_processor() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("level", list(VectorLevel))
-def test_level(ranks: Callable[[int], Ranks], size: int, level: VectorLevel) -> None:
+def test_every_vector_level_equals_plain_code(ranks: Callable[[int], Ranks], size: int, level: VectorLevel) -> None:
     if level > native.vector_level():
         pytest.skip(f"this processor has no {level.name}")
     ranks(size).run(check_at_level, int(level))
@@ -53,14 +53,14 @@ def every_half(rank: int, size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_16_bit_float_survives(ranks: Callable[[int], Ranks], dtype: torch.dtype) -> None:
+def test_every_16_bit_float_survives_a_round_trip(ranks: Callable[[int], Ranks], dtype: torch.dtype) -> None:
     ranks(2).run(every_half, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("level", list(VectorLevel))
-def test_pairs_of_random_bits_round_as_torch(dtype: torch.dtype, op: str, level: VectorLevel) -> None:
+def test_sums_of_random_bits_round_as_in_torch(dtype: torch.dtype, op: str, level: VectorLevel) -> None:
     """Subnormal numbers, infinities and NaN included; lengths that leave a rest after the last vector."""
     if level > native.vector_level():
         pytest.skip(f"this processor has no {level.name}")

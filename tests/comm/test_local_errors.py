@@ -42,7 +42,7 @@ def fail_once(rank: int, size: int, tell: Callable, operation: str) -> None:
 
 @pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "all_to_all"])
 @pytest.mark.parametrize("layout", [[0, 1], [0, 0, 1, 1]])
-def test_other_hosts_are_told_of_a_local_error(layout, operation):
+def test_a_local_error_is_reported_on_other_hosts(layout, operation):
     with Job(len(layout), fail_once, operation, hosts=layout) as job:
         for rank in range(len(layout)):
             end = job.end(rank)
@@ -99,7 +99,7 @@ def drop_work(rank: int, size: int, tell: Callable, how: str) -> None:
 @pytest.mark.parametrize(
     "how", ["all_reduce", "asynchronous", "list", "persistent", "waited for", "asked", "kept"]
 )
-def test_an_error_that_nobody_waits_for_is_raised_at_the_next_call(how):
+def test_an_unreported_error_is_raised_at_the_next_call(how):
     with Job(2, drop_work, how) as job:
         for rank in (0, 1):
             end = job.end(rank)

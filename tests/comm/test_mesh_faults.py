@@ -73,7 +73,7 @@ def test_fifty_killed_ranks(first):
 @pytest.mark.slow
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("seed", range(10))
-def test_a_link_that_is_cut_is_named(seed):
+def test_a_cut_link_is_named(seed):
     pause = random.Random(seed).uniform(0, 1.5)
     with (
         two_hosts() as hosts,

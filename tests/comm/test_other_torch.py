@@ -21,7 +21,7 @@ PROGRAMS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["2.11.0", "2.14.0", "2.15.0"])
-def test_programs_of_users_on(version: str, tmp_path: Path) -> None:
+def test_user_programs_on(version: str, tmp_path: Path) -> None:
     """Downloads gigabytes: the wheels of these versions come with the libraries of CUDA."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("needs a clone of the repository")

@@ -63,5 +63,5 @@ def check_handler(rank: int, size: int, shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["direct", "general", "persistent", "work"])
-def test_a_handler_is_told_that_its_group_is_busy(ranks, shape):
+def test_a_call_in_a_signal_handler_of_a_busy_group_fails(ranks, shape):
     ranks(2).run(check_handler, shape)

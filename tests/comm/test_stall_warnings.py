@@ -54,7 +54,7 @@ def send_in_a_cycle(rank: int, size: int, tell: Callable) -> None:
             tell([line for line in file if line.startswith("farandole: ")])
 
 
-def test_sends_that_wait_for_each_other_are_named():
+def test_a_cycle_of_sends_is_named():
     with Job(3, send_in_a_cycle, timeout_s=7) as job:
         said = [job.hear(rank) for rank in range(3)]
         assert {job.end(rank).kind for rank in range(3)} == {"RankLate"}
@@ -81,7 +81,7 @@ def receive_late(rank: int, size: int, tell: Callable) -> None:
         tell([line for line in file if line.startswith("farandole: ")])
 
 
-def test_a_message_that_does_not_come_is_named_after_five_seconds():
+def test_a_late_message_is_named_after_five_seconds():
     with Job(2, receive_late) as job:
         assert job.hear(0) == []
         (line,) = job.hear(1)

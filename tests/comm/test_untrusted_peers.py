@@ -98,7 +98,7 @@ def floats(*values: float) -> bytes:
     return struct.pack(f"<{len(values)}f", *values)
 
 
-def test_a_good_frame_arrives(listener: Listener) -> None:
+def test_a_valid_frame_arrives(listener: Listener) -> None:
     listener.say(EAGER, 8, payload=floats(1, 2))
     assert listener.receive(2) == (Status.OK, [1.0, 2.0])
 
@@ -120,7 +120,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
-def test_a_bad_frame_ends_the_connection(listener: Listener, bad: Callable[[Listener], None]) -> None:
+def test_an_invalid_frame_closes_the_connection(listener: Listener, bad: Callable[[Listener], None]) -> None:
     """A frame that another one cannot follow: the receive that waits fails, at once."""
     listener.say(EAGER, 8, tag=1, payload=floats(3, 4))
     bad(listener)
@@ -143,7 +143,7 @@ IGNORED = {
 
 
 @pytest.mark.parametrize("odd", IGNORED.values(), ids=IGNORED.keys())
-def test_a_frame_for_others_is_ignored(listener: Listener, odd: Callable[[Listener], None]) -> None:
+def test_a_frame_for_another_recipient_is_ignored(listener: Listener, odd: Callable[[Listener], None]) -> None:
     odd(listener)
     listener.say(EAGER, 8, payload=floats(5, 6))
     assert listener.receive(2) == (Status.OK, [5.0, 6.0])
@@ -239,7 +239,7 @@ def refuse_pickles() -> None:
 
 
 @pytest.mark.parametrize("hosts", [None, [0, 1]])
-def test_nothing_from_a_store_is_unpickled(hosts):
+def test_no_data_from_a_store_are_unpickled(hosts):
     with Job(2, make_groups_without_pickle, hosts=hosts, before=refuse_pickles) as job:
         for rank in (0, 1):
             assert job.end(rank).text == "'2.0'", job.end(rank).trace

@@ -23,14 +23,14 @@ def test_compiles_without_a_warning(compiler: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_exports_the_interface_and_nothing_else() -> None:
+def test_exports_only_the_interface() -> None:
     if shutil.which("nm") is None or (path := native._path()) is None:
         pytest.skip("needs nm and the compiled core")
     listed = subprocess.run(["nm", "-D", "--defined-only", path], capture_output=True, text=True, check=True)
     assert {line.split()[-1] for line in listed.stdout.splitlines()} == set(native._SIGNATURES)
 
 
-def test_needs_nothing_but_the_c_library() -> None:
+def test_depends_only_on_the_c_library() -> None:
     """No torch, no MPI and no Python headers."""
     allowed = {path.name for path in Path(native.__file__).parent.iterdir()}
     for path in [*SOURCES, *Path(native.__file__).parent.glob("*.h")]:

@@ -59,7 +59,7 @@ end(core.frd_message_wait(group, receive(second), 5.0, 0) & 0xff != Status.OK)
 
 
 @pytest.mark.parametrize("program", [SEND, RECEIVE], ids=["send", "receive"])
-def test_given_up_half_way(program: str, tmp_path) -> None:
+def test_a_message_cancelled_during_its_transfer_breaks_the_group(program: str, tmp_path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", START + program, str(tmp_path)],
         capture_output=True,

@@ -98,24 +98,24 @@ dist.all_reduce(torch.ones(1))
 """
 
 
-def test_a_script_that_never_imports_us(tmp_path):
+def test_a_script_that_does_not_import_the_package(tmp_path):
     code, out, errors = run_script(tmp_path, 2, NEVER_IMPORTS_US)
     assert code == 0 and out.count("done") == 2, errors
 
 
-def test_the_name_of_torchs_own_backend(tmp_path):
+def test_the_backend_name_mpi(tmp_path):
     code, out, errors = run_script(tmp_path, 2, TORCHS_OWN_NAME)
     assert code == 0 and out.count("done") == 2, errors
 
 
-def test_alone_without_mpiexec(tmp_path):
+def test_one_process_without_mpiexec(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(ENDS.format(body="dist.barrier(); assert dist.get_world_size() == 1"))
     status, err = alone(str(script))
     assert status == 0, err
 
 
-def test_another_launcher_is_named_with_the_remedy(tmp_path):
+def test_a_wrong_launcher_is_named_with_the_remedy(tmp_path):
     """torchrun starts two processes, and in each MPI knows of one."""
     script = tmp_path / "script.py"
     script.write_text(ENDS.format(body=""))
@@ -167,7 +167,7 @@ dist.init_process_group("farandole-mpi")
         ("one thread", "MPI initialised for one thread.*mpi4py.rc.thread_level = 'serialized'"),
     ],
 )
-def test_what_is_missing_is_said(tmp_path, case, words):
+def test_errors_name_missing_requirements(tmp_path, case, words):
     script = tmp_path / "script.py"
     script.write_text(PROBLEMS)
     status, err = alone(str(script), case)
@@ -175,7 +175,7 @@ def test_what_is_missing_is_said(tmp_path, case, words):
 
 
 @pytest.mark.parametrize("how", ["killed", "raises"])
-def test_a_rank_that_ends_badly_ends_the_job(tmp_path, how):
+def test_a_failed_rank_ends_the_job(tmp_path, how):
     body = "if rank == 1 and 'raises' == '{how}': raise KeyError('my fault')\ndist.all_reduce(torch.ones(3))"
     if how == "killed":
         body = "if rank == 1: time.sleep(60)\ndist.all_reduce(torch.ones(3))"
@@ -199,7 +199,7 @@ def test_a_rank_that_ends_badly_ends_the_job(tmp_path, how):
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
 
 
-def test_different_calls_are_compared_where_torch_is_asked_to(tmp_path):
+def test_calls_are_compared_in_debug_mode_detail(tmp_path):
     body = """
 try:
     dist.all_reduce(torch.ones(3 + rank)) if rank == 0 else dist.broadcast(torch.ones(7), 0)
@@ -280,7 +280,7 @@ time.sleep(2)  # mpirun ends the other ranks when one has ended
 
 
 @needs_mpi
-def test_a_waiting_rank_says_for_whom_it_waits(tmp_path):
+def test_a_waiting_rank_names_the_late_ranks(tmp_path):
     _, out, errors = run_script(tmp_path, 3, STALLED, timeout_s=90)
     first, *meanwhile, last = [line for line in errors.splitlines() if " waits in " in line]
     process = r"\(process \d+\)"
