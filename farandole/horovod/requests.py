@@ -81,7 +81,7 @@ class Request:
         self._done.acquire()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Called once by the engine."""
+        """Complete the request; called once, by the engine."""
         self.error = error
         self._done.release()
 
@@ -145,12 +145,12 @@ def disagreement(name: str, signatures: Sequence[Signature | None], ranks: Seque
 
 
 def _one(kind: str) -> str:
-    """A kind of operation with its article."""
+    """Return the name of an operation with its article."""
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def _show(value: Any) -> str:
-    """Shapes as lists, types as torch writes them; the one of a single tensor without its tuple."""
+    """Format shapes as lists and types as in PyTorch; the shape of a single tensor without its tuple."""
     if isinstance(value, torch.Size):
         return str(list(value))
     if isinstance(value, tuple):

@@ -32,7 +32,7 @@ class Settings:
 
     @staticmethod
     def read(environ: Mapping[str, str]) -> Settings:
-        """From the variables; ValueError where one is not a number or out of range."""
+        """Read the settings from environment variables; raise ValueError for a value that is not a number or out of range."""
         disabled = _flag(environ, "HOROVOD_STALL_CHECK_DISABLE")
         return Settings(
             cycle_time_s=_number(environ, "HOROVOD_CYCLE_TIME", 1.0) / 1000,
@@ -46,7 +46,7 @@ class Settings:
 
 
 def unsupported(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for every variable that is set and has no effect here."""
+    """Return a sentence for every variable that is set and has no effect here."""
     return [
         f"{name}={environ[name]} has no effect: {instead}"
         for name, instead in UNSUPPORTED.items()

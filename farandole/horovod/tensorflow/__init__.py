@@ -70,7 +70,7 @@ from farandole.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
 
 
 def __getattr__(name: str) -> NoReturn:
-    """AttributeError, which says what there is instead of what Horovod has more."""
+    """Raise AttributeError for names of Horovod that are not supported, with the alternative."""
     if name == "elastic":
         raise AttributeError(
             "horovod.tensorflow.elastic is not there; elastic training is: horovod.torch.elastic"

@@ -56,7 +56,7 @@ _BFLOAT16 = tf.bfloat16.as_numpy_dtype  # a type that numpy has from an extensio
 
 
 def check_type(dtype: tf.DType, name: str | None) -> None:
-    """ValueError where tensors of a type cannot be communicated."""
+    """Raise ValueError for a type of tensor that cannot be communicated."""
     if dtype not in SUPPORTED:
         given = "" if name is None else f" {name}"
         raise ValueError(
@@ -66,7 +66,7 @@ def check_type(dtype: tf.DType, name: str | None) -> None:
 
 
 def from_eager(tensor: tf.Tensor) -> torch.Tensor:
-    """A torch tensor in the memory of an eager tensor; one on another device is copied to the host."""
+    """Return a torch tensor in the memory of an eager tensor; a tensor on another device is copied to the host."""
     if "CPU" not in tensor.device:
         with tf.device("/cpu:0"):
             tensor = tf.identity(tensor)
@@ -86,7 +86,7 @@ def to_eager(tensor: torch.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def from_numpy(array: Any) -> torch.Tensor:
-    """A torch tensor in the memory of an array that TensorFlow has handed out (a scalar is copied)."""
+    """Return a torch tensor in the memory of an array of TensorFlow; a scalar is copied."""
     array = np.asarray(array)
     if array.dtype == _BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -127,7 +127,7 @@ class _Order:
         self._written: tf.Variable | None = None
 
     def write(self) -> tf.Operation:
-        """A write, in the graph that is being traced."""
+        """Add a write to the graph that is being traced."""
         if self._written is None:
             with tf.init_scope(), tf.device("/cpu:0"):
                 self._written = tf.Variable(False, trainable=False, name="horovod_order")

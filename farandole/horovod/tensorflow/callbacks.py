@@ -124,7 +124,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                 )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Note the epoch."""
+        """Store the number of the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:

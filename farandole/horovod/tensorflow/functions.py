@@ -72,7 +72,7 @@ def broadcast_(
 
 
 def broadcast_global_variables(root_rank: int) -> NoReturn:
-    """RuntimeError, as TensorFlow 2 has no global variables; `broadcast_variables` takes a list of them."""
+    """Raise RuntimeError, because TensorFlow 2 has no global variables; use `broadcast_variables` with a list."""
     raise RuntimeError(
         "hvd.broadcast_global_variables() does not support eager execution. Please use "
         f"`hvd.broadcast_variables(<model/optimizer variables>, root_rank={root_rank})` instead."

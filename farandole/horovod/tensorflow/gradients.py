@@ -70,7 +70,7 @@ class GradientReducer:
         self._local.add(_key(variable))
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients of all ranks; None stays None.  All ranks have None in the same places."""
+        """Return the reduced gradients; None remains None, and must have the same positions on all ranks."""
         size = self._process_set.size()
         if size == 1 or not self._process_set.included():
             return list(gradients)
@@ -106,7 +106,7 @@ class GradientReducer:
         return reduced
 
     def _name(self, gradients: Sequence[Any], dense: Sequence[int]) -> str:
-        """One that is the same in every step, and differs between models in most programs."""
+        """Return a name that is the same in every step, and in most programs different for each model."""
         if not tf.executing_eagerly():
             return name_in_graph(self.name, None) or self.name
         return f"{self.name}.{len(dense)}.{sum(gradients[index].shape.num_elements() for index in dense)}"
@@ -139,7 +139,7 @@ class GradientReducer:
             reduced[index] = self._compression.decompress(one, ctx)
 
     def _grouped(self, dense: list[int], variables: Sequence[Any]) -> list[list[int]]:
-        """The numbers of the dense gradients, by group."""
+        """Return the indices of the dense gradients by group."""
         if self._groups is None:
             return [dense] if dense else []
         if isinstance(self._groups, int):
@@ -153,7 +153,7 @@ class GradientReducer:
 
 
 def _check_groups(groups: Groups) -> int | list[list[int]] | None:
-    """The groups, with variables by their keys."""
+    """Return the groups as lists of the keys of variables."""
     if groups is None:
         return None
     if isinstance(groups, bool) or not isinstance(groups, (int, list, tuple)) or groups == 0:
@@ -170,7 +170,7 @@ def _check_groups(groups: Groups) -> int | list[list[int]] | None:
 
 
 def _key(variable: Any) -> int:
-    """The identity of a variable, the same for Keras' and the one of TensorFlow in it."""
+    """Return the identity of a variable, which is equal for a Keras variable and its TensorFlow variable."""
     return id(variable.value if isinstance(variable, keras.Variable) else variable)
 
 
@@ -192,7 +192,7 @@ class _DistributedGradientTape(tf.GradientTape):
         self._reducer.register_local(source)
 
     def gradient(self, target: Any, sources: Any, *arguments: Any, **keywords: Any) -> Any:
-        """As the wrapped tape's, reduced over the ranks; in the structure of `sources`."""
+        """Return the gradients of the wrapped tape, reduced over the ranks, in the structure of `sources`."""
         gradients = super().gradient(target, sources, *arguments, **keywords)
         flat = self._reducer(_flat(gradients), _flat(sources))
         return tf.nest.pack_sequence_as(sources, flat) if tf.nest.is_nested(sources) else flat[0]
@@ -253,7 +253,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's spelling
     local_layers: keras.layers.Layer | list[keras.layers.Layer] | None = None,
     **keywords: Any,
 ) -> Any:
-    """`DistributedGradientTape` but for some layers, whose gradients are left to each rank.
+    """Return a `DistributedGradientTape` that does not reduce the gradients of some layers.
 
     local_layers: a layer or several; the other arguments are those of `DistributedGradientTape`.
     """
@@ -265,7 +265,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's spelling
 
 
 def layers_of(local_layers: Any) -> list[keras.layers.Layer]:
-    """A layer or several, as a list."""
+    """Return one or several layers as a list."""
     layers = [] if local_layers is None else local_layers
     layers = list(layers) if isinstance(layers, (list, tuple)) else [layers]
     for layer in layers:

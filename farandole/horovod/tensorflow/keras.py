@@ -26,7 +26,7 @@ def load_model(
     custom_objects: Mapping[str, Any] | None = None,
     compression: type[Compressor] = _tensorflow.Compression.none,
 ) -> Any:
-    """A model saved by Keras, whose optimizer is distributed; it goes on from the state that it had.
+    """Load a model saved by Keras with a distributed optimizer that has the saved state.
 
     custom_optimizers: classes of optimizers that Keras does not know; custom_objects: other such classes by name.
     """

@@ -28,7 +28,7 @@ Gradient = Callable[..., Any]
 
 
 def as_tensors(values: Any, kind: str, name: str | None) -> list[tf.Tensor]:
-    """The tensors of a grouped operation; ValueError if there are none, or their types are not communicated."""
+    """Check the tensors of a grouped operation; raise ValueError if there are none, or if a type is not supported."""
     if not isinstance(values, (list, tuple)) or not values:
         raise ValueError(f"grouped_{kind} takes a list of at least one tensor, not {values!r}")
     tensors = [tf.convert_to_tensor(value) for value in values]
@@ -38,12 +38,12 @@ def as_tensors(values: Any, kind: str, name: str | None) -> list[tf.Tensor]:
 
 
 def like(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
-    """Of the types and shapes of tensors."""
+    """Return a hash of the types and shapes of tensors."""
     return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def any_rows(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
-    """Of their shapes but for the first dimension."""
+    """Return a hash of the shapes of tensors without the first dimension."""
     for tensor in tensors:
         if tensor.shape.rank == 0:
             raise ValueError(
@@ -63,7 +63,7 @@ def gradient_name(name: str | None) -> str | None:
 def differentiable(
     function: Callable[..., list[tf.Tensor]], gradient: Gradient, inputs: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Outputs of a function of tensors, with `gradient` from the gradients of the outputs to those of the inputs."""
+    """Return the outputs of a function of tensors, whose gradients `gradient` computes from those of the outputs."""
 
     @tf.custom_gradient
     def forward(*tensors: tf.Tensor) -> Any:
@@ -74,7 +74,7 @@ def differentiable(
 
 
 def on_host(device: str) -> None:
-    """ValueError for a device on which operations would not run: they run where torch's tensors are, on the host."""
+    """Raise ValueError for a device other than the host, where all operations run."""
     if device and "cpu" not in device.lower():
         raise ValueError(f"device {device!r} is not supported: operations run on the host; leave it out")
 
@@ -325,7 +325,7 @@ def _resolved(op: int | None, average: bool | None) -> int:
 def gather_slices(
     slices: Sequence[tf.IndexedSlices], op: int, name: str | None, process_set: ProcessSet
 ) -> list[tf.IndexedSlices]:
-    """The slices of all ranks, one after the other, divided by the number of ranks for op=Average."""
+    """Return the slices of all ranks in rank order, divided by the number of ranks if op=Average."""
     if op not in (Sum, Average):
         raise ValueError(
             "tf.IndexedSlices are combined with op=Average or op=Sum; others need dense tensors (sparse_as_dense=True)"

@@ -39,7 +39,7 @@ class _Accumulation:
         return tf.equal(self._done, self._passes)
 
     def take(self) -> list[tf.Tensor | None]:
-        """The sums (or averages), which begin again."""
+        """Return the sums or averages, and reset them."""
         self._done.assign(0)
         taken = [None if total is None else total * tf.cast(self._scale, total.dtype) for total in self._sums]
         for total in self._sums:
@@ -116,7 +116,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's spelling
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A copy of a Keras 3 optimizer that steps with the gradients of all ranks; an instance of its class.
+    """Return a copy of a Keras 3 optimizer, of a subclass of its class, that steps with the reduced gradients.
 
     It is saved as the plain optimizer, which `hvd.load_model` wraps again.  Gradients are reduced before they are
     clipped.  `model.compile` with it needs jit_compile=False where there is a GPU.
@@ -160,7 +160,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's spelling
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's spelling
     optimizer: keras.optimizers.Optimizer, *arguments: Any, local_layers: Any = None, **keywords: Any
 ) -> Any:
-    """`DistributedOptimizer` but for some layers, whose gradients are left to each rank.
+    """Return a `DistributedOptimizer` that does not reduce the gradients of some layers.
 
     local_layers: a layer or several, built; the other arguments are those of `DistributedOptimizer`.
     """
@@ -189,7 +189,7 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _copied(optimizer: Any, kind: type, name: str | None) -> Any:
-    """An instance of another class with the optimizer's options, and its state if it has one."""
+    """Return an instance of another class with the options of the optimizer, and its state if it has one."""
     config = optimizer.get_config()
     schedule = getattr(optimizer, "_learning_rate", None)
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):

@@ -28,7 +28,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         super().__init__(**arguments)
 
     def get_config(self) -> dict[str, Any]:
-        """The options of the layer."""
+        """Return the options of the layer."""
         config: dict[str, Any] = super().get_config()
         del config["synchronized"]
         return config

@@ -21,7 +21,7 @@ def _make_subgraph(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cache(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Remember the result for each list of arguments, apart for eager mode and for graphs."""
+    """Cache the results of a function by its arguments, separately for eager mode and for graphs."""
     results: dict[tuple[Any, ...], Any] = {}
 
     @functools.wraps(function)

@@ -179,7 +179,7 @@ class TorchState(ObjectState):
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function of an elastic state, so that it continues from the last commit when the world has changed."""
+    """Decorate a function of an elastic state, so that it continues from the last commit after the job has changed."""
     return run_with(function, reset=horovod.reform, begin=horovod.prepare_to_reform)
 
 

@@ -286,7 +286,7 @@ def _grouped(
 
 
 def wrapped(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
-    """An instance of a new class, `mixin` before the optimizer's own, that shares the optimizer's parameters and state.
+    """Return an instance of a new class, with `mixin` before the optimizer's class, that shares parameters and state.
 
     A scheduler that was made for the optimizer before goes on changing the options of both.
     """

@@ -42,7 +42,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected {self.num_features} channels in dimension 1, got {list(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize; in training with the statistics of all ranks, which must all call it."""
+        """Normalize `input`, in training with the statistics of all ranks; a collective call in training."""
         self._check_input_dim(input)
         alone = self._process_set.size() == 1
         if alone or not (self.training or self.running_mean is None):
