@@ -110,7 +110,7 @@ class Bucket:
     # ---- the path of a gradient ----
 
     def in_the_way(self) -> list[Bucket]:
-        """The buckets whose reductions under way must end before `accumulate` gets memory."""
+        """Return the buckets whose reductions in progress must end before `accumulate` gets memory."""
         if self._pool is None or self._buffer is not None:
             return []
         return self._pool.in_the_way(self._place)
@@ -132,7 +132,7 @@ class Bucket:
         self.received[index] = True
 
     def is_complete(self, index: int) -> bool:
-        """Note that parameter `index` expects no further gradient in this pass; return whether that holds for all."""
+        """Mark that parameter `index` gets no further gradient in this pass; return whether this holds for all parameters."""
         self._waiting.discard(index)
         self.ready = not self._waiting
         return self.ready
@@ -164,7 +164,7 @@ class Bucket:
         return self.shards is not None and self._replicas is not None
 
     def advance(self) -> None:
-        """Go on with the reduction over replicas, if it comes next."""
+        """Continue with the reduction over replicas, if it is the next step."""
         if not self._replicas_next or not self.in_flight:
             return
         self._wait_for_work()
@@ -231,7 +231,7 @@ class Bucket:
 
     @contextmanager
     def in_memory(self, device: torch.device | None = None) -> Iterator[Tensor]:
-        """Within it the result is in memory: of its device, or of `device` where it is offloaded and can be read there."""
+        """Return a context with the result in memory, on its device or, if it is offloaded, on `device`."""
         if self._in_record:
             yield self._read(device or self._device)
         else:
@@ -281,7 +281,7 @@ class Bucket:
     # ---- steps and passes ----
 
     def begin_pass(self) -> None:
-        """Expect a gradient of every parameter."""
+        """Start to expect a gradient of every parameter."""
         self._waiting = set(range(len(self.parameters)))
         self.ready = not self._waiting
 
@@ -299,7 +299,7 @@ class Bucket:
         self.begin_pass()
 
     def resume(self) -> None:
-        """Have further passes add to the result."""
+        """Make further backward passes add to the result."""
         if self._pool is not None:
             return  # each pass is reduced, and then added
         if self._weight is not None:
@@ -315,19 +315,19 @@ class Bucket:
         self.received = [True] * len(self.parameters)
 
     def gradient_view(self, index: int) -> Tensor:
-        """The gradient of a parameter in the buffer that stays, as its `.grad`."""
+        """Return the gradient of a parameter in the persistent buffer, for its `.grad`."""
         self._reduced = self._acquire()
         return self._gradient_view(index)
 
     def own_gradients(self) -> tuple[Tensor, dict[int, Tensor]]:
-        """The buffer before the reduction, and in it the gradients of this rank, by parameter; the rest is undefined."""
+        """Return the buffer before the reduction, and this rank's gradients in it by parameter; other elements are undefined."""
         whole = self._acquire()
         return whole, {index: view for index, view in enumerate(self._views) if self.received[index]}
 
     # ---- memory ----
 
     def _gradient_view(self, index: int) -> Tensor:
-        """A gradient in the buffer: another tensor than the view that is used here, as Module.to() changes its data."""
+        """Return a gradient in the buffer, as a separate tensor from the internal view, because Module.to() changes its data."""
         view, shown = self._views[index], self._shown[index]
         if shown.data_ptr() != view.data_ptr() or shown.dtype != view.dtype:
             shown = self._shown[index] = view.detach()
@@ -414,14 +414,14 @@ class BufferPool:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def in_the_way(self, number: int) -> list[Bucket]:
-        """The buckets whose reductions end before bucket `number` gets memory, if they are under way."""
+        """Return the buckets whose reductions in progress must end before bucket `number` gets memory."""
         if self.zero_copy:
             return self._zero_copies[: len(self._zero_copies) + 1 - DEPTH]
         user = self._users[number % DEPTH]
         return [] if user is None else [user]
 
     def count(self, bucket: Bucket) -> None:
-        """Bucket `bucket` uses memory of autograd's."""
+        """Mark that bucket `bucket` uses memory of autograd."""
         self._zero_copies.append(bucket)
 
     def acquire(self, bucket: Bucket, number: int) -> Tensor:
@@ -435,7 +435,7 @@ class BufferPool:
             return torch.empty(self._lengths[number], dtype=self._dtype, device=self._device)
 
     def release(self, bucket: Bucket, number: int) -> None:
-        """Bucket `bucket` no longer uses its buffer."""
+        """Mark that bucket `bucket` has released its buffer."""
         if self.zero_copy:
             self._zero_copies.remove(bucket)
         elif self._users[number % DEPTH] is bucket:

@@ -124,7 +124,7 @@ def _number(bucket: BucketPlan, rank: int, zero: int) -> int:
 
 
 def _pools(plans: Sequence[BucketPlan], groups: Groups) -> list[tuple[BufferPool, int]]:
-    """The pool of each bucket, and its number there: a pool for each type, device, way to be filled, and set of ranks."""
+    """Return the pool of each bucket with its number in the pool; buckets with equal type, device, filling and ranks share one."""
     kinds: dict[tuple[torch.dtype, torch.device, Filling, tuple[int, ...]], list[int]] = {}
     for number, plan in enumerate(plans):
         kind = (plan.master_dtype, plan.device, plan.filling, plan.ranks.shards)
@@ -138,7 +138,7 @@ def _pools(plans: Sequence[BucketPlan], groups: Groups) -> list[tuple[BufferPool
 
 
 def _gatherer(model: nn.Module, plan: ShardingPlan, groups: Groups, built: Built) -> Gatherer:
-    """Gathers over communicators of their own, so that a call on them does not wait for reductions of gradients."""
+    """Gather over separate communicators, so that gathers do not wait for reductions of gradients."""
     gathered: list[list[GatheredWeights]] = [[] for _ in range(plan.groups)]
     copies: dict[tuple[int, ...], Communicator] = {}
     for each in built.weights:

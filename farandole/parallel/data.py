@@ -41,16 +41,16 @@ class StepEvents(Protocol):
     """Receives the events of a step."""
 
     def begin_step(self) -> None:
-        """Gradients of the step before are gone."""
+        """Handle that the gradients of the previous step were cleared."""
 
     def begin_pass(self) -> None:
-        """A backward pass has begun; an exception ends it."""
+        """Handle the start of a backward pass; an exception ends the pass."""
 
     def before_reduction(self, number: int) -> None:
-        """The gradients of bucket `number` are complete on this rank."""
+        """Handle that the gradients of bucket `number` are complete on this rank."""
 
     def end_step(self) -> None:
-        """The gradients are the averages of the step."""
+        """Handle that the gradients are the averages of the step."""
 
 
 @dataclass
@@ -133,7 +133,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See `Engine.no_sync`."""
+        """Accumulate gradients without reducing them; see `Engine.no_sync`."""
         self._accumulating = True
         try:
             yield
@@ -141,7 +141,7 @@ class GradientReducer:
             self._accumulating = False
 
     def synchronize(self) -> None:
-        """See `Engine.synchronize`."""
+        """Complete the gradients of the step; see `Engine.synchronize`."""
         if not self.reduced:
             self.end_pass(last=True)
 
@@ -264,7 +264,7 @@ class GradientReducer:
                 shards.resume(used)
 
     def _passed(self) -> None:
-        """Autograd has ended a backward pass."""
+        """Handle the end of a backward pass."""
         if self._reduces:
             self.end_pass(last=not self._accumulating)
         self._in_pass = False
@@ -299,7 +299,7 @@ class GradientReducer:
         self._events.before_reduction(number)
 
     def _without_gradients(self) -> None:
-        """A backward pass has ended in which no parameter of this rank got a gradient: other ranks may have some."""
+        """Handle a backward pass in which no parameter of this rank got a gradient, whereas other ranks may have gradients."""
         if not self._in_pass:
             self._begin_or_resume()
             self.end_pass(last=not self._accumulating)
@@ -327,7 +327,7 @@ class GradientReducer:
 
 
 def has_engine(parameter: Tensor) -> bool:
-    """Whether a `GradientReducer` reduces the gradients of `parameter`."""
+    """Return whether a `GradientReducer` reduces the gradients of `parameter`."""
     hooks = parameter._post_accumulate_grad_hooks or {}  # private: torch has no other way to list them
     names = [getattr(hook, "__qualname__", "") for hook in hooks.values()]
     return any(name.startswith(GradientReducer.__qualname__) for name in names)

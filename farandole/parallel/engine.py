@@ -414,7 +414,7 @@ class Engine:
             self._reducer.buffers.average()
 
     def all_gather_parameters(self, *, frozen: bool = False) -> None:
-        """Have all ranks compute with the updated shards, of frozen parameters too if they were changed.  Optimizers do it themselves."""
+        """Make all ranks compute with the updated shards, with `frozen` also those of frozen parameters; optimizers call this."""
         self._release_gathered()
         changed = [each for each in self._weights if frozen or each.trained]
         with torch.no_grad():
@@ -429,12 +429,12 @@ class Engine:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Within it each rank can compute with the model by itself.  It begins and ends on all ranks together."""
+        """Return a context in which each rank can compute with the model alone; all ranks enter and leave it together."""
         with self._gatherer.whole() if self._gatherer is not None else nullcontext():
             yield
 
     def edit_parameters(self) -> AbstractContextManager[None]:
-        """Within it, under `torch.no_grad()`, all ranks may change the model's parameters in place, alike.
+        """Return a context in which all ranks may change parameters in place in the same way, under `torch.no_grad()`.
 
         The parameters are whole, and the optimizer goes on from the new values.  Each rank needs memory for all of them.
 
@@ -540,7 +540,7 @@ class Engine:
         safetensors_files.load_weights(self, Path(path).expanduser())
 
     def remember_parameters(self) -> None:
-        """The parameters have been changed together with the master weights."""
+        """Record that the parameters and the master weights were changed together."""
         self._whole.remember()
 
     def _wait_for_save(self) -> None:
@@ -559,7 +559,7 @@ class Engine:
         }
 
     def restore_metadata(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `metadata` returned."""
+        """Restore the state that `metadata` returned."""
         scaler = saved["scaler"]
         was_enabled = scaler.get("enabled", scaler["scale"] != 1)  # earlier versions did not say
         if self.scaler.enabled and was_enabled:
@@ -610,7 +610,7 @@ class Engine:
                 bucket.scale(factor)
 
     def clip(self, max_norm: float) -> float:
-        """Shrink the gradients so that their global norm is at most `max_norm`; return what it was."""
+        """Clip the global norm of the gradients to `max_norm`; return the norm before clipping."""
         norm = self.gradient_norm()
         if norm > max_norm:
             self.scale_gradients(max_norm / norm)
@@ -627,7 +627,7 @@ class Engine:
             shards.clear_gradients()
 
     def _gradient_norms(self, order: float) -> Iterator[tuple[str, Tensor, int]]:
-        """(name of the parameter, norm of this rank's part of its gradient, the number of ranks that have the same part)."""
+        """Yield the name of each parameter, the norm of this rank's part of its gradient, and the number of ranks with this part."""
         for shards in self.shards_of_buckets:
             plan = shards.bucket.plan
             for index, norm in shards.norms(order):
@@ -645,7 +645,7 @@ class Engine:
         }
 
     def load_compression(self, state: Mapping[str, Tensor]) -> None:
-        """Remember what this rank did when `state` was saved."""
+        """Restore the residuals of this rank from `state`."""
         for number, bucket in enumerate(self.buckets):
             if bucket.compressor is not None:
                 own = f"{number}."
@@ -654,7 +654,7 @@ class Engine:
                 )
 
     def rescale(self, factor: float) -> None:
-        """Gradients are from now on `factor` times as large, as the loss is: so is what compression remembers."""
+        """Multiply the residuals of compression by `factor`, after a change of the loss scale."""
         for bucket in self.buckets:
             if bucket.compressor is not None:
                 bucket.compressor.scale_residuals(factor)
@@ -701,7 +701,7 @@ def _part_of(weights: FlatWeights, part: slice) -> Tensor:
 
 
 def _gathers(model: nn.Module, shards: Communicator | None) -> bool:
-    """Whether ranks that divide weights have to gather them, as they do not share memory."""
+    """Return whether ranks that divide weights must gather them, because they do not share memory."""
     return shards is not None and not all(shards.shares_memory(p.device) for p in model.parameters())
 
 

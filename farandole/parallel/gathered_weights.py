@@ -160,7 +160,7 @@ class GatheredWeights(FlatWeights):
     def in_memory(
         self, *, write: bool = False, blank: bool = False, device: torch.device | None = None
     ) -> Iterator[None]:
-        """See `FlatWeights.in_memory`."""
+        """Return a context in which the weights are in memory; see `FlatWeights.in_memory`."""
         if self._stored is None or self.shard is not self._nowhere:
             yield
             return
@@ -174,24 +174,24 @@ class GatheredWeights(FlatWeights):
             self.shard = self._nowhere
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in the gathered memory."""
+        """Return whether `tensor` is in the gathered memory."""
         whole = self._whole
         return whole is not None and whole.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
     def use_weights(self) -> None:
-        """Have the parameters be placeholders."""
+        """Replace the parameters by placeholders."""
         self._whole, self.is_whole = None, False
         self._set(self._placeholders)
 
     def use_masters(self) -> None:
-        """Have the parameters be copies of the master weights, whole.  All ranks call it."""
+        """Make the parameters unsharded copies of the master weights; a collective call."""
         self.release()
         with self.in_memory():
             master = self.master if self.has_master_copy else None
             self._set(self._gathered(self.shard if master is None else master))
 
     def is_in_place(self, index: int) -> bool:
-        """Whether parameter `index` is a placeholder, or gathered."""
+        """Return whether parameter `index` is a placeholder or gathered."""
         return self.is_whole or is_same_memory(self.parameters[index], self._placeholders[index])
 
     def set_values(self, index: int, values: Tensor) -> None:
@@ -235,7 +235,7 @@ class _SavedOutside:
 
 
 def _enclosing_hooks() -> _Hooks | None:
-    """The hooks for saved tensors that are in force, as those of `torch.utils.checkpoint`."""
+    """Return the active hooks for saved tensors, such as those of `torch.utils.checkpoint`."""
     hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
 
@@ -311,7 +311,7 @@ class Gatherer:
         self._begin_pass("backward")
 
     def reduce(self, number: int) -> None:
-        """Bucket `number` has all its gradients: reduce it when its turn comes."""
+        """Reduce bucket `number`, whose gradients are complete, when its turn in the order comes."""
         if self._order.negotiates:
             self._order.request(len(self._groups) + number)
         else:
@@ -345,7 +345,7 @@ class Gatherer:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Within it all weights are whole, so that a rank may compute with the model by itself.  All ranks enter and leave it."""
+        """Return a context with unsharded weights, in which a rank may compute alone; all ranks enter and leave it together."""
         self.release()
         for weights in (weights for group in self._groups for weights in group):
             weights.gather_async()
@@ -364,13 +364,13 @@ class Gatherer:
         self.release()
 
     def keep_others(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        """Have these hooks keep other tensors than weights: of nested hooks autograd calls the innermost only, which are here."""
+        """Pack tensors other than weights with other hooks, because autograd calls only the innermost hooks."""
         self._keep, self._fetch = pack, unpack
 
     # ---- one group ----
 
     def _need(self, group: int) -> None:
-        """Have a group whole, and start to gather the one that comes next."""
+        """Gather a group, and start to gather the next one."""
         if self._whole_contexts or not self._groups[group]:
             return
         self._begin_pass("backward" if torch._C._current_graph_task_id() != -1 else "forward")
@@ -385,13 +385,13 @@ class Gatherer:
         self._release_old()
 
     def _is_ready(self, item: int) -> bool:
-        """Whether to launch an item before it is requested: the next group, and complete gradients."""
+        """Return whether to launch an item before it is requested: the next group, or complete gradients."""
         if item < len(self._groups):
             return not self._ahead and len(self._unused) < CAPACITY - 1  # the current group is whole, too
         return self._buckets[item - len(self._groups)].ready
 
     def _left(self) -> list[int]:
-        """The reductions of gradients that were not yet reduced in this pass."""
+        """Return the gradients that have not been reduced in this pass."""
         return [
             len(self._groups) + number
             for number, bucket in enumerate(self._buckets)
@@ -410,7 +410,7 @@ class Gatherer:
             Variable._execution_engine.queue_callback(self._passed)
 
     def _passed(self) -> None:
-        """Autograd has ended a backward pass, which the reducer of gradients ends if it has seen any."""
+        """Handle the end of a backward pass; the reducer of gradients ends it if it has seen gradients."""
         if self._order.kind == "backward":
             self.without_gradients()
 

@@ -50,7 +50,7 @@ class GlobalMean:
         """The count of the last step; None before the first one."""
 
     def forward_backward(self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any]) -> StepLoss:
-        """See `Engine.forward_backward`."""
+        """Run forward and backward passes over micro-batches; see `Engine.forward_backward`."""
         engine, mine = self._engine, list(batches)
         passes = self._most(len(mine))
         sums, counts = [], []
@@ -74,7 +74,7 @@ class GlobalMean:
         return step
 
     def evaluate(self, batches: Iterable[Any], metric: Loss, inputs: Callable[[Any], Any]) -> float:
-        """See `Engine.evaluate`."""
+        """Evaluate over micro-batches; see `Engine.evaluate`."""
         engine, mine = self._engine, list(batches)
         modes = [(module, module.training) for module in engine.model.modules()]
         engine.model.eval()
@@ -92,7 +92,7 @@ class GlobalMean:
         return self._mean(sums, counts).loss
 
     def _most(self, mine: int) -> int:
-        """The largest number of micro-batches of a rank."""
+        """Return the largest number of micro-batches of any rank."""
         if self._comm.size == 1:
             return mine
         number = torch.tensor(mine)
@@ -102,7 +102,7 @@ class GlobalMean:
     def _run(
         self, batches: Sequence[Any], number: int, loss: Loss, inputs: Callable[[Any], Any]
     ) -> tuple[Tensor | None, Tensor | float]:
-        """The sum and count of a micro-batch; (None, 0) if there is none of this number, and other ranks compute theirs."""
+        """Return the sum and the count of a micro-batch; (None, 0) if this rank has fewer micro-batches."""
         if number >= len(batches):
             self._engine.join_forward()
             return None, 0.0
@@ -119,7 +119,7 @@ class GlobalMean:
         return total.float() if total.dtype in (torch.float16, torch.bfloat16) else total, count
 
     def _estimate(self, count: Tensor | float, passes: int) -> float:
-        """The count of the first step, if all micro-batches were like the first ones."""
+        """Return the count of the first step, assuming that all micro-batches are like the first ones."""
         expected = torch.as_tensor(count).detach().double().cpu().reshape(1) * self._counts
         if self._comm.size > 1:
             self._comm.all_reduce(expected, "sum")

@@ -35,7 +35,7 @@ each module that has such parameters or buffers.  What is shared with an earlier
 
 
 def is_deferred(model: nn.Module) -> bool:
-    """Whether parameters of `model` are on the meta device."""
+    """Return whether parameters of `model` are on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
@@ -118,7 +118,7 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
 
 @contextmanager
 def _in_memory(parameters: Sequence[nn.Parameter], types: Mapping[int, torch.dtype]) -> Iterator[None]:
-    """Within it, `parameters` have memory of their own, in the types that they had."""
+    """Return a context in which `parameters` have separate memory, in their original types."""
     places = [parameter.data for parameter in parameters]
     for parameter, place in zip(parameters, places, strict=True):
         with memory_tag("weights", [parameter]):
@@ -146,7 +146,7 @@ def broadcast_parameters(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Lay
 
 
 def _stored(tensor: Tensor) -> list[Tensor]:
-    """The tensors in which the values lie: `tensor` itself, or those of which a quantized one consists."""
+    """Return the tensors that store the values: `tensor` itself, or the parts of a quantized tensor."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

@@ -108,7 +108,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from where `state` was saved."""
+        """Restore the state that was saved in `state`."""
         self.scale = float(state["scale"])
         self.good_steps, self.steps = int(state["good_steps"]), int(state["steps"])
         self.skipped, self.stuck = int(state["skipped"]), 0
@@ -183,7 +183,7 @@ class ScaledSteps:
             self.watch.check(number)
 
     def end_step(self) -> None:
-        """Unscale the averages."""
+        """Divide the averages by the loss scale."""
         if self.scaler.enabled:
             self._engine.scale_all(1 / self.scaler.scale)
             self._unscaled = True
@@ -210,7 +210,7 @@ class ScaledSteps:
         return not self.scaler.enabled or self.norm is None or math.isfinite(self.norm)
 
     def decide(self) -> None:
-        """Decide whether the step is skipped; once, however many optimizers there are.  All ranks call it."""
+        """Decide once per step, for all optimizers, whether the step is skipped; a collective call."""
         if self._decided or not self.scaler.enabled:
             return
         self._decided = True

@@ -47,7 +47,7 @@ def check_gradients(model: nn.Module, trained: Collection[int]) -> None:
 
 
 def _overlapping(named: dict[str, nn.Parameter]) -> tuple[str, str] | None:
-    """The names of two parameters with common memory, if there are any."""
+    """Return the names of two parameters that share memory, or None."""
     extents = sorted(
         (str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, name)
         for name, p in named.items()
@@ -60,6 +60,6 @@ def _overlapping(named: dict[str, nn.Parameter]) -> tuple[str, str] | None:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill consecutive memory, in any order."""
+    """Return whether the elements fill consecutive memory, in any order."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return last + 1 == tensor.numel()

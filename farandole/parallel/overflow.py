@@ -114,7 +114,7 @@ class GradientWatch:
         return replace(found, output=outputs.describe(table[:, -2:].tolist(), found.rank))
 
     def _kinds_here(self) -> list[int]:
-        """The kind of every gradient of this rank, in the order of the model."""
+        """Return the kind of every gradient of this rank, in the order of the model."""
         for places, norms in self._norms:
             for place, norm in zip(places, norms.cpu(), strict=True):
                 self._note(place, kind_of(norm))
@@ -122,7 +122,7 @@ class GradientWatch:
         return [self._kinds.get(place, 0) for place in range(len(self.names))]
 
     def _kinds_averaged(self) -> list[int]:
-        """The kind of every averaged gradient, in this rank's part of it."""
+        """Return the kind of every averaged gradient in this rank's part."""
         kinds = [0] * len(self.names)
         for places, shards in zip(self._places, self._shards, strict=True):
             for index, gradient in shards.set():

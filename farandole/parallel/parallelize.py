@@ -133,7 +133,7 @@ def _swap(model: nn.Module, plan: Plan) -> Swap:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """The device on which the model computes; for a deferred model the default device."""
+    """Return the device on which the model computes; for a model on the meta device the default device."""
     devices = [tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     return devices[0] if devices else torch.get_default_device()
 
@@ -155,7 +155,7 @@ def _recompute(model: nn.Module, plan: Plan, example: Any, loss: Callable[[Any],
 
 
 def _common_seed(comm: Communicator) -> int:
-    """The seed of torch on rank 0."""
+    """Return the seed of torch on rank 0."""
     seed = torch.tensor(torch.initial_seed() % 2**63)
     if comm.size > 1:
         comm.broadcast(seed)

@@ -25,7 +25,7 @@ _AMD = ("gfx94", "gfx95", "gfx12")
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating tensor in it as `dtype`: in tuples, lists and dictionaries, at any depth."""
+    """Return `value` with all floating-point tensors converted to `dtype`, in tuples, lists and dictionaries of any depth."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -51,7 +51,7 @@ def check_float8(device: torch.device) -> None:
 
 
 def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
-    """Have the linear layers inside `model` multiply 8-bit floats; returns their names.
+    """Make the linear layers in `model` multiply 8-bit floats; return their names.
 
     Layers with a size that is no multiple of 16 stay as they are, and so do subclasses of `nn.Linear`, which compute something of
     their own.  With `emulate` values are rounded to 8 bits and multiplied as they were: on any device, and slowly.

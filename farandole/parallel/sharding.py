@@ -62,7 +62,7 @@ class ReductionRanks:
         return len(self.replicas) * len(self.copies) // len(self.column)
 
     def number(self, rank: int) -> int:
-        """The number of the shard of `rank`."""
+        """Return the number of the shard of `rank`."""
         return self.shards.index(rank)
 
 
@@ -253,7 +253,7 @@ def _ranks(mesh: Mesh, reduction: Reduction, rank: int, zero: int) -> ReductionR
 
 @functools.lru_cache(maxsize=1024)
 def _divided(mesh: Mesh, column: tuple[int, ...], zero: int) -> list[tuple[int, ...]]:
-    """The parts of a column of ranks each of which divides the sum."""
+    """Return the parts of the ranks in one column, which divide the sum."""
     parts: dict[tuple[object, ...], list[int]] = {}
     for each in column:
         cells = mesh.of_rank(each)
@@ -287,19 +287,19 @@ def fill(
 
 
 def master_type(parameter: torch.Tensor) -> torch.dtype:
-    """The type of a parameter's master weights: the type in which the model was made, and fp32 at least."""
+    """Return the type of a parameter's master weights: the type in which the model was created, at least fp32."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _of_statistics(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of layers such as BatchNorm, which compute with statistics in fp32, and take such parameters only."""
+    """Return the parameters of layers such as BatchNorm, which require fp32 parameters."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
             yield from module.parameters(recurse=False)
 
 
 def _is_frozen(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is not trained, and an ordinary tensor of numbers: neither integers nor quantized."""
+    """Return whether a parameter is frozen and an ordinary floating-point tensor, neither integer nor quantized."""
     plain = parameter.is_floating_point() and type(parameter.data) is torch.Tensor
     return not parameter.requires_grad and plain
 
@@ -353,7 +353,7 @@ class FlatLayout:
         return self.length != sum(self.counts)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The tensors, as parts of a buffer."""
+        """Return the tensors as parts of a buffer."""
         if self._strides is not None:
             offset = int(buffer.storage_offset())
             return [
@@ -373,11 +373,11 @@ class FlatLayout:
                 buffer[end:start].zero_()
 
     def shard(self, buffer: Tensor, number: int) -> Tensor:
-        """Shard `number` of a buffer."""
+        """Return shard `number` of a buffer."""
         return buffer[number * self.shard_length : (number + 1) * self.shard_length]
 
     def ranges(self, number: int) -> list[FlatRange]:
-        """The parts of tensors in shard `number`, in order; empty tensors have none."""
+        """Return the parts of tensors in shard `number` in order; empty tensors have no part."""
         low, high = number * self.shard_length, (number + 1) * self.shard_length
         found = []
         for index, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):

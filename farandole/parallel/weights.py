@@ -71,15 +71,15 @@ class FlatWeights(ABC):
 
     @abstractmethod
     def use_weights(self) -> None:
-        """Have the parameters be what the model computes with."""
+        """Make the parameters the tensors with which the model computes."""
 
     @abstractmethod
     def use_masters(self) -> None:
-        """Have the parameters be copies of the master weights, whole.  All ranks call it."""
+        """Make the parameters unsharded copies of the master weights; a collective call."""
 
     @abstractmethod
     def is_in_place(self, index: int) -> bool:
-        """Whether parameter `index` is where the engine has put it."""
+        """Return whether parameter `index` has the memory that the engine assigned to it."""
 
     def check_in_place(self) -> None:
         """Raise RuntimeError if a parameter is not where the engine has put it."""
@@ -126,7 +126,7 @@ class FlatWeights(ABC):
             parameter.data = tensor
 
     def _gathered(self, shard: Tensor) -> list[Tensor]:
-        """New tensors with the values of all ranks' shards."""
+        """Return new tensors with the values of all ranks' shards."""
         whole = shard.new_empty(self._layout.length)
         if self.comm is None:
             whole.copy_(shard)
@@ -135,7 +135,7 @@ class FlatWeights(ABC):
         return self._layout.views(whole)
 
     def _master_shard(self) -> Tensor:
-        """A copy of the rank's shard, from parameters that have not been moved, in the type of master weights."""
+        """Return a copy of the rank's shard in the type of the master weights, from parameters with their original memory."""
         shard = torch.zeros(self._layout.shard_length, dtype=self.plan.master_dtype, device=self.plan.device)
         for part in self._layout.ranges(self.number):
             values = self.parameters[part.index].detach().reshape(-1)
@@ -143,7 +143,7 @@ class FlatWeights(ABC):
         return shard
 
     def _first_master(self, masters: Masters, copy: Tensor) -> Tensor:
-        """The master weights, of which `copy` has the values."""
+        """Return the master weights, with the values of `copy`."""
         if masters == "none":
             return nowhere(copy.numel(), copy.dtype, copy.device)
         if masters == "offloaded" and is_accelerator(copy.device):
@@ -200,18 +200,18 @@ class WholeWeights(FlatWeights):
         return torch.empty(length, dtype=dtype, device=self.plan.device)
 
     def use_weights(self) -> None:
-        """Have the parameters be views of the buffer."""
+        """Make the parameters views of the buffer."""
         self._set(self._views)
 
     def use_masters(self) -> None:
-        """Have the parameters be copies of the master weights, whole.  All ranks call it."""
+        """Make the parameters unsharded copies of the master weights; a collective call."""
         if self.has_master_copy and self.master is not None:
             self._set(self._gathered(self.master))
         else:
             self._set(self._layout.views(self._buffer.clone()))
 
     def is_in_place(self, index: int) -> bool:
-        """Whether parameter `index` lies in the buffer."""
+        """Return whether parameter `index` is in the buffer."""
         return is_same_memory(self.parameters[index], self._views[index])
 
     def set_values(self, index: int, values: Tensor) -> None:
@@ -249,5 +249,5 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def is_same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape are views of the same memory."""
+    """Return whether two tensors of the same shape are views of the same memory."""
     return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.device == b.device

@@ -35,7 +35,7 @@ class WholeParameters:
         comm: Communicator,
         is_whole: Callable[[], bool],
     ) -> None:
-        """`is_whole()` returns whether gathered weights are whole now."""
+        """Create it; `is_whole()` returns whether gathered weights are unsharded."""
         self._model, self._weights, self._comm = model, list(weights), comm
         self._is_whole = is_whole
         self._gathers = any(isinstance(weight, GatheredWeights) for weight in weights)
@@ -67,7 +67,7 @@ class WholeParameters:
     # ---- changes outside of the engine's calls ----
 
     def remember(self) -> None:
-        """The parameters are as they should be."""
+        """Record the current versions of the parameters as unchanged."""
         self._versions = [[p._version for p in weight.parameters] for weight in self._weights]
 
     def check(self) -> None:
@@ -83,12 +83,12 @@ class WholeParameters:
     # ---- changes that are announced ----
 
     def masters_are_elsewhere(self) -> None:
-        """The masters have been offloaded: they cannot be changed through the parameters."""
+        """Record that master weights are offloaded, so that parameters cannot be changed."""
         self._masters_elsewhere = True
 
     @contextmanager
     def masters(self) -> Iterator[None]:
-        """Within it parameters are whole, in the type of the masters, in memory of their own.  All ranks call it."""
+        """Return a context with unsharded parameters in the type of the master weights, in separate memory; a collective call."""
         if self._editing:
             raise RuntimeError("edit_parameters() within edit_parameters(), or while a state is loaded")
         self._editing = True
@@ -104,7 +104,7 @@ class WholeParameters:
 
     @contextmanager
     def edit(self) -> Iterator[None]:
-        """Within it all ranks may change the parameters in place, alike; masters have the new values at its end."""
+        """Return a context in which all ranks may change the parameters in place in the same way; master weights get the values."""
         if self._masters_elsewhere and self._weights:
             raise RuntimeError(
                 "the master weights are offloaded, and cannot be changed through the parameters: load values before "
@@ -123,7 +123,7 @@ class WholeParameters:
         self.remember()
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's state with whole parameters, in the type of the masters, in memory of its own.  All ranks call it."""
+        """Return the model's state with unsharded parameters in the type of the master weights, as copies; a collective call."""
         with self.masters():
             state = self._model.state_dict()
             return {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}

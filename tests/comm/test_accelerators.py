@@ -28,7 +28,9 @@ from farandole.comm.fallback import TorchCore
         ([[["0"]], [["0"]]], False),  # the devices of two hosts
     ],
 )
-def test_ranks_share_devices_if_a_host_has_fewer_devices_than_ranks(hosts: list[list[list[str]]], shares: bool) -> None:
+def test_ranks_share_devices_if_a_host_has_fewer_devices_than_ranks(
+    hosts: list[list[list[str]]], shares: bool
+) -> None:
     assert must_share(hosts) == shares
 
 

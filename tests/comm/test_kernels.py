@@ -35,7 +35,9 @@ def test_the_core_uses_the_extensions_of_this_processor() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("level", list(VectorLevel))
-def test_every_vector_level_equals_plain_code(ranks: Callable[[int], Ranks], size: int, level: VectorLevel) -> None:
+def test_every_vector_level_equals_plain_code(
+    ranks: Callable[[int], Ranks], size: int, level: VectorLevel
+) -> None:
     if level > native.vector_level():
         pytest.skip(f"this processor has no {level.name}")
     ranks(size).run(check_at_level, int(level))

@@ -143,7 +143,9 @@ IGNORED = {
 
 
 @pytest.mark.parametrize("odd", IGNORED.values(), ids=IGNORED.keys())
-def test_a_frame_for_another_recipient_is_ignored(listener: Listener, odd: Callable[[Listener], None]) -> None:
+def test_a_frame_for_another_recipient_is_ignored(
+    listener: Listener, odd: Callable[[Listener], None]
+) -> None:
     odd(listener)
     listener.say(EAGER, 8, payload=floats(5, 6))
     assert listener.receive(2) == (Status.OK, [5.0, 6.0])

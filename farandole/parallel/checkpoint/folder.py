@@ -134,7 +134,7 @@ def save(
     *,
     background: bool,
 ) -> PendingSave:
-    """See `Engine.save`."""
+    """Save the engine to a folder; see `Engine.save`."""
     comm, text, state = engine.comm, "", State()
     failure: OSError | str = ""
     try:
@@ -170,7 +170,7 @@ def _copy(value: Tensor | Range) -> Tensor | Range:
 
 
 def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """See `Engine.load`.  `metadata` replaces the file that folders of an earlier version do not have."""
+    """Load the engine; see `Engine.load`.  `metadata` replaces the file that folders of earlier versions lack."""
     comm = engine.comm
     with fail_on_all(comm, folder, UnreadableError):
         try:

@@ -57,7 +57,7 @@ _Entries = dict[str, TensorStorageMetadata]
 
 
 def export(engine: Engine, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
-    """See `Engine.export`."""
+    """Write the weights as safetensors; see `Engine.export`."""
     comm, partial = engine.comm, partial_folder(folder)
     with fail_on_all(comm, folder):
         if comm.rank == 0:
@@ -161,7 +161,7 @@ def _write_file(path: Path, state: Path, entries: _Entries, types: Mapping[str, 
 
 
 def load_weights(engine: Engine, path: Path) -> None:
-    """See `Engine.load_weights`."""
+    """Load weights from safetensors; see `Engine.load_weights`."""
     with fail_on_all(engine.comm, path):
         if any(update.state.weights for update in engine.offloaded):
             raise CheckpointError(

@@ -177,7 +177,7 @@ class _Exchange:
 
 
 def _owned_parts(shards: OptimizerShards, members: set[int], load: list[int]) -> list[_Part]:
-    """The parts of parameters that several ranks hold, each with its owner; `load`, of elements per rank, is updated."""
+    """Return the parts of parameters on several ranks with their owners, and add their elements to `load` of each rank."""
     layout = shards.bucket.plan.layout
     holders: dict[int, list[tuple[int, FlatRange]]] = {}
     for rank in range(layout.shards):

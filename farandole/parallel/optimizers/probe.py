@@ -33,7 +33,7 @@ def why_not_by_parameter(optimizer: Optimizer) -> str:
 
 
 def _try_parts(optimizer: Optimizer, part: Callable[[list[Tensor], int], list[Tensor]], what: str) -> str:
-    """Why `optimizer` does not do `what`: two matrices and two parts of them show whether it does."""
+    """Return why `optimizer` does not support `what`, by comparing steps of two matrices and of their parts."""
     for group in optimizer.param_groups:
         if group["params"] and (reason := _try_group(optimizer, group, part, what)):
             return reason
@@ -67,7 +67,7 @@ def _try_group(
 
 
 def _cut(tensors: list[Tensor], number: int) -> list[Tensor]:
-    """Shard `number` of two, as flat tensors."""
+    """Return shard `number` of two, as flat tensors."""
     first, second = (tensor.reshape(-1) for tensor in tensors)
     return [first[:_CUT].clone()] if number == 0 else [first[_CUT:].clone(), second.clone()]
 
@@ -86,7 +86,7 @@ def _run(
 
 
 def _twin_of(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
-    """An optimizer of the same kind and settings for other parameters."""
+    """Return an optimizer of the same class and settings for other parameters."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer itself

@@ -64,7 +64,7 @@ class StochasticRounding:
         self.steps = 0
 
     def drive(self, optimizer: Optimizer, shards: Sequence[OptimizerShards]) -> None:
-        """Have `optimizer.step()` update the buckets one by one.
+        """Make `optimizer.step()` update the buckets one by one.
 
         Its hooks are called once for all buckets.
         """
@@ -105,7 +105,7 @@ class StochasticRounding:
 
     @contextmanager
     def _masters(self, bucket: OptimizerShards, number: int) -> Iterator[None]:
-        """Within it the tensors of the bucket are fp32; at its end they are rounded."""
+        """Return a context in which the tensors of the bucket are fp32; they are rounded at its end."""
         assert bucket.weights is not None  # there is a type that the weights were cast to
         own = bucket.weights.shard
         master = own.float()

@@ -133,7 +133,7 @@ class OptimizerShards:
         return all(self._is_cleared(index) for index in range(len(self.parameters)))
 
     def resume(self, used: Tensor) -> None:
-        """Have a further pass add to the gradients that are set.  `used`, which says of which parameters there were any, is updated."""
+        """Make another backward pass add to the existing gradients, and update `used`, the parameters with gradients."""
         self.bucket.resume()
         for index, tensor in enumerate(self.tensors):
             if self._is_cleared(index):
@@ -166,7 +166,7 @@ class OptimizerShards:
 
     @contextmanager
     def gradients_in_place(self) -> Iterator[None]:
-        """Within it the tensors have their gradients, which are offloaded or on another device."""
+        """Return a context in which the tensors have gradients that are offloaded or on another device."""
         marks: list[tuple[nn.Parameter, Tensor]] = []
         try:
             with self.bucket.in_memory(next(t.device for t in self.tensors if t is not None)) as reduced:
@@ -182,7 +182,7 @@ class OptimizerShards:
                 tensor.grad = mark
 
     def _gradient(self, index: int) -> Tensor:
-        """The gradient of a tensor in the memory of the bucket, which is not offloaded, whether it was set or not."""
+        """Return the gradient of a tensor in the memory of the bucket, which is not offloaded, whether it is set or not."""
         if self.weights is None:
             return self.bucket.gradient_view(index)
         found = self._gradients[index]
@@ -201,11 +201,11 @@ class OptimizerShards:
             self.bucket.change(lambda reduced: change(reduced[part]))
 
     def _is_elsewhere(self, tensor: Tensor) -> bool:
-        """Whether the gradient of a tensor is brought to it by an update only."""
+        """Return whether only an update provides the gradient of a tensor."""
         return self.bucket.is_offloaded or tensor.device != self.bucket.plan.device
 
     def _is_assigned(self, index: int) -> bool:
-        """Whether a parameter has a gradient that the engine did not set."""
+        """Return whether a parameter has a gradient that the engine did not set."""
         found = self.parameters[index].grad
         known = found is None or isinstance(found, ShardedGradient)
         return not known and (self.weights is not None or found is not self._gradient(index))
@@ -218,7 +218,7 @@ class OptimizerShards:
         )
 
     def _is_cleared(self, index: int) -> bool:
-        """Whether the gradient of a parameter was cleared, or never set."""
+        """Return whether the gradient of a parameter was cleared or never set."""
         tensor, mark = self.tensors[index], self._marks[index]
         if mark is not None and self.parameters[index].grad is not mark:
             return True
@@ -242,7 +242,7 @@ class OptimizerShards:
         return tensor.detach() if weights is None or self.has_masters else weights.shard[self._slices[index]]
 
     def update_weights(self, tensors: Iterable[nn.Parameter]) -> None:
-        """Have the model compute with the values of offloaded `tensors`."""
+        """Copy the values of offloaded `tensors` to the weights of the model."""
         assert self.weights is not None
         wanted = {id(tensor) for tensor in tensors}
         updated = {index: part for index, part in self._slices.items() if id(self.tensors[index]) in wanted}
@@ -256,7 +256,7 @@ class OptimizerShards:
 
     @contextmanager
     def values_in_place(self, *, write: bool) -> Iterator[None]:
-        """Within it the tensors have their values, if these lie in offloaded weights; `write` them at its end."""
+        """Return a context in which the tensors have the values of offloaded weights, which are written at its end if `write`."""
         if self.weights is None or self.weights.has_master_copy or not self.weights.is_offloaded:
             yield
         else:
@@ -265,7 +265,7 @@ class OptimizerShards:
 
     @contextmanager
     def placed_in(self, shard: Tensor) -> Iterator[None]:
-        """Within it the tensors lie in `shard`."""
+        """Return a context in which the tensors are views of `shard`."""
         before = []
         for index, part in self._slices.items():
             tensor = self.tensors[index]
@@ -326,7 +326,7 @@ class GradientNorms:
         self._norms: dict[float, list[Tensor]] = {}
 
     def number(self, name: str) -> int:
-        """The place of a parameter among `names`."""
+        """Return the index of a parameter among `names`."""
         return self._numbers[name]
 
     def clear(self) -> None:
@@ -334,13 +334,13 @@ class GradientNorms:
         self._norms.clear()
 
     def of(self, name: str, order: float) -> Tensor:
-        """The norm of a parameter's gradient.  The first call after a change is collective."""
+        """Return the norm of a parameter's gradient; the first call after a change is collective."""
         if order not in self._norms:
             self._norms[order] = self._compute(order)
         return self._norms[order][self._numbers[name]]
 
     def total(self) -> float:
-        """The Euclidean norm of all gradients; infinite or NaN if any element is.  A collective call."""
+        """Return the Euclidean norm of all gradients, infinite or NaN if an element is; a collective call."""
         squares: dict[int, list[Tensor]] = {}
         for _, norm, holders in self._parts(2):
             squares.setdefault(holders, []).append(norm.to(self._device, torch.float64))
@@ -388,7 +388,7 @@ class ShardedGradient(Tensor):
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Say what it is."""
+        """Return a description."""
         return f"ShardedGradient({self._name}, {tuple(self.shape)})"
 
     @classmethod

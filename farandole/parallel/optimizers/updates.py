@@ -65,7 +65,7 @@ class Updates:
         self._owned: list[OwnedParameters] = []
 
     def add(self, optimizer: Optimizer) -> None:
-        """Have `optimizer` update what this rank stores; a collective call.
+        """Make `optimizer` update the shards of this rank; a collective call.
 
         Raises:
             ValueError: if it would give other results.
@@ -107,7 +107,7 @@ class Updates:
         ]
 
     def restore_settings(self, saved: Iterable[Sequence[Mapping[str, Any]]]) -> None:
-        """Have the optimizers go on with what `settings` returned."""
+        """Restore the settings of the optimizers that `settings` returned."""
         for optimizer, groups in zip(self.optimizers, saved, strict=False):
             for group, settings in zip(optimizer.param_groups, groups, strict=False):
                 group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
@@ -118,12 +118,12 @@ class Updates:
             update.close()
 
     def _follow_new_groups(self, optimizer: Optimizer, *, fixed: bool) -> None:
-        """Have `add_param_group` take parameters of the model, unless groups are `fixed`."""
+        """Make `add_param_group` accept parameters of the model, unless groups are `fixed`."""
         plain = type(optimizer).add_param_group
         trained = {id(parameter) for shards in self._shards for parameter in shards.parameters}
 
         def add_param_group(changed: Optimizer, param_group: dict[str, Any]) -> None:
-            """Have the optimizer update further parameters of the model."""
+            """Make the optimizer update additional parameters of the model."""
             if fixed:
                 raise RuntimeError(
                     "add_param_group: the states of this optimizer are offloaded, or on ranks that own whole parameters, so its groups "
@@ -143,7 +143,7 @@ class Updates:
             yield from shards.stored()
 
     def _updates_elements(self, optimizer: Optimizer) -> bool:
-        """Whether `optimizer` can update shards; else it has to update whole parameters.
+        """Return whether `optimizer` can update shards; otherwise it must update whole parameters.
 
         Raises:
             ValueError: if it can do neither in this engine.
@@ -197,7 +197,7 @@ class Updates:
             return None
 
         def averaged() -> Any:
-            """The closure over all ranks: it computes with the updated weights of all ranks, and leaves averaged gradients."""
+            """Run the closure with the updated weights of all ranks, and leave averaged gradients."""
             self._end_step(owned)
             loss = closure()
             self._begin_step(owned)
@@ -221,12 +221,12 @@ class Updates:
 
 
 def _members(optimizer: Optimizer) -> set[int]:
-    """The identities of the parameters of `optimizer`."""
+    """Return the identities of the parameters of `optimizer`."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def use_shards(optimizer: Optimizer, shards: Iterable[tuple[nn.Parameter, nn.Parameter, int]]) -> None:
-    """Have `optimizer` update shards, and keep its states for them.
+    """Make `optimizer` update shards, and keep its states for them.
 
     Args:
         shards: (parameter, shard, first element of the flattened parameter); a whole parameter is a shard, too.
@@ -249,7 +249,7 @@ def use_shards(optimizer: Optimizer, shards: Iterable[tuple[nn.Parameter, nn.Par
 
 
 def _clear_parameters_too(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Have `zero_grad` of an optimizer, which knows shards, clear the `.grad` of the parameters, too."""
+    """Make `zero_grad` of an optimizer of shards also clear the `.grad` of the parameters."""
     plain = type(optimizer).zero_grad
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
@@ -263,7 +263,7 @@ def _clear_parameters_too(optimizer: Optimizer, parameters: Sequence[Tensor]) ->
 
 
 def _state_of_shard(state: dict[str, Any], owner: Tensor, part: Tensor, start: int) -> dict[str, Any]:
-    """The state of an elementwise optimizer for `part`, which begins at element `start` of the flattened `owner`."""
+    """Return the elementwise state for `part`, which begins at element `start` of the flattened `owner`."""
 
     def cut(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape != owner.shape or (not value.dim() and part.dim()):

@@ -82,14 +82,14 @@ class Channel:
             self._posted.append((work, tensor))
 
     def receive(self) -> Header:
-        """The next header, at the latest when the timeout of the group has passed."""
+        """Return the next header, or raise after the timeout of the group."""
         fields = torch.empty(4, dtype=torch.float64)
         self._comm.recv(fields, self._other)
         kind, number, version, weight = fields.tolist()
         return Header(Kind(int(kind)), int(number), int(version), weight)
 
     def receive_into(self, tensors: Iterable[Tensor]) -> None:
-        """The tensors that follow a header."""
+        """Return the tensors that follow a header."""
         for tensor in tensors:
             self._comm.recv(tensor, self._other)
 
@@ -99,7 +99,7 @@ class Channel:
         self.send(Header(kind), [torch.frombuffer(bytearray(data), dtype=torch.uint8)])
 
     def receive_text(self) -> str:
-        """The text that follows a header."""
+        """Return the text that follows a header."""
         data = torch.empty(TEXT_BYTES, dtype=torch.uint8)
         self.receive_into([data])
         return bytes(data.tolist()).decode(errors="replace").strip()
@@ -121,5 +121,5 @@ def _pack(header: Header) -> Tensor:
 
 
 def in_order(buffers: Buffers) -> list[Tensor]:
-    """The buffers in the order in which they are sent, which is that of `Packing` on both sides."""
+    """Return the buffers in the order in which they are sent, the order of `Packing` on both sides."""
     return list(buffers.values())

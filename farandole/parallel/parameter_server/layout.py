@@ -30,7 +30,7 @@ class Piece:
 
 
 def divide(parameters: Sequence[Tensor], servers: int, *, split: bool = True) -> list[list[Piece]]:
-    """The pieces of every server, about equally many bytes for each.
+    """Return the pieces of every server, with about equal numbers of bytes.
 
     The largest piece goes first, to the server that has least.  Without `split` every tensor stays whole, and so
     does one that is not contiguous.  Every rank computes the same from the same parameters.
@@ -71,13 +71,13 @@ class Packing:
             self._places.append((parameter.dtype, slice(start, stop), shape))
 
     def buffers(self) -> Buffers:
-        """New memory, all zero."""
+        """Return new buffers filled with zeros."""
         return {dtype: torch.zeros(size, dtype=dtype) for dtype, size in self._sizes.items()}
 
     def views(self, buffers: Mapping[torch.dtype, Tensor]) -> list[Tensor]:
-        """The pieces as parts of the buffers: a whole parameter has its shape, a part of one is flat."""
+        """Return the pieces as views of the buffers: a whole parameter has its shape, a part is flat."""
         return [buffers[dtype][place].view(shape) for dtype, place, shape in self._places]
 
     def part(self, piece: Piece, tensor: Tensor) -> Tensor:
-        """What `piece` is of its parameter, or of a tensor of the same shape; a copy where it is not contiguous."""
+        """Return `piece` of its parameter or of a tensor of the same shape; a copy if the tensor is not contiguous."""
         return tensor if piece.whole else tensor.reshape(-1)[piece.start : piece.stop]

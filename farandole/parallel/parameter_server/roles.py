@@ -93,7 +93,7 @@ class ParameterServer:
             channel.abandon(f"it failed with {type(error).__name__}: {error}")
 
     def forget(self, worker: int) -> None:
-        """A server's: do without a worker that was lost, in later sessions too."""
+        """Exclude a lost worker on a server, also in later sessions."""
         self.channels.pop(worker).abandon("this worker was given up")
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class ParameterServer:
         self.close()
 
     def _connect(self, comm: Communicator) -> None:
-        """A group for every pair of a worker and a server; every rank makes all of them, in one order."""
+        """Create a group for every pair of a worker and a server, on all ranks in the same order."""
         backend = dist.get_backend(comm.group)
         world = [dist.get_global_rank(comm.group, rank) for rank in range(comm.size)]
         for server in self.servers:

@@ -35,21 +35,21 @@ class Schedule(ABC):
         self._apply = apply
 
     def lead(self, worker: int) -> int:
-        """By how many gradients a worker is ahead of the slowest active one."""
+        """Return by how many gradients a worker is ahead of the slowest active worker."""
         own = self._clocks[worker]
         return own - min((self._clocks[active] for active in self._active), default=own)
 
     def leave(self, worker: int) -> None:
-        """A worker has finished or is lost: nobody waits for it any more, and what it has pushed stays."""
+        """Mark a worker as finished or lost: no worker waits for it, and its gradients remain applied."""
         self._active.discard(worker)
 
     @abstractmethod
     def push(self, worker: int, contribution: Contribution) -> None:
-        """A worker's gradients have arrived, whole."""
+        """Register that the gradients of a worker have arrived completely."""
 
     @abstractmethod
     def may_pull(self, worker: int) -> bool:
-        """Whether a worker that asks for parameters gets them now."""
+        """Return whether a worker that requests parameters may get them now."""
 
 
 class Synchronous(Schedule):
@@ -60,18 +60,18 @@ class Synchronous(Schedule):
         self._round: dict[int, Contribution] = {}
 
     def push(self, worker: int, contribution: Contribution) -> None:
-        """It waits for the others of its round."""
+        """Register a gradient, which waits for the others of its round."""
         self._clocks[worker] += 1
         self._round[worker] = contribution
         self._end_round()
 
     def leave(self, worker: int) -> None:
-        """The round may have waited for this worker alone."""
+        """Remove a worker, for which alone the round may have waited."""
         super().leave(worker)
         self._end_round()
 
     def may_pull(self, worker: int) -> bool:
-        """When the round to which it has given is over."""
+        """Return whether the last round of the worker is complete."""
         return worker not in self._round
 
     def _end_round(self) -> None:
@@ -89,10 +89,10 @@ class Asynchronous(Schedule):
         self._staleness = staleness
 
     def push(self, worker: int, contribution: Contribution) -> None:
-        """It is applied at once."""
+        """Apply a gradient at once."""
         self._clocks[worker] += 1
         self._apply([contribution])
 
     def may_pull(self, worker: int) -> bool:
-        """When the slowest has come near enough."""
+        """Return whether the worker is within the bound of the slowest one."""
         return self._staleness is None or self.lead(worker) <= self._staleness

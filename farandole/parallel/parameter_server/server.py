@@ -183,7 +183,7 @@ class Server:
         self._post(worker, Header(Kind.WELCOME))
 
     def _lose(self, worker: int, reason: str) -> None:
-        """Go on without a worker."""
+        """Continue without a worker."""
         self._here.discard(worker)
         self._finished.discard(worker)
         self._asking.pop(worker, None)
@@ -209,7 +209,7 @@ class Server:
                 self._reply(worker)
 
     def _want_parameters(self) -> None:
-        """The first parameters are those of the first worker: when it asks for some, it is asked for its own."""
+        """Request the first parameters from the first worker, when it asks for parameters."""
         if self._here and self._wanted_from is None and (first := min(self._here)) in self._asking:
             self._wanted_from = first
             self._post(first, Header(Kind.WANTED))

@@ -167,5 +167,5 @@ class Session:
 
 
 def _fingerprint(text: str) -> int:
-    """48 bits, which a header holds exactly."""
+    """Return a hash of 48 bits, which a header represents exactly."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")

@@ -36,7 +36,7 @@ class Shard:
             _check(self._optimizer, packing)
 
     def apply(self, contributions: Sequence[Contribution]) -> None:
-        """One step on the weighted mean: sum of w g over sum of w.  A piece without any gradient is left out."""
+        """Apply one step with the weighted mean sum(w g) / sum(w); pieces without a gradient are omitted."""
         total = sum(contribution.weight for contribution in contributions)
         for dtype, gradient in self._gradients.items():
             gradient.zero_()

@@ -66,7 +66,7 @@ class Worker:
                 )
 
     def finish(self) -> None:
-        """No more gradients; get the final parameters, and leave."""
+        """Finish pushing, get the final parameters, and leave."""
         self.pull(Kind.FINISH)
         for _ in self._each(Header(Kind.LEAVE)):
             pass
