@@ -1,4 +1,4 @@
-"""`horovod.tensorflow` and `horovod.keras`: programs on real ranks, each of which makes many checks."""
+"""Run the test programs for `horovod.tensorflow` and `horovod.keras` on several ranks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ os._exit(0)
 
 
 @needs_tensorflow
-def test_the_death_of_a_rank_is_told_within_a_function(tmp_path):
+def test_the_death_of_a_rank_is_reported_within_a_function(tmp_path):
     script = write(tmp_path, DIES)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
