@@ -227,5 +227,7 @@ class Engine:
     def _abort(self) -> None:
         """Abort running collectives on all ranks."""
         for group in (self._groups.control, self._groups.data):
-            with contextlib.suppress(RuntimeError):  # Gloo cannot; its peers see the connection close
+            with contextlib.suppress(
+                RuntimeError
+            ):  # Gloo does not support abort; its peers detect the closed connection
                 group.abort()

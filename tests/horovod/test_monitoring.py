@@ -166,7 +166,7 @@ def test_shutdown_ends_all_ranks_and_init_restarts(ranks):
     ranks(2, "gloo").run(shut_down_by_another)
 
 
-def facts(rank, size):
+def queries(rank, size):
     assert not hvd.gloo_enabled()
     with session():
         assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (rank, size, rank, size)
@@ -182,8 +182,8 @@ def facts(rank, size):
 
 
 def test_ranks_and_built_functions(ranks):
-    assert ranks(2).run(facts) == [False, False]
-    assert ranks(2, "gloo").run(facts) == [True, True]
+    assert ranks(2).run(queries) == [False, False]
+    assert ranks(2, "gloo").run(queries) == [True, True]
 
 
 def killed(rank, size, tell):

@@ -53,7 +53,7 @@ def test_allreduce_through_gloo(ranks):
     ranks(2, "gloo").run(reductions)
 
 
-def forms(rank, size):
+def allreduce_forms(rank, size):
     with session():
         everyone = all_given(size, (4, 3))
         mine = everyone[rank].clone()
@@ -89,7 +89,7 @@ def forms(rank, size):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_forms_of_allreduce(ranks, size):
-    ranks(size).run(forms)
+    ranks(size).run(allreduce_forms)
 
 
 def groups(rank, size):
@@ -119,7 +119,7 @@ def test_groups(ranks, size):
     ranks(size).run(groups)
 
 
-def moves(rank, size):
+def data_movement(rank, size):
     with session():
         for dtype in (torch.float32, torch.uint8, torch.bool, torch.bfloat16, torch.int64):
             for rows, rest in itertools.product(
@@ -150,12 +150,12 @@ def moves(rank, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_moving_data(ranks, size):
-    ranks(size).run(moves)
+def test_data_movement(ranks, size):
+    ranks(size).run(data_movement)
 
 
-def test_moving_data_through_gloo(ranks):
-    ranks(3, "gloo").run(moves)
+def test_data_movement_through_gloo(ranks):
+    ranks(3, "gloo").run(data_movement)
 
 
 def in_inference_mode(rank, size):

@@ -98,7 +98,7 @@ def test_invalid_ranks_of_a_process_set():
             hvd.ProcessSet(ranks)
 
 
-def crossing(rank, size):
+def overlapping_sets(rank, size):
     """Register each pair of ranks as a set.  Each rank begins with a different set, so no set may wait for another."""
     with session():
         pairs = [hvd.add_process_set([a, b]) for a in range(size) for b in range(a)]
@@ -110,7 +110,7 @@ def crossing(rank, size):
 
 
 def test_sets_do_not_wait_for_each_other(ranks):
-    ranks(4).run(crossing)
+    ranks(4).run(overlapping_sets)
 
 
 def subset(rank, size):

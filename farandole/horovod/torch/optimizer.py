@@ -135,7 +135,7 @@ class Slot:
 class GradientGroup:
     """Parameters whose gradients form one request.
 
-    The attribute `begun` is True if a gradient of this step was computed.  The attribute `left` is the number of
+    The attribute `begun` is True if a gradient of this step was computed.  The attribute `incomplete` is the number of
     parameters whose gradients are incomplete.
 
     Args:
@@ -156,7 +156,7 @@ class GradientGroup:
     ) -> None:
         self.slots = slots
         self.begun = False
-        self.left = 0
+        self.incomplete = 0
         self._agreed = agreed
         self._compression = compression
         self._as_is = compression is NoneCompressor
@@ -168,7 +168,7 @@ class GradientGroup:
 
     def expect(self, passes: int) -> None:
         """Begin a step with `passes` gradients per parameter."""
-        self.left = len(self.slots)
+        self.incomplete = len(self.slots)
         self.begun = False
         for slot in self.slots:
             slot.awaited = passes
@@ -270,45 +270,45 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = False
         self._should_synchronize = True
         self._hooks: list[Any] = []
-        self._bundles: list[GradientGroup] = []
+        self._gradient_groups: list[GradientGroup] = []
         _check_groups(groups)
         if not process_set.included() or size() == 1:
             return
         factor = gradient_predivide_factor
         agreed = {"op": op, "prescale": 1.0 / factor, "postscale": factor}
         slots = [Slot(parameter, name) for parameter, name in names if parameter.requires_grad]
-        self._bundles = [
+        self._gradient_groups = [
             GradientGroup(members, agreed, compression, sparse_as_dense, process_set)
             for members in _grouped(slots, groups, process_set)
         ]
-        for bundle in self._bundles:
-            bundle.expect(backward_passes_per_step)
-            for slot in bundle.slots:
-                hook = slot.parameter.register_post_accumulate_grad_hook(_hook(bundle, slot))
+        for group in self._gradient_groups:
+            group.expect(backward_passes_per_step)
+            for slot in group.slots:
+                hook = slot.parameter.register_post_accumulate_grad_hook(_hook(group, slot))
                 self._hooks.append(hook)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes before each `step`."""
         self.backward_passes_per_step = passes
-        for bundle in self._bundles:
-            bundle.expect(passes)
+        for group in self._gradient_groups:
+            group.expect(passes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Discard the gradients in flight, and load a state dict of the wrapped optimizer."""
-        for bundle in self._bundles:
-            bundle.discard()
-            bundle.expect(self.backward_passes_per_step)
+        for group in self._gradient_groups:
+            group.discard()
+            group.expect(self.backward_passes_per_step)
         self._synchronized = False
         self._should_synchronize = True
         super().load_state_dict(state_dict)
 
     def synchronize(self) -> None:
         """Wait until every gradient is reduced.  The program may then clip or inspect `.grad`."""
-        for bundle in self._bundles:
-            bundle.launch()
-        for bundle in self._bundles:
-            bundle.finish()
-            bundle.expect(self.backward_passes_per_step)
+        for group in self._gradient_groups:
+            group.launch()
+        for group in self._gradient_groups:
+            group.finish()
+            group.expect(self.backward_passes_per_step)
         self._synchronized = True
 
     @contextmanager
@@ -358,7 +358,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             AssertionError: Gradients are in flight.
         """
-        if any(bundle.begun for bundle in self._bundles):
+        if any(group.begun for group in self._gradient_groups):
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
@@ -366,19 +366,19 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
 
-def _hook(bundle: GradientGroup, slot: Slot) -> Callable[[Tensor], None]:
+def _hook(group: GradientGroup, slot: Slot) -> Callable[[Tensor], None]:
     def received(_: Tensor) -> None:
         if slot.awaited <= 0:
             raise AssertionError(
                 f"Gradients were computed more than backward_passes_per_step times before call to step() "
                 f"(parameter {slot.name}). Increase backward_passes_per_step to accumulate gradients locally."
             )
-        bundle.begun = True
+        group.begun = True
         slot.awaited -= 1
         if slot.awaited == 0:
-            bundle.left -= 1
-            if bundle.left == 0:
-                bundle.launch()
+            group.incomplete -= 1
+            if group.incomplete == 0:
+                group.launch()
 
     return received
 
