@@ -1,7 +1,7 @@
-"""The state of this process as a Horovod rank, and the functions that initialize and query it.
+"""The state of this process as a Horovod rank, and the functions that initialize and query the state.
 
-Horovod's interface has one state per process: the object `horovod`.  Horovod's questions about MPI, Gloo, NCCL and
-other libraries are answered for torch's backends.
+Horovod's API has one state per process: the object `horovod`.  The functions `*_built` and `*_enabled` describe the
+backends of torch.distributed.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from farandole.launch.runtime import init as join_job
 _log = logging.getLogger("horovod")
 
 TIMEOUT_S = 600.0
-"""How long a collective, or a tensor that some ranks submitted, waits for other ranks; that of farandole.init()."""
+"""The time limit of a collective, and of a tensor that only some ranks have submitted."""
 
 
 Collect = Callable[[Request], Any]
-"""Makes the result that a caller sees from a finished request."""
+"""Returns the result of an operation, given the finished request."""
 
 
 class Horovod:
-    """The state of this process: its ranks, its process sets, and the requests whose results are not collected yet."""
+    """The state of this process: its ranks, its process sets, and the requests whose results are not collected."""
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
         self.timeline = Timeline()
         self.settings = Settings()
         self.handles: dict[int, tuple[Engine, Request, Collect]] = {}
-        self._numbers = itertools.count(1)  # as in Horovod, whose scripts ask `if handle`
+        self._numbers = itertools.count(1)  # handles are true, because Horovod scripts test `if handle`
         self._sets: dict[int, ProcessSet] = {}
         self._world: list[int] = []  # ranks in torch's world
         self._groups: list[dist.ProcessGroup] = []
@@ -57,17 +57,22 @@ class Horovod:
         self._generation = 0
         atexit.register(self.shutdown)
 
-    # ---- beginning and end ----
+    # ---- initialization and shutdown ----
 
     def init(self, comm: Any = None, process_sets: str | Iterable[ProcessSet] | None = None) -> None:
-        """Join the job; the second call does nothing.
+        """Join the job.  The second call does nothing.
 
-        comm: a list of ranks that form Horovod's world (each rank of it passes the same list), or an mpi4py
-        communicator of them; all ranks if None.
-        process_sets: sets to register at once, or "dynamic"; sets can be added later in either case.
+        Args:
+            comm: The ranks that form Horovod's world: a list, the same on each of these ranks, or an mpi4py
+                communicator.  None means all ranks.
+            process_sets: The process sets to register, or "dynamic".  More sets can be added later in either case.
+
+        Raises:
+            ValueError: `comm` or `process_sets` is invalid, this rank is not in `comm`, or an environment variable
+                has an invalid value.
         """
         if self.runtime is not None:
-            if not self._world_is_gone():
+            if not self._world_is_destroyed():
                 return
             self.shutdown()
         self.settings = Settings.read(os.environ)
@@ -76,31 +81,33 @@ class Horovod:
         self._world = self._chosen_ranks(comm, runtime)
         if runtime.rank not in self._world:
             raise ValueError(
-                f"hvd.init(comm={self._world}) was called by rank {runtime.rank}, which is not in it"
+                f"hvd.init(comm={self._world}) was called by rank {runtime.rank}, which is not in comm"
             )
         self.runtime = runtime
-        # runtime.close() is registered to run at the end; Horovod's threads must be at rest before it does
+        # exit handlers run in reverse order of registration: the engines must end before runtime.close()
         atexit.unregister(self.shutdown)
         atexit.register(self.shutdown)
         if self.rank == 0:
             for sentence in unsupported(os.environ):
                 _log.warning(sentence)
         self._register(global_process_set, list(range(len(self._world))), 0)
-        self._find_neighbours(runtime)
+        self._set_local_ranks(runtime)
         if self.settings.timeline not in ("", "DYNAMIC"):
             self.start_timeline(self.settings.timeline, self.settings.timeline_marks_cycles)
         if isinstance(process_sets, str):
             if process_sets != "dynamic":
-                raise ValueError(f'process_sets is a list of ProcessSets or "dynamic", not {process_sets!r}')
+                raise ValueError(
+                    f'expected process_sets to be a list of ProcessSets or "dynamic", got {process_sets!r}'
+                )
         else:
             for process_set in process_sets or ():
                 self.add_process_set(process_set)
 
     def shutdown(self) -> None:
-        """Leave the job; operations in flight fail on all ranks.  The second call has no effect."""
+        """Leave the job.  Operations in flight fail on all ranks.  The second call does nothing."""
         if self.runtime is None:
             return
-        gone, runtime, self.runtime = self._world_is_gone(), self.runtime, None
+        gone, runtime, self.runtime = self._world_is_destroyed(), self.runtime, None
         for process_set in self._sets.values():
             if process_set.engine is not None:
                 process_set.engine.close()
@@ -111,34 +118,34 @@ class Horovod:
         self.handles.clear()
         while self._groups:
             group = self._groups.pop()
-            if not gone:  # else the program has destroyed the world, and them with it
+            if not gone:  # otherwise the program has destroyed the world and all its groups
                 dist.destroy_process_group(group)
         runtime.close()
         if self._owns_world and dist.is_initialized():
-            # one that was formed again, which the runtime only took over
+            # the runtime does not destroy a world that was formed by elastic.form
             dist.destroy_process_group()
 
-    def _world_is_gone(self) -> bool:
-        """Return whether the program has destroyed the world that it had when it called `init`."""
+    def _world_is_destroyed(self) -> bool:
+        """Return whether the program has destroyed the world of the last `init`."""
         return self.runtime is None or self.runtime.is_closed
 
     # ---- elastic programs ----
 
     def prepare_to_reform(self) -> None:
-        """Exchange the data that the ranks need to form a new world after the death of some ranks."""
+        """Exchange the data that the ranks need to form a new world after some ranks have died."""
         runtime = self.joined()
         if self._elastic is not None or runtime.size == 1:
             return
         if not self._owns_world:
             raise HorovodInternalError(
-                "hvd.elastic.run forms the world again when ranks die, and cannot where the program has called "
-                "torch.distributed.init_process_group itself: leave that to hvd.init()"
+                "hvd.elastic.run cannot form a new world, because the program has called "
+                "torch.distributed.init_process_group; remove that call and let hvd.init() initialize the process group"
             )
         store = _get_default_store()
         self._elastic = World(store, runtime.rank, runtime.size, self._generation)
 
     def reform(self) -> None:
-        """Leave the world and form a world of the surviving ranks; all survivors call it."""
+        """Leave the world and form a new world of the surviving ranks.  All survivors must call this method."""
         self.joined()
         world, self._elastic = self._elastic, None
         self.shutdown()
@@ -159,16 +166,22 @@ class Horovod:
         if hasattr(comm, "allgather"):
             comm = comm.allgather(runtime.rank)
         if not isinstance(comm, (list, tuple, range)) or any(not isinstance(rank, int) for rank in comm):
-            raise ValueError(f"comm is a list of ranks or an mpi4py communicator, not {comm!r}")
+            raise ValueError(f"expected comm to be a list of ranks or an mpi4py communicator, got {comm!r}")
         ranks = list(comm)
         if ranks != sorted(set(ranks)) or not 0 <= ranks[0] <= ranks[-1] < runtime.size:
-            raise ValueError(f"comm={ranks} must be ascending ranks of the job's {runtime.size}, each once")
+            raise ValueError(
+                f"expected comm to be an ascending list of ranks below {runtime.size} without repetition, got {ranks}"
+            )
         return ranks
 
-    # ---- who and where ----
+    # ---- ranks and hosts ----
 
     def joined(self) -> Runtime:
-        """Return the runtime; raise ValueError before `init`."""
+        """Return the runtime.
+
+        Raises:
+            ValueError: `init` was not called.
+        """
         if self.runtime is None:
             raise not_initialized()
         return self.runtime
@@ -196,8 +209,8 @@ class Horovod:
         self.joined()
         return self._homogeneous
 
-    def _find_neighbours(self, runtime: Runtime) -> None:
-        """Set the local numbers (among the ranks of a host) and the cross numbers (among hosts, for one local rank)."""
+    def _set_local_ranks(self, runtime: Runtime) -> None:
+        """Set local rank and size (within the host) and cross rank and size (among hosts, for one local rank)."""
         hosts: list[str] = [text.rstrip("\0") for text in self._gather_text(runtime.host)]
         mine, rank = hosts[self.rank], self.rank
         local_rank, local_size = hosts[:rank].count(mine), hosts.count(mine)
@@ -209,7 +222,7 @@ class Horovod:
         self._homogeneous = len({hosts.count(name) for name in names}) == 1
 
     def _gather_text(self, text: str) -> list[str]:
-        """Return every rank's text, truncated to 256 bytes."""
+        """All-gather one text of each rank, truncated to 256 bytes."""
         data = torch.zeros(1, 256, dtype=torch.uint8)
         encoded = text.encode()[:256]
         data[0, : len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
@@ -227,36 +240,51 @@ class Horovod:
     # ---- process sets ----
 
     def add_process_set(self, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-        """Register a process set; all ranks add the same sets in the same order.
+        """Register a process set.  All ranks must add the same sets in the same order.
+
+        Args:
+            process_set: The process set, or its ranks.
+
+        Returns:
+            The registered process set.
 
         Raises:
-            ValueError: The set is registered, another registered set has the same ranks, or ranks add different sets.
+            ValueError: The set is already registered, the set has invalid ranks, another registered set has the same
+                ranks, or ranks add different sets.
         """
         if not isinstance(process_set, ProcessSet):
             process_set = ProcessSet(process_set)
         size, ranks = self.size, process_set.ranks
         if process_set.process_set_id is not None:
-            raise ValueError(f"{process_set} is registered already")
+            raise ValueError(f"{process_set} is already registered")
         if not ranks or not 0 <= ranks[0] <= ranks[-1] < size:
-            raise ValueError(f"{process_set} needs ranks of the {size} that there are, and at least one")
+            raise ValueError(f"expected at least one rank, and ranks from 0 to {size - 1}; got {process_set}")
         row = torch.zeros(1, size, dtype=torch.uint8)
         row[0, ranks] = 1
         chosen = [torch.nonzero(members).flatten().tolist() for members in self._gather_rows(row)]
         for other, theirs in enumerate(chosen):
             if theirs != ranks:
                 raise ValueError(
-                    f"all ranks add the same process sets: rank {self.rank} adds {ranks}, rank {other} adds {theirs}"
+                    f"all ranks must add the same process sets, but rank {self.rank} adds {ranks} "
+                    f"and rank {other} adds {theirs}"
                 )
         for other_set in self._sets.values():
             if other_set.ranks == ranks:
                 raise ValueError(
-                    f"{other_set} has the ranks {ranks} already; use it instead of another set of these ranks"
+                    f"{other_set} already has the ranks {ranks}; use this set instead of a second set with these ranks"
                 )
         self._register(process_set, ranks, max(self._sets) + 1)
         return process_set
 
     def remove_process_set(self, process_set: ProcessSet) -> bool:
-        """Remove a process set on all ranks; return False for the set of all ranks, which cannot be removed."""
+        """Remove a process set.  All ranks must call this function.
+
+        Returns:
+            Whether the set was removed.  The global process set cannot be removed.
+
+        Raises:
+            ValueError: The set is not registered.
+        """
         self.joined()
         if process_set.process_set_id is None:
             raise ValueError(f"{process_set} is not registered")
@@ -270,7 +298,7 @@ class Horovod:
         return True
 
     def process_sets(self) -> dict[int, list[int]]:
-        """Return the ranks of each registered set, by its number."""
+        """Return the ranks of each registered set, by the set's id."""
         self.joined()
         return {number: list(process_set.ranks or ()) for number, process_set in self._sets.items()}
 
@@ -284,12 +312,12 @@ class Horovod:
         self._sets[number] = process_set
 
     def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
-        """Create a group of ranks of torch's world; other ranks get a placeholder."""
+        """Create a process group of ranks in torch's world."""
         backend = dist.get_backend()
         whole = len(self._world) == self.joined().size
         group: dist.ProcessGroup = dist.new_group(
             ranks,
-            # negotiation needs a backend for CPU tensors, which NCCL is not
+            # negotiation uses CPU tensors, which NCCL does not support
             backend="farandole" if backend == "nccl" else backend,
             timeout=timedelta(seconds=TIMEOUT_S),
             use_local_synchronization=not whole,
@@ -298,15 +326,15 @@ class Horovod:
 
     # ---- handles, timeline ----
 
-    def hand_out(self, engine: Engine, request: Request, collect: Collect) -> int:
-        """Submit a request; return the handle with which `synchronize` returns `collect(request)`."""
+    def submit(self, engine: Engine, request: Request, collect: Collect) -> int:
+        """Submit a request and return its handle, for which `synchronize` returns `collect(request)`."""
         engine.submit(request)
         handle = next(self._numbers)
         self.handles[handle] = (engine, request, collect)
         return handle
 
     def start_timeline(self, path: str, marks_cycles: bool) -> None:
-        """Begin a timeline on rank 0."""
+        """Start the timeline on rank 0."""
         if self.rank == 0:
             self.timeline.start(path, marks_cycles)
 
@@ -323,7 +351,7 @@ remove_process_set = horovod.remove_process_set
 
 
 def is_initialized() -> bool:
-    """Return whether `init` was called, and `shutdown` not since."""
+    """Return whether `init` was called without a later `shutdown`."""
     return horovod.runtime is not None
 
 
@@ -348,7 +376,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this host's number among the hosts that have a process with this local rank."""
+    """Return this host's index among the hosts that have a process with this local rank."""
     return horovod.local[2]
 
 
@@ -363,40 +391,52 @@ def is_homogeneous() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begin to write a timeline on rank 0; raise ValueError if a timeline is being written."""
+    """Start to write a timeline on rank 0.
+
+    Args:
+        file_path: The file to write.
+        mark_cycles: Whether to mark each negotiation cycle that executes operations.
+
+    Raises:
+        ValueError: A timeline is being written.
+        OSError: The file cannot be written.
+    """
     horovod.joined()
     horovod.start_timeline(file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
-    """End the timeline."""
+    """Stop the timeline and close its file."""
     horovod.joined()
     horovod.timeline.stop()
 
 
 def mpi_threads_supported() -> bool:
-    """Raise ValueError, because MPI does not carry the data."""
+    """Raise ValueError, because ranks do not communicate through MPI."""
     horovod.joined()
     raise ValueError("Horovod MPI is not enabled: ranks communicate through farandole's process groups")
 
 
 def mpi_built() -> bool:
-    """Return False: mpirun may start the ranks, but MPI does not carry their data."""
+    """Return False.  mpirun may start the ranks, but the ranks do not communicate through MPI."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """Return False: see `mpi_built`."""
+    """Return False; see `mpi_built`."""
     return False
 
 
 def gloo_built() -> bool:
-    """Return whether torch has Gloo."""
+    """Return whether PyTorch was built with Gloo."""
     return dist.is_gloo_available()
 
 
 def gloo_enabled() -> bool:
-    """Return whether Gloo carries CPU tensors in this job; False if ranks share memory, and before `init`."""
+    """Return whether Gloo communicates the CPU tensors of this job.
+
+    The result is False before `init`, and in jobs whose ranks communicate through shared memory.
+    """
     if horovod.runtime is None:
         return False
     group = horovod.runtime.comm.group
@@ -404,7 +444,7 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """Return the version number of torch's NCCL, 0 without NCCL."""
+    """Return the version of PyTorch's NCCL (2.19.3 is 21903), or 0 without NCCL."""
     if not dist.is_nccl_available():
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]
@@ -412,20 +452,20 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Return whether torch was built with CUDA."""
+    """Return whether PyTorch was built with CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Return whether torch was built with ROCm."""
+    """Return whether PyTorch was built with ROCm."""
     return torch.version.hip is not None
 
 
 def ddl_built() -> bool:
-    """Return False: IBM's DDL is not used."""
+    """Return False, because IBM DDL is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """Return False: Intel's oneCCL is not used."""
+    """Return False, because Intel oneCCL is not used."""
     return False

@@ -1,4 +1,4 @@
-"""Elastic training, experimental: commit a state, and continue from the last commit on the surviving ranks.
+"""Elastic training (experimental): commit a state, and continue from the last commit on the surviving ranks.
 
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)
 
@@ -12,12 +12,15 @@
 When a rank dies, operations on the other ranks raise `HorovodInternalError`.  The survivors restore the last commit,
 form a smaller world, and call the function again.
 
-The limits: ranks can leave but not join, no host is discovered, all ranks must be on one host, and the launcher must
-not stop the job when a rank fails (`farandole launch` and torchrun do).
+Limitations:
 
-The survivors meet through the store of the first world, which the process of rank 0 or the launcher keeps.  The first
-survivor waits until each rank of the old world has arrived or its process has ended, and publishes the ranks that
-arrived.  These ranks form the new world, in the old order.  The kernel reports which processes have ended.
+- Ranks can leave a job but not join a job, and hosts are not discovered.
+- All ranks must be on one host.
+- The launcher must not stop the job when a rank fails.  `farandole launch` and torchrun stop the job.
+
+The rendezvous of the survivors uses the store of the first world, which is in the process of rank 0 or in the launcher.
+The first survivor waits until each rank of the old world has arrived or its process has ended, and publishes the list
+of arrived ranks.  These ranks form the new world, in the old order.  Process file descriptors report ended processes.
 """
 
 from __future__ import annotations
@@ -40,10 +43,10 @@ from farandole.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 
 
 class State:
-    """The state of a program.  Subclasses define how the state is saved, restored and broadcast.
+    """The state of a program.  Subclasses define how to save, restore and broadcast the state.
 
     Args:
-        bcast_object: A function that sends an object of rank 0 to all ranks.
+        bcast_object: A function that broadcasts an object from rank 0 to all ranks.
         get_rank: A function that returns this process's rank.
     """
 
@@ -55,7 +58,7 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Register functions to call when the world has changed, for example to scale the learning rate."""
+        """Register functions to call after the world has changed, for example to scale the learning rate."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -67,21 +70,21 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int = 0) -> None:
-        """Report that hosts have changed; at the next commit all ranks restart the function.
+        """Report a change of the hosts.  All ranks restart the function at the next commit.
 
         Args:
-            timestamp: The time of the change; a change is ignored if a later change was handled.
-            update_res: 1 if hosts were only removed, so that the state need not be broadcast.
+            timestamp: The time of the change.  The change is ignored if a later change was handled.
+            update_res: 1 if hosts were only removed.  The state is then not broadcast.
         """
         self._host_messages.put((timestamp, update_res == 1))
 
     def commit(self) -> None:
-        """Save the state, and restart the function if hosts have changed.  All ranks call it."""
+        """Save the state, and restart the function if hosts have changed.  All ranks must call this method."""
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise `HostsUpdatedInterrupt` on all ranks if a change was reported on rank 0.  All ranks call it."""
+        """Raise `HostsUpdatedInterrupt` on all ranks if rank 0 has a new change.  All ranks must call this method."""
         latest, only_removed = self._last_update, True
         while not self._host_messages.empty():
             timestamp, removed = self._host_messages.get()
@@ -101,7 +104,7 @@ class State:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Broadcast the state of rank 0.  All ranks call it."""
+        """Broadcast the state of rank 0.  All ranks must call this method."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -109,7 +112,13 @@ class State:
 
 
 class ObjectState(State):
-    """A state of Python objects: each keyword argument is an attribute and is saved as a deep copy."""
+    """A state of Python objects.
+
+    Args:
+        bcast_object: A function that broadcasts an object from rank 0 to all ranks.
+        get_rank: A function that returns this process's rank.
+        kwargs: The initial values of the attributes.  The state saves deep copies.
+    """
 
     def __init__(
         self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any
@@ -141,9 +150,14 @@ class ObjectState(State):
 def run_with(
     function: Callable[..., Any], reset: Callable[[], None], begin: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Return a function that calls `function` again, after `reset`, when the world has changed.
+    """Return a function that calls `function`, and calls `function` again after each change of the world.
 
-    `begin` is called once, while all ranks live.  A `MismatchError` is raised, because it would occur again.
+    Args:
+        function: The training function, whose first argument is a `State`.
+        reset: A function that forms the new world.
+        begin: A function to call once, before the first call of `function`.
+
+    The returned function raises `MismatchError`, because a mismatch would occur again.
     """
 
     @functools.wraps(function)
@@ -169,91 +183,97 @@ def run_with(
 
 
 TIMEOUT_S = 600.0
-"""How long the survivors wait for a rank that lives and does not come; HOROVOD_ELASTIC_TIMEOUT says otherwise."""
+"""The default of HOROVOD_ELASTIC_TIMEOUT: how long survivors wait for a live rank that does not arrive."""
 
-_LOOK_S = 0.02
+_POLL_INTERVAL_S = 0.02
 
 
 class World:
-    """The ranks of a world that can be formed again; all ranks construct it while they live.
+    """The ranks of a world, with the data to form a new world of the survivors.  All ranks must construct a `World`.
 
     Args:
         store: A store that outlives the world.
         rank: This process's rank.
         size: The number of ranks.
-        generation: How often the world was formed.
+        generation: The number of times that a new world was formed.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, generation: int) -> None:
         self.store, self.rank, self.size, self.generation = store, rank, size, generation
         self.backend = dist.get_backend()
-        self._corner = dist.PrefixStore(f"farandole/elastic/{generation}", store)
-        self._corner.set(f"who/{rank}", json.dumps([os.getpid(), host_identity()]))
-        everyone = [json.loads(self._corner.get(f"who/{other}")) for other in range(size)]
+        self._store = dist.PrefixStore(f"farandole/elastic/{generation}", store)
+        self._store.set(f"who/{rank}", json.dumps([os.getpid(), host_identity()]))
+        everyone = [json.loads(self._store.get(f"who/{other}")) for other in range(size)]
         self._one_host = len({host for _, host in everyone}) == 1
         self._processes = [os.pidfd_open(pid) for pid, _ in everyone] if self._one_host else []
 
     def survivors(self) -> list[int]:
-        """Wait for the other survivors; return the survivors' ranks, or raise `HorovodInternalError`."""
+        """Wait for the other survivors and return the ranks of the survivors.
+
+        Raises:
+            HorovodInternalError: The ranks are on several hosts, the store has ended, a live rank did not arrive
+                within the time limit, or this rank arrived too late.
+        """
         if not self._one_host:
             raise HorovodInternalError(
-                "the ranks are on several hosts, where the death of one cannot be told from its being late; "
-                "have the launcher restart the job (torchrun --max-restarts) and load a checkpoint"
+                "elastic training cannot continue on several hosts, because a dead rank on another host cannot be "
+                "distinguished from a slow rank; let the launcher restart the job (torchrun --max-restarts) and "
+                "load a checkpoint"
             )
         timeout_s = float(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", TIMEOUT_S))
         try:
-            self._corner.set(f"here/{self.rank}", "")
-            if self._corner.add("first", 1) == 1:
-                self._corner.set("members", json.dumps(self._wait_for_each(timeout_s)))
-            self._corner.wait(["members"], timedelta(seconds=timeout_s + 5))
-            members: list[int] = json.loads(self._corner.get("members"))
+            self._store.set(f"here/{self.rank}", "")
+            if self._store.add("first", 1) == 1:
+                self._store.set("members", json.dumps(self._wait_for_each(timeout_s)))
+            self._store.wait(["members"], timedelta(seconds=timeout_s + 5))
+            members: list[int] = json.loads(self._store.get("members"))
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
             if isinstance(error, HorovodInternalError):
                 raise
             raise HorovodInternalError(
-                f"the surviving ranks could not meet: {error}. The store through which they meet ended with the "
-                f"process that kept it (rank 0's, where no launcher keeps one); restart the job and load a checkpoint"
+                f"the rendezvous of the surviving ranks failed: {error}. The process that hosted the store (rank 0, "
+                f"unless the launcher hosts the store) has probably ended; restart the job and load a checkpoint"
             ) from error
         if self.rank not in members:
             raise HorovodInternalError(
-                f"rank {self.rank} came too late: ranks {members} have gone on without it"
+                f"rank {self.rank} arrived too late: ranks {members} have formed a new world"
             )
         return members
 
     def close(self) -> None:
-        """Close the descriptors of the processes."""
+        """Close the process file descriptors."""
         while self._processes:
             os.close(self._processes.pop())
 
     def _wait_for_each(self, timeout_s: float) -> list[int]:
-        """Wait until each rank has arrived or died; return the ranks that have arrived."""
+        """Wait until each rank has arrived or died, and return the arrived ranks."""
         deadline = time.monotonic() + timeout_s
         open_ranks, members = set(range(self.size)), []
         while open_ranks:
             for rank in sorted(open_ranks):
-                if self._corner.check([f"here/{rank}"]):
+                if self._store.check([f"here/{rank}"]):
                     members.append(rank)
                     open_ranks.discard(rank)
                 elif _has_ended(self._processes[rank]):
                     open_ranks.discard(rank)
             if open_ranks and time.monotonic() > deadline:
                 raise HorovodInternalError(
-                    f"ranks {sorted(open_ranks)} live and did not come within {timeout_s:g} s to form a new world "
-                    f"(HOROVOD_ELASTIC_TIMEOUT); those that came: {sorted(members)}"
+                    f"ranks {sorted(open_ranks)} are alive, but did not arrive within {timeout_s:g} s to form a new "
+                    f"world (arrived: {sorted(members)}); increase HOROVOD_ELASTIC_TIMEOUT for slower ranks"
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
         return sorted(members)
 
 
 def _has_ended(process: int) -> bool:
-    """Return whether the process of this descriptor has ended, also before its parent has waited for it."""
+    """Return whether the process of a process file descriptor has ended; this includes zombies."""
     poll = select.poll()
     poll.register(process, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def form(world: World, members: Sequence[int], generation: int, timeout_s: float) -> None:
-    """Initialize torch's default group with the surviving members of a world."""
+    """Initialize torch's default process group with the surviving members of a world."""
     dist.init_process_group(
         world.backend,
         store=dist.PrefixStore(f"farandole/elastic/{generation}/world", world.store),

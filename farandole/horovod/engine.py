@@ -1,6 +1,6 @@
-"""The engine of one process set: a queue of requests and the thread that serves it.
+"""The engine of one process set: a queue of requests, and the thread that executes the requests in cycles.
 
-The protocol, and why it is safe, is in `negotiation`; here is only when a cycle begins.
+This module decides when a cycle begins.  `negotiation` describes the protocol of a cycle and its correctness.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from farandole.horovod.negotiation import HEARTBEAT_S, Negotiator
 from farandole.horovod.requests import UNNAMED, Request
 from farandole.horovod.settings import Settings
 
-_PATIENCE_S = 5.0
-"""How long `close` waits for the other ranks, who come at the next heartbeat if they live."""
+_CLOSE_TIMEOUT_S = 5.0
+"""The time limit of `close`.  Live ranks take part in a cycle within `HEARTBEAT_S`."""
 
 SHUT_DOWN = (
     "Horovod has been shut down. This was caused by an exception on one of the ranks, or by an operation "
@@ -33,16 +33,21 @@ SHUT_DOWN = (
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of a process set, for the use of its engine only."""
+    """The process groups of a process set, which only its engine uses."""
 
     control: dist.ProcessGroup
     data: dist.ProcessGroup
 
 
 class Engine:
-    """Take requests from any thread and execute them in the same order on all ranks of the process set.
+    """Accepts requests from any thread and executes the requests in the same order on all ranks of the process set.
 
-    ranks: the members' numbers in the world.  limit_s: how long a request may wait for other ranks.
+    Args:
+        groups: The process groups of the process set.
+        ranks: The members' ranks in the world.
+        settings: The options of the engine.
+        timeline: The timeline.
+        limit_s: The time limit of a request that waits for other ranks.
     """
 
     def __init__(
@@ -53,8 +58,8 @@ class Engine:
         self._timeline = timeline
         self._negotiator = Negotiator(groups.control, ranks, settings.cache_capacity)
         self._executor = Executor(groups.data, ranks, settings.fusion_threshold, timeline)
-        speaks = groups.control.rank() == 0
-        self._stall = StallInspector(settings, ranks, limit_s, speaks)
+        logs_warnings = groups.control.rank() == 0
+        self._stall = StallInspector(settings, ranks, limit_s, logs_warnings)
         self._warn_s = settings.stall_check_s
         self._heartbeat_s = min(HEARTBEAT_S, (settings.stall_check_s or HEARTBEAT_S) / 4)
 
@@ -63,7 +68,7 @@ class Engine:
         self._in_flight: dict[str, Request] = {}
         self._wake = threading.Condition()
         self._asleep = False  # whether the thread must be woken for a new request
-        self._waiters = 0  # threads that wait for a result: there is no use in waiting for more requests
+        self._waiters = 0  # threads that wait for a result; the next cycle then begins without delay
         self._next_cycle = 0.0
         self._closing = False
         self._ended: BaseException | None = None
@@ -72,10 +77,13 @@ class Engine:
         self._thread = threading.Thread(target=self._main, name="farandole-horovod", daemon=True)
         self._thread.start()
 
-    # ---- for other threads ----
+    # ---- methods for other threads ----
 
     def name_for(self, kind: str) -> str:
-        """Return a name for an unnamed request; ranks that make these requests in the same order get the same names."""
+        """Return a name for an unnamed request.
+
+        Ranks that submit unnamed requests in the same order get the same names.
+        """
         with self._wake:
             number = self._unnamed[kind]
             self._unnamed[kind] += 1
@@ -103,7 +111,7 @@ class Engine:
                 self._wake.notify()
 
     def wait(self, request: Request) -> None:
-        """Block until a request is finished; raise its error."""
+        """Block until a request is finished, and raise its error."""
         if not request.finished():
             with self._wake:
                 self._waiters += 1
@@ -117,34 +125,34 @@ class Engine:
             request.wait()
 
     def drain(self) -> None:
-        """Wait until no request of this rank is in flight, and ignore errors."""
+        """Wait for all requests of this rank that are in flight, and ignore their errors."""
         for request in list(self._in_flight.values()):
             with contextlib.suppress(HorovodInternalError):
                 self.wait(request)
 
-    def begin_to_close(self) -> None:
-        """Request the end of the engines of all ranks; requests in flight fail."""
+    def request_close(self) -> None:
+        """Request the shutdown of the engines of all ranks.  Requests in flight fail."""
         with self._wake:
             self._closing = True
             self._wake.notify()
 
     def close(self) -> None:
-        """End the engine and wait until it has ended."""
-        self.begin_to_close()
-        self._thread.join(_PATIENCE_S)
-        if self._thread.is_alive():  # ranks that hang or have died unnoticed
+        """Shut the engine down and wait until its thread has ended."""
+        self.request_close()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():  # another rank hangs, or its death was not detected
             self._abort()
-            self._thread.join(_PATIENCE_S)
+            self._thread.join(_CLOSE_TIMEOUT_S)
 
-    # ---- the thread ----
+    # ---- the engine thread ----
 
     def _main(self) -> None:
         torch.get_num_threads()  # applies `torch.set_num_threads` to this thread
         try:
-            with torch.no_grad():  # parameters are leaves, and are written in place
+            with torch.no_grad():  # autograd forbids in-place writes to parameters, which are leaves
                 reason = self._serve()
             self._end(HorovodInternalError(reason))
-        except BaseException as error:  # whatever it is, nobody may wait for this thread any more
+        except BaseException as error:  # without this thread, waiting threads and ranks would block forever
             self._end(error)
             self._abort()
 
@@ -159,14 +167,14 @@ class Engine:
             if self._closing:
                 reason = SHUT_DOWN
             if self._warn_s is not None and negotiator.pending():
-                negotiator.give_up_old(began - self._warn_s)
-                reason = reason or self._stall.look(negotiator.table, negotiator.joined)
+                negotiator.invalidate_older_than(began - self._warn_s)
+                reason = reason or self._stall.check(negotiator.table, negotiator.joined)
             outcome = negotiator.cycle(reason)
             self.cycles += 1
             if outcome.last_joined is not None:
                 self.last_joined = outcome.last_joined
                 with self._wake:
-                    self._unnamed.clear()  # ranks that joined early have made fewer names up
+                    self._unnamed.clear()  # ranks that joined early have generated fewer names
             if outcome.ready:
                 if self._timeline.active and self._timeline.marks_cycles:
                     self._timeline.mark("CYCLE_START")
@@ -219,5 +227,7 @@ class Engine:
     def _abort(self) -> None:
         """Abort running collectives on all ranks."""
         for group in (self._groups.control, self._groups.data):
-            with contextlib.suppress(RuntimeError):  # Gloo cannot; its peers see the connection close
+            with contextlib.suppress(
+                RuntimeError
+            ):  # Gloo does not support abort; its peers detect the closed connection
                 group.abort()

@@ -1,27 +1,27 @@
-"""The exceptions of Horovod, by Horovod's names."""
+"""Horovod's exceptions."""
 
 from __future__ import annotations
 
 
 class HorovodInternalError(RuntimeError):
-    """An operation failed: ranks disagree, a rank died, or Horovod was shut down.
+    """An operation failed because ranks disagree, a rank died, or Horovod was shut down.
 
-    An elastic program (`hvd.elastic.run`) restores its last commit and continues.
+    `hvd.elastic.run` catches this error, restores the last commit and continues.
     """
 
 
 class MismatchError(HorovodInternalError):
-    """Ranks asked for different things under one name.
+    """Ranks submitted different operations under one name.
 
     `hvd.elastic.run` does not catch this error, because a restart would repeat it.
     """
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The set of hosts has changed: an elastic program restarts with its current state.
+    """The set of hosts has changed, and `hvd.elastic.run` calls the training function again with the current state.
 
     Args:
-        skip_sync: Whether the state need not be broadcast after the restart.
+        skip_sync: Whether to skip the broadcast of the state.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -33,5 +33,5 @@ NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
 def not_initialized() -> ValueError:
-    """Return the error that every call before `hvd.init()` raises."""
+    """Return the error for calls before `hvd.init()`."""
     return ValueError(NOT_INITIALIZED)

@@ -1,7 +1,7 @@
-"""Execute the requests on which the ranks agreed: fuse all-reduces and call the collectives of the data group.
+"""Execute the requests that all ranks have submitted: fuse all-reduces and call the collectives of the data group.
 
-Tensor fusion combines all-reduces of equal type, operation, factors and device in one buffer in shared memory.  The
-agreed list alone decides which tensors are fused, so the decision is the same on all ranks.
+Tensor fusion combines all-reduces with equal data type, operation, factors and device in one buffer.  The agreed list
+of requests determines the fused tensors, so all ranks fuse the same tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farandole.comm import Communicator
-from farandole.horovod.adasum import adasum
 from farandole.horovod.errors import MismatchError
 from farandole.horovod.monitoring import Timeline
 from farandole.horovod.negotiation import Ready
@@ -41,7 +40,7 @@ _SMALLEST_BUFFER = 1 << 20
 
 @dataclass
 class Pack:
-    """The tensors of one all-reduce: for each tensor its ready name and its index in the group."""
+    """The tensors of one all-reduce.  A member is a ready name and the index of a tensor in its group."""
 
     dtype: torch.dtype
     members: list[tuple[Ready, int]] = field(default_factory=list)
@@ -49,12 +48,12 @@ class Pack:
 
     @property
     def names(self) -> list[str]:
-        """The names in the pack, without repetition."""
+        """Return the names in the pack, without repetition."""
         return list(dict.fromkeys(ready.name for ready, _ in self.members))
 
 
 def pack(ready: Iterable[Ready], threshold: int) -> list[Pack]:
-    """Combine all-reduces of equal type, operation, factors and device into packs of at most `threshold` bytes.
+    """Combine all-reduces with equal data type, operation, factors and device into packs of at most `threshold` bytes.
 
     A larger tensor has its own pack.  Packs are in the order of their first members.
     """
@@ -79,28 +78,30 @@ def pack(ready: Iterable[Ready], threshold: int) -> list[Pack]:
 class FusionBuffer:
     """Memory for one pack at a time, shared by all ranks of the group if possible.
 
-    It grows with the largest pack.  Packs are the same on all ranks, so all ranks grow the buffer together.
+    The buffer grows to the size of the largest pack.  Packs are the same on all ranks, so all ranks grow the buffer at
+    the same time.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._memory: dict[torch.device, Tensor] = {}
 
-    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def acquire(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a flat tensor of `size` bytes; its contents are undefined."""
         memory = self._memory.get(device)
         if memory is None or memory.numel() < size:
-            room = _SMALLEST_BUFFER
-            while room < size:
-                room *= 2
+            capacity = _SMALLEST_BUFFER
+            while capacity < size:
+                capacity *= 2
             self._memory.pop(device, None)
-            with torch.inference_mode(False):  # later packs are written in any mode
-                memory = self._memory[device] = self._comm.empty(room, dtype=torch.uint8, device=device)
+            # a normal tensor can be written within and outside inference mode
+            with torch.inference_mode(False):
+                memory = self._memory[device] = self._comm.empty(capacity, dtype=torch.uint8, device=device)
         return memory[:size].view(dtype)
 
 
 def views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Return consecutive parts of a flat tensor, in the shapes of other tensors."""
+    """Return consecutive parts of a flat tensor with the shapes of other tensors."""
     parts: list[Tensor] = torch._C._nn.unflatten_dense_tensors(flat, like)
     return parts
 
@@ -114,15 +115,72 @@ _REDUCE_OPS = {
 
 
 def rows_of(total: int, size: int) -> list[int]:
-    """Return how many of `total` rows each of `size` ranks keeps; the first ranks keep one more if necessary."""
+    """Divide `total` rows among `size` ranks; the first ranks get one more row if necessary."""
     share, more = divmod(total, size)
     return [share + (rank < more) for rank in range(size)]
 
 
-class Executor:
-    """Execute lists of ready names on one process set; the lists are the same on all members.
+def combine(a: Tensor, b: Tensor) -> Tensor:
+    """Return the Adasum of two tensors with the same shape and data type; the coefficients are computed in float64."""
+    one, other = a.reshape(-1).double(), b.reshape(-1).double()
+    dot, a_square, b_square = one @ other, one @ one, other @ other
+    a_weight = torch.where(a_square > 0, 1 - dot / (2 * a_square), 1.0)
+    b_weight = torch.where(b_square > 0, 1 - dot / (2 * b_square), 1.0)
+    return (a_weight * one + b_weight * other).view(a.shape).to(a.dtype)
 
-    ranks: the members' numbers in the world.  threshold: of fusion, in bytes.
+
+def adasum(flat: Tensor, parts: Callable[[Tensor], Sequence[Tensor]], group: dist.ProcessGroup) -> None:
+    """Combine each part of `flat` over the ranks of the group with Adasum, in place.
+
+    Adasum (Maleki et al., 2020, "Scaling Distributed Training with Adaptive Summation", arXiv:2006.02924) combines two
+    gradients a and b into
+
+        (1 - a.b / 2|a|^2) a  +  (1 - a.b / 2|b|^2) b
+
+    The result is the sum of orthogonal gradients and the mean of equal gradients.  Ranks are combined in pairs, then
+    pairs of pairs, so the number of ranks must be a power of two.  In round k a rank exchanges its vector with the rank
+    that differs in bit k.  Both ranks compute the same combination, lower rank first, so all results are bitwise equal.
+
+    Args:
+        flat: A flat tensor, the same size on all ranks.
+        parts: A function that splits a tensor like `flat` into parts.  Each part has its own coefficients (the
+            per-layer variant of the paper).
+        group: The process group.
+    """
+    rank, size = group.rank(), group.size()
+    theirs = torch.empty_like(flat)
+    distance = 1
+    while distance < size:
+        peer = rank ^ distance
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, flat.clone(), group=group, group_peer=peer),
+                dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),
+            ]
+        )
+        for work in works:
+            work.wait()
+        low, high = (flat, theirs) if rank < peer else (theirs, flat)
+        for part, a, b in zip(parts(flat), parts(low), parts(high), strict=True):
+            part.copy_(combine(a, b))
+        distance *= 2
+
+
+def unsuitable_for_adasum(size: int) -> str | None:
+    """Return the error message if Adasum cannot combine `size` ranks, or None."""
+    if size & (size - 1):
+        return f"Running Adasum with {size} ranks is not possible: the number of ranks must be a power of 2"
+    return None
+
+
+class Executor:
+    """Executes lists of ready names on one process set.  The lists are the same on all members.
+
+    Args:
+        group: The data group of the process set.
+        ranks: The members' ranks in the world.
+        threshold: The fusion threshold in bytes.
+        timeline: The timeline.
     """
 
     def __init__(
@@ -142,9 +200,10 @@ class Executor:
         }
 
     def run(self, ready: Sequence[Ready], finished: Callable[[Request, BaseException | None], None]) -> None:
-        """Execute the names and call `finished` for each request of this rank, with an error or None.
+        """Execute the names, and call `finished` for each request of this rank with its error or None.
 
-        Disagreements are passed to `finished`.  Failures of a rank are raised.
+        `finished` receives a `MismatchError` for a request that differs between ranks.  The failure of a rank raises
+        the exception of the process group.
         """
         if self._timeline.active:
             now = time.monotonic()
@@ -167,17 +226,18 @@ class Executor:
         for one in ready:
             if one.error is None and one.request is not None and one.signature.kind != ALLREDUCE:
                 with _mode_of([one.request]):
-                    self._carry_out(one, one.request)
+                    self._execute(one, one.request)
                 finished(one.request, None)
 
-    def _carry_out(self, one: Ready, request: Request) -> None:
+    def _execute(self, one: Ready, request: Request) -> None:
         """Execute one request of a kind that is not fused."""
         kind = one.signature.kind
         begin = time.monotonic()
-        _await_inputs(request)
-        if kind in self._kinds:  # a barrier or a join is done when all ranks have agreed on it
+        _wait_for_inputs(request)
+        # a barrier or a join has no collective, because the negotiation has synchronized the ranks
+        if kind in self._kinds:
             self._kinds[kind](one, request)
-        _await_outputs(request)
+        _wait_for_outputs(request)
         self._timeline.span(one.name, kind.upper(), begin, time.monotonic())
         self._timeline.flush()
 
@@ -192,7 +252,7 @@ class Executor:
                 inputs.append(torch.zeros(agreed_shape(one, index), dtype=each.dtype))
                 outputs.append(inputs[-1])
             else:
-                _await_inputs(one.request)
+                _wait_for_inputs(one.request)
                 inputs.append(one.request.inputs[index])
                 outputs.append(one.request.outputs[index])
         if any(tensor.numel() == 0 for tensor in inputs):
@@ -201,9 +261,9 @@ class Executor:
         if not inputs:
             return
         device = outputs[0].device
-        # one contiguous tensor is reduced where it is; others are copied side by side
+        # a single contiguous tensor is reduced in place; other tensors are copied into the fusion buffer
         alone = len(outputs) == 1 and outputs[0].is_contiguous()
-        flat = outputs[0].view(-1) if alone else self._buffer.take(each.size, each.dtype, device)
+        flat = outputs[0].view(-1) if alone else self._buffer.acquire(each.size, each.dtype, device)
         parts = [outputs[0]] if alone else views(flat, outputs)
         if not (alone and inputs[0] is outputs[0]):
             torch._foreach_copy_(parts, inputs)
@@ -224,7 +284,7 @@ class Executor:
             self._record(each, begin, copied, reduced, fused=not alone)
 
     def _reduce(self, flat: Tensor, op: int, postscale: float) -> None:
-        """All-reduce in place, and scale the result."""
+        """All-reduce `flat` in place, and scale the result."""
         if op == AVERAGE and flat.is_floating_point():
             dist.all_reduce(flat, dist.ReduceOp.AVG, group=self._group)
         elif op == AVERAGE:
@@ -247,7 +307,7 @@ class Executor:
                 self._timeline.span(name, "MEMCPY_OUT_FUSION_BUFFER", reduced, end)
         self._timeline.flush()
 
-    # ---- the others ----
+    # ---- other collectives ----
 
     def _allgather(self, one: Ready, request: Request) -> None:
         outputs = []
@@ -257,7 +317,7 @@ class Executor:
         request.outputs = outputs
 
     def _gather_rows(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
-        """Concatenate tensors with different numbers of rows; shorter tensors are padded for the transfer."""
+        """Concatenate the tensors of all ranks, which may have different numbers of rows."""
         most, rest = max(rows), tensor.shape[1:]
         everyone = tensor.new_empty((len(rows), most, *rest))
         if everyone.numel() == 0:
@@ -288,7 +348,7 @@ class Executor:
         output = tensor.new_empty((sum(received), *tensor.shape[1:]))
         row = tensor[:1].numel() if len(tensor) else output[:1].numel()
         if row or not tensor.shape[1:]:
-            # flat, so that a row of any shape is one piece
+            # flat, so that a row of any shape is one block of `width` elements
             width = max(1, row)
             dist.all_to_all_single(
                 output.view(-1),
@@ -342,20 +402,20 @@ def _scale(tensor: Tensor, factor: float) -> None:
 
 
 def _mode_of(requests: Iterable[Request | None]) -> AbstractContextManager[object]:
-    """Return the mode for writing the tensors of requests: inference tensors can be written in inference mode only."""
+    """Return inference mode if a request has inference tensors, which can only be written in inference mode."""
     for request in requests:
         if request is not None and any(t.is_inference() for t in (*request.inputs, *request.outputs)):
             return torch.inference_mode()
     return nullcontext()
 
 
-def _await_inputs(request: Request) -> None:
+def _wait_for_inputs(request: Request) -> None:
     """Wait until the device has computed the inputs."""
     if request.event is not None:
         request.event.synchronize()
 
 
-def _await_outputs(request: Request) -> None:
-    """Wait until the device has written the outputs: a finished request may be used on any stream."""
+def _wait_for_outputs(request: Request) -> None:
+    """Wait until the device has written the outputs, because the program may use the outputs on any stream."""
     if request.event is not None:
         torch.accelerator.synchronize()

@@ -1,4 +1,4 @@
-"""`horovod.keras`: with Keras 3, the same as `horovod.tensorflow.keras`."""
+"""`horovod.keras`, which is equal to `horovod.tensorflow.keras` with Keras 3."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """The timeline, and the check for stalled tensors.
 
-The timeline is a file for Perfetto or chrome://tracing.  Each tensor is a "process" of the trace, as in Horovod:
+The timeline is a file for Perfetto or chrome://tracing.  Each tensor is a "process" of the trace, as in Horovod.
 NEGOTIATE_ALLREDUCE lasts from this rank's request until all ranks have requested the tensor.  ALLREDUCE follows, and
 contains MEMCPY_IN_FUSION_BUFFER, the collective and MEMCPY_OUT_FUSION_BUFFER.  The format is the JSON array form of
 "Trace Event Format" (Chromium project).
 
-A tensor is stalled if some ranks have requested it and others have not for too long.  The table of the negotiation is
-the same on all ranks, so each rank knows which ranks are missing.  The first rank of the process set logs a warning,
-and any rank may end the run.
+A tensor is stalled if some ranks have requested the tensor and other ranks have not done so within a time limit.  The
+table of the negotiation is the same on all ranks, so each rank knows the missing ranks.  The first rank of the process
+set logs a warning, and any rank may end the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from farandole.horovod.settings import Settings
 
 
 class Timeline:
-    """Write the events of one rank to a file.  Without a file no event is recorded, and `active` is False."""
+    """Writes the events of one rank to a file.  Without a file, events are ignored and `active` is False."""
 
     def __init__(self) -> None:
         self.active = False
@@ -36,11 +36,16 @@ class Timeline:
         self._start = 0.0
 
     def start(self, path: str, marks_cycles: bool) -> None:
-        """Open the file; raise OSError if it cannot be written."""
+        """Open the file.
+
+        Raises:
+            ValueError: A timeline is being written.
+            OSError: The file cannot be written.
+        """
         with self._lock:
             if self._file is not None:
                 raise ValueError(
-                    f"a timeline is being written to {self._file.name}; hvd.stop_timeline() ends it"
+                    f"a timeline is already being written to {self._file.name}; call hvd.stop_timeline() first"
                 )
             self._file = open(path, "w")  # noqa: SIM115 - closed by `stop`
             self._numbers, self._lines, self._separator = {}, [], "[\n"
@@ -49,7 +54,7 @@ class Timeline:
             self.active = True
 
     def stop(self) -> None:
-        """Close the file, which is then valid JSON.  Without a file, do nothing."""
+        """Complete the JSON and close the file.  Without a file, do nothing."""
         with self._lock:
             self.active = False
             if self._file is None:
@@ -62,7 +67,7 @@ class Timeline:
     def span(
         self, name: str, activity: str, begin: float, end: float, arguments: dict[str, Any] | None = None
     ) -> None:
-        """Record an activity of a tensor between two times of `time.monotonic`."""
+        """Record an activity of a tensor.  `begin` and `end` are values of `time.monotonic`."""
         with self._lock:
             if self._file is None:
                 return
@@ -84,7 +89,7 @@ class Timeline:
             self._flush()
 
     def mark(self, name: str) -> None:
-        """Record an instant for all tensors."""
+        """Record an instant that applies to all tensors."""
         with self._lock:
             if self._file is not None:
                 number = self._number("cycles")
@@ -117,42 +122,50 @@ class Timeline:
 _log = logging.getLogger("horovod")
 
 _SHOWN = 6
-"""How many names are listed for each rank."""
+"""The maximum number of names to list for each rank."""
 
 
 class StallInspector:
-    """Check the table for stalled tensors at intervals.
+    """Checks the negotiation table for stalled tensors.
 
-    ranks: the members' numbers in the world.  limit_s: when a stall ends the run where
-    HOROVOD_STALL_SHUTDOWN_TIME_SECONDS does not say it: the deadline of the process group.
+    Args:
+        settings: The options of the engine.
+        ranks: The members' ranks in the world.
+        limit_s: The time after which a stall ends the run if HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is not set.
+        logs_warnings: Whether this rank logs warnings.
     """
 
-    def __init__(self, settings: Settings, ranks: Sequence[int], limit_s: float, speaks: bool) -> None:
+    def __init__(self, settings: Settings, ranks: Sequence[int], limit_s: float, logs_warnings: bool) -> None:
         self.warn_s = settings.stall_check_s
-        self._ranks, self._speaks = ranks, speaks
+        self._ranks, self._logs_warnings = ranks, logs_warnings
         self._shutdown_s = settings.stall_shutdown_s or limit_s
         if self.warn_s is not None and 0 < settings.stall_shutdown_s < self.warn_s:
-            if speaks:
+            if logs_warnings:
                 _log.warning(
                     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is less than HOROVOD_STALL_CHECK_TIME_SECONDS=%g; "
-                    "stalls will not shut the run down before its deadline of %g s",
+                    "a stall shuts the run down after %g s",
                     settings.stall_shutdown_s,
                     self.warn_s,
                     limit_s,
                 )
             self._shutdown_s = limit_s
         self._seen: dict[str, float] = {}
-        self._next_look = self._next_warning = 0.0
+        self._next_check = self._next_warning = 0.0
 
-    def look(self, table: Mapping[str, Collection[int]], joined: Collection[int]) -> str | None:
-        """Warn of names that wait too long; return why the run must end, or None.
+    def check(self, table: Mapping[str, Collection[int]], joined: Collection[int]) -> str | None:
+        """Log a warning about stalled names.
 
-        `table` has for each name the members that have announced it.
+        Args:
+            table: The members that have announced each name.
+            joined: The members that have joined.
+
+        Returns:
+            The reason why the run must end, or None.
         """
         now = time.monotonic()
-        if self.warn_s is None or now < self._next_look:
+        if self.warn_s is None or now < self._next_check:
             return None
-        self._next_look = now + min(1.0, self.warn_s / 4)
+        self._next_check = now + min(1.0, self.warn_s / 4)
         self._seen = {name: self._seen.get(name, now) for name in table}
         late = [name for name, since in self._seen.items() if now - since > self.warn_s]
         if not late:
@@ -163,13 +176,13 @@ class StallInspector:
         self._next_warning = now + self.warn_s
         missing = self._missing(late, table, joined)
         text = (
-            f"One or more tensors were submitted by a subset of ranks and are waiting for the remaining ranks for "
-            f"more than {self.warn_s:g} seconds. Ranks may be submitting different tensors, or only some of them "
-            f"any at all, which never ends.\nMissing ranks:\n{missing}"
+            f"One or more tensors were submitted by a subset of ranks and have waited for the remaining ranks for "
+            f"more than {self.warn_s:g} seconds. Either ranks submit different tensors, or only some ranks submit "
+            f"tensors. Both cause a deadlock.\nMissing ranks:\n{missing}"
         )
         if ends:
             return f"{text}\nStalled for longer than {self._shutdown_s:g} seconds: shutting down."
-        if self._speaks:
+        if self._logs_warnings:
             _log.warning(text)
         return None
 

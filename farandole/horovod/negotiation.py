@@ -1,42 +1,46 @@
-"""Decide which named requests are ready on all ranks of a process set: the protocol.
+"""The negotiation protocol: find the named requests that all ranks of a process set have submitted.
 
 Ranks submit the same names in different orders and at different times, because the hooks of a backward pass run in the
-order in which gradients become ready.  Collectives must be executed in one order.  The ranks agree on the order in
-*cycles*.  A cycle has one or two steps.  Each step is a collective on a control group that is used for nothing else:
+order in which gradients become ready.  Collectives must run in the same order on all ranks.  The ranks agree on the
+order in *cycles*.  A cycle has one or two steps.  Each step is a collective on a control group that serves no other
+purpose:
 
-1. Every rank contributes a row of bits, and the rows are combined with AND.  Bit s means "the request in slot s of
-   the cache was submitted here, with the cached signature"; one more bit means "I have nothing to announce".
-2. If some rank has something to announce, every rank's announcement is sent to every rank: names with signatures
-   that are not in the cache, slots whose agreement is void, that the rank has joined, that it shuts down.
+1. Every rank contributes a row of bits, and an all-reduce combines the rows with AND.  Bit s means that the rank has
+   submitted the request in slot s of the cache, with the cached signature.  One more bit means that the rank has
+   nothing to announce.
+2. If any rank has something to announce, an all-gather sends every rank's announcement to every rank.  An announcement
+   contains names and signatures that are not in the cache, slots whose agreement is invalid, whether the rank has
+   joined, and whether the rank shuts down.
 
-A cycle yields the list of requests to execute: first the slots whose bit is set in the result, by number, then the
-names that every rank has announced (or has joined), in the order in which the announcements completed them.
-`execution` fuses the list into packs and executes the packs in order.
+A cycle returns the list of requests to execute: first the slots whose bit is set in the result, by slot number, then
+the names that every rank has announced (joined ranks need not), in the order in which the announcements completed the
+names.  `execution` fuses the list into packs and executes the packs in order.
 
-*All ranks execute the same list in the same order.*  Let S be the replicated state: the cache, the table of names that
-some ranks have announced, and the ranks that have joined.  S is empty at first, so S is equal on all ranks.  The result
-of step 1 is equal on all ranks, because it is the result of an all-reduce; so is the result of step 2, an all-gather.
-The list, the new S and the packs are functions of S and of these two results.  They depend on nothing local, neither on
-time nor on this rank's pending requests.  By induction over cycles, S and the list are equal in every cycle.  A rank
-decides alone only *when* to begin a cycle and what to contribute.  (The local view of a slot follows from S too: when
-an agreement leaves the cache while the rank has its bit set, the request is announced again.)
+*All ranks execute the same list in the same order.*  Let S be the replicated state: the cache, the table of announced
+names, and the set of joined ranks.  S is initially empty on all ranks.  The result of step 1 is equal on all ranks,
+because it is the result of an all-reduce.  The result of step 2 is equal on all ranks, because it is the result of an
+all-gather.  The list, the new S and the packs are functions of S and these two results.  The list, the new S and the
+packs do not depend on local state, such as the time or this rank's pending requests.  By induction over cycles, S and
+the list are equal in every cycle.  Only the start time of a cycle and the contribution of a rank are local decisions.
+(The local requests by slot follow S: if an agreement leaves the cache while the rank has set its bit, the rank
+announces the request again.)
 
-*Only submitted requests are executed.*  A bit is set in the result only if every rank that has not joined has set it,
-and a name is complete only if every such rank has announced it.  A rank sets a bit or announces a name only for a
-request that it holds, and holds the request until it is executed.  A rank that has joined contributes zeros and needs
-no request.
+*Only submitted requests are executed.*  A bit is set in the result only if every rank that has not joined has set the
+bit.  A name is complete only if every rank that has not joined has announced the name.  A rank sets a bit or announces
+a name only for a submitted request, and keeps the request until the request is executed.  A joined rank contributes
+zeros and needs no request.
 
-*No request waits for ever.*  Within a cycle a rank waits only for the other ranks' contributions to a collective of the
-control group, or of the data group while it executes the list, which is the same on all ranks.  So a cycle ends when
-every rank has begun it.  A rank begins a cycle when it has pending requests, and at the latest after `HEARTBEAT_S`; its
-thread blocks nowhere else.  Each process set has its own groups and thread, so that no set waits for another set.  A
-request that all ranks make is therefore executed at most two cycles after the last rank's submission: one cycle in
-which it is announced or its bit is set, and one more if its slot was given up meanwhile.  `monitoring` reports a
-request that some rank never makes, with names and ranks, and its deadline ends the run.  If a process dies, the
-collective of the control group raises on all other ranks.
+*No request waits forever.*  Within a cycle a rank waits only for the other ranks' contributions to collectives: the
+collectives of the control group, and the collectives of the data group for the list, which is the same on all ranks.
+So a cycle ends once every rank has begun the cycle.  A rank begins a cycle when it has pending requests, and at the
+latest after `HEARTBEAT_S`.  The thread of a rank does not block elsewhere.  Each process set has its own groups and
+thread, so no set waits for another set.  A request that all ranks submit is therefore executed at most two cycles after
+the last rank's submission: one cycle to announce the request or to set its bit, and one more cycle if its slot was
+invalidated in the meantime.  If some rank never submits a request, `monitoring` reports the names and ranks, and ends
+the run after a time limit.  If a process dies, the collective of the control group raises on all other ranks.
 
-*The response cache* holds requests on which all ranks have agreed; each has a small number, its slot.  A training loop
-repeats names with the same signatures in every step.  A cached name costs one bit per cycle.
+*The response cache* holds the requests on which all ranks have agreed.  Each agreement has a small number, its slot.  A
+training loop repeats names with the same signatures in every step.  A cached name costs one bit per cycle.
 """
 
 from __future__ import annotations
@@ -66,7 +70,7 @@ from farandole.horovod.requests import (
 
 @dataclass(frozen=True)
 class Entry:
-    """An agreement: a name, and the signature of each rank of the process set."""
+    """An agreement of all ranks of the process set: the name, and the signature of each rank."""
 
     slot: int
     name: str
@@ -74,10 +78,10 @@ class Entry:
 
 
 class ResponseCache:
-    """At most `capacity` agreements.  A full cache discards the least recently executed agreement.
+    """An LRU cache of at most `capacity` agreements.
 
-    The cache depends only on the calls of `add`, `use` and `remove`.  Ranks that make these calls in the same
-    order have the same cache.
+    The contents depend only on the calls of `add`, `use` and `remove`.  Ranks that make the same calls in the same
+    order have the same contents.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -102,7 +106,7 @@ class ResponseCache:
         self._by_name.move_to_end(entry.name)
 
     def add(self, name: str, signatures: Sequence[Signature]) -> int | None:
-        """Store an agreement; return the slot of the discarded agreement, or None."""
+        """Store an agreement, and return the slot of the discarded agreement, or None."""
         if not self.capacity:
             return None
         gone = None
@@ -118,29 +122,32 @@ class ResponseCache:
         return gone
 
     def remove(self, slot: int) -> None:
-        """Discard the agreement in a slot, if there is one."""
+        """Discard the agreement in a slot.  An empty slot is ignored."""
         entry = self._by_slot.pop(slot, None)
         if entry is not None:
             del self._by_name[entry.name]
             heapq.heappush(self._free, slot)
 
     def all_bits(self) -> int:
-        """Return a number in which the bits of all used slots are set."""
+        """Return an integer in which the bits of all used slots are set."""
         return sum(1 << slot for slot in self._by_slot)
 
 
 HEARTBEAT_S = 1.0
-"""A rank with nothing to do takes part in a cycle this often, so that the others learn who is missing."""
+"""The interval between cycles on an idle rank.  Other ranks learn in these cycles which requests are missing."""
 
 _QUIET = 1
-"""In the first byte of a row: this rank has nothing to announce."""
-_INLINE = 2040
-"""Bytes of an announcement that travel in the first collective of step 2; the rest of a longer one in another."""
+"""The first byte of a row if this rank has nothing to announce."""
+_INLINE_BYTES = 2040
+"""The maximum size of the part of an announcement in the first all-gather of step 2.
+
+A second all-gather sends the remaining bytes of longer announcements.
+"""
 
 
 @dataclass
 class Ready:
-    """One name that all ranks execute; `request` is this rank's request, None if it has joined."""
+    """A name that all ranks execute.  `request` is this rank's request, or None if this rank has joined."""
 
     name: str
     signatures: Sequence[Signature | None]
@@ -149,16 +156,19 @@ class Ready:
 
     @property
     def signature(self) -> Signature:
-        """The signature of the first rank that has not joined; lengths of other ranks may differ for some kinds."""
+        """Return the signature of the first rank that has not joined.
+
+        The number of rows may differ between ranks for an all-gather or an all-to-all.
+        """
         return next(found for found in self.signatures if found is not None)
 
 
 @dataclass
 class Announcement:
-    """The message of one rank to all ranks in step 2."""
+    """The message from one rank to all ranks in step 2."""
 
     requests: list[tuple[str, Signature]] = field(default_factory=list)
-    given_up: list[int] = field(default_factory=list)
+    invalidated: list[int] = field(default_factory=list)
     joins: bool = False
     shutdown: str | None = None
 
@@ -173,10 +183,14 @@ class Outcome:
 
 
 class Negotiator:
-    """One rank's part in the cycles of one process set.
+    """Runs the cycles of one process set on this rank.
 
-    group: the control group.  ranks: the members' numbers in the world.  `table` maps each name that is announced
-    but not complete to its signatures by member, in the order of first announcement.
+    The attribute `table` maps each incomplete name to its signatures by member, in the order of first announcement.
+
+    Args:
+        group: The control group.
+        ranks: The members' ranks in the world.
+        capacity: The capacity of the response cache, in names.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], capacity: int) -> None:
@@ -187,12 +201,12 @@ class Negotiator:
         self.cache = ResponseCache(capacity)
         self.table: dict[str, dict[int, Signature]] = {}
         self.joined: list[int] = []
-        # local: this rank's requests by how far they are
+        # local: this rank's requests by their progress
         self._unannounced: deque[Request] = deque()
         self._announced: dict[str, Request] = {}
         self._hits: dict[int, Request] = {}
         self._bits = 0
-        self._given_up: list[int] = []
+        self._invalidated: list[int] = []
         self._joins: Request | None = None
         self._row = torch.zeros(8 * (1 + -(-capacity // 64)), dtype=torch.uint8)
 
@@ -208,11 +222,11 @@ class Negotiator:
                 self._bits |= 1 << entry.slot
                 continue
             if entry is not None:
-                self._given_up.append(entry.slot)
+                self._invalidated.append(entry.slot)
             self._unannounced.append(request)
 
     def pending(self) -> bool:
-        """Return whether any request waits for other ranks or for its announcement."""
+        """Return whether any request is waiting for other ranks or for its announcement."""
         return bool(self._hits or self._unannounced or self._announced)
 
     def drop_all(self) -> None:
@@ -221,19 +235,19 @@ class Negotiator:
         self._unannounced.clear()
         self._announced.clear()
 
-    def give_up_old(self, before: float) -> None:
-        """Announce cached requests that have waited since `before` by name, so that the table shows missing ranks."""
+    def invalidate_older_than(self, before: float) -> None:
+        """Announce cached requests that were submitted before a time by name, so that the table shows missing ranks."""
         for slot in [slot for slot, request in self._hits.items() if request.submitted < before]:
-            self._given_up.append(slot)
+            self._invalidated.append(slot)
             self._announce_again(slot)
 
     # ---- a cycle ----
 
     def cycle(self, shutdown: str | None = None) -> Outcome:
-        """Run one cycle; every member calls it the same number of times."""
+        """Run one cycle.  All members must run the same number of cycles."""
         mine = self._announcement(shutdown)
         bits = self._bits
-        if self._rank in self.joined:  # whatever the others have, this rank goes along with
+        if self._rank in self.joined:  # a joined rank agrees to every request
             bits = self.cache.all_bits()
         agreed, quiet = self._combine(bits, quiet=mine is None)
         outcome = Outcome(self._take_hits(agreed))
@@ -243,10 +257,10 @@ class Negotiator:
         return outcome
 
     def _announcement(self, shutdown: str | None) -> Announcement | None:
-        if not (self._unannounced or self._given_up or shutdown):
+        if not (self._unannounced or self._invalidated or shutdown):
             return None
-        mine = Announcement(given_up=self._given_up, shutdown=shutdown)
-        self._given_up = []
+        mine = Announcement(invalidated=self._invalidated, shutdown=shutdown)
+        self._invalidated = []
         while self._unannounced:
             request = self._unannounced.popleft()
             if request.signature.kind == JOIN:
@@ -256,7 +270,7 @@ class Negotiator:
         return mine
 
     def _combine(self, bits: int, quiet: bool) -> tuple[int, bool]:
-        """Run step 1: return the bits that all ranks have set, and whether no rank has an announcement."""
+        """Run step 1.  Return the bits that all ranks have set, and whether no rank has an announcement."""
         row = self._row
         data = row.numpy()
         data[0] = _QUIET if quiet else 0
@@ -279,16 +293,16 @@ class Negotiator:
         return ready
 
     def _exchange(self, mine: Announcement) -> list[Announcement]:
-        """Run step 2: return every rank's announcement."""
+        """Run step 2.  Return the announcements of all ranks."""
         payload = pickle.dumps(mine, protocol=pickle.HIGHEST_PROTOCOL)
-        blocks = self._gather(len(payload).to_bytes(8, "little") + payload[:_INLINE], 8 + _INLINE)
+        blocks = self._gather(len(payload).to_bytes(8, "little") + payload[:_INLINE_BYTES], 8 + _INLINE_BYTES)
         lengths = [int.from_bytes(block[:8], "little") for block in blocks]
         texts = [block[8 : 8 + length] for block, length in zip(blocks, lengths, strict=True)]
         longest = max(lengths)
-        if longest > _INLINE:
-            rests = self._gather(payload[_INLINE:], longest - _INLINE)
+        if longest > _INLINE_BYTES:
+            rests = self._gather(payload[_INLINE_BYTES:], longest - _INLINE_BYTES)
             texts = [
-                text + rest[: max(0, length - _INLINE)]
+                text + rest[: max(0, length - _INLINE_BYTES)]
                 for text, rest, length in zip(texts, rests, lengths, strict=True)
             ]
         return [pickle.loads(text) for text in texts]
@@ -300,11 +314,11 @@ class Negotiator:
         dist.all_gather(list(everyone.unbind()), mine, group=self._group)
         return [row.numpy().tobytes() for row in everyone]
 
-    # ---- reading announcements: from here on nothing local decides ----
+    # ---- reading announcements: the results depend on replicated state only ----
 
     def _read(self, announcements: Sequence[Announcement], outcome: Outcome) -> None:
         for announcement in announcements:
-            for slot in announcement.given_up:
+            for slot in announcement.invalidated:
                 self.cache.remove(slot)
                 self._announce_again(slot)
         complete: dict[str, None] = {}  # in order
@@ -348,22 +362,25 @@ class Negotiator:
         return Ready(name, signatures, self._announced.pop(name, None), error)
 
     def _refusal_after_join(self, name: str, signature: Signature) -> str | None:
-        """Return why a request cannot be executed after a join: zeros of joined ranks are correct for sums only."""
+        """Return the error for a request that is not supported after a join, or None.
+
+        The zeros that joined ranks contribute are correct for Sum and Average only.
+        """
         if not self.joined:
             return None
         joined = ", ".join(str(self._ranks[member]) for member in self.joined)
         if signature.kind == BARRIER or (signature.kind == ALLREDUCE and signature.op <= SUM):
             return None
-        what = signature.kind
+        operation = signature.kind
         if signature.kind == ALLREDUCE:
-            what = f"{signature.kind} with op={OP_NAMES[signature.op]}"
+            operation = f"{signature.kind} with op={OP_NAMES[signature.op]}"
         return (
-            f"{what} of tensor {name} is not supported once a rank has joined (rank {joined}); "
-            f"allreduce with op=Sum or op=Average is, and hvd.barrier()"
+            f"{operation} of tensor {name} is not supported once a rank has joined (rank {joined}); "
+            f"use allreduce with op=Sum or op=Average, or hvd.barrier()"
         )
 
     def _announce_again(self, slot: int) -> None:
-        """Announce the request of a slot by name, because the agreement was discarded."""
+        """Queue the request of a discarded agreement for announcement by name."""
         request = self._hits.pop(slot, None)
         self._bits &= ~(1 << slot)
         if request is not None:

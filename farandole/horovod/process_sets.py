@@ -1,4 +1,4 @@
-"""Process sets: subsets of the ranks that run collective operations among themselves."""
+"""Process sets: subsets of the ranks for collective operations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ if TYPE_CHECKING:
 
 
 class ProcessSet:
-    """A set of ranks, to be registered by `hvd.init(process_sets=...)` or `hvd.add_process_set`, on all ranks.
+    """A set of ranks.  All ranks must register the set with `hvd.init(process_sets=...)` or `hvd.add_process_set`.
 
         even = hvd.add_process_set(range(0, hvd.size(), 2))
         if even.included():
             hvd.allreduce(tensor, process_set=even)
 
     Args:
-        ranks: Ranks in the world, without repetition.  The set sorts the ranks.
+        ranks: Ranks in the world, without repetition, in any order.
+
+    Raises:
+        ValueError: `ranks` is not a list of distinct integers.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -27,15 +30,13 @@ class ProcessSet:
             given = list(ranks)
         except TypeError:
             raise ValueError(
-                f"a ProcessSet is made from a list of ranks, not from {type(ranks).__name__}; "
-                f"of an MPI communicator: comm.allgather(hvd.rank())"
+                f"expected a list of ranks, got {type(ranks).__name__}; "
+                f"for an MPI communicator, pass comm.allgather(hvd.rank())"
             ) from None
         if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in given):
-            raise ValueError(
-                f"a ProcessSet is made from a list of ranks, which are whole numbers; given: {given}"
-            )
+            raise ValueError(f"expected a list of ranks, which are integers; got {given}")
         if len(set(given)) < len(given):
-            raise ValueError(f"a ProcessSet has each rank once; given: {given}")
+            raise ValueError(f"expected a list of ranks without repetition, got {given}")
         self.ranks: list[int] | None = sorted(given)
         self.process_set_id: int | None = None
         self.engine: Engine | None = None
@@ -46,7 +47,11 @@ class ProcessSet:
         return self._world_rank in self._registered()
 
     def rank(self) -> int:
-        """Return this process's rank in the set; raise ValueError if the process is not in the set."""
+        """Return this process's rank in the set.
+
+        Raises:
+            ValueError: The set is not registered, or this process is not in the set.
+        """
         ranks = self._registered()
         if self._world_rank not in ranks:
             raise ValueError(f"rank {self._world_rank} is not in process set {self}")
@@ -57,7 +62,7 @@ class ProcessSet:
         return len(self._registered())
 
     def register(self, number: int, ranks: list[int], world_rank: int, engine: Engine | None) -> None:
-        """Register the set; `engine` is None if this process is not in the set."""
+        """Set the attributes of a registered set.  `engine` is None if this process is not in the set."""
         self.process_set_id, self.ranks, self._world_rank, self.engine = number, ranks, world_rank, engine
 
     def invalidate(self) -> None:
@@ -65,12 +70,16 @@ class ProcessSet:
         self.process_set_id, self.ranks, self.engine = None, None, None
 
     def member(self) -> Engine:
-        """Return the engine of this process; raise ValueError if the process is not in the set."""
+        """Return the engine of this process.
+
+        Raises:
+            ValueError: The set is not registered, or this process is not in the set.
+        """
         if self.engine is not None:
             return self.engine
         self._registered()
         raise ValueError(
-            f"rank {self._world_rank} cannot take part in an operation of process set {self}: it is not in it"
+            f"rank {self._world_rank} is not in process set {self} and cannot take part in its operations"
         )
 
     def _registered(self) -> list[int]:
@@ -78,7 +87,7 @@ class ProcessSet:
             if self is global_process_set:
                 raise not_initialized()
             raise ValueError(
-                f"{self} is not registered; hvd.add_process_set(...) or hvd.init(process_sets=...) does that"
+                f"{self} is not registered; register it with hvd.add_process_set(...) or hvd.init(process_sets=...)"
             )
         return self.ranks
 
@@ -87,4 +96,4 @@ class ProcessSet:
 
 
 global_process_set = ProcessSet([])
-"""All ranks."""
+"""The process set of all ranks."""

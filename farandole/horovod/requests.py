@@ -1,7 +1,7 @@
-"""Requests: what a rank asks the engine to do under a name, and whether the ranks ask for the same.
+"""Requests to the engine, and the comparison of the requests of different ranks.
 
-A `Signature` is the part of a request that other ranks must know; a `Request` adds this rank's tensors
-and where its result goes.
+A request is an operation with a name.  A `Signature` is the part of a request that is sent to other ranks.  A `Request`
+adds the tensors of this rank.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ BARRIER = "barrier"
 JOIN = "join"
 
 AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
-"""Horovod's numbers of the reductions (0 and 1 are Average and Sum there too; scripts use the names)."""
+"""The values of `op`.  Average and Sum have the same values as in Horovod."""
 
 OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 
 UNNAMED = ".noname."
-"""In the names that are made up; such a name is used once, so that remembering it would be of no use."""
+"""Part of every generated name.  Generated names are used once and therefore not cached."""
 
 
 class Signature(NamedTuple):
-    """The properties of a request on which ranks must agree.  A group has several shapes and types."""
+    """The properties of a request that ranks compare.  A grouped operation has several shapes and types."""
 
     kind: str
     dtypes: tuple[torch.dtype, ...] = ()
@@ -50,8 +50,12 @@ class Signature(NamedTuple):
 class Request:
     """One request of this rank.
 
-    `inputs` are read and `outputs` written, in place where they are the same; for operations whose result's
-    size is not known before, `outputs` is filled by the engine.
+    Args:
+        name: The name of the operation.
+        signature: The properties that ranks compare.
+        inputs: The tensors to read.
+        outputs: The tensors to write: the inputs for an operation in place, and none if the size of the results
+            depends on other ranks.  In that case the engine sets `outputs`.
     """
 
     __slots__ = (
@@ -75,35 +79,37 @@ class Request:
         self.outputs = outputs
         self.received_splits: list[int] = []
         self.error: BaseException | None = None
-        self.event: Any = None  # of the device, when the inputs are ready
+        self.event: Any = None  # on the device, recorded after the inputs
         self.submitted = time.monotonic()
         self._done = _thread.allocate_lock()  # held until the request is finished
         self._done.acquire()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Complete the request; called once, by the engine."""
+        """Mark the request as finished, and wake the waiting threads."""
         self.error = error
         self._done.release()
 
     def finished(self) -> bool:
-        """Return whether the result is there, or the error."""
+        """Return whether the request has a result or an error."""
         return not self._done.locked()
 
     def wait(self) -> None:
-        """Block until it is finished; raise its error."""
+        """Block until the request is finished, and raise its error."""
         self._done.acquire()
         self._done.release()
         if self.error is not None:
-            # a new exception for each waiter: a traceback belongs to one raise
+            # each waiting thread raises a new exception, because an exception has only one traceback
             kind = type(self.error) if isinstance(self.error, HorovodInternalError) else HorovodInternalError
             raise kind(str(self.error)) from self.error
 
 
 def disagreement(name: str, signatures: Sequence[Signature | None], ranks: Sequence[int]) -> str | None:
-    """Return how the signatures of one name contradict each other, or None if they agree.
+    """Return a message that describes the mismatch of the ranks' signatures, or None if the signatures agree.
 
-    signatures: one per rank of the process set, None for those that have joined.
-    ranks: the numbers of those ranks in the world, for the message.
+    Args:
+        name: The name of the request.
+        signatures: The signature of each member of the process set, None for members that have joined.
+        ranks: The members' ranks in the world.
     """
     given = [(rank, found) for rank, found in zip(ranks, signatures, strict=True) if found is not None]
     first_rank, first = given[0]
@@ -145,12 +151,12 @@ def disagreement(name: str, signatures: Sequence[Signature | None], ranks: Seque
 
 
 def _one(kind: str) -> str:
-    """Return the name of an operation with its article."""
+    """Return a kind of operation with its indefinite article."""
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def _show(value: Any) -> str:
-    """Format shapes as lists and types as in PyTorch; the shape of a single tensor without its tuple."""
+    """Return a value as text: shapes as lists, and a tuple with one item as the item."""
     if isinstance(value, torch.Size):
         return str(list(value))
     if isinstance(value, tuple):

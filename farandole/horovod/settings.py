@@ -1,4 +1,4 @@
-"""Horovod's environment variables, as Horovod 0.28 documents them, read once in `hvd.init()`."""
+"""The environment variables of Horovod 0.28, which `hvd.init()` reads."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 UNSUPPORTED = {
     "HOROVOD_AUTOTUNE": "set HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME by hand",
-    "HOROVOD_AUTOTUNE_LOG": "there is no autotuner",
-    "HOROVOD_HIERARCHICAL_ALLREDUCE": "ranks of a host reduce in shared memory by themselves",
-    "HOROVOD_HIERARCHICAL_ALLGATHER": "ranks of a host gather in shared memory by themselves",
-    "HOROVOD_GPU_OPERATIONS": "farandole.init(backend) chooses what carries device tensors",
-    "HOROVOD_CPU_OPERATIONS": "farandole.init(backend) chooses what carries CPU tensors",
-    "HOROVOD_CONTROLLER": "negotiation runs over the process group of farandole.init()",
-    "HOROVOD_DISABLE_GROUP_FUSION": "groups are fused; HOROVOD_FUSION_THRESHOLD=0 turns fusion off",
+    "HOROVOD_AUTOTUNE_LOG": "farandole has no autotuner",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "ranks on one host always reduce in shared memory",
+    "HOROVOD_HIERARCHICAL_ALLGATHER": "ranks on one host always gather in shared memory",
+    "HOROVOD_GPU_OPERATIONS": "select the backend for device tensors with farandole.init(backend)",
+    "HOROVOD_CPU_OPERATIONS": "select the backend for CPU tensors with farandole.init(backend)",
+    "HOROVOD_CONTROLLER": "negotiation uses the process group of farandole.init()",
+    "HOROVOD_DISABLE_GROUP_FUSION": "groups are fused; HOROVOD_FUSION_THRESHOLD=0 disables fusion",
 }
-"""Variables that change something here is nothing like, and what to do instead."""
+"""Variables without effect, and the reason or the alternative."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the engine behaves; times in seconds, sizes in bytes."""
+    """Options of the engine.  `fusion_threshold` is in bytes, `cache_capacity` in names."""
 
     cycle_time_s: float = 0.001
     fusion_threshold: int = 128 << 20
@@ -32,7 +32,11 @@ class Settings:
 
     @staticmethod
     def read(environ: Mapping[str, str]) -> Settings:
-        """Read the settings from environment variables; raise ValueError for a value that is not a number or out of range."""
+        """Return the settings from environment variables.
+
+        Raises:
+            ValueError: The value of a variable is not a number, is negative or is infinite.
+        """
         disabled = _flag(environ, "HOROVOD_STALL_CHECK_DISABLE")
         return Settings(
             cycle_time_s=_number(environ, "HOROVOD_CYCLE_TIME", 1.0) / 1000,
@@ -46,7 +50,7 @@ class Settings:
 
 
 def unsupported(environ: Mapping[str, str]) -> list[str]:
-    """Return a sentence for every variable that is set and has no effect here."""
+    """Return a warning for each set variable that has no effect."""
     return [
         f"{name}={environ[name]} has no effect: {instead}"
         for name, instead in UNSUPPORTED.items()
@@ -67,5 +71,5 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         raise ValueError(f"{name}={text!r} is not a number") from None
     if not 0 <= number < float("inf"):
-        raise ValueError(f"{name}={text} must be 0 or more")
+        raise ValueError(f"{name}={text} must be finite and at least 0")
     return number

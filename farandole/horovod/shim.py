@@ -1,10 +1,10 @@
-"""Import `farandole.horovod` under Horovod's module names: a script that imports `horovod.torch` runs unchanged.
+"""Install `farandole.horovod` under Horovod's module names, so that scripts that import `horovod.torch` run unchanged.
 
     python -m farandole.horovod.shim script.py --its arguments
     farandole launch -n 2 -m farandole.horovod.shim script.py --its arguments
     mpirun -n 2 python -m farandole.horovod.shim -m package.module
 
-`horovod.x` is the module `farandole.horovod.x`, or the module that `_MODULES` names: one module object with two names.
+`horovod.x` is an alias of the module `farandole.horovod.x`.  `_MODULES` lists the exceptions.
 """
 
 from __future__ import annotations
@@ -35,34 +35,40 @@ _MODULES = {
     "horovod.tensorflow.mpi_ops": ".tensorflow",
     "horovod.keras.callbacks": ".tensorflow.callbacks",
 }
-"""Modules of Horovod whose names differ, below `farandole.horovod`."""
+"""Modules of Horovod whose counterparts have other names, relative to `farandole.horovod`."""
 
 
 class HorovodFinder(MetaPathFinder):
-    """Find `horovod` and its modules; raise ModuleNotFoundError for modules without a counterpart."""
+    """Import `horovod` and its submodules from `farandole.horovod`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec for a module of Horovod, None for other modules."""
+        """Return the spec of a Horovod module, or None for other modules.
+
+        Raises:
+            ModuleNotFoundError: The Horovod module has no counterpart in `farandole.horovod`.
+        """
         if fullname != "horovod" and not fullname.startswith("horovod."):
             return None
         ours = _OURS + _MODULES.get(fullname, fullname.removeprefix("horovod"))
         if not _exists(ours):
-            there = ", ".join(f"horovod.{name}" for name in ("torch", "tensorflow", "keras"))
-            raise ModuleNotFoundError(f"{fullname} is not there: farandole provides {there}", name=fullname)
-        return ModuleSpec(fullname, _SameModule(ours), is_package=True)
+            provided = ", ".join(f"horovod.{name}" for name in ("torch", "tensorflow", "keras"))
+            raise ModuleNotFoundError(
+                f"farandole does not provide {fullname}; it provides {provided}", name=fullname
+            )
+        return ModuleSpec(fullname, _AliasLoader(ours), is_package=True)
 
 
 def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent is no package
+    except ModuleNotFoundError:  # the parent is not a package
         return False
 
 
-class _SameModule(Loader):
-    """Loads a module by giving out another one that exists under its own name."""
+class _AliasLoader(Loader):
+    """Loads a module as an alias of a module with another name."""
 
     def __init__(self, ours: str) -> None:
         self._ours = ours
@@ -74,17 +80,21 @@ class _SameModule(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has put Horovod's in its place
+        module.__spec__ = self._spec  # the import system has replaced it with the spec of the alias
 
 
 def install() -> None:
-    """Make `import horovod.torch` find our modules, before a Horovod that may be installed."""
+    """Make `import horovod.torch` import `farandole.horovod.torch`, even if Horovod is installed."""
     if not any(isinstance(finder, HorovodFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, HorovodFinder())
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script or, after -m, a module, as Python would."""
+    """Run a script, or a module after `-m`, as `python` does.
+
+    Args:
+        arguments: The script or module, and its arguments.
+    """
     is_module = arguments[:1] == ["-m"]
     program = arguments[int(is_module) :]
     if not program or program[0].startswith("-"):

@@ -1,4 +1,4 @@
-"""The helper functions that Horovod's scripts and tests import from `horovod.common.util`."""
+"""The functions of `horovod.common.util`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from farandole.horovod.basics import (
 
 @contextmanager
 def env(**variables: str | None) -> Iterator[None]:
-    """Set environment variables within a `with` block; a variable whose value is None is not changed."""
+    """Set environment variables within a `with` block.  A variable with the value None is not changed."""
     given = {name: value for name, value in variables.items() if value is not None}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
@@ -59,21 +59,21 @@ def is_iterable(value: Any) -> bool:
 
 
 def is_version_greater_equal_than(version: str, target: str) -> bool:
-    """Return whether a version, such as "2.13.0+cpu", is the target, such as "2.6.0", or a later one."""
+    """Return whether `version` (for example "2.13.0+cpu") is at least `target` (for example "2.6.0")."""
     return torch.torch_version.TorchVersion(version) >= target
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether the interface for a framework, "torch" or "tensorflow", can be imported."""
+    """Return whether a framework, "torch" or "tensorflow", is installed."""
     return ext_base_name in ("torch", "tensorflow") and importlib.util.find_spec(ext_base_name) is not None
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Return: the interfaces have no compiled extensions that could be missing."""
+    """Do nothing, because no framework needs a compiled extension."""
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether torch can use a GPU."""
+    """Return whether PyTorch can use a GPU."""
     return torch.cuda.is_available()
 
 

@@ -1,4 +1,4 @@
-"""What the tests of Horovod's interface share: inputs that every rank can compute for all ranks."""
+"""Helpers for the tests of the Horovod API.  Every rank can compute the inputs of all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @contextmanager
 def session(**arguments: Any) -> Iterator[None]:
-    """hvd.init() ... hvd.shutdown()."""
+    """Call hvd.init() before and hvd.shutdown() after a `with` block."""
     hvd.init(**arguments)
     try:
         yield
@@ -27,7 +27,7 @@ def session(**arguments: Any) -> Iterator[None]:
 
 
 def given(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """The input of one rank."""
+    """Return the input of one rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
@@ -35,19 +35,19 @@ def given(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32,
 
 
 def all_given(size: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """The inputs of all ranks, stacked."""
+    """Return the inputs of all ranks, stacked."""
     return torch.stack([given(rank, shape, dtype, seed) for rank in range(size)])
 
 
 def close(result: Tensor, expected: Tensor) -> None:
-    """Equal up to the rounding of the type; shape and type exactly."""
+    """Assert that two tensors have the same shape and data type, and are equal up to rounding."""
     assert result.dtype == expected.dtype
     loose = {torch.float16: 4e-3, torch.bfloat16: 4e-2}.get(result.dtype, 1e-5)
     torch.testing.assert_close(result, expected, rtol=loose, atol=loose)
 
 
 def message(call: Callable[[], Any], kind: type[BaseException]) -> str:
-    """What a call that must fail says."""
+    """Return the message of the exception that a call must raise."""
     with pytest.raises(kind) as caught:
         call()
     return str(caught.value)

@@ -1,4 +1,4 @@
-"""Adasum against its formula, combined pairwise in float64."""
+"""Compare Adasum with its formula in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.horovod.jobs import close, given, session
 
 
 def formula(vectors):
-    """The recursion of arXiv:2006.02924: neighbours first."""
+    """Combine vectors recursively in pairs (arXiv:2006.02924)."""
     if len(vectors) == 1:
         return vectors[0]
     half = len(vectors) // 2
@@ -57,17 +57,17 @@ def test_adasum_through_gloo(ranks):
     ranks(2, "gloo").run(reductions)
 
 
-def odd(rank, size):
+def three_ranks(rank, size):
     with session(), pytest.raises(ValueError, match="Adasum with 3 ranks .* power of 2"):
         hvd.allreduce(torch.ones(2), op=hvd.Adasum)
 
 
-def test_their_number_is_a_power_of_two(ranks):
-    ranks(3).run(odd)
+def test_adasum_refuses_three_ranks(ranks):
+    ranks(3).run(three_ranks)
 
 
 def optimizer(rank, size):
-    """Each rank's change by its own momentum SGD, combined by the formula, parameter by parameter."""
+    """Compare with the formula, applied per parameter to each rank's change by momentum SGD."""
     with session():
         start = [given(0, (3, 2), torch.float64, 9), given(0, (4,), torch.float64, 10)]
         mine = [torch.nn.Parameter(tensor.clone()) for tensor in start]
@@ -95,5 +95,5 @@ def optimizer(rank, size):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_adasum_optimizer(ranks, size):
+def test_adasum_optimizer(ranks, size):
     ranks(size).run(optimizer)

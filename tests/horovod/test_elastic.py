@@ -1,4 +1,4 @@
-"""Elastic programs: what is saved and restored, and real deaths in jobs of real processes."""
+"""Elastic programs: saving and restoring the state, and jobs in which processes are killed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def job(script: str, size: int, *arguments: str):
     return [start([sys.executable, script, *arguments], RANK=str(rank), **common) for rank in range(size)]
 
 
-def test_survivors_go_on_from_the_last_commit(tmp_path):
+def test_survivors_continue_from_the_last_commit(tmp_path):
     ends = [finish(each) for each in job(write(tmp_path, TRAIN), 4, "1,3")]
     assert [status for status, _, _ in ends] == [0, -signal.SIGKILL, 0, -signal.SIGKILL], ends
     rows = [ends[rank][1].splitlines()[-1].split(" ", 2) for rank in (0, 2)]
@@ -76,7 +76,7 @@ def test_survivors_go_on_from_the_last_commit(tmp_path):
     )
 
 
-def test_without_the_process_of_the_store_it_says_what_to_do(tmp_path):
+def test_the_error_after_the_store_has_died_names_a_remedy(tmp_path):
     ends = [finish(each) for each in job(write(tmp_path, TRAIN), 3, "0")]
     assert ends[0][0] == -signal.SIGKILL
     for status, _, err in ends[1:]:
@@ -117,21 +117,21 @@ def saved_and_restored(rank, size):
         with pytest.raises(hvd.HostsUpdatedInterrupt) as interrupt:
             state.commit()
         assert interrupt.value.skip_sync
-        state.commit()  # once is enough
+        state.commit()  # a reported change interrupts only once
 
         plain = ObjectState(hvd.broadcast_object, hvd.rank, numbers=[rank])
         plain.sync()
         assert plain.numbers == [0]
-        with pytest.raises(hvd.HorovodInternalError, match="leave that to hvd.init"):
+        with pytest.raises(hvd.HorovodInternalError, match="let hvd.init"):
             hvd.elastic.run(lambda state: None)(plain)
 
 
-def test_what_is_saved_and_restored(ranks):
+def test_state_is_saved_and_restored(ranks):
     ranks(2).run(saved_and_restored)
 
 
 def same_name_twice():
-    """A mistake of the program is raised: the function is not run again from the last commit."""
+    """A duplicate name is an error of the program, which `hvd.elastic.run` must raise without running it again."""
     state = ObjectState(hvd.broadcast_object, hvd.rank, runs=0)
 
     @hvd.elastic.run
@@ -169,7 +169,7 @@ def alone():
     assert calls == [0, 1, 5]
 
 
-def test_errors_restore_and_interrupts_keep_what_there_is():
+def test_errors_restore_the_state_and_interrupts_keep_it():
     hvd.init()
     try:
         alone()

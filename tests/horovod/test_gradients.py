@@ -1,6 +1,6 @@
-"""Gradients through the operations: those of one process in which all ranks' inputs are leaves.
+"""Compare the gradients of operations with the gradients of one process in which all ranks' inputs are leaves.
 
-Horovod's convention: the loss is the average of the ranks' losses, so that a result that every rank has counts once.
+Horovod's convention: the loss is the average of the ranks' losses.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def gradients(rank, size):
         close(second.grad, torch.zeros(2))
 
         leaf = _leaf(everyone[rank])
-        with pytest.raises(NotImplementedError, match="no gradient through an allreduce with op=Min"):
+        with pytest.raises(NotImplementedError, match="allreduce is not differentiable with op=Min"):
             hvd.allreduce(leaf, op=hvd.Max).sum().backward()
 
 

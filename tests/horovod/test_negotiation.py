@@ -1,4 +1,4 @@
-"""Requests in different orders and at different times on different ranks; disagreements; the cache; what is fused."""
+"""Requests in different orders and at different times on different ranks; mismatches, the cache and fusion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _engine():
 
 
 def orders(rank, size, seed):
-    """Random kinds, shapes and orders; some names change their shapes between rounds, which voids the cache."""
+    """Run random operations in random order.  Some names change shape between rounds, which invalidates cache slots."""
     shared, own = random.Random(seed), random.Random(seed * 100 + rank)
     with session():
         for _ in range(6):
@@ -75,14 +75,14 @@ def test_any_order_through_gloo(ranks):
 
 
 def with_variables(rank, size, variables, function, *arguments):
-    """Call a function of ranks with environment variables, which hvd.init() reads."""
+    """Call a function of ranks with environment variables set."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
         return function(rank, size, *arguments)
 
 
-def disagreements(rank, size):
+def mismatches(rank, size):
     with session():
         ones = torch.ones(2, 3)
         last = rank == size - 1
@@ -115,12 +115,12 @@ def disagreements(rank, size):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_disagreements_are_errors_on_all_ranks(ranks, size):
-    ranks(size).run(disagreements)
+def test_mismatches_are_errors_on_all_ranks(ranks, size):
+    ranks(size).run(mismatches)
 
 
 def submitted_first(rank, size):
-    """Rank 0 has a name in flight that the other rank asks for only later."""
+    """Rank 0 submits a name twice, before the other rank submits the name."""
     with session():
         if rank == 0:
             first = hvd.allreduce_async(torch.ones(2), name="same")
@@ -135,7 +135,7 @@ def submitted_first(rank, size):
         assert _engine()._in_flight == {}
 
 
-def test_a_name_is_in_flight_once(ranks):
+def test_a_name_in_flight_is_refused(ranks):
     ranks(2).run(submitted_first)
 
 
@@ -166,16 +166,16 @@ def steady_state(rank, size):
 def test_the_steady_state_exchanges_bits_only(ranks):
     for counts in ranks(2).run(steady_state):
         assert all(exchanges == 0 for _, exchanges in counts)
-        assert min(cycles for cycles, _ in counts) < 100  # for 200 tensors: they are fused
+        assert min(cycles for cycles, _ in counts) < 100  # fewer than 200, because the 200 tensors are fused
 
 
-def test_the_cache_forgets_what_was_used_longest_ago():
+def test_the_cache_discards_the_least_recently_used_name():
     cache = ResponseCache(2)
     signatures = [Signature("allreduce")]
     assert cache.add("a", signatures) is None
     assert cache.add("b", signatures) is None
     cache.use(cache.find("a"))
-    assert cache.add("c", signatures) == 1  # b's slot
+    assert cache.add("c", signatures) == 1  # the slot of b
     assert cache.find("b") is None and cache.find("c").slot == 1 and cache.all_bits() == 0b11
     cache.remove(0)
     cache.remove(0)
@@ -184,7 +184,7 @@ def test_the_cache_forgets_what_was_used_longest_ago():
 
 
 def long_names(rank, size):
-    """Names of 24 kB in all: the ranks' announcements differ in length and in order."""
+    """Announce 24 kB of names, in different orders on different ranks."""
     with session():
         names = [f"{'a long name ' * 20}{i}" for i in range(100)]
         order = names if rank == 0 else names[::-1]
@@ -201,7 +201,7 @@ def test_long_names_are_announced_in_full(ranks):
 
 
 def fused_together(rank, size, path):
-    """Return the results, and for each name how many tensors travelled in its all-reduce."""
+    """Return the number of tensors of each all-reduce from the timeline."""
     lengths = {"five": 5, "thousand": 1000, "three": 3, "two": 2}
     with session():
         hvd.start_timeline(path)
@@ -218,15 +218,15 @@ def fused_together(rank, size, path):
 
 
 @pytest.mark.parametrize(("threshold", "tensors"), [(0, [1, 1, 1, 1]), (64, [1, 1, 2]), (4096, [4])])
-def test_the_fusion_threshold_limits_what_is_reduced_together(ranks, tmp_path, threshold, tensors):
-    """Tensors of 20, 4000, 12 and 8 bytes; an all-reduce holds at most the threshold, or one tensor."""
+def test_the_fusion_threshold_limits_the_size_of_an_allreduce(ranks, tmp_path, threshold, tensors):
+    """Reduce tensors of 20, 4000, 12 and 8 bytes.  An all-reduce has at most `threshold` bytes, or one tensor."""
     variables = {"HOROVOD_FUSION_THRESHOLD": str(threshold)}
     found = ranks(2).run(with_variables, variables, fused_together, str(tmp_path / "timeline.json"))
     assert sorted(found[0]) == tensors
 
 
-def beside_the_users_own(rank, size):
-    """The program's own collectives on the world group, between Horovod's in flight."""
+def interleaved_collectives(rank, size):
+    """Run a torch.distributed collective on the world group while Horovod operations are in flight."""
     with session():
         for _step in range(20):
             handles = [hvd.allreduce_async(torch.full((50,), float(rank)), name=f"{i}") for i in range(10)]
@@ -237,9 +237,9 @@ def beside_the_users_own(rank, size):
                 close(hvd.synchronize(handle), torch.full((50,), sum(range(size)) / size))
 
 
-def test_the_programs_own_collectives_go_on_beside(ranks):
-    ranks(2).run(beside_the_users_own)
-    ranks(2, "gloo").run(beside_the_users_own)
+def test_torch_distributed_collectives_run_concurrently(ranks):
+    ranks(2).run(interleaved_collectives)
+    ranks(2, "gloo").run(interleaved_collectives)
 
 
 def wrong_variable(rank, size):

@@ -1,4 +1,4 @@
-"""The collective operations, against plain arithmetic on all ranks' inputs."""
+"""Compare the collective operations with arithmetic on the inputs of all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def reductions(rank, size):
 
 
 def int16_is_refused(rank, size):
-    with session(), pytest.raises(ValueError, match="does not reduce int16; tensor.int"):
+    with session(), pytest.raises(ValueError, match="does not reduce int16; convert with tensor.int"):
         hvd.allreduce(torch.ones(2, dtype=torch.int16))
 
 
@@ -53,7 +53,7 @@ def test_allreduce_through_gloo(ranks):
     ranks(2, "gloo").run(reductions)
 
 
-def forms(rank, size):
+def allreduce_forms(rank, size):
     with session():
         everyone = all_given(size, (4, 3))
         mine = everyone[rank].clone()
@@ -64,7 +64,7 @@ def forms(rank, size):
         close(hvd.allreduce(mine, compression=hvd.Compression.bf16).bfloat16(), everyone.mean(0).bfloat16())
         narrow = hvd.allreduce(mine, compression=hvd.Compression.fp16)
         torch.testing.assert_close(narrow, everyone.mean(0), rtol=1e-2, atol=1e-2)
-        # a tensor that is not contiguous, a result that is not either
+        # the tensor and the result are not contiguous
         close(hvd.allreduce(mine.t(), op=hvd.Sum), everyone.sum(0).t())
         in_place = mine.clone().t()
         hvd.allreduce_(in_place, op=hvd.Sum)
@@ -74,12 +74,12 @@ def forms(rank, size):
         assert result[0].isnan() and result[1].isinf() and result[3] == 1
         handle = hvd.allreduce_async(mine, name="asynchronous")
         close(hvd.synchronize(handle), everyone.mean(0))
-        assert hvd.synchronize(handle) is None  # as in Horovod: its result was taken
+        assert hvd.synchronize(handle) is None  # as in Horovod, a handle has its result once
         handle = hvd.allreduce_async_(mine.clone(), op=hvd.Sum)
         while not hvd.poll(handle):
             pass
         close(hvd.wait(handle), everyone.sum(0))
-        with pytest.raises(ValueError, match="no handle"):
+        with pytest.raises(ValueError, match="expected the handle"):
             hvd.poll(handle)
         with pytest.raises(ValueError, match=r"complex64|ComplexFloat"):
             hvd.allreduce(torch.zeros(2, dtype=torch.complex64))
@@ -89,7 +89,7 @@ def forms(rank, size):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_forms_of_allreduce(ranks, size):
-    ranks(size).run(forms)
+    ranks(size).run(allreduce_forms)
 
 
 def groups(rank, size):
@@ -119,7 +119,7 @@ def test_groups(ranks, size):
     ranks(size).run(groups)
 
 
-def moves(rank, size):
+def data_movement(rank, size):
     with session():
         for dtype in (torch.float32, torch.uint8, torch.bool, torch.bfloat16, torch.int64):
             for rows, rest in itertools.product(
@@ -150,16 +150,16 @@ def moves(rank, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_moving_data(ranks, size):
-    ranks(size).run(moves)
+def test_data_movement(ranks, size):
+    ranks(size).run(data_movement)
 
 
-def test_moving_data_through_gloo(ranks):
-    ranks(3, "gloo").run(moves)
+def test_data_movement_through_gloo(ranks):
+    ranks(3, "gloo").run(data_movement)
 
 
 def in_inference_mode(rank, size):
-    """As in an evaluation: torch lets nobody outside this mode write its tensors, and the engine has a thread."""
+    """Run operations on inference tensors, which the engine's thread can write in inference mode only."""
     with session():
         everyone = all_given(size, (2 * size, 3))
         with torch.inference_mode():
@@ -176,7 +176,7 @@ def in_inference_mode(rank, size):
             close(hvd.alltoall(mine), torch.cat([one.tensor_split(size)[rank] for one in everyone]))
             assert hvd.broadcast_object(rank) == 0
             hvd.allreduce_(mine, op=hvd.Adasum)
-        # afterwards everything is as before, the fusion buffer too
+        # operations outside inference mode work again, including their fusion buffer
         weight = torch.ones(3, requires_grad=True)
         sum(each.sum() for each in hvd.grouped_allreduce([weight, weight * 2])).backward()
         close(weight.grad, torch.full((3,), 3.0))
@@ -192,7 +192,7 @@ def scatters(rank, size):
         for rows, op in itertools.product((0, 1, size, 2 * size + 1), (hvd.Sum, hvd.Average, hvd.Max)):
             everyone = all_given(size, (rows, 2))
             reduced = {hvd.Sum: everyone.sum(0), hvd.Average: everyone.mean(0), hvd.Max: everyone.amax(0)}[op]
-            # like torch.tensor_split, the first ranks get one row more
+            # the first ranks get one more row, as with torch.tensor_split
             close(hvd.reducescatter(everyone[rank], op=op), reduced.tensor_split(size)[rank])
         everyone = all_given(size, (size,))
         scaled = hvd.reducescatter(everyone[rank], op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25)
@@ -217,7 +217,7 @@ def wrong_arguments(rank, size):
             (lambda: hvd.alltoall(ones), "must be divisible"),
             (lambda: hvd.alltoall(ones, splits=[2, 2]), "greater than the first dimension"),
             (lambda: hvd.alltoall(ones, splits=[1]), "does not equal number of workers"),
-            (lambda: hvd.alltoall(ones, splits=[0.5, 2.5]), "whole numbers"),
+            (lambda: hvd.alltoall(ones, splits=[0.5, 2.5]), "one-dimensional integers"),
             (lambda: hvd.alltoall(ones, splits=[-1, 2]), "negative"),
             (lambda: hvd.reducescatter(ones, op=hvd.Adasum), "Adasum"),
             (lambda: hvd.allreduce(torch.ones(2).to_sparse()), "sparse"),
@@ -227,7 +227,7 @@ def wrong_arguments(rank, size):
         ]:
             with pytest.raises(ValueError, match=words):
                 call()
-        close(hvd.allreduce(ones), ones)  # all still works
+        close(hvd.allreduce(ones), ones)  # valid operations work after errors
 
 
 def test_wrong_arguments_raise_at_once(ranks):
@@ -242,7 +242,7 @@ def sparse(rank, size):
         for op, expected in ((hvd.Sum, dense), (hvd.Average, dense / size)):
             handle = hvd.sparse_allreduce_async(mine, name=f"sparse.{op}", op=op)
             with warnings.catch_warnings():
-                warnings.simplefilter("error")  # torch's, where nobody says whether indices are to be checked
+                warnings.simplefilter("error")  # PyTorch warns if check_invariants is not given
                 result = handle()
             assert result.is_sparse
             close(result.to_dense(), expected)
@@ -250,7 +250,7 @@ def sparse(rank, size):
             hvd.sparse_allreduce_async(mine, "sparse", hvd.Max)
         other = torch.sparse_coo_tensor(torch.tensor([[5 * rank]]), torch.ones(1), (1 + 5 * rank,))
         handle = hvd.sparse_allreduce_async(other, name="larger", op=hvd.Sum)
-        if rank == 0:  # whose tensor has no place for what comes
+        if rank == 0:  # the index from rank 1 is outside of this rank's tensor
             with pytest.raises(RuntimeError, match="size is inconsistent with indices"):
                 handle()
         else:

@@ -1,4 +1,4 @@
-"""DistributedOptimizer against one process with the whole batch, under SGD; and what it refuses."""
+"""Compare DistributedOptimizer with SGD in one process on the whole batch; test invalid arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARE, STEPS = 3, 4
 
 
 class Net(nn.Module):
-    """Uneven shapes, a scalar, a frozen parameter, one that nobody uses and one that only rank 0 uses."""
+    """A network with a scalar, a frozen parameter, an unused parameter and a parameter that only rank 0 uses."""
 
     def __init__(self, sparse=False):
         super().__init__()
@@ -51,7 +51,7 @@ def loss_of(model, tokens, use=True):
 
 
 def alone(size, passes=1, op=None, sparse=False, momentum=0.9):
-    """One process: the loss of each pass is the mean of the ranks' losses (their sum for op=Sum)."""
+    """Train in one process.  The loss of a pass is the mean of the ranks' losses (the sum for op=Sum)."""
     model = net(sparse)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     for step in range(STEPS):
@@ -61,7 +61,7 @@ def alone(size, passes=1, op=None, sparse=False, momentum=0.9):
             losses = [loss_of(model, tokens, use=rank == 0) for rank, tokens in enumerate(shares)]
             total = torch.stack(losses).sum()
             (total if op == hvd.Sum else total / size).backward()
-        for parameter in model.parameters():  # as Horovod: what no rank has used counts as zero
+        for parameter in model.parameters():  # as in Horovod, the gradient of an unused parameter is zero
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -119,11 +119,11 @@ def parity(rank, size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_parameters_of_one_process(ranks, size):
+def test_parameters_equal_those_of_one_process(ranks, size):
     ranks(size).run(parity)
 
 
-def test_the_parameters_of_one_process_through_gloo(ranks):
+def test_parameters_equal_those_of_one_process_through_gloo(ranks):
     ranks(2, "gloo").run(parity)
 
 
@@ -138,7 +138,10 @@ def refusals(rank, size):
         for options, words in [
             ({"named_parameters": model.parameters()}, "sequence of tuples"),
             ({"named_parameters": [("a", p) for _, p in named]}, "must be unique. Found duplicates: a"),
-            ({"named_parameters": named[:1]}, r"1 of the 2 parameters .* not named; their shapes: \[2\]"),
+            (
+                {"named_parameters": named[:1]},
+                r"1 of the 2 parameters .* not named; shapes of these parameters: \[2\]",
+            ),
             ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "not supported with op != Average"),
             ({"gradient_predivide_factor": 0}, "must be positive"),
             ({"backward_passes_per_step": 0}, "must be 1 or more"),
@@ -147,14 +150,14 @@ def refusals(rank, size):
             ({"groups": [["weight"]]}, "must consist of torch.Tensor"),
             ({"groups": [[model.weight], [model.weight]]}, "only appear once"),
             ({"op": 9}, "none of the reductions"),
-            ({"compression": "fp16"}, "Compression.none, fp16 or bf16, not 'fp16'"),
+            ({"compression": "fp16"}, "Compression.none, fp16 or bf16, got 'fp16'"),
             ({"op": hvd.Adasum, "groups": 2}, "not supported with op=Adasum"),
         ]:
             with pytest.raises(ValueError, match=words):
                 wrap(**options)
 
         for op in (hvd.Average, hvd.Adasum):
-            with pytest.raises(ValueError, match="SGD is a DistributedOptimizer already"):
+            with pytest.raises(ValueError, match="SGD is already a DistributedOptimizer"):
                 hvd.DistributedOptimizer(wrap(op=op))
 
         optimizer = wrap(named_parameters=named)
@@ -170,16 +173,18 @@ def refusals(rank, size):
             wrap(num_groups=1)
 
 
-def test_what_is_refused(ranks):
+def test_invalid_arguments_are_refused(ranks):
     ranks(2).run(refusals)
 
 
-def habits(rank, size):
-    """What scripts do with the optimizer: clipping, schedulers, state dicts, closures, changing the passes."""
+def common_usage(rank, size):
+    """Use clipping, schedulers, state dicts, closures and changes of backward_passes_per_step."""
     with session():
         model = net()
         plain = torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.5)
-        early = torch.optim.lr_scheduler.StepLR(plain, step_size=1, gamma=0.5)  # made before it is wrapped
+        early = torch.optim.lr_scheduler.StepLR(
+            plain, step_size=1, gamma=0.5
+        )  # created before the optimizer is wrapped
         optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
         late = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
         loss_of(model, batch(0, size).split(SHARE)[rank]).backward()
@@ -202,7 +207,7 @@ def habits(rank, size):
 
         saved = copy.deepcopy(optimizer.state_dict())
         fresh = torch.optim.SGD(net().parameters(), lr=1.0, momentum=0.1)
-        fresh.load_state_dict(saved)  # the wrapped class's own format
+        fresh.load_state_dict(saved)  # the format of the wrapped class
         optimizer.load_state_dict(saved)
         assert optimizer.state_dict()["param_groups"] == fresh.state_dict()["param_groups"]
         assert "momentum_buffer" in optimizer.state[model.first.weight]
@@ -219,7 +224,7 @@ def habits(rank, size):
         for step in (3, 4):
             loss_of(model, batch(step, size).split(SHARE)[rank]).backward()
         optimizer.step()
-        # fewer passes than were announced: what there is is reduced
+        # a step after fewer passes than backward_passes_per_step reduces the accumulated gradients
         optimizer.zero_grad()
         loss_of(model, batch(5, size).split(SHARE)[rank]).backward()
         optimizer.step()
@@ -227,8 +232,8 @@ def habits(rank, size):
             close(hvd.broadcast(parameter.detach(), 0), parameter.detach())
 
 
-def test_what_scripts_do_with_it(ranks):
-    ranks(2).run(habits)
+def test_common_usage_of_the_optimizer(ranks):
+    ranks(2).run(common_usage)
 
 
 def states(rank, size):
@@ -243,7 +248,7 @@ def states(rank, size):
         ):
             model = nn.Linear(3, 2)
             optimizer = make(model.parameters())
-            if rank == size - 1:  # the others are fresh
+            if rank == size - 1:  # the optimizers of other ranks have no state
 
                 def closure(model=model, optimizer=optimizer):
                     optimizer.zero_grad()
@@ -271,7 +276,7 @@ def states(rank, size):
         assert fresh.bias.grad is None
         with pytest.raises(ValueError, match="invalid params of type"):
             hvd.broadcast_parameters("model", 0)
-        with pytest.raises(ValueError, match="lr is no tensor but float"):
+        with pytest.raises(ValueError, match="lr is of type float"):
             hvd.broadcast_parameters({"lr": 0.1}, 0)
         hvd.broadcast_parameters(nn.Linear(2, 2).parameters(), 0)
         if rank == 0:
@@ -282,5 +287,5 @@ def states(rank, size):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_parameters_states_and_objects_are_made_equal(ranks, size):
+def test_parameters_states_and_objects_are_broadcast(ranks, size):
     ranks(size).run(states)

@@ -1,4 +1,4 @@
-"""SyncBatchNorm against torch's batch normalization of the whole batch in one process."""
+"""Compare SyncBatchNorm with PyTorch's batch normalization of the whole batch in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def normalized(rank, size):
                     with torch.no_grad():
                         for mine, theirs in zip(ours.parameters(), whole.parameters(), strict=True):
                             theirs.copy_(mine.uniform_(0.5, 2))
-                rows = [(r * 2) % 5 for r in range(size)]  # rank 0 has none
+                rows = [(r * 2) % 5 for r in range(size)]  # rank 0 has no rows
                 rows[-1] = 3
                 for step in range(2):
                     parts = [given(r, (rows[r], *shape), seed=step) * 3 + 100 for r in range(size)]
@@ -66,5 +66,5 @@ def normalized(rank, size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_statistics_are_those_of_the_whole_batch(ranks, size):
+def test_statistics_include_the_whole_batch(ranks, size):
     ranks(size).run(normalized)

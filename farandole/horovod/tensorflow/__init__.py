@@ -1,4 +1,4 @@
-"""The interface of Horovod 0.28 for TensorFlow 2: `import farandole.horovod.tensorflow as hvd`."""
+"""The API of Horovod 0.28 for TensorFlow 2: `import farandole.horovod.tensorflow as hvd`."""
 
 from typing import NoReturn
 
@@ -70,14 +70,14 @@ from farandole.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Raise AttributeError for names of Horovod that are not supported, with the alternative."""
+    """Raise AttributeError, with the alternative to an attribute of Horovod that is not implemented."""
     if name == "elastic":
         raise AttributeError(
-            "horovod.tensorflow.elastic is not there; elastic training is: horovod.torch.elastic"
+            "horovod.tensorflow.elastic is not implemented; elastic training requires PyTorch (horovod.torch.elastic)"
         )
     if name.endswith("Hook"):
         raise AttributeError(
-            f"{name} is for sessions of TensorFlow 1; hvd.broadcast_variables is for TensorFlow 2"
+            f"{name} requires a TensorFlow 1 session, which is not supported; use hvd.broadcast_variables"
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

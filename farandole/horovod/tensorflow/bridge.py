@@ -1,20 +1,21 @@
-"""Call functions of torch tensors on tensors of TensorFlow: at once in eager mode, as a node in a graph.
+"""Call functions of PyTorch tensors on TensorFlow tensors: directly in eager mode, and as a node in a graph.
 
 *Memory.*  Eager tensors are converted through DLPack.  Within a `tf.function` TensorFlow passes numpy arrays that are
-views of its tensors.  Results share memory where the alignment that TensorFlow requires allows it.  No operation writes
-to its input: the result of an operation is a new tensor.  Unsigned types that torch does not compute with are converted
-to the signed types of the same width, bit by bit.
+views of its tensors.  A result shares memory with the TensorFlow tensor if its alignment meets TensorFlow's
+requirement.  Operations do not write to their inputs: the result of an operation is a new tensor.  PyTorch does not
+compute with uint16, uint32 and uint64.  Tensors of these types are reinterpreted as signed tensors of the same width.
 
 *Order.*  A node blocks its thread until the other ranks have called the operation, and a process may have only one
-thread for nodes.  So the nodes of a graph, and of the functions, loops and branches in it, run one after the other, in
-the order of tracing: each node writes to one resource before and after, and `tf.function` keeps the order of writes
-(automatic control dependencies).  Let k be the first node that has not ended on every rank.  All nodes before k have
-ended, and all nodes after k wait for k; so only k blocks a thread on any rank, and the inputs of k can be computed.
-Ranks that have traced the same program have the same k.  All ranks reach k, and k ends.  One thread is enough.  (If
-ranks have traced different programs, the engine names the waiting ranks, and a deadline ends the run.)
+thread for nodes.  So the nodes of a graph and of its functions, loops and branches must run one after the other, in
+the order of tracing.  Each node therefore writes to a common resource before and after its operation, and `tf.function`
+keeps the order of writes (automatic control dependencies).  Let k be the first node that has not ended on every rank.
+All nodes before k have ended, and all nodes after k wait for k.  So only k blocks a thread on any rank, and the inputs
+of k can be computed.  Ranks that have traced the same program have the same k.  All ranks reach k, and k ends.  One
+thread is therefore sufficient.  (If ranks have traced different programs, the engine reports the missing ranks, and a
+time limit ends the run.)
 
-*Names.*  A node without a name gets a name when it is traced: the names of the enclosing functions and a number within
-the graph.  Tracing again gives the same names, so ranks may trace different numbers of times.
+*Names.*  A node without a name gets a name during tracing: the names of the enclosing functions and a number within the
+graph.  Another tracing generates the same names, so ranks may trace different numbers of times.
 """
 
 from __future__ import annotations
@@ -45,28 +46,29 @@ SUPPORTED = (
     tf.float64,
     tf.bool,
 )
-"""The types that can be communicated."""
+"""The data types that can be communicated."""
 
 _ALIGNMENT = 64
 """TensorFlow aborts the process if the address of a DLPack tensor is not a multiple of this number of bytes."""
 
 _AS_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
-_BFLOAT16 = tf.bfloat16.as_numpy_dtype  # a type that numpy has from an extension, and torch does not take
+_BFLOAT16 = tf.bfloat16.as_numpy_dtype  # a type of a numpy extension, which torch.from_numpy does not support
 
 
 def check_type(dtype: tf.DType, name: str | None) -> None:
-    """Raise ValueError for a type of tensor that cannot be communicated."""
+    """Raise ValueError if tensors of a data type cannot be communicated."""
     if dtype not in SUPPORTED:
         given = "" if name is None else f" {name}"
         raise ValueError(
-            f"Tensor{given} of type {dtype.name} is not supported: {', '.join(one.name for one in SUPPORTED)} are; "
-            f"hvd.broadcast_object and hvd.allgather_object send anything else"
+            f"Tensor{given} of type {dtype.name} is not supported; expected one of "
+            f"{', '.join(one.name for one in SUPPORTED)}; "
+            f"use hvd.broadcast_object or hvd.allgather_object for other objects"
         )
 
 
 def from_eager(tensor: tf.Tensor) -> torch.Tensor:
-    """Return a torch tensor in the memory of an eager tensor; a tensor on another device is copied to the host."""
+    """Return a PyTorch tensor that shares memory with an eager tensor on the CPU, or a host copy of a device tensor."""
     if "CPU" not in tensor.device:
         with tf.device("/cpu:0"):
             tensor = tf.identity(tensor)
@@ -74,19 +76,19 @@ def from_eager(tensor: tf.Tensor) -> torch.Tensor:
 
 
 def to_eager(tensor: torch.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Return an eager tensor of a type: that of the torch tensor, or the unsigned type of the same width."""
+    """Return an eager tensor of type `dtype`: the type of `tensor`, or the unsigned type of the same width."""
     # a tensor without elements has no memory to share
     if not tensor.numel():
         return tf.zeros(tuple(tensor.shape), dtype)
     whole = tensor.contiguous()
-    if whole.data_ptr() % _ALIGNMENT:  # rows of a larger tensor
+    if whole.data_ptr() % _ALIGNMENT:  # for example rows of a larger tensor
         whole = whole.clone()
     made = tf.experimental.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(whole))
     return made if made.dtype == dtype else tf.bitcast(made, dtype)
 
 
 def from_numpy(array: Any) -> torch.Tensor:
-    """Return a torch tensor in the memory of an array of TensorFlow; a scalar is copied."""
+    """Return a PyTorch tensor that shares memory with an array from TensorFlow; a scalar is copied."""
     array = np.asarray(array)
     if array.dtype == _BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -94,7 +96,7 @@ def from_numpy(array: Any) -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor, dtype: tf.DType) -> Array:
-    """Return an array of a type: that of the torch tensor, or the unsigned type of the same width."""
+    """Return an array of type `dtype`: the type of `tensor`, or the unsigned type of the same width."""
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.int16)
     array: Array = tensor.contiguous().numpy()
@@ -109,11 +111,11 @@ Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class InvalidArgumentError(tf.errors.InvalidArgumentError, ValueError):
-    """An argument is wrong, or a name is in flight."""
+    """An argument is invalid, or a name is in flight."""
 
 
 class FailedPreconditionError(tf.errors.FailedPreconditionError, MismatchError):
-    """Ranks asked for different operations under one name."""
+    """Ranks submitted different operations under one name."""
 
 
 class UnknownError(tf.errors.UnknownError, HorovodInternalError):
@@ -121,13 +123,13 @@ class UnknownError(tf.errors.UnknownError, HorovodInternalError):
 
 
 class _Order:
-    """The resource to which every node writes; it is created when the first node is traced."""
+    """The resource to which every node writes.  It is created when the first node is traced."""
 
     def __init__(self) -> None:
         self._written: tf.Variable | None = None
 
     def write(self) -> tf.Operation:
-        """Add a write to the graph that is being traced."""
+        """Return a write operation in the graph that is being traced."""
         if self._written is None:
             with tf.init_scope(), tf.device("/cpu:0"):
                 self._written = tf.Variable(False, trainable=False, name="horovod_order")
@@ -140,12 +142,23 @@ _order = _Order()
 def call(
     function: Function, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.TensorSpec]
 ) -> list[tf.Tensor]:
-    """Return the results of `function`: tensors with the types of `outputs` and with compatible shapes.
+    """Call a function of PyTorch tensors on TensorFlow tensors.
+
+    Within a graph, TensorFlow raises `tf.errors.InvalidArgumentError` if `function` raises ValueError, and
+    `tf.errors.UnknownError` if `function` raises another exception.  The message contains the original exception.
+
+    Args:
+        function: A function from PyTorch tensors to PyTorch tensors.
+        inputs: The TensorFlow tensors to convert and pass to `function`.
+        outputs: The data types and shapes of the results.
+
+    Returns:
+        The results of `function` as TensorFlow tensors.
 
     Raises:
-        InvalidArgumentError, FailedPreconditionError, UnknownError: In eager mode; each is an error of `tf.errors` and
-            the exception that `function` raised.  In a graph TensorFlow raises `tf.errors.InvalidArgumentError` for a
-            ValueError and `tf.errors.UnknownError` for other exceptions, and the message names the exception.
+        InvalidArgumentError: In eager mode, `function` raised ValueError.
+        FailedPreconditionError: In eager mode, `function` raised MismatchError.
+        UnknownError: In eager mode, `function` raised another HorovodInternalError.
     """
     if tf.executing_eagerly():
         try:
@@ -174,9 +187,12 @@ def call(
 
 
 def name_in_graph(kind: str, name: str | None, ignore_name_scope: bool = False) -> str | None:
-    """Return the name of an operation that is being traced; in eager mode the given name.
+    """Return the name of an operation that is being traced, or the given name in eager mode.
 
-    ignore_name_scope: do not put TensorFlow's name scope before a name that was given.
+    Args:
+        kind: The kind of the operation.
+        name: The given name or None.
+        ignore_name_scope: Whether to omit TensorFlow's name scope before the given name.
     """
     if tf.executing_eagerly():
         return name
@@ -186,7 +202,7 @@ def name_in_graph(kind: str, name: str | None, ignore_name_scope: bool = False) 
         return f"{scope}/{name}" if scope else name
     path = [graph.unique_name(kind)]
     while hasattr(graph, "outer_graph"):
-        # TensorFlow numbers its functions in the order of tracing, which ranks need not share
+        # TensorFlow numbers its functions in the order of tracing, which may differ between ranks
         path.insert(0, re.sub(r"_\d+(?=_|$)", "", graph.name))
         graph = graph.outer_graph
     return "/".join(path)
@@ -195,11 +211,11 @@ def name_in_graph(kind: str, name: str | None, ignore_name_scope: bool = False) 
 def _check_graph(graph: tf.Graph) -> None:
     if not hasattr(graph, "outer_graph"):
         raise NotImplementedError(
-            "Horovod's operations run eagerly and within tf.function; TensorFlow 1's graphs and sessions are not "
-            "supported: leave tf.compat.v1.disable_eager_execution() out"
+            "Horovod operations run in eager mode and within tf.function; TensorFlow 1 graphs and sessions are not "
+            "supported; remove tf.compat.v1.disable_eager_execution()"
         )
     if control_flow_util.GraphOrParentsInXlaContext(graph):
         raise NotImplementedError(
-            "XLA cannot compile Horovod's operations: use tf.function without jit_compile=True, "
-            "and with Keras model.compile(..., jit_compile=False), because its default compiles where there is a GPU"
+            "XLA cannot compile Horovod operations; use tf.function without jit_compile=True, and with Keras "
+            "model.compile(..., jit_compile=False), because Keras enables XLA by default on machines with a GPU"
         )

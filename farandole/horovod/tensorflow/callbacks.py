@@ -1,4 +1,4 @@
-"""`hvd.callbacks`: Keras callbacks for training on several ranks."""
+"""`hvd.callbacks`: Keras callbacks for distributed training."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from farandole.horovod.tensorflow.operations import grouped_allreduce, on_host
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Copy the weights of the model and the state of the optimizer from one rank to all ranks when training begins.
+    """Broadcasts the weights of the model and the state of the optimizer when training begins.
 
-    If the model is not built when training begins, the copy follows the first batch.  Seeds of dropout are not copied.
+    If the model is not built when training begins, the broadcast follows the first batch.  Dropout seeds are not
+    broadcast.
 
     Args:
-        root_rank: The rank that sends.
-        device: Empty, or the name of a CPU.
-        local_variables: A weight or several that stay different on each rank.
+        root_rank: The rank to copy from.
+        device: An empty string or the name of a CPU device.
+        local_variables: A weight or a list of weights to exclude from the broadcast.
         process_set: The ranks that take part.
     """
 
@@ -44,7 +45,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._process_set = process_set
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast, if there is something to."""
+        """Broadcast the variables if the model is built."""
         optimizer = self.model.optimizer
         if self.model.built:
             if not optimizer.built:
@@ -52,7 +53,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast, if it was not done."""
+        """Broadcast the variables if they were not broadcast."""
         self._broadcast()
 
     def _broadcast(self) -> None:
@@ -64,7 +65,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Averages the metrics of an epoch over the ranks, for the callbacks after it in the list and the history."""
+    """Averages the metrics of an epoch over the ranks.
+
+    The history and the callbacks after this callback in the list receive the averages.
+
+    Args:
+        device: An empty string or the name of a CPU device.
+        process_set: The ranks that take part.
+    """
 
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:
         super().__init__()
@@ -72,25 +80,30 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._process_set = process_set
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace the numbers in `logs`, of which all ranks have the same."""
+        """Replace the scalars in `logs` by their averages.  All ranks must have the same metrics."""
         names = sorted(name for name, value in (logs or {}).items() if np.ndim(value) == 0)
         if logs is None or not names:
             return
         values = [tf.constant(float(logs[name]), tf.float64) for name in names]
-        # the names are part of the request's: ranks with other metrics are told, not averaged
+        # the request's name contains the names of the metrics, so that ranks with different metrics do not match
         request = f"MetricAverageCallback.{'.'.join(names)}"
         averages = grouped_allreduce(values, name=request, process_set=self._process_set)
         logs.update({name: float(average) for name, average in zip(names, averages, strict=True)})
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Sets the learning rate to `initial_lr` times a multiplier, between two epochs.
+    """Sets the learning rate to `initial_lr` times a multiplier.
 
-    multiplier: a function of the epoch, or a number whose power by the epoch it is.
-    staircase: at the beginning of epochs only; otherwise for each batch, with a fraction of an epoch.
-    momentum_correction: when the rate changes, scale the velocities of SGD by the same factor (Goyal et al., 2017,
-    "Accurate, Large Minibatch SGD", section 3).
-    steps_per_epoch: without staircase, where Keras does not know it.
+    Args:
+        initial_lr: The learning rate for a multiplier of 1.
+        multiplier: A function of the epoch, or a number m for the multiplier m ** epoch.
+        start_epoch: The first epoch in which this callback sets the learning rate.
+        end_epoch: The epoch before which this callback stops, or None.
+        staircase: Whether to set the learning rate once per epoch.  Otherwise the callback sets it for each batch, and
+            the epoch is fractional.
+        momentum_correction: Whether to scale the velocities of SGD by the same factor as the learning rate (Goyal et
+            al., 2017, "Accurate, Large Minibatch SGD", section 3).
+        steps_per_epoch: The number of batches per epoch, required without `staircase` if unknown to Keras.
     """
 
     def __init__(
@@ -114,7 +127,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._epoch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Find out how many steps an epoch has; ValueError where that is not known."""
+        """Determine the number of steps per epoch.
+
+        Raises:
+            ValueError: The number of steps is required but unknown.
+        """
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
@@ -124,15 +141,15 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                 )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Store the number of the epoch."""
+        """Store the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Set the learning rate, if it is to change now."""
+        """Set the learning rate, at the first batch of an epoch or at each batch."""
         if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
             return
         if not self.staircase:
-            assert self.steps_per_epoch is not None  # found as training began
+            assert self.steps_per_epoch is not None  # set by on_train_begin
             self._adjust(self._epoch + batch / self.steps_per_epoch)
         elif batch == 0:
             self._adjust(self._epoch)
@@ -156,9 +173,14 @@ def _power(base: float) -> Callable[[float], float]:
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from `initial_lr` / size() to `initial_lr` during the first epochs, batch by batch.
+    """Increases the learning rate with each batch, from `initial_lr` / size() to `initial_lr`.
 
-    initial_lr: the one of all ranks together, usually that of one rank times size().
+    Args:
+        initial_lr: The learning rate after the warmup, usually size() times the learning rate of one process.
+        warmup_epochs: The number of epochs of the warmup.
+        momentum_correction: Whether to scale the velocities of SGD by the same factor as the learning rate.
+        steps_per_epoch: The number of batches per epoch, required if Keras does not know the number.
+        verbose: Whether rank 0 prints a message after the warmup.
     """
 
     def __init__(
@@ -170,8 +192,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            assert self.steps_per_epoch is not None  # found as training began
-            # counted to the end of the batch, so that the warmup ends at a whole epoch
+            assert self.steps_per_epoch is not None  # set by on_train_begin
+            # the progress includes the current batch, so that the last batch of the warmup reaches initial_lr
             progress = (epoch + 1 / self.steps_per_epoch) / warmup_epochs
             return (1 + progress * (size() - 1)) / size()
 
@@ -181,7 +203,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the learning rate, and say when the warmup is over."""
+        """Log the learning rate, and print a message after the warmup if `verbose` is set."""
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose and rank() == 0:
             rate = float(self.model.optimizer.learning_rate)

@@ -1,6 +1,6 @@
-"""`hvd.elastic` for TensorFlow is not there; importing it says what is."""
+"""`hvd.elastic` is not implemented for TensorFlow; importing this module raises ImportError."""
 
 raise ImportError(
-    "horovod.tensorflow.elastic is not there: elastic training is implemented for PyTorch (horovod.torch.elastic); "
-    "with TensorFlow save checkpoints on rank 0, and have the launcher restart the job (torchrun --max-restarts)"
+    "horovod.tensorflow.elastic is not implemented; elastic training requires PyTorch (horovod.torch.elastic). "
+    "With TensorFlow, save checkpoints on rank 0 and let the launcher restart the job (torchrun --max-restarts)"
 )

@@ -1,4 +1,4 @@
-"""Variables and objects, made equal on all ranks."""
+"""Broadcast variables; broadcast and gather Python objects."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from farandole.horovod.torch.operations import broadcast_async, synchronize
 
 
 def tf_variable(variable: Any) -> tf.Variable:
-    """Return the TensorFlow variable of a Keras variable; raise ValueError for other objects."""
+    """Return a TensorFlow variable, given a TensorFlow or Keras variable; raise ValueError for other objects."""
     if isinstance(variable, keras.Variable):
         variable = variable.value
     if not isinstance(variable, tf.Variable):
-        raise ValueError(f"a tf.Variable or a keras.Variable is expected, not {type(variable).__name__}")
+        raise ValueError(f"expected a tf.Variable or a keras.Variable, got {type(variable).__name__}")
     return variable
 
 
@@ -33,9 +33,14 @@ def broadcast_variables(
 ) -> None:
     """Assign the values of rank `root_rank` to the variables of all ranks.
 
-    All ranks pass the same variables in the same order.
+    Args:
+        variables: The variables, in the same order on all ranks.
+        root_rank: The rank to copy from.
+        process_set: The ranks that take part.
+        inplace: Ignored.  Horovod avoids a copy with this option.
 
-    inplace: as in Horovod, where it saves a copy; what is received is assigned in either case.
+    Raises:
+        ValueError: An object in `variables` is not a variable, or a variable has an unsupported data type.
     """
     assert isinstance(inplace, bool)
     targets = [tf_variable(variable) for variable in variables]
@@ -43,7 +48,7 @@ def broadcast_variables(
         return
     values = [tf.convert_to_tensor(target) for target in targets]
     for target in targets:
-        if target.dtype not in (tf.uint32, tf.uint64):  # which can be copied but not reduced
+        if target.dtype not in (tf.uint32, tf.uint64):  # these types can be copied but not reduced
             bridge.check_type(target.dtype, target.name)
     name = name_in_graph("broadcast_variables", None)
 
@@ -62,9 +67,24 @@ def broadcast_variables(
 def broadcast_(
     variables: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Assign rank `root_rank`'s value of a variable, or of each in a list; returns what it was given."""
+    """Assign the values of rank `root_rank` to a variable or a list of variables on all ranks.
+
+    Args:
+        variables: A variable, or a list of variables in the same order on all ranks.
+        root_rank: The rank to copy from.
+        name: Must be None.
+        process_set: The ranks that take part.
+
+    Returns:
+        The argument `variables`.
+
+    Raises:
+        ValueError: `name` is not None, or an object in `variables` is not a variable.
+    """
     if name is not None:
-        raise ValueError(f"name={name!r}: variables are matched by their order; leave it out")
+        raise ValueError(
+            f"name={name!r} is not supported, because variables are matched by their order; omit name"
+        )
     broadcast_variables(
         variables if isinstance(variables, (list, tuple)) else [variables], root_rank, process_set
     )
@@ -72,7 +92,7 @@ def broadcast_(
 
 
 def broadcast_global_variables(root_rank: int) -> NoReturn:
-    """Raise RuntimeError, because TensorFlow 2 has no global variables; use `broadcast_variables` with a list."""
+    """Raise RuntimeError, because TensorFlow 2 has no global variables; use `broadcast_variables`."""
     raise RuntimeError(
         "hvd.broadcast_global_variables() does not support eager execution. Please use "
         f"`hvd.broadcast_variables(<model/optimizer variables>, root_rank={root_rank})` instead."
@@ -81,7 +101,7 @@ def broadcast_global_variables(root_rank: int) -> NoReturn:
 
 def _check_session(session: Any) -> None:
     if session is not None:
-        raise ValueError("sessions of TensorFlow 1 are not supported: leave session out")
+        raise ValueError("TensorFlow 1 sessions are not supported; omit session")
 
 
 def broadcast_object(
@@ -91,7 +111,15 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the object of rank `root_rank`, sent with pickle; the objects of other ranks are ignored."""
+    """Return the object of rank `root_rank` on all ranks.
+
+    Args:
+        obj: The object, which is pickled on rank `root_rank` and ignored on other ranks.
+        root_rank: The rank to copy from.
+        session: Must be None.
+        name: The name of the operation.
+        process_set: The ranks that take part.
+    """
     _check_session(session)
     return functions.broadcast_object(obj, root_rank, name, process_set)
 
@@ -102,7 +130,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """Return a function that sends the object of rank `root_rank`."""
+    """Return a function that broadcasts an object from rank `root_rank`; see `broadcast_object`."""
     _check_session(session)
     return lambda obj: functions.broadcast_object(obj, root_rank, name, process_set)
 
@@ -110,6 +138,13 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the objects of all ranks, in rank order."""
+    """Return the objects of all ranks, in rank order.
+
+    Args:
+        obj: The object of this rank, which is pickled.
+        session: Must be None.
+        name: The name of the operation.
+        process_set: The ranks that take part.
+    """
     _check_session(session)
     return functions.allgather_object(obj, name, process_set)

@@ -1,8 +1,8 @@
-"""Reduce the gradients of a step over the ranks: `GradientReducer`, and `DistributedGradientTape`, which uses it.
+"""Reduce gradients over the ranks: `GradientReducer` and `DistributedGradientTape`.
 
-Dense gradients are reduced in groups, one request per group; by default all gradients are one group.  With several
-groups, one group is reduced while the gradients of the next are computed.  One call per group submits its request and
-does not wait, and one last call waits for all groups.
+Dense gradients are reduced in groups, with one request per group.  By default all gradients form one group.  With
+several groups, one group is reduced while the gradients of the next group are computed.  One call per group submits its
+request without waiting, and a final call waits for all groups.
 """
 
 from __future__ import annotations
@@ -26,12 +26,25 @@ Groups = int | Sequence[Sequence[Any]] | None
 
 
 class GradientReducer:
-    """Reduces lists of gradients as Horovod's options say; ValueError where these do not go together.
+    """Reduces lists of gradients over the ranks.
 
-    num_groups, groups: how many groups the dense gradients form, or lists of the variables of each.
-    sparse_as_dense: reduce tf.IndexedSlices as dense tensors rather than gathering them.
-    gradient_predivide_factor: divide by it before the sum and multiply by it afterwards.
-    scale_local_gradients: divide the gradients of `register_local`'s variables by the number of ranks.
+    Args:
+        name: The prefix of request names.
+        device_dense: An empty string or the name of a CPU device.
+        device_sparse: An empty string or the name of a CPU device.
+        compression: The compressor for dense gradients.
+        sparse_as_dense: Whether to reduce tf.IndexedSlices as dense tensors instead of gathering them.
+        op: The reduction.
+        gradient_predivide_factor: A factor to divide gradients by before the sum and to multiply the sum by.  It
+            requires op=Average.
+        num_groups: Deprecated; use `groups`.
+        groups: The number of groups of dense gradients, or a list of lists of variables.
+        process_set: The ranks that take part.
+        scale_local_gradients: Whether to divide the gradients of local variables (`register_local`) by the number of
+            ranks.
+
+    Raises:
+        ValueError: Options are invalid or incompatible.
     """
 
     def __init__(
@@ -53,7 +66,7 @@ class GradientReducer:
         if gradient_predivide_factor != 1.0 and op != Average:
             raise ValueError("gradient_predivide_factor not supported with op != Average")
         if not gradient_predivide_factor > 0:
-            raise ValueError(f"gradient_predivide_factor must be positive, not {gradient_predivide_factor}")
+            raise ValueError(f"gradient_predivide_factor must be positive, got {gradient_predivide_factor}")
         if num_groups:
             warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=3)
             groups = num_groups if groups is None else groups
@@ -66,11 +79,19 @@ class GradientReducer:
         self._local: set[int] = set()
 
     def register_local(self, variable: Any) -> None:
-        """Leave the gradient of a variable to this rank, for layers that differ between ranks."""
+        """Exclude the gradient of a variable from the reduction, for layers that differ between ranks."""
         self._local.add(_key(variable))
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the reduced gradients; None remains None, and must have the same positions on all ranks."""
+        """Return the reduced gradients.
+
+        Args:
+            gradients: A gradient or None for each variable.  All ranks must have None for the same variables.
+            variables: The variables.
+
+        Returns:
+            A reduced gradient or None for each variable.
+        """
         size = self._process_set.size()
         if size == 1 or not self._process_set.included():
             return list(gradients)
@@ -90,7 +111,7 @@ class GradientReducer:
                 dense.append(index)
         name = self._name(reduced, dense)
         waiting = []
-        # the last layers' gradients are computed first
+        # the backward pass computes the gradients of the last layers first
         for number, members in reversed(list(enumerate(self._grouped(dense, variables)))):
             narrow = [self._compression.compress(reduced[index]) for index in members]
             handle = self._submit(f"{name}.{number}", [each for each, _ in narrow])
@@ -106,13 +127,13 @@ class GradientReducer:
         return reduced
 
     def _name(self, gradients: Sequence[Any], dense: Sequence[int]) -> str:
-        """Return a name that is the same in every step, and in most programs different for each model."""
+        """Return a name that is equal in every step, and usually differs between models."""
         if not tf.executing_eagerly():
             return name_in_graph(self.name, None) or self.name
         return f"{self.name}.{len(dense)}.{sum(gradients[index].shape.num_elements() for index in dense)}"
 
     def _submit(self, name: str, tensors: list[tf.Tensor]) -> tf.Tensor:
-        """Begin to reduce a group; the handle."""
+        """Begin to reduce a group, and return the handle."""
         scaled = {"prescale_factor": 1 / self._factor, "postscale_factor": self._factor}
 
         def on_torch(group: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -126,7 +147,7 @@ class GradientReducer:
         return call(on_torch, tensors, [tf.TensorSpec([], tf.int64)])[0]
 
     def _collect(self, waiting: Sequence[tuple[Any, Any, tf.Tensor]], reduced: list[Any]) -> None:
-        """Wait for all groups, and put their members where they belong."""
+        """Wait for all groups, and store the results in `reduced`."""
         places = [index for members, _, _ in waiting for index in members]
         narrow = [one for _, group, _ in waiting for one in group]
 
@@ -139,7 +160,7 @@ class GradientReducer:
             reduced[index] = self._compression.decompress(one, ctx)
 
     def _grouped(self, dense: list[int], variables: Sequence[Any]) -> list[list[int]]:
-        """Return the indices of the dense gradients by group."""
+        """Return the indices of the dense gradients of each group."""
         if self._groups is None:
             return [dense] if dense else []
         if isinstance(self._groups, int):
@@ -153,7 +174,7 @@ class GradientReducer:
 
 
 def _check_groups(groups: Groups) -> int | list[list[int]] | None:
-    """Return the groups as lists of the keys of variables."""
+    """Return the groups, with keys instead of variables; raise ValueError for invalid groups."""
     if groups is None:
         return None
     if isinstance(groups, bool) or not isinstance(groups, (int, list, tuple)) or groups == 0:
@@ -170,7 +191,7 @@ def _check_groups(groups: Groups) -> int | list[list[int]] | None:
 
 
 def _key(variable: Any) -> int:
-    """Return the identity of a variable, which is equal for a Keras variable and its TensorFlow variable."""
+    """Return a key that is equal for a Keras variable and its TensorFlow variable."""
     return id(variable.value if isinstance(variable, keras.Variable) else variable)
 
 
@@ -188,11 +209,21 @@ class _DistributedGradientTape(tf.GradientTape):
     _reducer: GradientReducer
 
     def register_local_source(self, source: Any) -> None:
-        """Leave the gradient of a variable to this rank."""
+        """Exclude the gradient of a variable from the reduction."""
         self._reducer.register_local(source)
 
     def gradient(self, target: Any, sources: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Return the gradients of the wrapped tape, reduced over the ranks, in the structure of `sources`."""
+        """Compute the gradients with the wrapped tape, and reduce the gradients over the ranks.
+
+        Args:
+            target: The tensor to differentiate.
+            sources: A variable or a nested structure of variables.
+            arguments: Further arguments of `tf.GradientTape.gradient`.
+            keywords: Further arguments of `tf.GradientTape.gradient`.
+
+        Returns:
+            The reduced gradients in the structure of `sources`.
+        """
         gradients = super().gradient(target, sources, *arguments, **keywords)
         flat = self._reducer(_flat(gradients), _flat(sources))
         return tf.nest.pack_sequence_as(sources, flat) if tf.nest.is_nested(sources) else flat[0]
@@ -215,20 +246,42 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's spelling
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Wrap a tape, before or after it has recorded; `gradient` gives the average over the ranks then, or another `op`.
+    """Wrap a tape so that `gradient` reduces the gradients over the ranks.  The tape may already have recorded.
 
         with tf.GradientTape() as tape:
             loss = ...
         tape = hvd.DistributedGradientTape(tape)
         gradients = tape.gradient(loss, model.trainable_variables)
 
-    The options are those of `GradientReducer`.  `jacobian` and `batch_jacobian` stay those of this rank.
+    `jacobian` and `batch_jacobian` are not reduced.
+
+    Args:
+        gradtape: The tape to wrap.
+        device_dense: An empty string or the name of a CPU device.
+        device_sparse: An empty string or the name of a CPU device.
+        compression: The compressor for dense gradients.
+        sparse_as_dense: Whether to reduce tf.IndexedSlices as dense tensors instead of gathering them.
+        op: The reduction.
+        gradient_predivide_factor: A factor to divide gradients by before the sum and to multiply the sum by.  It
+            requires op=Average.
+        num_groups: Deprecated; use `groups`.
+        groups: The number of groups of dense gradients, or a list of lists of variables.
+        process_set: The ranks that take part.
+        scale_local_gradients: Whether to divide the gradients of local variables by the number of ranks.
+
+    Returns:
+        A tape whose class is derived from the class of `gradtape`.
+
+    Raises:
+        ValueError: `gradtape` is not a tape or is already distributed, or options are invalid or incompatible.
     """
     if not isinstance(gradtape, tf.GradientTape):
-        raise ValueError(f"a tf.GradientTape is expected, not {type(gradtape).__name__}")
+        raise ValueError(f"expected a tf.GradientTape, got {type(gradtape).__name__}")
     kind = type(gradtape)
     if issubclass(kind, _DistributedGradientTape):
-        raise ValueError("this tape is distributed already: its gradients would be reduced twice")
+        raise ValueError(
+            "this tape is already distributed, and its gradients would be reduced twice; wrap it once"
+        )
     tape: Any = object.__new__(type(kind.__name__, (_DistributedGradientTape, kind), {}))
     tape.__dict__.update(vars(gradtape))
     tape._reducer = GradientReducer(
@@ -253,9 +306,13 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's spelling
     local_layers: keras.layers.Layer | list[keras.layers.Layer] | None = None,
     **keywords: Any,
 ) -> Any:
-    """Return a `DistributedGradientTape` that does not reduce the gradients of some layers.
+    """Wrap a tape like `DistributedGradientTape`, without reducing the gradients of local layers.
 
-    local_layers: a layer or several; the other arguments are those of `DistributedGradientTape`.
+    Args:
+        gradtape: The tape to wrap.
+        arguments: Further arguments of `DistributedGradientTape`.
+        local_layers: A layer or a list of layers whose gradients are not reduced.
+        keywords: Further arguments of `DistributedGradientTape`.
     """
     tape = DistributedGradientTape(gradtape, *arguments, **keywords)
     for layer in layers_of(local_layers):
@@ -265,10 +322,10 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's spelling
 
 
 def layers_of(local_layers: Any) -> list[keras.layers.Layer]:
-    """Return one or several layers as a list."""
+    """Return a list of layers, given a layer, a list of layers or None."""
     layers = [] if local_layers is None else local_layers
     layers = list(layers) if isinstance(layers, (list, tuple)) else [layers]
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
-            raise ValueError(f"local_layers are Keras layers, not {type(layer).__name__}")
+            raise ValueError(f"expected local_layers to be Keras layers, got {type(layer).__name__}")
     return layers

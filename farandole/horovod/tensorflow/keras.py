@@ -1,4 +1,4 @@
-"""`horovod.tensorflow.keras`: the interface of Horovod 0.28 for Keras 3 on TensorFlow."""
+"""`horovod.tensorflow.keras`: the API of Horovod 0.28 for Keras 3 on TensorFlow."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from farandole.horovod.tensorflow import callbacks
 from farandole.horovod.tensorflow.compression import Compressor
 from farandole.horovod.tensorflow.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 
-import keras as _keras  # isort: skip - after the message that TensorFlow is missing
+import keras as _keras  # isort: skip - the import of TensorFlow reports a missing TensorFlow first
 
 if _keras.backend.backend() != "tensorflow":
     raise ImportError(
-        f"farandole.horovod.keras needs Keras on TensorFlow, and KERAS_BACKEND is {_keras.backend.backend()}; "
-        f"with the torch backend use farandole.horovod.torch"
+        f"farandole.horovod.keras needs Keras with the TensorFlow backend, but the backend is "
+        f"{_keras.backend.backend()}; set KERAS_BACKEND=tensorflow, or use farandole.horovod.torch with PyTorch"
     )
 
 
@@ -26,9 +26,16 @@ def load_model(
     custom_objects: Mapping[str, Any] | None = None,
     compression: type[Compressor] = _tensorflow.Compression.none,
 ) -> Any:
-    """Load a model saved by Keras with a distributed optimizer that has the saved state.
+    """Load a Keras model, and wrap its optimizer with `DistributedOptimizer`, which keeps the optimizer's state.
 
-    custom_optimizers: classes of optimizers that Keras does not know; custom_objects: other such classes by name.
+    Args:
+        filepath: The file of the model.
+        custom_optimizers: Optimizer classes that are not part of Keras.
+        custom_objects: Other classes and functions that are not part of Keras, by name.
+        compression: The compressor for gradients.
+
+    Returns:
+        The model.
     """
     known = dict(custom_objects or {}) | {kind.__name__: kind for kind in custom_optimizers or ()}
     model = _keras.models.load_model(filepath, custom_objects=known)

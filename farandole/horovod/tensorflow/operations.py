@@ -1,12 +1,12 @@
-"""Horovod's collective operations on tensors of TensorFlow, eager and within `tf.function`, with gradients.
+"""Horovod's differentiable collective operations on TensorFlow tensors, in eager mode and within `tf.function`.
 
-An operation is a request with a name.  Ranks may issue named operations in any order, and must issue operations without
-a name in the same order.  Gradients follow Horovod's convention: the loss is the *average* of the ranks' losses, and a
-result that every rank has enters each rank's loss.
+An operation is a request with a name.  Ranks may issue named operations in any order.  Ranks must issue operations
+without a name in the same order.  Gradients follow Horovod's convention: the loss is the *average* of the ranks'
+losses, and a result that is equal on all ranks contributes to every rank's loss.
 
-All operations raise ValueError for arguments that are wrong without regard to other ranks, for a name that is in
-flight, and before `hvd.init()`.  They raise `HorovodInternalError` if ranks disagree or a rank dies.  Errors that other
-ranks or the engine detect are also errors of `tf.errors`; see `bridge.call`.
+All operations raise ValueError for invalid arguments, for a name that is in flight, and before `hvd.init()`.  They
+raise `HorovodInternalError` if ranks disagree or a rank dies.  `bridge.call` describes the related errors of
+`tf.errors`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Gradient = Callable[..., Any]
 
 
 def as_tensors(values: Any, kind: str, name: str | None) -> list[tf.Tensor]:
-    """Check the tensors of a grouped operation; raise ValueError if there are none, or if a type is not supported."""
+    """Return the tensors of a grouped operation; raise ValueError for an empty list or an unsupported data type."""
     if not isinstance(values, (list, tuple)) or not values:
-        raise ValueError(f"grouped_{kind} takes a list of at least one tensor, not {values!r}")
+        raise ValueError(f"expected grouped_{kind} to get a list of at least one tensor, got {values!r}")
     tensors = [tf.convert_to_tensor(value) for value in values]
     for tensor in tensors:
         bridge.check_type(tensor.dtype, name)
@@ -38,16 +38,16 @@ def as_tensors(values: Any, kind: str, name: str | None) -> list[tf.Tensor]:
 
 
 def like(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
-    """Return a hash of the types and shapes of tensors."""
+    """Return specs with the shapes and data types of tensors."""
     return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def any_rows(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
-    """Return a hash of the shapes of tensors without the first dimension."""
+    """Return specs with the shapes and data types of tensors, except an unknown first dimension."""
     for tensor in tensors:
         if tensor.shape.rank == 0:
             raise ValueError(
-                "this operation works along the first dimension of a tensor, and a scalar has none"
+                "this operation works along the first dimension of a tensor, but a scalar has none"
             )
     return [
         tf.TensorSpec([None, *tensor.shape[1:]] if tensor.shape.rank else None, tensor.dtype)
@@ -56,14 +56,14 @@ def any_rows(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
 
 
 def gradient_name(name: str | None) -> str | None:
-    """Return the name of an operation's backward pass; ranks may run backward passes in different orders."""
+    """Return the name of the operation in the backward pass, which ranks may run in different orders."""
     return None if name is None else f"{name}.gradient"
 
 
 def differentiable(
     function: Callable[..., list[tf.Tensor]], gradient: Gradient, inputs: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Return the outputs of a function of tensors, whose gradients `gradient` computes from those of the outputs."""
+    """Return the outputs of `function`, whose backward pass calls `gradient(inputs, gradients of the outputs)`."""
 
     @tf.custom_gradient
     def forward(*tensors: tf.Tensor) -> Any:
@@ -74,9 +74,11 @@ def differentiable(
 
 
 def on_host(device: str) -> None:
-    """Raise ValueError for a device other than the host, where all operations run."""
+    """Raise ValueError for a device other than the CPU, because operations run on the host."""
     if device and "cpu" not in device.lower():
-        raise ValueError(f"device {device!r} is not supported: operations run on the host; leave it out")
+        raise ValueError(
+            f"device {device!r} is not supported, because operations run on the host; omit the device"
+        )
 
 
 def allgather(
@@ -85,7 +87,14 @@ def allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """Concatenate all ranks' tensors along dimension 0; only this dimension may differ."""
+    """Concatenate the tensors of all ranks along dimension 0.
+
+    Args:
+        tensor: A tensor whose shape may differ between ranks in dimension 0 only.
+        name: The name of the operation.
+        ignore_name_scope: Whether to omit TensorFlow's name scope before `name`.
+        process_set: The ranks that take part.
+    """
     return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
 
 
@@ -95,7 +104,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Concatenate each of several tensors over the ranks."""
+    """Concatenate each of several tensors over the ranks; see `allgather`."""
     given = as_tensors(tensors, "allgather", name)
     name = name_in_graph("allgather", name, ignore_name_scope)
 
@@ -137,7 +146,15 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """Return the tensor of rank `root_rank` (a rank in the world) on all ranks."""
+    """Return the tensor of rank `root_rank` on all ranks.
+
+    Args:
+        tensor: A tensor with the same shape and data type on all ranks.
+        root_rank: The rank to copy from: its rank in the world, also for other process sets.
+        name: The name of the operation.
+        ignore_name_scope: Whether to omit TensorFlow's name scope before `name`.
+        process_set: The ranks that take part.
+    """
     (given,) = as_tensors([tensor], "broadcast", name)
     name = name_in_graph("broadcast", name, ignore_name_scope)
 
@@ -172,16 +189,24 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows of `tensor` to each rank and receive rows from each, concatenated in rank order.
+    """Send rows of a tensor to each rank, and receive rows from each rank.
 
-    splits: how many rows each rank gets, whole numbers; equally many if None.  With splits, returns also
-    how many rows came from each rank (int32).
+    Args:
+        tensor: The rows to send, in rank order.
+        splits: The number of rows to send to each rank (integers), or None to divide the rows equally.
+        name: The name of the operation.
+        ignore_name_scope: Whether to omit TensorFlow's name scope before `name`.
+        process_set: The ranks that take part.
+
+    Returns:
+        The received rows in rank order.  With `splits`, a pair of the received rows and the number of rows received
+        from each rank (int32).
     """
     (given,) = as_tensors([tensor], "alltoall", name)
     name = name_in_graph("alltoall", name, ignore_name_scope)
     counts = tf.constant([], tf.int32) if splits is None else tf.convert_to_tensor(splits)
     if not counts.dtype.is_integer:
-        raise ValueError(f"alltoall expects splits to be whole numbers, not {counts.dtype.name}")
+        raise ValueError(f"expected splits of alltoall to be integers, got {counts.dtype.name}")
 
     def exchange(name: str | None, value: tf.Tensor, counts: tf.Tensor) -> list[tf.Tensor]:
         def on_torch(group: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -196,7 +221,7 @@ def alltoall(
 
         def backward(gradient: tf.Tensor, _: Any) -> tf.Tensor:
             returned, _ = exchange(gradient_name(name), gradient, received)
-            # rows beyond the splits went nowhere
+            # rows beyond the sum of the splits were not sent
             unsent = tf.shape(value)[0] - tf.shape(returned)[0]
             padding = tf.zeros(tf.concat([[unsent], tf.shape(value)[1:]], 0), gradient.dtype)
             return tf.ensure_shape(tf.concat([returned, padding], 0), value.shape)
@@ -220,17 +245,30 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """Reduce a tensor or variable over the ranks, by default to the average; return a new tensor.
+    """Reduce a tensor or variable over the ranks.
 
-    tf.IndexedSlices are gathered: the result has the slices of all ranks, whose sum (or average) they stand for.
-    prescale_factor, postscale_factor: multiply before and after the reduction.
+    Args:
+        tensor: A tensor or variable with the same shape and data type on all ranks, or tf.IndexedSlices.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
+        device_dense: An empty string or the name of a CPU device.
+        device_sparse: An empty string or the name of a CPU device.
+        compression: The compressor for the communicated tensor.
+        op: Average (the default), Sum, Adasum, Min, Max or Product.
+        prescale_factor: A factor to multiply the tensor by before the reduction.
+        postscale_factor: A factor to multiply the result by.
+        name: The name of the operation.
+        process_set: The ranks that take part.
+        ignore_name_scope: Whether to omit TensorFlow's name scope before `name`.
+
+    Returns:
+        A new tensor.  For tf.IndexedSlices, the slices of all ranks, which represent the sum or average.
     """
     if isinstance(tensor, tf.IndexedSlices):
         on_host(device_sparse)
         given = (compression is not Compression.none, prescale_factor != 1, postscale_factor != 1)
         if any(given):
             raise ValueError(
-                "compression and factors are not supported for tf.IndexedSlices; tf.convert_to_tensor"
+                "compression and factors are not supported for tf.IndexedSlices; use tf.convert_to_tensor first"
             )
         return gather_slices([tensor], _resolved(op, average), name, process_set)[0]
     return grouped_allreduce(
@@ -261,12 +299,12 @@ def grouped_allreduce(
     name: str | None = None,
     ignore_name_scope: bool = False,
 ) -> list[tf.Tensor]:
-    """Reduce several tensors over the ranks, none before all of them are ready on all ranks."""
+    """Reduce several tensors over the ranks, once all tensors are ready on all ranks; see `allreduce`."""
     on_host(device_dense)
     on_host(device_sparse)
     if any(isinstance(each, tf.IndexedSlices) for each in tensors):
         raise ValueError(
-            "grouped_allreduce takes dense tensors; hvd.allreduce takes tf.IndexedSlices, one by one"
+            "grouped_allreduce supports dense tensors only; use hvd.allreduce for each of the tf.IndexedSlices"
         )
     reduction, given = _resolved(op, average), as_tensors(tensors, "allreduce", name)
     name = name_in_graph("allreduce", name, ignore_name_scope)
@@ -285,7 +323,7 @@ def grouped_allreduce(
     def backward(_: Any, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if reduction in (Min, Max, Product):
             raise NotImplementedError(
-                "no gradient through an allreduce with op=Min, Max or Product: use op=Sum or op=Average"
+                "allreduce is not differentiable with op=Min, Max or Product; use op=Sum or op=Average"
             )
         return reduce(gradient_name(name), gradients)
 
@@ -295,7 +333,7 @@ def grouped_allreduce(
 
 
 def _widened(tensor: tf.Tensor) -> tf.Tensor:
-    """Return a tensor of uint16, which torch does not reduce, in int32."""
+    """Cast a uint16 tensor to int32, because PyTorch does not reduce uint16."""
     return tf.cast(tensor, tf.int32) if tensor.dtype == tf.uint16 else tensor
 
 
@@ -305,7 +343,7 @@ def _restored(
     contexts: Sequence[Any],
     compression: type[Compressor],
 ) -> list[tf.Tensor]:
-    """Return reduced tensors in the types of the given ones."""
+    """Return the reduced tensors in the data types of the given tensors."""
     wide = [compression.decompress(each, ctx) for each, ctx in zip(reduced, contexts, strict=True)]
     return [
         tf.cast(each, tf.uint16) if like.dtype == tf.uint16 else each
@@ -314,7 +352,7 @@ def _restored(
 
 
 def _resolved(op: int | None, average: bool | None) -> int:
-    """Return the number of a reduction, from `op` and Horovod's older `average`."""
+    """Return the reduction that `op` or Horovod's older argument `average` selects."""
     if average is not None:
         if op is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
@@ -325,10 +363,10 @@ def _resolved(op: int | None, average: bool | None) -> int:
 def gather_slices(
     slices: Sequence[tf.IndexedSlices], op: int, name: str | None, process_set: ProcessSet
 ) -> list[tf.IndexedSlices]:
-    """Return the slices of all ranks in rank order, divided by the number of ranks if op=Average."""
+    """Concatenate the slices of all ranks; with op=Average, divide the values by the number of ranks."""
     if op not in (Sum, Average):
         raise ValueError(
-            "tf.IndexedSlices are combined with op=Average or op=Sum; others need dense tensors (sparse_as_dense=True)"
+            "tf.IndexedSlices are reduced with op=Average or op=Sum only; use sparse_as_dense=True for other reductions"
         )
     parts = [part for each in slices for part in (each.values, each.indices)]
     gathered = grouped_allgather(parts, name, process_set=process_set)
@@ -352,7 +390,21 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
-    """Reduce `tensor` over the ranks and keep this rank's rows; the first ranks get one more row if necessary."""
+    """Reduce a tensor over the ranks and scatter the rows of the result.
+
+    Args:
+        tensor: A tensor with the same shape and data type on all ranks.
+        device_dense: An empty string or the name of a CPU device.
+        compression: The compressor for the communicated tensor.
+        op: Average, Sum, Min, Max or Product.
+        name: The name of the operation.
+        process_set: The ranks that take part.
+        prescale_factor: A factor to multiply the tensor by before the reduction.
+        postscale_factor: A factor to multiply the result by.
+
+    Returns:
+        This rank's rows of the result.  The first ranks get one more row if the rows cannot be divided equally.
+    """
     return grouped_reducescatter(
         [tensor], device_dense, compression, op, process_set, prescale_factor, postscale_factor, name
     )[0]
@@ -368,7 +420,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     name: str | None = None,
 ) -> list[tf.Tensor]:
-    """Reduce several tensors over the ranks and keep this rank's rows of each."""
+    """Reduce several tensors over the ranks and scatter the rows of each result; see `reducescatter`."""
     on_host(device_dense)
     given = as_tensors(tensors, "reducescatter", name)
     name = name_in_graph("reducescatter", name)
@@ -386,7 +438,7 @@ def grouped_reducescatter(
 
     def backward(given: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if op not in (Sum, Average):
-            raise NotImplementedError("gradients flow through a reducescatter with op=Sum or Average only")
+            raise NotImplementedError("reducescatter is differentiable with op=Sum or op=Average only")
 
         def on_torch(group: list[torch.Tensor]) -> list[torch.Tensor]:
             factor = prescale_factor * postscale_factor * (process_set.size() if op == Sum else 1)
@@ -402,9 +454,19 @@ def grouped_reducescatter(
 
 
 def barrier(process_set: ProcessSet = global_process_set, name: str | None = None) -> None:
-    """Wait until every rank has called `barrier`.  ValueError for a name: barriers are matched by their order."""
+    """Wait until every rank of the process set has called `barrier`.
+
+    Args:
+        process_set: The ranks that take part.
+        name: Must be None, because barriers are matched by their order.
+
+    Raises:
+        ValueError: `name` is not None.
+    """
     if name is not None:
-        raise ValueError(f"barriers have no names, they are matched by their order: leave name={name!r} out")
+        raise ValueError(
+            f"name={name!r} is not supported, because barriers are matched by their order; omit name"
+        )
 
     def on_torch(_: list[torch.Tensor]) -> list[torch.Tensor]:
         requests.barrier(process_set)
@@ -414,9 +476,13 @@ def barrier(process_set: ProcessSet = global_process_set, name: str | None = Non
 
 
 def join() -> int | tf.Tensor:
-    """Report that this rank has no more data, and wait for all ranks; return the last rank to join.
+    """Report that this rank has no more data, and wait until all ranks have joined.
 
-    Until then this rank contributes zeros to sums and averages.  Other operations raise on the other ranks.
+    While this rank waits, it contributes zeros to all-reduces with Sum or Average and takes part in barriers.  Other
+    operations raise on the other ranks.
+
+    Returns:
+        The last rank that joined: an integer in eager mode, an int32 tensor within `tf.function`.
     """
     if tf.executing_eagerly():
         return requests.join()

@@ -15,9 +15,9 @@ from farandole.horovod.tensorflow.operations import Adasum, Average
 
 
 class _Accumulation:
-    """Gradients of this rank, added up over `passes` backward passes.
+    """The sums of this rank's gradients over `passes` backward passes.
 
-    Its variables are no part of the optimizer's state: a model that is saved has the state of the plain optimizer.
+    The sums are not part of the optimizer's state, so that a saved model has the state of the plain optimizer.
     """
 
     def __init__(self, gradients: Sequence[tf.Tensor | None], passes: int, average: bool) -> None:
@@ -31,7 +31,7 @@ class _Accumulation:
             ]
 
     def add(self, gradients: Sequence[Any]) -> tf.Tensor:
-        """Add a pass; whether it was the last one."""
+        """Add the gradients of a pass, and return whether this pass is the last pass."""
         for total, gradient in zip(self._sums, gradients, strict=True):
             if total is not None:
                 total.assign_add(tf.convert_to_tensor(gradient))
@@ -39,7 +39,7 @@ class _Accumulation:
         return tf.equal(self._done, self._passes)
 
     def take(self) -> list[tf.Tensor | None]:
-        """Return the sums or averages, and reset them."""
+        """Return the sums or averages, and reset the sums to zero."""
         self._done.assign(0)
         taken = [None if total is None else total * tf.cast(self._scale, total.dtype) for total in self._sums]
         for total in self._sums:
@@ -49,16 +49,17 @@ class _Accumulation:
 
 
 class DistributedKerasOptimizer:
-    """The mixin for the class of the wrapped optimizer; its options are attributes of the new class."""
+    """The mixin for the class of the wrapped optimizer.  The options are attributes of the new class."""
 
     _reducer: GradientReducer
     _passes: int
     _average: bool
 
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
-        """Reduce the gradients over the ranks and apply them; `apply_gradients` comes here too.
+        """Reduce the gradients over the ranks and apply the reduced gradients.  `apply_gradients` calls this method.
 
-        With backward_passes_per_step they are added up, and applied in every so-manieth call; `iterations` counts all.
+        With backward_passes_per_step=n the gradients are accumulated, and every n-th call reduces and applies them.
+        `iterations` counts all calls.
         """
         optimizer: Any = self
         apply_now = super().apply  # type: ignore[misc]
@@ -67,7 +68,7 @@ class DistributedKerasOptimizer:
             variables = list(optimizer._trainable_variables) if optimizer.built else []
         else:
             variables = list(trainable_variables)
-        if len(gradients) != len(variables):  # the wrapped optimizer's message says what is wrong
+        if len(gradients) != len(variables):  # the wrapped optimizer raises the error
             apply_now(gradients, trainable_variables)
             return
         if self._passes == 1:
@@ -89,14 +90,14 @@ class DistributedKerasOptimizer:
             apply_now(self._reducer(self._accumulation.take(), variables), variables)
             return tf.constant(True)
 
-        def go_on() -> tf.Tensor:
+        def accumulate_only() -> tf.Tensor:
             optimizer.iterations.assign_add(1)
             return tf.constant(False)
 
-        tf.cond(is_last, step, go_on)
+        tf.cond(is_last, step, accumulate_only)
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave the gradient of a variable to this rank."""
+        """Exclude the gradient of a variable from the reduction."""
         self._reducer.register_local(variable)
 
 
@@ -116,22 +117,43 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's spelling
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Return a copy of a Keras 3 optimizer, of a subclass of its class, that steps with the reduced gradients.
+    """Return a copy of a Keras 3 optimizer that steps with the gradients of all ranks.
 
-    It is saved as the plain optimizer, which `hvd.load_model` wraps again.  Gradients are reduced before they are
-    clipped.  `model.compile` with it needs jit_compile=False where there is a GPU.
+    Keras saves the copy as the plain optimizer, and `hvd.load_model` wraps the optimizer again.  Gradients are reduced
+    before the optimizer clips them.  On a machine with a GPU, `model.compile` needs jit_compile=False.
 
-    backward_passes_per_step: how many calls of `apply` are added up, locally, for each step;
-    average_aggregated_gradients: divide what they add up to by their number.
-    The other options are those of `GradientReducer`.  ValueError where they do not go together.
+    Args:
+        optimizer: The optimizer to copy.
+        name: The name of the copy, and the prefix of request names.
+        device_dense: An empty string or the name of a CPU device.
+        device_sparse: An empty string or the name of a CPU device.
+        compression: The compressor for dense gradients.
+        sparse_as_dense: Whether to reduce tf.IndexedSlices as dense tensors instead of gathering them.
+        gradient_predivide_factor: A factor to divide gradients by before the sum and to multiply the sum by.  It
+            requires op=Average.
+        op: The reduction; Adasum is not supported.
+        num_groups: Deprecated; use `groups`.
+        groups: The number of groups of dense gradients, or a list of lists of variables.
+        backward_passes_per_step: The number of calls of `apply` that each rank accumulates before a step.
+        average_aggregated_gradients: Whether to divide the accumulated gradients by `backward_passes_per_step`.
+        process_set: The ranks that take part.
+        scale_local_gradients: Whether to divide the gradients of local variables by the number of ranks.
+
+    Returns:
+        An optimizer whose class is derived from the class of `optimizer`.
+
+    Raises:
+        ValueError: `optimizer` is not a Keras 3 optimizer or is already distributed, or options are invalid or
+            incompatible.
     """
     _check_optimizer(optimizer)
     if op == Adasum:
         raise ValueError(
-            "op=Adasum is not supported by the optimizer for Keras; hvd.DistributedGradientTape(tape, op=hvd.Adasum) is"
+            "op=Adasum is not supported by the optimizer for Keras; "
+            "use hvd.DistributedGradientTape(tape, op=hvd.Adasum)"
         )
     if backward_passes_per_step < 1:
-        raise ValueError(f"backward_passes_per_step must be 1 or more, not {backward_passes_per_step}")
+        raise ValueError(f"backward_passes_per_step must be 1 or more, got {backward_passes_per_step}")
     reducer = GradientReducer(
         name or f"Distributed{type(optimizer).__name__}",
         device_dense,
@@ -146,7 +168,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's spelling
         scale_local_gradients,
     )
     kind = type(optimizer)
-    # its name and module are the wrapped class's, by which Keras saves it; options of the class survive cloning
+    # Keras saves an optimizer by the name and module of its class; class attributes survive cloning
     members = {
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
@@ -160,9 +182,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's spelling
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's spelling
     optimizer: keras.optimizers.Optimizer, *arguments: Any, local_layers: Any = None, **keywords: Any
 ) -> Any:
-    """Return a `DistributedOptimizer` that does not reduce the gradients of some layers.
+    """Wrap an optimizer like `DistributedOptimizer`, without reducing the gradients of local layers.
 
-    local_layers: a layer or several, built; the other arguments are those of `DistributedOptimizer`.
+    Args:
+        optimizer: The optimizer to copy.
+        arguments: Further arguments of `DistributedOptimizer`.
+        local_layers: A built layer or a list of built layers whose gradients are not reduced.
+        keywords: Further arguments of `DistributedOptimizer`.
     """
     distributed = DistributedOptimizer(optimizer, *arguments, **keywords)
     for layer in layers_of(local_layers):
@@ -174,26 +200,28 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's spelling
 def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(
-            f"an optimizer of Keras 3 is expected (keras.optimizers), not {type(optimizer).__module__}."
-            f"{type(optimizer).__name__}; those of TensorFlow 1 and of tf_keras are not supported"
+            f"expected a Keras 3 optimizer (keras.optimizers), got {type(optimizer).__module__}."
+            f"{type(optimizer).__name__}; optimizers of TensorFlow 1 and tf_keras are not supported"
         )
     if isinstance(optimizer, DistributedKerasOptimizer):
-        raise ValueError("this optimizer is distributed already: its gradients would be reduced twice")
+        raise ValueError(
+            "this optimizer is already distributed, and its gradients would be reduced twice; wrap it once"
+        )
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if keras.config.dtype_policy().name == "mixed_float16" and not scales:
         raise ValueError(
-            "with the policy mixed_float16 Keras would put loss scaling around this optimizer, and ranks would skip "
-            "steps each for itself; wrap it the other way round: "
+            "with the policy mixed_float16 Keras would wrap this optimizer in a LossScaleOptimizer, and ranks would "
+            "skip different steps; use "
             "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
         )
 
 
 def _copied(optimizer: Any, kind: type, name: str | None) -> Any:
-    """Return an instance of another class with the options of the optimizer, and its state if it has one."""
+    """Return an instance of class `kind` with the options of an optimizer, and its state if the optimizer is built."""
     config = optimizer.get_config()
     schedule = getattr(optimizer, "_learning_rate", None)
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-        config["learning_rate"] = schedule  # as it is: its class need not be known to Keras
+        config["learning_rate"] = schedule  # the object itself, because Keras may not know its class
     if name is not None:
         config["name"] = name
     copy: Any = kind.from_config(config)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Batch normalization over the batches of all ranks."""
+"""Batch normalization with the statistics of all ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from farandole.horovod.tensorflow.operations import Sum, grouped_allreduce
 
 @keras.saving.register_keras_serializable(package="farandole")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """`keras.layers.BatchNormalization` whose statistics in training are those of all ranks' samples.
+    """A `keras.layers.BatchNormalization` whose statistics in training include the samples of all ranks.
 
-    Batches may differ in size among ranks, and have masks.  Gradients flow through the statistics to all ranks'
-    inputs.  First the mean is reduced and then the squares of the deviations from it, so that the variance of
-    values far from zero keeps its digits.
+    Batches may differ in size between ranks and may have masks.  Gradients flow through the statistics to the inputs of
+    all ranks.  The layer reduces the mean first, and then the squared deviations from the mean, so that the variance is
+    accurate for values far from zero.
+
+    Args:
+        arguments: The arguments of `keras.layers.BatchNormalization`, except `synchronized`.
     """
 
     def __init__(self, **arguments: Any) -> None:
         if arguments.pop("synchronized", False):
             raise ValueError(
-                "synchronized=True is tf.distribute's; hvd.SyncBatchNormalization needs no such option"
+                "synchronized=True applies to tf.distribute only; remove this option from hvd.SyncBatchNormalization"
             )
         super().__init__(**arguments)
 

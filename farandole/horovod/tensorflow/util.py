@@ -1,4 +1,4 @@
-"""The helper functions that Horovod's scripts and tests import from `horovod.tensorflow.util`."""
+"""The functions of `horovod.tensorflow.util`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 
 def _executing_eagerly() -> bool:
-    """Return whether TensorFlow runs operations at once, outside `tf.function`."""
+    """Return whether TensorFlow executes operations eagerly."""
     return bool(tf.executing_eagerly())
 
 
@@ -21,7 +21,7 @@ def _make_subgraph(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cache(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache the results of a function by its arguments, separately for eager mode and for graphs."""
+    """Cache the results of a function by its arguments, separately for eager mode and graphs."""
     results: dict[tuple[Any, ...], Any] = {}
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""The interface of Horovod 0.28 for PyTorch: `import farandole.horovod.torch as hvd`."""
+"""The API of Horovod 0.28 for PyTorch: `import farandole.horovod.torch as hvd`."""
 
 from farandole.horovod.basics import (
     add_process_set,
@@ -30,13 +30,7 @@ from farandole.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from farandole.horovod.process_sets import ProcessSet, global_process_set
 from farandole.horovod.torch import elastic
 from farandole.horovod.torch.compression import Compression
-from farandole.horovod.torch.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from farandole.horovod.torch.gradients import (
+from farandole.horovod.torch.differentiable import (
     allgather,
     allreduce,
     alltoall,
@@ -45,6 +39,12 @@ from farandole.horovod.torch.gradients import (
     grouped_allreduce,
     grouped_reducescatter,
     reducescatter,
+)
+from farandole.horovod.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
 )
 from farandole.horovod.torch.operations import (
     Adasum,

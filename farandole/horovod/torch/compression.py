@@ -1,4 +1,4 @@
-"""Gradient compression: what is communicated is narrower than what is computed with."""
+"""Gradient compression: communicate gradients in a 16-bit data type."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from torch import Tensor
 
 
 class Compressor:
-    """Two functions: `compress` returns a tensor and the context that `decompress` needs."""
+    """The base class of compressors."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
-        """Return the tensor to communicate and the context of `decompress`."""
+        """Return the tensor to communicate, and the context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
-        """Return the tensor in its original type."""
+        """Return the tensor in its original data type."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Communicate tensors unchanged."""
+    """Communicates tensors unchanged."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
@@ -34,38 +34,38 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class _Narrower(Compressor):
-    """Communicate floating-point tensors in a type of 16 bits, and other tensors unchanged."""
+class _CastCompressor(Compressor):
+    """Casts floating-point tensors to a 16-bit data type, and communicates other tensors unchanged."""
 
     dtype: torch.dtype
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
-        """Return the tensor in 16 bits."""
+        """Return the tensor in the 16-bit data type, and its original data type."""
         if not tensor.dtype.is_floating_point or tensor.dtype == cls.dtype:
             return tensor, None
         return tensor.to(cls.dtype), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
-        """Return the tensor in its original type."""
+        """Return the tensor in its original data type."""
         return tensor if ctx is None else tensor.to(ctx)
 
 
-class FP16Compressor(_Narrower):
-    """Communicate in float16."""
+class FP16Compressor(_CastCompressor):
+    """Communicates in float16."""
 
     dtype = torch.float16
 
 
-class BF16Compressor(_Narrower):
-    """Communicate in bfloat16, which has the range of float32 (not in Horovod)."""
+class BF16Compressor(_CastCompressor):
+    """Communicates in bfloat16, which has the range of float32.  Horovod has no counterpart."""
 
     dtype = torch.bfloat16
 
 
 class Compression:
-    """The compressors, by the names of Horovod's `Compression`."""
+    """The compressors, under Horovod's names."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

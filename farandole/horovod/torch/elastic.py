@@ -1,7 +1,4 @@
-"""`hvd.elastic`, experimental: continue after the death of ranks; see `farandole.horovod.elastic`.
-
-`TorchState` saves, restores and broadcasts models, optimizers, schedulers, samplers and plain objects.
-"""
+"""`hvd.elastic` (experimental): continue training after ranks have died; see `farandole.horovod.elastic`."""
 
 from __future__ import annotations
 
@@ -23,14 +20,14 @@ from farandole.horovod.torch.functions import (
 
 
 class ElasticSampler(Sampler[int]):
-    """Divide a dataset among the ranks; after a change of the world divide only the unprocessed samples.
+    """Divides a dataset among the ranks.  After a change of the world, divides the unprocessed samples.
 
     Pass the sampler to `TorchState`, call `record_batch` after each batch, and call `set_epoch` at the *end* of each
     epoch.  Each rank gets the same number of samples; some samples are repeated if necessary.
 
     Args:
         dataset: A dataset with a length.
-        shuffle: Whether to shuffle, in an order that depends on `seed` and on the epoch and is the same on all ranks.
+        shuffle: Whether to shuffle.  The order depends on `seed` and the epoch, and is the same on all ranks.
         seed: The seed of the order.
     """
 
@@ -43,17 +40,17 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, in which no sample is processed yet."""
+        """Begin an epoch, and mark all samples as unprocessed."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Count a batch of `batch_size` samples on every rank as processed."""
+        """Mark a batch of `batch_size` samples on every rank as processed."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and the number of samples that all ranks together have processed."""
+        """Return the epoch, and the number of samples that all ranks have processed in total."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -68,7 +65,7 @@ class ElasticSampler(Sampler[int]):
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
-        # rank r takes every num_replicas-th sample, so that a batch on every rank is a prefix of the remaining samples
+        # rank r takes every num_replicas-th sample, so that the batches of all ranks form a prefix of remaining_indices
         self.remaining_indices = order[self.processed_num :]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
@@ -85,7 +82,7 @@ class ElasticSampler(Sampler[int]):
 
 
 class _Handler:
-    """Save, restore and broadcast an object that has a state_dict."""
+    """Saves, restores and broadcasts an object that has a state_dict."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -128,10 +125,15 @@ _HANDLERS: tuple[tuple[type, type[_Handler]], ...] = (
 
 
 class TorchState(ObjectState):
-    """The state of a training program: each argument is an attribute.
+    """The state of a training program.  Each argument becomes an attribute.
 
-    model, optimizer, and keyword arguments that are modules, optimizers, schedulers or `ElasticSampler`s are saved
-    and restored in place; other objects as `ObjectState` does.
+    Modules, optimizers, learning rate schedulers and `ElasticSampler`s are saved and restored through their state_dict.
+    Other objects are saved as deep copies.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer.
+        kwargs: More objects.
     """
 
     def __init__(self, model: torch.nn.Module | None = None, optimizer: Any = None, **kwargs: Any) -> None:
@@ -179,7 +181,17 @@ class TorchState(ObjectState):
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function of an elastic state, so that it continues from the last commit after the job has changed."""
+    """Decorate a training function whose first argument is an elastic state.
+
+    When a rank dies, the decorated function restores the last commit, forms a world of the surviving ranks, and calls
+    the training function again.
+
+    Args:
+        function: The training function.
+
+    Returns:
+        The decorated function.
+    """
     return run_with(function, reset=horovod.reform, begin=horovod.prepare_to_reform)
 
 

@@ -1,4 +1,4 @@
-"""Objects, parameters and optimizer states, made equal on all ranks."""
+"""Broadcast parameters and optimizer states; broadcast and gather Python objects."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from torch import Tensor
 
 from farandole.horovod.basics import rank
 from farandole.horovod.process_sets import ProcessSet, global_process_set
-from farandole.horovod.torch.gradients import allgather
+from farandole.horovod.torch.differentiable import allgather
 from farandole.horovod.torch.operations import broadcast_, broadcast_async_, synchronize
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Copy the tensors of rank `root_rank` to all ranks, in place.
 
-    params: `model.state_dict()` or another dict of tensors, or an iterable of tensors or (name, tensor) pairs.
+    Args:
+        params: A dict of tensors such as `model.state_dict()`, or an iterable of tensors or (name, tensor) pairs.
+        root_rank: The rank to copy from.
+
+    Raises:
+        ValueError: `params` is not a dict or an iterable, or contains an object that is not a tensor.
     """
     if isinstance(params, Mapping):
         named = sorted(params.items())
     elif isinstance(params, Iterable) and not isinstance(params, (str, Tensor)):
         named = [item if isinstance(item, tuple) else (None, item) for item in params]
     else:
-        raise ValueError(
-            f"invalid params of type: {type(params)}; a dict or an iterable of tensors is expected"
-        )
+        raise ValueError(f"invalid params of type: {type(params)}; expected a dict or an iterable of tensors")
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
             raise ValueError(
-                f"{name or 'an entry of params'} is no tensor but {type(tensor).__name__}; "
-                f"hvd.broadcast_object sends other objects"
+                f"expected tensors in params, but {name or 'an entry'} is of type {type(tensor).__name__}; "
+                f"use hvd.broadcast_object for other objects"
             )
     handles = [
         broadcast_async_(tensor, root_rank, None if name is None else f"broadcast.{name}")
@@ -46,21 +49,21 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Copy the state and the options (learning rates and so on) of the optimizer of rank `root_rank` to all ranks.
+    """Copy the optimizer's state and options (such as the learning rate) from rank `root_rank` to all ranks.
 
-    The optimizer may have a state on some ranks and none on others.  As in Horovod, where an optimizer has no state,
-    parameters that require a gradient and have none get a gradient of zeros.
+    The optimizer may have state on some ranks only.  On a rank where the optimizer has no state, parameters that
+    require a gradient and have no gradient get a gradient of zeros, as in Horovod.
 
     Args:
         optimizer: The optimizer, plain or distributed.
-        root_rank: The rank that sends.
-        model: Ignored; Horovod finds sparse parameters with it.
+        root_rank: The rank to copy from.
+        model: Ignored.  Horovod uses the model to find sparse parameters.
 
     Raises:
         ValueError: The optimizers have different numbers of groups, or of parameters in a group.
     """
     if model is not None and not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a torch.nn.Module, not {type(model).__name__}")
+        raise ValueError(f"expected model to be a torch.nn.Module, got {type(model).__name__}")
     if not optimizer.state:
         for parameter in _parameters(optimizer):
             if parameter.requires_grad and parameter.grad is None:
@@ -75,7 +78,7 @@ def broadcast_optimizer_state(
     on_host = [tensor.detach().cpu().contiguous() for tensor in received]
     broadcast_parameters(on_host, root_rank)
     if rank() != root_rank:
-        _take_over(optimizer, _filled(outline, on_host), root_rank)
+        _load_root_state(optimizer, _filled(outline, on_host), root_rank)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -83,7 +86,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _by_position(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state by position of the parameter, and the options by group."""
+    """Return the options of each group, and the state by the index of the parameter."""
     parameters = _parameters(optimizer)
     options = [
         {key: value for key, value in group.items() if key != "params"} | {"count": len(group["params"])}
@@ -97,15 +100,15 @@ def _by_position(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"options": options, "states": states}
 
 
-class _Hole(int):
-    """A placeholder for the tensor of this number in an outline."""
+class _Placeholder(int):
+    """A placeholder in an outline; the value is the index of the tensor."""
 
 
 def _outline(value: Any, tensors: list[Tensor]) -> Any:
-    """Return the same nest of dicts, lists and tuples with placeholders for tensors; append the tensors to a list."""
+    """Return `value` with placeholders for the tensors in nested dicts, lists and tuples; append these tensors."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        return _Hole(len(tensors) - 1)
+        return _Placeholder(len(tensors) - 1)
     if isinstance(value, dict):
         return {key: _outline(item, tensors) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -114,7 +117,7 @@ def _outline(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _filled(outline: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(outline, _Hole):
+    if isinstance(outline, _Placeholder):
         return tensors[outline]
     if isinstance(outline, dict):
         return {key: _filled(item, tensors) for key, item in outline.items()}
@@ -123,12 +126,13 @@ def _filled(outline: Any, tensors: list[Tensor]) -> Any:
     return outline
 
 
-def _take_over(optimizer: torch.optim.Optimizer, found: dict[str, Any], root_rank: int) -> None:
+def _load_root_state(optimizer: torch.optim.Optimizer, found: dict[str, Any], root_rank: int) -> None:
     mine = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [options.pop("count") for options in found["options"]]
     if mine != theirs:
         raise ValueError(
-            f"the optimizer of rank {root_rank} has groups of {theirs} parameters, that of rank {rank()} of {mine}"
+            f"the parameter groups of the optimizer differ in size: {theirs} on rank {root_rank}, "
+            f"{mine} on rank {rank()}; construct the same optimizer on all ranks"
         )
     for group, options in zip(optimizer.param_groups, found["options"], strict=True):
         group.update(options)
@@ -137,14 +141,14 @@ def _take_over(optimizer: torch.optim.Optimizer, found: dict[str, Any], root_ran
     for index, state in found["states"].items():
         parameter = parameters[index]
         optimizer.state[parameter] = {
-            # a step count stays on the host, as optimizers keep it; what has a parameter's shape goes to its device
+            # optimizers keep step counts (scalars) on the host, and other tensors on the device of the parameter
             key: item.to(parameter.device) if isinstance(item, Tensor) and item.dim() else item
             for key, item in state.items()
         }
 
 
 def _pickler() -> Any:
-    """Return cloudpickle if it is installed, because it serializes lambdas and local classes; otherwise pickle."""
+    """Return cloudpickle, which serializes lambdas and local classes, or pickle if cloudpickle is not installed."""
     try:
         return importlib.import_module("cloudpickle")
     except ImportError:
@@ -158,7 +162,14 @@ def _as_tensor(data: bytes) -> Tensor:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the object of rank `root_rank`, sent with pickle; the objects of other ranks are ignored."""
+    """Return the object of rank `root_rank` on all ranks.
+
+    Args:
+        obj: The object, which is pickled on rank `root_rank` and ignored on other ranks.
+        root_rank: The rank to copy from.
+        name: The name of the operation.
+        process_set: The ranks that take part.
+    """
     is_root = rank() == root_rank
     data = _as_tensor(_pickler().dumps(obj)) if is_root else torch.empty(0, dtype=torch.uint8)
     size = broadcast_(torch.tensor([len(data)]), root_rank, name and f"{name}.size", process_set)
@@ -171,7 +182,13 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the objects of all ranks, in rank order."""
+    """Return the objects of all ranks, in rank order.
+
+    Args:
+        obj: The object of this rank, which is pickled.
+        name: The name of the operation.
+        process_set: The ranks that take part.
+    """
     data = _as_tensor(_pickler().dumps(obj))
     sizes = allgather(torch.tensor([len(data)]), name and f"{name}.size", process_set)
     everything = allgather(data, name and f"{name}.object", process_set)

@@ -1,11 +1,11 @@
-"""Horovod's collective operations on torch tensors, without gradients; `gradients` has the forms with gradients.
+"""Horovod's collective operations on PyTorch tensors: asynchronous and in-place forms, without gradients.
 
-An operation is a request with a name.  Ranks may issue named operations in any order, and must issue operations without
-a name in the same order.  The asynchronous form returns a handle for `poll` and `synchronize`.  A trailing underscore
-means in place.
+An operation is a request with a name.  Ranks may issue named operations in any order.  Ranks must issue operations
+without a name in the same order.  Asynchronous operations return a handle for `poll` and `synchronize`.  A trailing
+underscore in a function name means in place.  `differentiable` has the operations with gradients.
 
-All operations raise ValueError for arguments that are wrong without regard to other ranks, for a name that is in
-flight, and before `hvd.init()`.  They raise `HorovodInternalError` if ranks disagree or a rank dies.
+All operations raise ValueError for invalid arguments, for a name that is in flight, and before `hvd.init()`.  They
+raise `HorovodInternalError` if ranks disagree or a rank dies.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from farandole.horovod import requests as kinds
-from farandole.horovod.adasum import unsuitable
 from farandole.horovod.basics import Collect, gloo_enabled, horovod
+from farandole.horovod.execution import unsuitable_for_adasum
 from farandole.horovod.process_sets import ProcessSet, global_process_set
 from farandole.horovod.requests import ADASUM, AVERAGE, OP_NAMES, SUM, Request, Signature
 
@@ -46,10 +46,19 @@ def make_request(
     signature: Signature | None,
     agreed: dict[str, Any],
 ) -> Request:
-    """Return a request for tensors; raise ValueError if the tensors cannot be communicated.
+    """Return a request for tensors.
 
-    signature: that of an earlier request for tensors of the same types and shapes, which need not be checked again.
-    agreed: more fields of the signature.
+    Args:
+        name: The name of the operation.
+        kind: The kind of the operation.
+        inputs: The tensors to read.
+        outputs: The tensors to write; `inputs` itself for an operation in place.
+        signature: The signature of an earlier request for tensors with the same data types and shapes, to skip the
+            checks, or None.
+        agreed: More fields of the signature.
+
+    Raises:
+        ValueError: The tensors cannot be communicated.
     """
     first = inputs[0]
     if signature is None:
@@ -72,18 +81,20 @@ def _check(inputs: Sequence[Tensor], kind: str) -> None:
             raise ValueError(f"Tensor type {tensor.type()} is not supported.")
         if tensor.layout is not torch.strided:
             raise ValueError(
-                f"{kind} of a sparse tensor is not supported; hvd.sparse_allreduce_async is, or tensor.to_dense()"
+                f"{kind} of a sparse tensor is not supported; use hvd.sparse_allreduce_async or tensor.to_dense()"
             )
         if tensor.device != inputs[0].device:
             raise ValueError(
-                f"the tensors of a group lie on one device, not on {inputs[0].device} and {tensor.device}"
+                f"the tensors of a group must be on one device, got {inputs[0].device} and {tensor.device}"
             )
 
 
 def _check_in_place(tensors: Sequence[Tensor], kind: str) -> None:
-    """Refuse tensors that torch cannot write, and repeated tensors, before the request is submitted."""
+    """Raise ValueError for tensors that PyTorch cannot write and for repeated tensors."""
     if len({id(tensor) for tensor in tensors}) < len(tensors):
-        raise ValueError(f"{kind} in place was given the same tensor twice, which would be reduced twice")
+        raise ValueError(
+            f"{kind} in place got the same tensor twice, which would be reduced twice; pass it once"
+        )
     for tensor in tensors:
         sizes_and_strides = zip(tensor.shape, tensor.stride(), strict=True)
         if tensor.numel() and any(size > 1 and stride == 0 for size, stride in sizes_and_strides):
@@ -102,10 +113,10 @@ def submit(
     collect: Collect,
     **agreed: Any,
 ) -> int:
-    """Submit a request to the engine of the process set; return the handle."""
+    """Submit a request to the engine of the process set and return its handle."""
     engine = process_set.engine or process_set.member()
     request = make_request(name or engine.name_for(kind), kind, inputs, outputs, None, agreed)
-    return horovod.hand_out(engine, request, collect)
+    return horovod.submit(engine, request, collect)
 
 
 def the_output(request: Request) -> Tensor:
@@ -119,17 +130,17 @@ def the_outputs(request: Request) -> list[Tensor]:
 
 
 def with_splits(request: Request) -> tuple[Tensor, Tensor]:
-    """Return the result of an all-to-all, and the number of rows from each rank."""
+    """Return the result of an all-to-all, and the number of rows received from each rank."""
     return request.outputs[0], torch.tensor(request.received_splits, dtype=torch.int32)
 
 
 def reduction(
     op: int | None, average: bool | None, process_set: ProcessSet, tensors: Sequence[Tensor]
 ) -> int:
-    """Return the number of a reduction, from `op` and Horovod's older `average`."""
+    """Return the reduction that `op` or Horovod's older argument `average` selects."""
     if any(tensor.dtype == torch.int16 for tensor in tensors) and gloo_enabled():
         raise ValueError(
-            "Gloo, which carries this job's tensors, does not reduce int16; tensor.int() can be reduced"
+            "this job communicates through Gloo, which does not reduce int16; convert with tensor.int()"
         )
     if average is not None:
         if op is not None:
@@ -139,10 +150,10 @@ def reduction(
         return AVERAGE
     if op not in range(len(OP_NAMES)):
         raise ValueError(
-            f"op={op!r} is none of the reductions: {', '.join('hvd.' + name for name in OP_NAMES)}"
+            f"op={op!r} is none of the reductions {', '.join('hvd.' + name for name in OP_NAMES)}"
         )
     if op == ADASUM:
-        problem = unsuitable(process_set.size())
+        problem = unsuitable_for_adasum(process_set.size())
         if problem:
             raise ValueError(problem)
         if not all(tensor.is_floating_point() for tensor in tensors):
@@ -151,17 +162,17 @@ def reduction(
 
 
 def as_group(tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
-    """Return the tensors of a grouped operation; raise ValueError if there are none."""
+    """Return the tensors of a grouped operation; raise ValueError if the list is empty or has other objects."""
     group = list(tensors)
     if not group or not all(isinstance(tensor, Tensor) for tensor in group):
-        raise ValueError(f"grouped_{kind} takes a list of at least one tensor, not {tensors!r}")
+        raise ValueError(f"expected grouped_{kind} to get a list of at least one tensor, got {tensors!r}")
     return group
 
 
 def split_rows(tensor: Tensor, splits: Any, size: int) -> tuple[int, ...]:
-    """Return the number of rows of `tensor` that an all-to-all sends to each rank; the same without `splits`."""
+    """Return the number of rows of `tensor` that an all-to-all sends to each rank; equal numbers without `splits`."""
     if tensor.dim() == 0:
-        raise ValueError("alltoall splits a tensor along its first dimension, and a scalar has none")
+        raise ValueError("alltoall splits a tensor along its first dimension, but a scalar has none")
     rows = tensor.shape[0]
     if splits is None or (isinstance(splits, Tensor) and splits.numel() == 0):
         if rows % size:
@@ -172,7 +183,7 @@ def split_rows(tensor: Tensor, splits: Any, size: int) -> tuple[int, ...]:
         return (rows // size,) * size
     given = splits if isinstance(splits, Tensor) else torch.tensor(splits)
     if given.is_floating_point() or given.dim() != 1:
-        raise ValueError(f"alltoall expects splits to be whole numbers in one dimension, not {splits!r}")
+        raise ValueError(f"expected splits of alltoall to be one-dimensional integers, got {splits!r}")
     counts = tuple(given.tolist())
     if len(counts) != size:
         raise ValueError(
@@ -180,7 +191,7 @@ def split_rows(tensor: Tensor, splits: Any, size: int) -> tuple[int, ...]:
         )
     if min(counts) < 0 or sum(counts) > rows:
         raise ValueError(
-            f"Sum of splits entries is greater than the first dimension of the tensor, or one is negative: "
+            f"Sum of splits entries is greater than the first dimension of the tensor, or an entry is negative: "
             f"splits {list(counts)}, first dimension {rows}"
         )
     return counts
@@ -201,7 +212,11 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to reduce `tensor` over the ranks, into a new tensor of its shape."""
+    """Begin to reduce `tensor` over the ranks; the result is a new tensor.  See `allreduce` for the arguments.
+
+    Returns:
+        A handle for `poll` and `synchronize`.
+    """
     agreed = _scaled(op, average, prescale_factor, postscale_factor, process_set, [tensor])
     output = torch.empty_like(tensor)
     return submit(process_set, kinds.ALLREDUCE, name, [tensor], [output], the_output, **agreed)
@@ -216,7 +231,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to reduce `tensor` over the ranks, in place."""
+    """Begin to reduce `tensor` over the ranks, in place; return a handle."""
     agreed = _scaled(op, average, prescale_factor, postscale_factor, process_set, [tensor])
     in_place = [tensor]
     return submit(process_set, kinds.ALLREDUCE, name, in_place, in_place, the_output, **agreed)
@@ -231,7 +246,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to reduce several tensors, none before all of them are ready on all ranks; the result is a list."""
+    """Begin to reduce several tensors over the ranks, once all tensors are ready on all ranks; return a handle."""
     group = as_group(tensors, "allreduce")
     agreed = _scaled(op, average, prescale_factor, postscale_factor, process_set, group)
     outputs = [torch.empty_like(tensor) for tensor in group]
@@ -247,7 +262,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin the same operation in place."""
+    """Begin to reduce several tensors over the ranks, in place; return a handle."""
     group = as_group(tensors, "allreduce")
     agreed = _scaled(op, average, prescale_factor, postscale_factor, process_set, group)
     return submit(process_set, kinds.ALLREDUCE, name, group, group, the_outputs, **agreed)
@@ -288,16 +303,30 @@ def grouped_allreduce_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Begin to sum or average sparse tensors; return a function that waits and returns the result.
+    """Begin to sum or average sparse tensors over the ranks.
 
-    Indices and values are gathered: the traffic grows with the number of ranks, not with the dense size.
+    The operation gathers the indices and values.  The traffic grows with the number of ranks, not with the dense size.
+
+    Args:
+        tensor: A sparse COO tensor.
+        name: The name of the operation.
+        op: Sum or Average.
+        process_set: The ranks that take part.
+
+    Returns:
+        A function that waits for the result and returns the result, a coalesced sparse tensor.
+
+    Raises:
+        ValueError: `tensor` is not sparse, or `op` is another reduction.
     """
     if not tensor.is_sparse:
         raise ValueError(
-            "sparse_allreduce_async takes a sparse COO tensor; hvd.allreduce_async takes dense ones"
+            "expected a sparse COO tensor, got a dense tensor; use hvd.allreduce_async for dense tensors"
         )
     if op not in (Average, Sum):
-        raise ValueError(f"sparse tensors are combined with op=Average or op=Sum, not {kinds.OP_NAMES[op]}")
+        raise ValueError(
+            f"sparse tensors are reduced with op=Average or op=Sum only, got op={kinds.OP_NAMES[op]}"
+        )
     indices = allgather_async(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
 
@@ -305,7 +334,7 @@ def sparse_allreduce_async(
         all_values, all_indices = synchronize(values), synchronize(indices)
         if op == Average:
             all_values = all_values / process_set.size()
-        # checked, because other ranks' tensors may be larger than this one
+        # check the indices, because tensors of other ranks may be larger than this rank's tensor
         together = torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=True)
         return together.coalesce()
 
@@ -320,7 +349,7 @@ def _scaled(
     process_set: ProcessSet,
     tensors: Sequence[Tensor],
 ) -> dict[str, Any]:
-    """Return the fields of the signature of a reduction."""
+    """Return the signature fields of a reduction."""
     return {"op": reduction(op, average, process_set, tensors), "prescale": prescale, "postscale": postscale}
 
 
@@ -330,21 +359,21 @@ def _scaled(
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin to concatenate all ranks' tensors along dimension 0; only this dimension may differ."""
+    """Begin to concatenate the tensors of all ranks along dimension 0, which may differ; return a handle."""
     return submit(process_set, kinds.ALLGATHER, name, _with_rows([tensor], "allgather"), [], the_output)
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin to gather several tensors; the result is a list."""
+    """Begin to concatenate each of several tensors over the ranks; return a handle."""
     group = _with_rows(as_group(tensors, "allgather"), "allgather")
     return submit(process_set, kinds.ALLGATHER, name, group, [], the_outputs)
 
 
 def _with_rows(tensors: list[Tensor], kind: str) -> list[Tensor]:
     if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError(f"{kind} works along the first dimension of a tensor, and a scalar has none")
+        raise ValueError(f"{kind} works along the first dimension of a tensor, but a scalar has none")
     return tensors
 
 
@@ -354,7 +383,7 @@ def _with_rows(tensors: list[Tensor], kind: str) -> list[Tensor]:
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin to copy the tensor of rank `root_rank` (a rank in the world) into a new tensor on all ranks."""
+    """Begin to copy the tensor of rank `root_rank` (in the world) to a new tensor on all ranks; return a handle."""
     root = _root(root_rank, process_set)
     outputs = [torch.empty_like(tensor)]
     return submit(process_set, kinds.BROADCAST, name, [tensor], outputs, the_output, root=root)
@@ -363,7 +392,7 @@ def broadcast_async(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin the same operation in place."""
+    """Begin to copy the tensor of rank `root_rank` (in the world) to all ranks, in place; return a handle."""
     root, in_place = _root(root_rank, process_set), [tensor]
     return submit(process_set, kinds.BROADCAST, name, in_place, in_place, the_output, root=root)
 
@@ -394,10 +423,17 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to send rows of `tensor` to each rank and to receive rows from each.
+    """Begin to send rows of a tensor to each rank, and to receive rows from each rank.
 
-    splits: how many rows each rank gets, a list or tensor of whole numbers; equally many if None.
-    The result is the received rows, in rank order, and how many came from each rank.
+    Args:
+        tensor: The rows to send, in rank order.
+        splits: The number of rows to send to each rank (a list or tensor of integers), or None to divide the rows
+            equally.
+        name: The name of the operation.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle.  `synchronize` returns the received rows in rank order, and the number of rows from each rank.
     """
     process_set.member()
     counts = split_rows(tensor, splits, process_set.size())
@@ -415,7 +451,10 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin to reduce `tensor` and to scatter its rows; the first ranks get one more row if necessary."""
+    """Begin to reduce `tensor` over the ranks and to scatter the rows of the result; return a handle.
+
+    The first ranks get one more row if the rows cannot be divided equally.
+    """
     agreed = _scattered(op, prescale_factor, postscale_factor, process_set, [tensor])
     return submit(process_set, kinds.REDUCESCATTER, name, [tensor], [], the_output, **agreed)
 
@@ -428,7 +467,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin to reduce and scatter several tensors; the result is a list."""
+    """Begin to reduce several tensors and to scatter the rows of each result; return a handle."""
     group = as_group(tensors, "reducescatter")
     agreed = _scattered(op, prescale_factor, postscale_factor, process_set, group)
     return submit(process_set, kinds.REDUCESCATTER, name, group, [], the_outputs, **agreed)
@@ -438,7 +477,7 @@ def _scattered(
     op: int, prescale: float, postscale: float, process_set: ProcessSet, tensors: list[Tensor]
 ) -> dict[str, Any]:
     if op == Adasum:
-        raise ValueError("reducescatter does not support op=Adasum; allreduce does")
+        raise ValueError("reducescatter does not support op=Adasum; use allreduce")
     return _scaled(op, None, prescale, postscale, process_set, _with_rows(tensors, "reducescatter"))
 
 
@@ -446,14 +485,28 @@ def _scattered(
 
 
 def poll(handle: int) -> bool:
-    """Return whether an operation is complete, so that `synchronize` will not block."""
+    """Return whether an operation is complete.
+
+    Raises:
+        ValueError: `handle` is unknown or was synchronized.
+    """
     if handle not in horovod.handles:
-        raise ValueError(f"{handle!r} is no handle of an operation that is waiting to be synchronized")
+        raise ValueError(f"expected the handle of an operation that was not synchronized, got {handle!r}")
     return horovod.handles[handle][1].finished()
 
 
 def synchronize(handle: int) -> Any:
-    """Wait until an operation is complete and return its result; None for a handle that was synchronized before."""
+    """Wait until an operation is complete and return its result.
+
+    Args:
+        handle: The handle of the operation.
+
+    Returns:
+        The result: a tensor, or a list of tensors for a grouped operation.  None if the handle was synchronized.
+
+    Raises:
+        HorovodInternalError: Ranks disagree, a rank has died, or Horovod was shut down.
+    """
     found = horovod.handles.pop(handle, None)
     if found is None:
         return None
@@ -466,7 +519,7 @@ wait = synchronize
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank has called `barrier`."""
+    """Wait until every rank of the process set has called `barrier`."""
     engine = process_set.member()
     request = Request(engine.name_for(kinds.BARRIER), kinds.Signature(kinds.BARRIER))
     engine.submit(request)
@@ -474,15 +527,19 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Report that this rank has no more data, and wait for all ranks; return the last rank to join.
+    """Report that this rank has no more data, and wait until all ranks have joined.
 
-    Until then this rank contributes zeros to sums and averages.  Other operations raise on the other ranks.
+    While this rank waits, it contributes zeros to all-reduces with Sum or Average and takes part in barriers.  Other
+    operations raise on the other ranks.
 
     Args:
-        device: Ignored; Horovod allocates the zeros on this device.
+        device: Ignored.  Horovod allocates the zeros on this device.
+
+    Returns:
+        The last rank that joined.
     """
     if not isinstance(device, int):
-        raise ValueError(f"device is the number of a device, or -1 for the CPU; not {device!r}")
+        raise ValueError(f"expected device to be the number of a device or -1 for the CPU, got {device!r}")
     engine = global_process_set.member()
     engine.drain()
     request = Request(engine.name_for(kinds.JOIN), kinds.Signature(kinds.JOIN))

@@ -1,10 +1,10 @@
 """`DistributedOptimizer`: an optimizer whose `step` uses the gradients of all ranks.
 
-Hooks submit each gradient as soon as the backward pass has computed it.  The engine reduces gradients during the
-backward pass, and `step` waits for the results.
+Hooks submit each gradient as soon as the backward pass has computed the gradient.  The engine reduces gradients during
+the backward pass, and `step` waits for the results.
 
-With op=Adasum, each rank steps with its own gradients, and the changes of the parameters are combined (Maleki et al.,
-2020, section 4).
+With op=Adasum, each rank steps with its own gradients, and Adasum combines the changes of the parameters (Maleki et
+al., 2020, section 4).
 """
 
 from __future__ import annotations
@@ -19,18 +19,27 @@ import torch
 from torch import Tensor
 
 from farandole.horovod.basics import size
+from farandole.horovod.engine import Engine
 from farandole.horovod.process_sets import ProcessSet, global_process_set
-from farandole.horovod.torch.compression import Compression, Compressor
+from farandole.horovod.requests import ALLREDUCE, Request, Signature
+from farandole.horovod.torch.compression import Compression, Compressor, NoneCompressor
 from farandole.horovod.torch.functions import broadcast_object
-from farandole.horovod.torch.gradient_groups import Bundle, Slot
-from farandole.horovod.torch.operations import Adasum, Average, allreduce_async_, reduction, synchronize
+from farandole.horovod.torch.operations import (
+    Adasum,
+    Average,
+    allreduce_async_,
+    make_request,
+    reduction,
+    sparse_allreduce_async,
+    synchronize,
+)
 
 
 def name_parameters(param_groups: list[dict[str, Any]], named_parameters: Any) -> list[tuple[Tensor, str]]:
-    """Return the parameters of an optimizer with their given names, or with generated names.
+    """Return the parameters of an optimizer with their given or generated names.
 
     Raises:
-        ValueError: `named_parameters` has wrong items or a repeated name, or a parameter has no name.
+        ValueError: `named_parameters` has an item that is not a pair, a repeated name, or no name for a parameter.
     """
     parameters = [parameter for group in param_groups for parameter in group["params"]]
     if named_parameters is None:
@@ -56,13 +65,13 @@ def name_parameters(param_groups: list[dict[str, Any]], named_parameters: Any) -
         shapes = ", ".join(str(list(parameter.shape)) for parameter in unnamed)
         raise ValueError(
             f"named_parameters was specified, but {len(unnamed)} of the {len(parameters)} parameters of the optimizer "
-            f"were not named; their shapes: {shapes}"
+            f"were not named; shapes of these parameters: {shapes}"
         )
     return [(parameter, names[id(parameter)]) for parameter in parameters]
 
 
 class DistributedAdasumOptimizer(torch.optim.Optimizer):
-    """The mixin for the class of the wrapped optimizer if op=Adasum."""
+    """The mixin for the class of the wrapped optimizer with op=Adasum."""
 
     def _prepare(
         self,
@@ -83,19 +92,19 @@ class DistributedAdasumOptimizer(torch.optim.Optimizer):
         reduction(Adasum, None, process_set, [parameter for parameter, _ in self._names])
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backward passes before each `step`; it has no effect on the result."""
+        """Set the number of backward passes before each `step`, which has no effect on the result."""
         self.backward_passes_per_step = passes
 
     def synchronize(self) -> None:
-        """Do nothing: `step` combines the changes."""
+        """Do nothing, because `step` combines the changes."""
 
     def skip_synchronize(self) -> NoReturn:
-        """Raise AssertionError: a step without synchronization is not supported."""
+        """Raise AssertionError, because a step without synchronization is not supported."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step with this rank's gradients, and replace the change with the combination of all ranks' changes."""
+        """Step with this rank's gradients, and combine the changes of all ranks."""
         before = [parameter.clone() for parameter, _ in self._names]
         loss = super().step(closure)
         if not self._included:
@@ -108,6 +117,138 @@ class DistributedAdasumOptimizer(torch.optim.Optimizer):
         for parameter, start, handle, context in waiting:
             parameter.copy_(start + self._compression.decompress(synchronize(handle), context))
         return loss
+
+
+class Slot:
+    """One parameter, and the number of gradients to accumulate before the reduction."""
+
+    __slots__ = ("awaited", "context", "name", "parameter", "sparse")
+
+    def __init__(self, parameter: Tensor, name: str) -> None:
+        self.parameter = parameter
+        self.name = name
+        self.awaited = 0
+        self.context: Any = None  # the compressor's context
+        self.sparse = False  # whether a gradient was sparse
+
+
+class GradientGroup:
+    """Parameters whose gradients form one request.
+
+    The attribute `begun` is True if a gradient of this step was computed.  The attribute `incomplete` is the number of
+    parameters whose gradients are incomplete.
+
+    Args:
+        slots: The parameters.
+        agreed: The fields `op`, `prescale` and `postscale` of the request's signature.
+        compression: The compressor.
+        sparse_as_dense: Whether to reduce sparse gradients as dense tensors.
+        process_set: The ranks that take part.
+    """
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        agreed: dict[str, Any],
+        compression: type[Compressor],
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        self.slots = slots
+        self.begun = False
+        self.incomplete = 0
+        self._agreed = agreed
+        self._compression = compression
+        self._as_is = compression is NoneCompressor
+        self._sparse_as_dense = sparse_as_dense
+        self._process_set = process_set
+        self._signature: Signature | None = None
+        self._request: tuple[Engine, Request] | None = None
+        self._sparse: Callable[[], Tensor] | None = None
+
+    def expect(self, passes: int) -> None:
+        """Begin a step with `passes` gradients per parameter."""
+        self.incomplete = len(self.slots)
+        self.begun = False
+        for slot in self.slots:
+            slot.awaited = passes
+
+    def discard(self) -> None:
+        """Discard the request in flight."""
+        self._request = self._sparse = None
+
+    def launch(self) -> None:
+        """Submit the gradients once per step.  A gradient that this rank has not computed is zero."""
+        if self._request is not None or self._sparse is not None:
+            return
+        first = self.slots[0]
+        if len(self.slots) == 1 and self._is_sparse(first) and not self._sparse_as_dense:
+            self._sparse = sparse_allreduce_async(
+                _sparse_gradient(first.parameter), first.name, self._agreed["op"], self._process_set
+            )
+            return
+        tensors = []
+        for slot in self.slots:
+            gradient = slot.parameter.grad
+            if gradient is None:
+                gradient = slot.parameter.grad = torch.zeros_like(slot.parameter, requires_grad=False)
+            elif gradient.is_sparse:
+                if not self._sparse_as_dense:
+                    raise ValueError(
+                        f"the gradient of {slot.name} is sparse, and groups do not support sparse gradients; "
+                        f"remove the parameter from groups, or use sparse_as_dense=True"
+                    )
+                slot.sparse = True
+                gradient = gradient.to_dense()
+            if self._as_is:
+                tensors.append(gradient)
+            else:
+                narrow, slot.context = self._compression.compress(gradient)
+                tensors.append(narrow)
+        engine = self._process_set.engine or self._process_set.member()
+        request = make_request(first.name, ALLREDUCE, tensors, tensors, self._signature, self._agreed)
+        self._signature = request.signature
+        engine.submit(request)
+        self._request = engine, request
+
+    def finish(self) -> None:
+        """Wait for the result and store it in `.grad`."""
+        if self._sparse is not None:
+            collect, self._sparse = self._sparse, None
+            self.slots[0].parameter.grad = collect()
+            return
+        if self._request is None:
+            return
+        (engine, request), self._request = self._request, None
+        engine.wait(request)
+        for slot, reduced in zip(self.slots, request.outputs, strict=True):
+            gradient = slot.parameter.grad
+            if reduced is gradient:
+                continue
+            whole = self._compression.decompress(reduced, slot.context)
+            if gradient is not None and not gradient.is_sparse:
+                gradient.copy_(whole)
+            else:
+                slot.parameter.grad = whole.to_sparse(_sparse_dimensions(gradient)) if slot.sparse else whole
+
+    def _is_sparse(self, slot: Slot) -> bool:
+        gradient = slot.parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            slot.sparse = True
+        return slot.sparse
+
+
+def _sparse_gradient(parameter: Tensor) -> Tensor:
+    """Return the sparse gradient of a parameter, or an empty sparse tensor if the parameter has no gradient."""
+    if parameter.grad is not None:
+        return parameter.grad.coalesce()
+    none = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
+    nothing = parameter.new_zeros((0, *parameter.shape[1:]))
+    return torch.sparse_coo_tensor(none, nothing, parameter.shape, check_invariants=True)
+
+
+def _sparse_dimensions(gradient: Tensor | None) -> int:
+    return 1 if gradient is None else gradient.sparse_dim()
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
@@ -129,45 +270,45 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = False
         self._should_synchronize = True
         self._hooks: list[Any] = []
-        self._bundles: list[Bundle] = []
+        self._gradient_groups: list[GradientGroup] = []
         _check_groups(groups)
         if not process_set.included() or size() == 1:
             return
         factor = gradient_predivide_factor
         agreed = {"op": op, "prescale": 1.0 / factor, "postscale": factor}
         slots = [Slot(parameter, name) for parameter, name in names if parameter.requires_grad]
-        self._bundles = [
-            Bundle(members, agreed, compression, sparse_as_dense, process_set)
+        self._gradient_groups = [
+            GradientGroup(members, agreed, compression, sparse_as_dense, process_set)
             for members in _grouped(slots, groups, process_set)
         ]
-        for bundle in self._bundles:
-            bundle.expect(backward_passes_per_step)
-            for slot in bundle.slots:
-                hook = slot.parameter.register_post_accumulate_grad_hook(_hook(bundle, slot))
+        for group in self._gradient_groups:
+            group.expect(backward_passes_per_step)
+            for slot in group.slots:
+                hook = slot.parameter.register_post_accumulate_grad_hook(_hook(group, slot))
                 self._hooks.append(hook)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes before each `step`."""
         self.backward_passes_per_step = passes
-        for bundle in self._bundles:
-            bundle.expect(passes)
+        for group in self._gradient_groups:
+            group.expect(passes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the wrapped optimizer, and discard gradients in flight."""
-        for bundle in self._bundles:
-            bundle.forget()
-            bundle.expect(self.backward_passes_per_step)
+        """Discard the gradients in flight, and load a state dict of the wrapped optimizer."""
+        for group in self._gradient_groups:
+            group.discard()
+            group.expect(self.backward_passes_per_step)
         self._synchronized = False
         self._should_synchronize = True
         super().load_state_dict(state_dict)
 
     def synchronize(self) -> None:
-        """Wait until every gradient is reduced; then `.grad` may be clipped or inspected."""
-        for bundle in self._bundles:
-            bundle.launch()
-        for bundle in self._bundles:
-            bundle.finish()
-            bundle.expect(self.backward_passes_per_step)
+        """Wait until every gradient is reduced.  The program may then clip or inspect `.grad`."""
+        for group in self._gradient_groups:
+            group.launch()
+        for group in self._gradient_groups:
+            group.finish()
+            group.expect(self.backward_passes_per_step)
         self._synchronized = True
 
     @contextmanager
@@ -186,7 +327,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronize and step.  A closure's gradients are synchronized after each call."""
+        """Synchronize and step.  Gradients are synchronized after each call of `closure`."""
         if not self._should_synchronize:
             self._synchronized = False
             return super().step(closure)
@@ -212,8 +353,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return super().step(synchronized)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; raise AssertionError while gradients are in flight."""
-        if any(bundle.begun for bundle in self._bundles):
+        """Clear the gradients.
+
+        Raises:
+            AssertionError: Gradients are in flight.
+        """
+        if any(group.begun for group in self._gradient_groups):
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
@@ -221,19 +366,19 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
 
-def _hook(bundle: Bundle, slot: Slot) -> Callable[[Tensor], None]:
+def _hook(group: GradientGroup, slot: Slot) -> Callable[[Tensor], None]:
     def received(_: Tensor) -> None:
         if slot.awaited <= 0:
             raise AssertionError(
                 f"Gradients were computed more than backward_passes_per_step times before call to step() "
                 f"(parameter {slot.name}). Increase backward_passes_per_step to accumulate gradients locally."
             )
-        bundle.begun = True
+        group.begun = True
         slot.awaited -= 1
         if slot.awaited == 0:
-            bundle.left -= 1
-            if bundle.left == 0:
-                bundle.launch()
+            group.incomplete -= 1
+            if group.incomplete == 0:
+                group.launch()
 
     return received
 
@@ -265,12 +410,14 @@ def _grouped(
     """Return the slots of each group; without groups, each slot is a group."""
     if groups is None:
         return [[slot] for slot in slots]
-    # the same groups on all ranks, whatever order each has its parameters in: that of the first of them
-    assert process_set.ranks is not None  # it is registered
+    assert process_set.ranks is not None  # the set is registered
+    # all ranks use the parameter order of the process set's first rank, so that the groups are equal
     order = broadcast_object([slot.name for slot in slots], process_set.ranks[0], process_set=process_set)
     unknown = {slot.name for slot in slots} ^ set(order)
     if unknown:
-        raise ValueError(f"ranks do not have the same parameters; only on some: {', '.join(sorted(unknown))}")
+        raise ValueError(
+            f"all ranks must have the same parameters, but only some ranks have {', '.join(sorted(unknown))}"
+        )
     slots = sorted(slots, key=lambda slot: order.index(slot.name))
     if isinstance(groups, int):
         share, more = divmod(len(slots), groups)
@@ -286,13 +433,14 @@ def _grouped(
 
 
 def wrapped(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
-    """Return an instance of a new class, with `mixin` before the optimizer's class, that shares parameters and state.
+    """Return an instance of a new class, derived from `mixin` and the optimizer's class.
 
-    A scheduler that was made for the optimizer before goes on changing the options of both.
+    The instance shares parameters, state and options with the optimizer.  So a scheduler of the optimizer also changes
+    the options of the instance.
     """
     kind = type(optimizer)
     instance: Any = object.__new__(type(kind.__name__, (mixin, kind), {}))
-    # schedulers put a counting `step` on the instance, which would bypass the new class's
+    # schedulers set a `step` attribute on the optimizer instance, which would hide the `step` of the new class
     instance.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     return instance
 
@@ -309,37 +457,51 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's spelling
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Wrap an optimizer so that it steps with the gradients of all ranks; an instance of its class.
+    """Wrap an optimizer so that it steps with the gradients of all ranks.
 
-    named_parameters: usually `model.named_parameters()`; the names under which gradients are negotiated.
-    compression: what gradients are communicated in.
-    backward_passes_per_step: how many passes are accumulated, locally, before each step.
-    op: Average, Sum, Min, Max or Product of the gradients; with Adasum, what is combined is each rank's change
-    of the parameters.
-    gradient_predivide_factor: divide by it before the sum and multiply by it afterwards, for narrow types.
-    groups: reduce gradients in this many groups, or in these; the gradients of a group travel together.
-    sparse_as_dense: reduce sparse gradients as dense ones rather than gathering them.
+    Args:
+        optimizer: The optimizer to wrap.
+        named_parameters: The names of the parameters, usually `model.named_parameters()`.  Gradients are negotiated
+            under these names.
+        compression: The compressor for gradients.
+        backward_passes_per_step: The number of backward passes that each rank accumulates before a step.
+        op: The reduction of the gradients: Average, Sum, Min, Max or Product.  Adasum combines the changes of the
+            parameters instead of the gradients.
+        gradient_predivide_factor: A factor to divide gradients by before the sum and to multiply the sum by.  It
+            avoids overflow in 16-bit data types.  It requires op=Average.
+        num_groups: Deprecated; use `groups`.
+        groups: The number of groups, or a list of lists of parameters.  The gradients of a group are reduced together.
+        sparse_as_dense: Whether to reduce sparse gradients as dense tensors instead of gathering them.
+        process_set: The ranks that take part.
 
-    Raises ValueError where the names are not unique or do not cover the parameters, or options do not go together.
+    Returns:
+        An optimizer whose class is derived from the class of `optimizer`.
+
+    Raises:
+        ValueError: The names are not unique or do not cover the parameters, or options are invalid or incompatible.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if not gradient_predivide_factor > 0:
-        raise ValueError(f"gradient_predivide_factor must be positive, not {gradient_predivide_factor}")
+        raise ValueError(f"gradient_predivide_factor must be positive, got {gradient_predivide_factor}")
     if backward_passes_per_step < 1:
-        raise ValueError(f"backward_passes_per_step must be 1 or more, not {backward_passes_per_step}")
+        raise ValueError(f"backward_passes_per_step must be 1 or more, got {backward_passes_per_step}")
     if isinstance(optimizer, _DistributedOptimizer | DistributedAdasumOptimizer):
         raise ValueError(
-            f"this {type(optimizer).__name__} is a DistributedOptimizer already: wrap the plain optimizer, once"
+            f"this {type(optimizer).__name__} is already a DistributedOptimizer; wrap the plain optimizer once"
         )
     if not hasattr(compression, "compress"):
-        raise ValueError(f"compression is hvd.Compression.none, fp16 or bf16, not {compression!r}")
+        raise ValueError(
+            f"expected compression to be hvd.Compression.none, fp16 or bf16, got {compression!r}"
+        )
     if num_groups:
         warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     if op == Adasum and size() > 1:
         if groups is not None or sparse_as_dense:
-            raise ValueError("groups and sparse_as_dense are not supported with op=Adasum: leave them out")
+            raise ValueError(
+                "groups and sparse_as_dense are not supported with op=Adasum; remove these options"
+            )
         adasum = wrapped(optimizer, DistributedAdasumOptimizer)
         adasum._prepare(named_parameters, compression, backward_passes_per_step, process_set)
         return adasum

@@ -1,7 +1,7 @@
-"""Batch normalization over the batches of all ranks."""
+"""Batch normalization with the statistics of all ranks."""
 
 # mypy: disable-error-code="no-untyped-call,override"
-# torch.autograd.Function: `apply` is untyped, and `forward` has arguments of its own
+# torch.autograd.Function: `apply` is untyped, and `forward` has other arguments than the base class
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ from farandole.horovod.torch.operations import Sum, allgather_async, allreduce_a
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalization in 1 to 3 dimensions with the statistics of all ranks' samples in training.
+    """Batch normalization in 1 to 3 dimensions.  In training, the statistics include the samples of all ranks.
 
-    Input and output: (N, C, ...), N may differ among ranks; C = num_features.  On any device.  Weight and bias
-    get this rank's gradients, which the distributed optimizer reduces like any others.
-    ValueError where there is only one value per channel on all ranks together.
+    Input and output have the shape (N, C, ...) with C = num_features; N may differ between ranks.  The gradients of
+    weight and bias are this rank's gradients, which a distributed optimizer reduces like other gradients.
+
+    Args:
+        num_features: The number of channels.
+        eps: A constant that is added to the variance.
+        momentum: The weight of a batch in the running statistics.  None computes the mean over all batches.
+        affine: Whether the layer has weight and bias.
+        track_running_stats: Whether the layer has running statistics.
+        process_set: The ranks that take part.
     """
 
     def __init__(
@@ -42,7 +49,11 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected {self.num_features} channels in dimension 1, got {list(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize `input`, in training with the statistics of all ranks; a collective call in training."""
+        """Normalize a batch.  In training all ranks must call this method.
+
+        Raises:
+            ValueError: The input has a wrong shape, or all ranks together have only one value per channel.
+        """
         self._check_input_dim(input)
         alone = self._process_set.size() == 1
         if alone or not (self.training or self.running_mean is None):
@@ -68,9 +79,9 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """Returns the normalized input, and mean, variance and number of the values of each channel on all ranks.
+    """Returns the normalized input, and the mean, variance and count of the values per channel over all ranks.
 
-    Statistics of ranks are combined as Chan, Golub and LeVeque (1979) combine those of samples, in float64.
+    The statistics of the ranks are combined in float64 with the method of Chan, Golub and LeVeque (1979).
     """
 
     @staticmethod
@@ -84,7 +95,7 @@ class _Normalize(torch.autograd.Function):
         mean = (
             wide.mean(others, dtype=torch.float64) if count else wide.new_zeros(channels, dtype=torch.float64)
         )
-        squares = (wide - _spread(mean.to(wide.dtype), input)).square().sum(others, dtype=torch.float64)
+        squares = (wide - _per_channel(mean.to(wide.dtype), input)).square().sum(others, dtype=torch.float64)
         mine = torch.cat([mean.new_tensor([count]), mean, squares])
         name = f"sync_batch_norm.{channels}.statistics"
         everyone = synchronize(allgather_async(mine[None], name, where))
@@ -99,11 +110,13 @@ class _Normalize(torch.autograd.Function):
         scale = torch.rsqrt(variance + eps)
         ctx.save_for_backward(input, weight, mean, scale)
         ctx.where, ctx.total = where, float(total)
-        normalized = (wide - _spread(mean.to(wide.dtype), input)) * _spread(scale.to(wide.dtype), input)
+        normalized = (wide - _per_channel(mean.to(wide.dtype), input)) * _per_channel(
+            scale.to(wide.dtype), input
+        )
         if weight is not None:
-            normalized = normalized * _spread(weight, input)
+            normalized = normalized * _per_channel(weight, input)
         if bias is not None:
-            normalized = normalized + _spread(bias, input)
+            normalized = normalized + _per_channel(bias, input)
         ctx.mark_non_differentiable(mean, variance, total)
         return normalized.to(input.dtype), mean, variance, total
 
@@ -113,7 +126,7 @@ class _Normalize(torch.autograd.Function):
         channels = input.shape[1]
         others = [dim for dim in range(input.dim()) if dim != 1]
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        deviation = (input.to(wide.dtype) - _spread(mean.to(wide.dtype), input)) * _spread(
+        deviation = (input.to(wide.dtype) - _per_channel(mean.to(wide.dtype), input)) * _per_channel(
             scale.to(wide.dtype), input
         )
         for_bias = wide.sum(others, dtype=torch.float64)
@@ -123,14 +136,14 @@ class _Normalize(torch.autograd.Function):
             allreduce_async_(torch.cat([for_bias, for_weight]), name=name, op=Sum, process_set=ctx.where)
         )
         shared_bias, shared_weight = (sums / ctx.total).to(wide.dtype).split(channels)
-        inner = wide - _spread(shared_bias, input) - deviation * _spread(shared_weight, input)
+        inner = wide - _per_channel(shared_bias, input) - deviation * _per_channel(shared_weight, input)
         factor = scale.to(wide.dtype) if weight is None else scale.to(wide.dtype) * weight
-        for_input = (inner * _spread(factor, input)).to(input.dtype)
+        for_input = (inner * _per_channel(factor, input)).to(input.dtype)
         if weight is None:
             return for_input, None, None, None, None
         return for_input, for_weight.to(weight.dtype), for_bias.to(weight.dtype), None, None
 
 
-def _spread(vector: Tensor, like: Tensor) -> Tensor:
-    """Reshape a value per channel to the dimensions of (N, C, ...)."""
+def _per_channel(vector: Tensor, like: Tensor) -> Tensor:
+    """Reshape a vector of C values so that it broadcasts to (N, C, ...)."""
     return vector.view(1, -1, *[1] * (like.dim() - 2))

@@ -1,4 +1,4 @@
-"""What the programs of TensorFlow's tests share, and how they are run."""
+"""Helpers for the TensorFlow test programs, and the function that runs a program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.launch.jobs import ROOT, finish, ours, start
 
 LIMIT_S = 300
-"""How long a job may take; importing TensorFlow takes ten seconds of each rank where two cores have other work."""
+"""The time limit of a job.  On two busy cores each rank needs ten seconds to import TensorFlow."""
 
 needs_tensorflow = pytest.mark.skipif(
     importlib.util.find_spec("tensorflow") is None,
@@ -22,7 +22,7 @@ needs_tensorflow = pytest.mark.skipif(
 
 
 def job(module: str, size: int, *arguments: str, **more: str) -> str:
-    """Run a program of these tests on `size` ranks; what it printed."""
+    """Run a test program on `size` ranks, and return its output."""
     program = str(ROOT / "tests" / "horovod" / "tensorflow" / f"{module}.py")
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = ours("-n", str(size), program, *arguments)
@@ -32,7 +32,7 @@ def job(module: str, size: int, *arguments: str, **more: str) -> str:
 
 
 def given(rank: int, shape: tuple[int, ...], dtype: Any = None, seed: int = 0) -> Any:
-    """The input of one rank, as numpy."""
+    """Return the input of one rank as a numpy array."""
     generator = np.random.default_rng(1000 * seed + rank)
     kind = np.dtype(np.float32 if dtype is None else dtype.as_numpy_dtype)
     if kind == np.bool_:
@@ -43,7 +43,7 @@ def given(rank: int, shape: tuple[int, ...], dtype: Any = None, seed: int = 0) -
 
 
 def close(result: Any, expected: Any) -> None:
-    """Equal up to the rounding of the result's type; shapes exactly."""
+    """Assert that two arrays have the same shape, and are equal up to the rounding of the result's data type."""
     found, expected = np.asarray(result), np.asarray(expected)
     assert found.shape == expected.shape, (found.shape, expected.shape)
     loose = {"float16": 1e-2, "bfloat16": 1e-1, "float64": 1e-12}.get(found.dtype.name, 1e-5)
@@ -51,20 +51,20 @@ def close(result: Any, expected: Any) -> None:
 
 
 def in_both(function: Callable[..., Any], *inputs: Any) -> list[Any]:
-    """What a function gives in eager mode, and within `tf.function`."""
+    """Return the results of a function in eager mode and within `tf.function`."""
     import tensorflow as tf
 
     return [function(*inputs), tf.function(function)(*inputs)]
 
 
 def must_fail(pattern: str, call: Callable[[], Any], kind: Any = Exception) -> None:
-    """The call raises, and says what the pattern describes."""
+    """Assert that a call raises an exception whose message matches a pattern."""
     with pytest.raises(kind, match=re.compile(pattern, re.DOTALL)):
         call()
 
 
 def run_checks(program: dict[str, Any]) -> None:
-    """Call a program's checks, its functions named test_..., in their order."""
+    """Call the functions of a program whose names begin with `test_`, in the order of definition."""
     rank = program["RANK"]
     for name, check in list(program.items()):
         if name.startswith("test_"):

@@ -1,4 +1,4 @@
-"""Run by `test_operations` on several ranks: every operation, eager and within `tf.function`, against numpy."""
+"""Compare every operation with numpy, in eager mode and within `tf.function`; `test_operations` runs this program."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import farandole.horovod.tensorflow as hvd
 from farandole.horovod.tensorflow.bridge import SUPPORTED
 from tests.horovod.tensorflow.jobs import close, given, in_both, must_fail, run_checks
 
-tf.get_logger().setLevel("ERROR")  # these programs trace on purpose
+tf.get_logger().setLevel("ERROR")  # these programs retrace functions intentionally
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
-# nodes run on one thread of rank 0, and on four of the others
+# nodes run on one thread on rank 0, and on four threads on other ranks
 tf.config.threading.set_inter_op_parallelism_threads(4 if RANK else 1)
 
 
@@ -57,7 +57,7 @@ def test_allreduce_options():
             (a, b), dot = whole, (whole[0] * whole[1]).sum()
             close(result, (1 - dot / (2 * (a * a).sum())) * a + (1 - dot / (2 * (b * b).sum())) * b)
     close(hvd.allreduce(tf.Variable(mine)), whole.mean(0))
-    close(hvd.allreduce(given(RANK, (3,))), everyone((3,)).mean(0))  # numpy is as good as a tensor
+    close(hvd.allreduce(given(RANK, (3,))), everyone((3,)).mean(0))  # a numpy array as input
     close(hvd.allreduce(tf.transpose(mine)), whole.mean(0).T)
     not_a_number = hvd.allreduce(tf.constant([np.nan if RANK == 0 else 1.0, np.inf]))
     assert np.isnan(not_a_number[0]) and np.isinf(not_a_number[1])
@@ -144,7 +144,7 @@ def test_alltoall_and_reducescatter():
 
 
 def test_gradients():
-    """Those of one process in which all ranks' inputs are leaves and the loss is the average of the ranks' losses."""
+    """Compare with one process in which all ranks' inputs are leaves and the loss is the average of the losses."""
     weights, mine = everyone((6, 2), seed=9), tf.constant(given(RANK, (6, 2)))
 
     def gradient(function, weight):
@@ -167,7 +167,7 @@ def test_gradients():
     for result in in_both(gradient(hvd.allgather, weights[RANK]), tf.constant(given(RANK, (rows[RANK], 2)))):
         close(result, np.split(weights.mean(0), np.cumsum(rows)[:-1])[RANK])
 
-    # 20 bytes of rank 0 come before the rows of rank 1, which are not aligned as TensorFlow requires
+    # the rows of rank 1 follow 20 bytes of rank 0, so their alignment does not meet TensorFlow's requirement
     weights = everyone((5 * SIZE,), seed=4)
     for result in in_both(gradient(hvd.allgather, weights[RANK]), tf.constant(given(RANK, (5,)))):
         close(result, np.split(weights.mean(0), SIZE)[RANK])
@@ -187,13 +187,13 @@ def test_gradients():
             close(result, np.concatenate(weights) * factor)
 
     must_fail(
-        "no gradient through an allreduce with op=Min",
+        "allreduce is not differentiable with op=Min",
         lambda: gradient(lambda x: hvd.allreduce(x, op=hvd.Max), 1.0)(mine),
     )
 
 
 def test_functions_loops_and_branches():
-    """Nodes run in one order, whatever they are nested in, and any rank may trace more often."""
+    """Run nested nodes, which must run in one order, and trace more often on some ranks."""
     state = tf.Variable(1.0)
 
     @tf.function
@@ -206,7 +206,7 @@ def test_functions_loops_and_branches():
         total = tf.zeros(())
         for i in tf.range(3):
             total += hvd.allreduce(x * tf.cast(i, tf.float32), op=hvd.Sum)
-        if x > 0:  # on all ranks alike
+        if x > 0:  # the same on all ranks
             state.assign_add(hvd.allreduce(x, op=hvd.Sum))
         independent = hvd.allreduce(x + 1, op=hvd.Sum)
         return total, independent, inner(x), inner(x), hvd.allgather(x[None])
@@ -241,8 +241,8 @@ def test_functions_loops_and_branches():
         close(result, np.concatenate([np.full((rank + 1, 2), rank) for rank in range(SIZE)]))
 
 
-def test_names_may_come_in_any_order():
-    """Two threads issue them, one after the other on one rank and the other way round on the next."""
+def test_named_operations_in_any_order():
+    """Issue two named operations from two threads, in different orders on different ranks."""
     results = {}
 
     def issue(name):
@@ -282,7 +282,7 @@ def test_process_sets_barrier_and_join():
     must_fail("already", lambda: hvd.add_process_set(range(SIZE)), ValueError)
     if SIZE > 1:
         other = alone[(RANK + 1) % SIZE]
-        must_fail("is not in it", lambda: hvd.allreduce(mine, process_set=other))
+        must_fail("cannot take part in its operations", lambda: hvd.allreduce(mine, process_set=other))
     hvd.barrier()
     tf.function(hvd.barrier)()
     for _ in range(RANK):  # ranks run out of data one by one
@@ -291,7 +291,7 @@ def test_process_sets_barrier_and_join():
     assert int(tf.function(hvd.join)()) in range(SIZE)
 
 
-def test_mistakes():
+def test_invalid_arguments_and_mismatches():
     must_fail("Tensor .*string is not supported", lambda: hvd.allreduce(tf.constant("a")))
     must_fail("at least one tensor", lambda: hvd.grouped_allreduce([]))
     must_fail("invalid root rank 99", lambda: hvd.broadcast(tf.ones(1), 99))
@@ -325,7 +325,7 @@ def test_mistakes():
         }
         for pattern, (call, kind) in refused.items():
             must_fail(pattern, call, kind)
-    close(hvd.allreduce(tf.ones(2)), np.ones(2))  # and goes on
+    close(hvd.allreduce(tf.ones(2)), np.ones(2))  # valid operations work after errors
 
 
 def test_uint16():

@@ -1,4 +1,4 @@
-"""`horovod.tensorflow` and `horovod.keras`: programs on real ranks, each of which makes many checks."""
+"""Run the test programs for `horovod.tensorflow` and `horovod.keras` on several ranks."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ try:
     step(tf.ones(3))
 except tf.errors.UnknownError as error:
     assert "HorovodInternalError" in str(error), error
-    print("said", "rank 1" in str(error), time.monotonic() - began < 10, flush=True)
+    print("reported", "rank 1" in str(error), time.monotonic() - began < 10, flush=True)
 os._exit(0)
 """
 
 
 @needs_tensorflow
-def test_the_death_of_a_rank_is_told_within_a_function(tmp_path):
+def test_the_death_of_a_rank_is_reported_within_a_function(tmp_path):
     script = write(tmp_path, DIES)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -94,7 +94,7 @@ def test_the_death_of_a_rank_is_told_within_a_function(tmp_path):
     ranks = [start(["env", sys.executable, script], RANK=str(rank), **common) for rank in range(2)]
     (status, out, err), (killed, _, _) = [finish(rank) for rank in ranks]
     assert killed == -signal.SIGKILL
-    assert (status, out) == (0, "said True True\n"), err
+    assert (status, out) == (0, "reported True True\n"), err
 
 
 @needs_tensorflow

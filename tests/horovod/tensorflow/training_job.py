@@ -1,4 +1,4 @@
-"""Run by `test_training` on several ranks, each with one thread for TensorFlow's nodes: training against one process."""
+"""Compare training with one process; `test_training` runs this program with one TensorFlow thread per rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ keras.config.set_dtype_policy("float64")
 
 
 def share(rows):
-    """This rank's part of a batch of all ranks."""
+    """Return this rank's part of a batch."""
     return rows[RANK * len(rows) // SIZE : (RANK + 1) * len(rows) // SIZE]
 
 
@@ -30,7 +30,7 @@ DATA = [(given(0, (BATCH, 5), tf.float64, s), given(1, (BATCH, 1), tf.float64, s
 
 
 class Deep:
-    """A network of 2 * layers variables, with the same values on all ranks."""
+    """A network of 2 * layers variables with the same values on all ranks."""
 
     def __init__(self, layers=30):
         shapes = [(5, 5), (5,)] * (layers - 1) + [(5, 1), (1,)]
@@ -54,7 +54,7 @@ class Deep:
 
 
 def test_the_tape_of_a_deep_network():
-    """60 variables, one thread: as one process that sees all batches."""
+    """Compare a network of 60 variables with one process on all batches."""
     alone = Deep()
     step = tf.function(alone.step)
     for inputs, targets in DATA:
@@ -78,7 +78,7 @@ def test_the_tape_of_a_deep_network():
 
             step = tf.function(mine.step) if graph else mine.step
             for inputs, targets in DATA:
-                # the loss is reduced by a node of its own, as scripts do
+                # scripts reduce the loss with a separate operation
                 hvd.allreduce(step(share(inputs), share(targets), wrap))
             for found, expected in zip(mine.variables, alone.variables, strict=True):
                 np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12, err_msg=f"{way}, {graph}")
@@ -94,7 +94,7 @@ def test_the_tape_of_a_deep_network():
         np.testing.assert_allclose(found, expected, atol=1e-2)
 
 
-def test_what_the_tape_takes_and_gives():
+def test_arguments_and_results_of_the_tape():
     weights, unused, whole = tf.Variable([2.0, 3.0]), tf.Variable(1.0), tf.constant(np.arange(SIZE) + 1.0)
     mine = tf.cast(whole[RANK], tf.float32)
     mean = float(np.mean(whole))
@@ -108,11 +108,13 @@ def test_what_the_tape_takes_and_gives():
     assert tape.gradient(loss, [unused]) == [None]
     for op, expected in ((hvd.Sum, mean * SIZE), (hvd.Max, SIZE), (hvd.Adasum, mean if SIZE == 1 else None)):
         if SIZE == 2 and op == hvd.Adasum:
-            expected = (1 - 2 / 2) * 1 + (1 - 2 / 8) * 2  # of parallel gradients 1 and 2, in each component
+            expected = (1 - 2 / 2) * 1 + (
+                1 - 2 / 8
+            ) * 2  # the Adasum of parallel gradients 1 and 2, per component
         if SIZE <= 2:
             other = hvd.DistributedGradientTape(_recorded(weights, mine), op=op)
             close(other.gradient(other.loss, weights), [expected] * 2)
-    must_fail("distributed already", lambda: hvd.DistributedGradientTape(tape))
+    must_fail("already distributed", lambda: hvd.DistributedGradientTape(tape))
     must_fail(
         "op != Average",
         lambda: hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum, gradient_predivide_factor=2.0),
@@ -122,7 +124,7 @@ def test_what_the_tape_takes_and_gives():
         lambda: hvd.DistributedGradientTape(tf.GradientTape(), groups=[[weights], [weights]]),
     )
     must_fail("positive integer", lambda: hvd.DistributedGradientTape(tf.GradientTape(), groups=-1))
-    must_fail("tf.GradientTape is expected", lambda: hvd.DistributedGradientTape(None))
+    must_fail("expected a tf.GradientTape", lambda: hvd.DistributedGradientTape(None))
 
     layer, shared = keras.layers.Dense(1, use_bias=False), keras.layers.Dense(1, use_bias=False)
     inputs = tf.constant([[float(RANK + 1)]], tf.float64)
@@ -166,7 +168,7 @@ def test_embeddings():
 
 
 def model_of(seed, *layers):
-    """A model with the same weights wherever the seed is the same."""
+    """Return a model whose weights depend on the seed only."""
     model = keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(1)])
     for number, variable in enumerate(model.trainable_variables):
         variable.assign(given(seed, variable.shape, tf.float64, 50 + number))
@@ -174,7 +176,7 @@ def model_of(seed, *layers):
 
 
 def fitted(optimizer, epochs=2, seed=0, whole=False, layers=(), callbacks=(), **compiled):
-    """A model trained by Keras on all batches, or on this rank's part of each."""
+    """Train a model with Keras on all batches, or on this rank's part of each batch."""
     model = model_of(seed, keras.layers.Dense(6, activation="tanh"), *layers)
     model.compile(optimizer=optimizer, loss="mse", metrics=["mae"], **compiled)
     part = (lambda rows: rows) if whole else share
@@ -250,7 +252,9 @@ def test_sync_batch_normalization():
         hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), layers=[hvd.SyncBatchNormalization()]
     )
     same_weights(model, expected)
-    everyone = [1e4 + given(rank, (3 + rank, 4, 2)) for rank in range(SIZE)]  # uneven, and far from zero
+    everyone = [
+        1e4 + given(rank, (3 + rank, 4, 2)) for rank in range(SIZE)
+    ]  # batches of different sizes, far from zero
     whole = np.concatenate([each.reshape(-1, 2) for each in everyone]).astype(np.float64)
     layer = hvd.SyncBatchNormalization(dtype="float32", momentum=0.0)
     layer(everyone[RANK], training=True)
@@ -262,7 +266,9 @@ def test_sync_batch_normalization():
     np.testing.assert_allclose(layer.moving_variance, kept.var(0), rtol=1e-3)
     again = keras.layers.deserialize(keras.layers.serialize(layer))
     assert isinstance(again, hvd.SyncBatchNormalization) and again.momentum == 0.0
-    must_fail("synchronized=True is tf.distribute's", lambda: hvd.SyncBatchNormalization(synchronized=True))
+    must_fail(
+        "synchronized=True applies to tf.distribute", lambda: hvd.SyncBatchNormalization(synchronized=True)
+    )
 
 
 def test_saving():
@@ -276,7 +282,7 @@ def test_saving():
     for optimizer in (plain.optimizer, loaded.optimizer):
         for mine, theirs in zip(optimizer.variables, distributed.variables, strict=True):
             close(mine, theirs)
-    must_fail("distributed already", lambda: hvd.DistributedOptimizer(loaded.optimizer))
+    must_fail("already distributed", lambda: hvd.DistributedOptimizer(loaded.optimizer))
     expected, _ = fitted(keras.optimizers.SGD(0.1, momentum=0.9), whole=True)
     for inputs, targets in DATA:
         loaded.train_on_batch(share(inputs), share(targets))
@@ -308,7 +314,7 @@ def test_local_variables_are_not_broadcast():
     )
 
 
-def test_rates():
+def test_learning_rate_callbacks():
     class Rates(keras.callbacks.Callback):
         def __init__(self):
             self.rates = []
@@ -328,7 +334,7 @@ def test_rates():
     np.testing.assert_allclose(history["lr"][-1], 0.1 * SIZE / 8, rtol=1e-6)
     must_fail("initial_lr", lambda: hvd.callbacks.LearningRateScheduleCallback(None, 1.0))
 
-    # the velocity is scaled with the rate: against SGD written out
+    # compare with explicit SGD: the velocity is scaled with the learning rate
     weight, velocity, rate = 1.0, 0.0, 0.1
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
     model.set_weights([np.ones((1, 1))])
@@ -342,15 +348,15 @@ def test_rates():
     np.testing.assert_allclose(model.get_weights()[0], [[weight]], rtol=1e-6)  # rates are float32
 
 
-def test_loss_scaling_and_refusals():
+def test_loss_scaling_and_invalid_arguments():
     keras.config.set_dtype_policy("mixed_float16")
     must_fail("LossScaleOptimizer", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     scaled = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
     model, _ = fitted(scaled)
     assert model.optimizer is scaled
-    for weights in model.get_weights():  # the same on all ranks
+    for weights in model.get_weights():  # the weights are equal on all ranks
         close(hvd.broadcast(weights, 0), weights)
-    # an overflow on one rank: all skip the step
+    # all ranks skip the step after an overflow on one rank
     before = model.get_weights()
     model.train_on_batch(share(DATA[0][0]) * (1e30 if RANK == 0 else 1), share(DATA[0][1]))
     same_weights(model, type("Before", (), {"get_weights": lambda self: before})())
@@ -361,7 +367,7 @@ def test_loss_scaling_and_refusals():
         lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Adasum),
     )
     must_fail(
-        "optimizer of Keras 3 is expected",
+        "expected a Keras 3 optimizer",
         lambda: hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1)),
     )
     must_fail(

@@ -1,4 +1,4 @@
-"""The timeline, stalled tensors, and the end: shut down, died, left."""
+"""The timeline, stalled tensors, shutdown and dead ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def recorded(rank, size, path):
                 hvd.synchronize(handle)
         hvd.allgather(torch.ones(1), name='a "quoted" name')
         if rank == 0:
-            with pytest.raises(ValueError, match="timeline is being written"):
+            with pytest.raises(ValueError, match="timeline is already being written"):
                 hvd.start_timeline(path)
         hvd.stop_timeline()
         hvd.allreduce(torch.ones(5), name="not recorded")
@@ -65,11 +65,11 @@ def started(rank, size, path):
         hvd.start_timeline(path)
         for name, call in (("one", hvd.allreduce), ("two", hvd.allgather)):
             call(torch.ones(2), name=name)
-            if rank == 0:  # the events of an operation are in the file before it returns
+            if rank == 0:  # the events of an operation are written before the operation returns
                 events = json.loads(f"{Path(path).read_text()}]")
                 assert {"name": name} in [event.get("args") for event in events]
                 assert call.__name__.upper() in [event["name"] for event in events]
-    assert rank or json.loads(Path(path).read_text())  # ended by shutdown
+    assert rank or json.loads(Path(path).read_text())  # hvd.shutdown() completes the file
 
 
 def test_a_timeline_started_by_the_program(ranks, tmp_path):
@@ -77,9 +77,9 @@ def test_a_timeline_started_by_the_program(ranks, tmp_path):
 
 
 def stalled(rank, size, warned, patience_s):
-    """Rank 0 warns who is missing, for new names and for those in the cache; then all goes on.
+    """Return the stall warnings of this rank, for a new name and a cached name.
 
-    The last rank is late until rank 0 has warned of both names, but no longer than `patience_s`.
+    The last rank submits the names after rank 0 has warned of both names, or after `patience_s`.
     """
     texts = []
 
@@ -115,7 +115,7 @@ def test_a_stall_names_tensors_and_ranks(ranks, tmp_path):
     assert ranks(2).run(with_variables, disabled, stalled, str(tmp_path / "never"), 1) == [[], []]
 
 
-def test_a_stall_ends_the_run_when_asked_to(ranks):
+def test_a_stall_ends_the_run_after_the_shutdown_time(ranks):
     variables = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0.6"}
     ranks(2).run(with_variables, variables, waits_for_the_end)
 
@@ -161,12 +161,12 @@ def shut_down_by_another(rank, size):
     hvd.shutdown()
 
 
-def test_shutdown_ends_all_and_init_begins_anew(ranks):
+def test_shutdown_ends_all_ranks_and_init_restarts(ranks):
     ranks(2).run(shut_down_by_another)
     ranks(2, "gloo").run(shut_down_by_another)
 
 
-def facts(rank, size):
+def queries(rank, size):
     assert not hvd.gloo_enabled()
     with session():
         assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (rank, size, rank, size)
@@ -181,9 +181,9 @@ def facts(rank, size):
         return hvd.gloo_enabled()
 
 
-def test_what_it_says_of_itself(ranks):
-    assert ranks(2).run(facts) == [False, False]
-    assert ranks(2, "gloo").run(facts) == [True, True]
+def test_ranks_and_built_functions(ranks):
+    assert ranks(2).run(queries) == [False, False]
+    assert ranks(2, "gloo").run(queries) == [True, True]
 
 
 def killed(rank, size, tell):

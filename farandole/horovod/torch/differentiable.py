@@ -1,12 +1,12 @@
-"""The operations that return new tensors, with gradients through them.
+"""Differentiable collective operations, which return new tensors.
 
-The gradients are Horovod's: a result that every rank has is taken to enter each rank's loss, and what counts
-is the *average* of the losses.  So the backward pass of an all-gather or a broadcast averages the ranks'
-gradients, and that of an all-reduce is the same all-reduce.
+The gradients follow Horovod's convention: the loss is the *average* of the ranks' losses, and a result that is equal on
+all ranks contributes to every rank's loss.  So the backward pass of an all-gather or a broadcast averages the ranks'
+gradients, and the backward pass of an all-reduce is the same all-reduce.
 """
 
 # mypy: disable-error-code="no-untyped-call,override"
-# torch.autograd.Function: `apply` is untyped, and `forward` has arguments of its own
+# torch.autograd.Function: `apply` is untyped, and `forward` has other arguments than the base class
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from farandole.horovod.torch.operations import Average, Max, Min, Product, Sum, 
 
 
 def _backward_name(name: str | None) -> str | None:
-    """Return the name of an operation's backward pass; ranks may run backward passes in different orders."""
+    """Return the name of the operation in the backward pass, which ranks may run in different orders."""
     return None if name is None else f"{name}.gradient"
 
 
@@ -41,7 +41,7 @@ class _Allreduce(torch.autograd.Function):
         name, op, pre, post, where = ctx.arguments
         if op in (Min, Max, Product):
             raise NotImplementedError(
-                "no gradient through an allreduce with op=Min, Max or Product: use op=Sum or op=Average"
+                "allreduce is not differentiable with op=Min, Max or Product; use op=Sum or op=Average"
             )
         handle = ops.grouped_allreduce_async(gradients, None, _backward_name(name), op, pre, post, where)
         return None, None, None, None, None, *synchronize(handle)
@@ -57,9 +57,20 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce `tensor` over the ranks, by default to the average; return a new tensor.
+    """Reduce a tensor over the ranks.
 
-    prescale_factor, postscale_factor: multiply before and after the reduction.
+    Args:
+        tensor: A tensor with the same shape and data type on all ranks.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
+        name: The name of the operation.
+        compression: The compressor for the communicated tensor.
+        op: Average (the default), Sum, Adasum, Min, Max or Product.
+        prescale_factor: A factor to multiply the tensor by before the reduction.
+        postscale_factor: A factor to multiply the result by.
+        process_set: The ranks that take part.
+
+    Returns:
+        A new tensor with the shape of `tensor`.
     """
     return grouped_allreduce(
         [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
@@ -76,7 +87,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Reduce several tensors over the ranks, none before all of them are ready on all ranks."""
+    """Reduce several tensors over the ranks, once all tensors are ready on all ranks; see `allreduce`."""
     group = ops.as_group(tensors, "allreduce")
     resolved = ops.reduction(op, average, process_set, group)
     narrow = [compression.compress(tensor) for tensor in group]
@@ -108,14 +119,20 @@ class _Allgather(torch.autograd.Function):
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Concatenate all ranks' tensors along dimension 0; only this dimension may differ."""
+    """Concatenate the tensors of all ranks along dimension 0.
+
+    Args:
+        tensor: A tensor whose shape may differ between ranks in dimension 0 only.
+        name: The name of the operation.
+        process_set: The ranks that take part.
+    """
     return grouped_allgather([tensor], name, process_set)[0]
 
 
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """Concatenate each of several tensors over the ranks."""
+    """Concatenate each of several tensors over the ranks; see `allgather`."""
     return list(_Allgather.apply(name, process_set, *ops.as_group(tensors, "allgather")))
 
 
@@ -136,7 +153,14 @@ class _Broadcast(torch.autograd.Function):
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return the tensor of rank `root_rank` (a rank in the world) on all ranks."""
+    """Return the tensor of rank `root_rank` on all ranks.
+
+    Args:
+        tensor: A tensor with the same shape and data type on all ranks.
+        root_rank: The rank to copy from: its rank in the world, also for other process sets.
+        name: The name of the operation.
+        process_set: The ranks that take part.
+    """
     received: Tensor = _Broadcast.apply(name, root_rank, process_set, tensor)
     return received
 
@@ -158,7 +182,7 @@ class _Alltoall(torch.autograd.Function):
         name, where = ctx.arguments
         handle = ops.alltoall_async(gradient, ctx.received, _backward_name(name), where)
         returned, _ = synchronize(handle)
-        if ctx.unsent:  # rows beyond the splits went nowhere
+        if ctx.unsent:  # rows beyond the sum of the splits were not sent
             returned = torch.cat([returned, returned.new_zeros((ctx.unsent, *returned.shape[1:]))])
         return None, None, None, returned
 
@@ -166,10 +190,17 @@ class _Alltoall(torch.autograd.Function):
 def alltoall(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Send rows of `tensor` to each rank and receive rows from each, concatenated in rank order.
+    """Send rows of a tensor to each rank, and receive rows from each rank.
 
-    splits: how many rows each rank gets; equally many if None.  With splits, returns also how many rows
-    came from each rank.
+    Args:
+        tensor: The rows to send, in rank order.
+        splits: The number of rows to send to each rank, or None to divide the rows equally.
+        name: The name of the operation.
+        process_set: The ranks that take part.
+
+    Returns:
+        The received rows in rank order.  With `splits`, a pair of the received rows and the number of rows received
+        from each rank.
     """
     output, received = _Alltoall.apply(name, splits, process_set, tensor)
     return output if splits is None else (output, received)
@@ -187,7 +218,7 @@ class _Reducescatter(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         name, op, factor, where = ctx.arguments
         if op not in (Sum, Average):
-            raise NotImplementedError("gradients flow through a reducescatter with op=Sum or Average only")
+            raise NotImplementedError("reducescatter is differentiable with op=Sum or op=Average only")
         factor *= where.size() if op == Sum else 1
         scaled = [gradient * factor for gradient in gradients]
         gathered = synchronize(ops.grouped_allgather_async(scaled, _backward_name(name), where))
@@ -203,7 +234,20 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce `tensor` over the ranks and keep this rank's rows; the first ranks get one more row if necessary."""
+    """Reduce a tensor over the ranks and scatter the rows of the result.
+
+    Args:
+        tensor: A tensor with the same shape and data type on all ranks.
+        name: The name of the operation.
+        compression: The compressor for the communicated tensor.
+        op: Average, Sum, Min, Max or Product.
+        process_set: The ranks that take part.
+        prescale_factor: A factor to multiply the tensor by before the reduction.
+        postscale_factor: A factor to multiply the result by.
+
+    Returns:
+        This rank's rows of the result.  The first ranks get one more row if the rows cannot be divided equally.
+    """
     return grouped_reducescatter(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
     )[0]
@@ -218,7 +262,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reduce several tensors over the ranks and keep this rank's rows of each."""
+    """Reduce several tensors over the ranks and scatter the rows of each result; see `reducescatter`."""
     narrow = [compression.compress(tensor) for tensor in ops.as_group(tensors, "reducescatter")]
     sent = [tensor for tensor, _ in narrow]
     kept = _Reducescatter.apply(name, op, prescale_factor, postscale_factor, process_set, *sent)
