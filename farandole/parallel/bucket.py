@@ -1,21 +1,21 @@
-"""The gradients of some parameters, in one flat buffer that ranks reduce with one collective.
+"""Buckets: the gradients of several parameters in one flat buffer, which ranks reduce with one collective.
 
     bucket.accumulate(index, gradient)    # for each parameter, in a backward pass
-    bucket.reduce_async()                 # when all are there
+    bucket.reduce_async()                 # when all gradients are complete
     bucket.wait()
     bucket.reduced                        # this rank's part of the result
 
-`zero` decides what a rank keeps, and for how long there is a whole buffer:
+`zero` determines which part of the result a rank keeps, and where the unsharded buffer is:
 
-    0     the whole result, in the buffer                             all-reduce
-    1     its shard of the result, in its part of the buffer          reduce-scatter
-    2, 3  its shard of the result, in memory of its own; the buffer   reduce-scatter, in each backward pass
-          comes from a pool, or is the gradient that autograd made
+    0     the whole result, in the buffer                              all-reduce
+    1     the rank's shard of the result, in its part of the buffer    reduce-scatter
+    2, 3  the rank's shard of the result, in separate memory; the      reduce-scatter, in each backward pass
+          buffer is from a pool, or the gradient that autograd created
 
-With hybrid sharding the shards are then reduced over the ranks that have the same shard (all-reduce).
+With hybrid sharding, the shards are then all-reduced over the ranks with the same shard.
 
-A shard that is offloaded is written when it is reduced, and read by a further backward pass and by the update.  In between its norms
-are known, and changes (a factor of clipping) are remembered until it is read.
+An offloaded shard is written after its reduction, and read by the next backward pass and by the update.  Meanwhile its norms are in
+memory, and changes (a clipping factor) are stored until the shard is read.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from farandole.memory.tracker import memory_tag
 from farandole.parallel.sharding import BucketPlan
 
 Change = Callable[[Tensor], object]
-"""Changes the result of a bucket in place, each element by itself."""
+"""A function that changes the result of a bucket in place, element by element."""
 
 
 class Bucket:
     """The gradients of the parameters of `plan`, reduced in the type of master weights.
 
     Args:
-        number: of this rank's shard.
+        number: the number of this rank's shard.
         shards: the ranks that divide the result; None for this rank alone.
-        replicas: the ranks that have the same shard; None for this rank alone.
-        pool: where whole buffers come from (`zero` 2 and 3); None for a buffer that stays.
+        replicas: the ranks with the same shard; None for this rank alone.
+        pool: the pool of unsharded buffers (`zero` 2 and 3); None for a persistent buffer.
         place: the number of the bucket in the pool.
-        compression: of the all-reduce, where it crosses hosts.
-        offload: where the shard is kept (`zero` 2 and 3), if not in memory.
+        compression: the compression of the all-reduce between hosts.
+        offload: the store of the shard (`zero` 2 and 3), if it is not in memory.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class Bucket:
             if offload is None or pool is None
             else offload.make(plan.layout.shard_length, self._dtype, self._device)
         )
-        self._in_record = False  # the result, but for changes
+        self._in_record = False  # the result without pending changes
         self._changes: list[Change] = []
         self._norms: dict[int, Tensor] = {}
-        self._factor: float | None = 1.0  # by which the norms changed; None if it is not known
+        self._factor: float | None = 1.0  # factor of the norms; None if it is unknown
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self._shown: list[Tensor] = []
@@ -92,9 +92,9 @@ class Bucket:
         self._target: Tensor | None = None
         self._work: dist.Work | None = None
         self._replicas_next = False
-        self._has_result = False  # of an earlier backward pass of this step
+        self._has_result = False  # result of an earlier backward pass of this step
         self._waiting: set[int] = set()
-        # whether autograd may accumulate in the buffer itself
+        # whether autograd may accumulate directly in the buffer
         self._in_place = pool is None and self._dtype == plan.dtype
         self.received = [False] * len(self.parameters)
         if pool is None:
@@ -123,7 +123,9 @@ class Bucket:
         else:
             self._acquire()
             view = self._views[index]
-            if gradient.data_ptr() != view.data_ptr() or not view.numel():  # else it is there
+            if (
+                gradient.data_ptr() != view.data_ptr() or not view.numel()
+            ):  # otherwise it is already in the buffer
                 if self.received[index]:
                     view.add_(gradient)
                 else:
@@ -193,8 +195,8 @@ class Bucket:
     def reduced(self) -> Tensor:
         """This rank's part of the result, flat, in memory; undefined before the first reduction of a step.
 
-        Memory of its own is allocated when it is first needed, and released by `clear`: master weights that are being offloaded use it
-        at the start, and activations in each step, most of which are released when there are gradients.
+        Its memory is allocated at the first use and released by `clear`, so that other data can use it: master weights that are
+        being offloaded at the start, and in each step activations, most of which are released before gradients exist.
         """
         if self._reduced is None:
             with memory_tag("gradients", self.parameters):
@@ -216,11 +218,11 @@ class Bucket:
         """Whether there is a result, in memory or offloaded."""
         return self._reduced is not None or self._in_record
 
-    # ---- a result that is offloaded ----
+    # ---- offloaded results ----
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the result is written when it has been reduced."""
+        """Whether the result is offloaded after its reduction."""
         return self._stored is not None
 
     def prefetch(self) -> None:
@@ -251,7 +253,7 @@ class Bucket:
 
     @property
     def norms(self) -> dict[int, Tensor] | None:
-        """The Euclidean norms of the parts of parameters in the result, by index; None if they have to be computed."""
+        """The Euclidean norms of the parts of parameters in the result, by index; None if they must be computed."""
         if not self._in_record or self._factor is None:
             return None
         return {index: norm * self._factor for index, norm in self._norms.items()}
@@ -287,7 +289,7 @@ class Bucket:
 
     def clear(self) -> None:
         """Forget the gradients: the next ones belong to a new step."""
-        self._wait_for_work()  # of a backward pass that failed
+        self._wait_for_work()  # left by a failed backward pass
         self._has_result = self.in_flight = False
         if self._pool is not None:
             if self._buffer is not None:
@@ -301,14 +303,14 @@ class Bucket:
     def resume(self) -> None:
         """Make further backward passes add to the result."""
         if self._pool is not None:
-            return  # each pass is reduced, and then added
+            return  # each pass is reduced, and its result added
         if self._weight is not None:
             raise RuntimeError(
                 "a second backward pass would add to gradients that are already summed over ranks: call optimizer.zero_grad() before "
                 "it, or give all micro-batches of the step to engine.forward_backward"
             )
         if self.shards is not None:
-            # its average with the zeros of the other ranks is what it was
+            # the average with the zeros of the other ranks restores it
             own = self.reduced * self.shards.size
             self._acquire().zero_()
             self.reduced.copy_(own)
@@ -346,7 +348,7 @@ class Bucket:
     def _acquire(self) -> Tensor:
         if self._buffer is not None:
             return self._buffer
-        assert self._pool is not None  # without one the buffer stays
+        assert self._pool is not None  # without a pool the buffer is persistent
         return self._use(self._pool.acquire(self, self._place))
 
     def _use(self, buffer: Tensor) -> Tensor:
@@ -366,7 +368,7 @@ class Bucket:
 
 
 DEPTH = 2
-"""Buffers of a pool, and gradients of autograd's that wait for their reduction."""
+"""The number of buffers of a pool, and of zero-copy gradients that may wait for their reduction."""
 
 
 def buffer_lengths(lengths: Sequence[int]) -> list[int]:
@@ -375,19 +377,19 @@ def buffer_lengths(lengths: Sequence[int]) -> list[int]:
 
 
 class BufferPool:
-    """Memory for whole gradients, of which only a few exist at a time (`zero` 2 and 3).
+    """Double-buffered memory for unsharded gradients (`zero` 2 and 3).
 
-    Buckets of several parameters are filled one gradient after the other, and use two buffers in turn: one is filled while the other is
-    reduced.  A bucket of a single parameter has all of its gradient at once.  It uses another two buffers, or, where autograd's memory
-    can be reduced as it is (*zero-copy*), none.
+    Buckets of several parameters alternate between two buffers: one is filled while the other is reduced.  The gradient of a bucket
+    with one parameter is complete at once.  Such a bucket uses another two buffers, or no buffer if autograd's memory can be reduced
+    directly (*zero-copy*).
 
-    Bucket number n of the pool uses buffer n % DEPTH, on every rank: buffers are in memory that ranks share, so that nothing is copied
-    for a reduction.  A bucket whose buffer is in use gets ordinary memory.
+    Bucket n of the pool uses buffer n % DEPTH on every rank, because buffers are in memory that ranks share, so that reductions need no
+    copies.  A bucket whose buffer is in use gets ordinary memory.
 
     Args:
         comm: the ranks that reduce the buckets; None for one rank.
-        lengths: in elements, of each bucket.
-        zero_copy: whether buckets are reduced in autograd's memory; the pool then counts them, and has no buffers.
+        lengths: the length of each bucket in elements.
+        zero_copy: whether buckets are reduced in autograd's memory; the pool then only counts them.
     """
 
     def __init__(

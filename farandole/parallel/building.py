@@ -1,4 +1,4 @@
-"""Make buckets, weights and shards of a model's parameters, as a `ShardingPlan` says."""
+"""Create the buckets, weights and shards of a `ShardingPlan`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from farandole.parallel.weights import FlatWeights, Masters, WholeWeights
 
 @dataclass(frozen=True)
 class Stores:
-    """Where gradients and weights are kept, if not in memory."""
+    """The stores of gradients and weights that are offloaded."""
 
     gradients: OffloadedTensors | None = None
     weights: OffloadedTensors | None = None
@@ -36,7 +36,7 @@ class Stores:
 
 @dataclass
 class Built:
-    """The trained parameters of a model in buckets, with what the optimizer updates of each; and the weights of all flat buffers."""
+    """The buckets of trained parameters, the tensors of each bucket that the optimizer updates, and all flat weights."""
 
     buckets: list[Bucket] = field(default_factory=list)
     shards: list[OptimizerShards] = field(default_factory=list)
@@ -54,12 +54,12 @@ def build(
     compression: Compression | None = None,
     stores: Stores | None = None,
 ) -> Built:
-    """Move the parameters of `model` to where the plan has them; all ranks call it.
+    """Move the parameters of `model` into the buffers of the plan; a collective call.
 
     Args:
-        groups: with the ranks that sum and divide each bucket.
-        masters: where master weights are.
-        stores: where gradients and weights are kept, if not in memory; weights are then `plan.gathered`.
+        groups: the groups of ranks that sum and divide each bucket.
+        masters: the place of master weights.
+        stores: the stores of offloaded gradients and weights; offloaded weights require `plan.gathered`.
     """
     rank, stores, built = groups.comm.rank, stores or Stores(), Built()
     copied = any(bucket.dtype != bucket.master_dtype for bucket in plan.trained)

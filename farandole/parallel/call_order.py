@@ -1,29 +1,32 @@
-"""One order of collective calls on all ranks, where each rank knows only what it computes itself.
+"""One order of collective calls on all ranks, although each rank knows only its own computation.
 
 Blocks gather their weights when they compute, and their gradients are reduced when they are complete.  If every rank made these calls
-when it needs them, ranks that compute different blocks (a layer that is skipped, an early exit, a rank without samples) would wait for
-each other forever, or combine different tensors of equal size.  So ranks make the calls, numbered as *items*, in an agreed order:
+when it needs them, ranks that compute different blocks (a skipped layer, an early exit, a rank without samples) would wait for
+each other forever, or combine different tensors of equal size.  So calls are numbered as *items*, and all ranks make them in an agreed
+order:
 
     order.begin("backward")
     order.request(3)         # returns when item 3 has been launched
     order.advance(ready)     # launches the next items, as far as they are ready
-    order.end(rest)          # launches what other ranks need, and what they have left
+    order.end(rest)          # launches the remaining items of this rank and of other ranks
 
-- The first pass of a kind is *negotiated*: before each launch all ranks take the minimum of the items they want.  A rank that wants
-  another item takes part, and asks again; a rank that has ended its pass wants nothing.  When no rank wants anything, the pass ends.
-- Later passes follow the order of the negotiated one, without asking.  A rank that requests an item launches all items before it, also
-  a reduction of which it has no or only some gradients.  Reductions are sums: gradients that come later are reduced at the end of the
+- The first pass of a kind is *negotiated*: before each launch, an all-reduce computes the minimum of the items that ranks request.  A
+  rank that requested another item takes part in the launch and requests its item again.  A rank that has ended its pass requests
+  nothing.  When no rank requests an item, the pass ends.
+- Later passes follow the order of the negotiated pass.  A rank that requests an item launches all items before it, including
+  reductions for which it has no gradients or only some.  Reductions are sums, so late gradients are reduced at the end of the
   pass, and added.
-- A rank that wants an item that does not come any more launches the rest of the order, and negotiates.  All ranks negotiate after the
-  last item, if only to say that they want nothing: one small reduction per pass.  The next pass is then negotiated as a whole.
+- A rank that requests an item outside the remaining order launches the rest of the order, and negotiates.  All ranks negotiate after
+  the last item, usually only to confirm that no rank requests an item, which costs one small reduction per pass.  If a rank does, the
+  next pass is negotiated entirely.
 
-Why all ranks make the same calls: the calls of a rank are the agreed order, whole, followed by rounds of negotiation.  In a round all
-ranks compute the same minimum; it is launched, or ends the pass, on all of them.
+*All ranks make the same calls.*  The calls of a rank are the whole agreed order, followed by rounds of negotiation.  In a round all
+ranks compute the same minimum, and all of them launch this item, or end the pass.
 
-Why no rank waits forever: calls are asynchronous, and a rank waits only for calls that it has launched itself.  Take the first item, or
-round, that is not complete, and a rank that has not launched it.  This rank does not wait, as all that it has launched is complete;
-so it computes, and launches the item when it requests a later one or ends its pass.  Each round launches an item that a rank wants, and
-a rank wants finitely many in a pass.
+*No rank waits forever.*  Calls are asynchronous, and a rank waits only for calls that it has launched.  Consider the first item or
+round that is not complete, and a rank that has not launched it.  All calls that this rank has launched are complete, so it does not wait;
+it computes, and launches the item when it requests a later one or ends its pass.  Each round launches an item that a rank requests, and
+a rank requests finitely many items in a pass.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ class CallOrder:
     """Launches items in one order on all ranks of `comm`.
 
     Args:
-        launch: makes the collective call of an item, and does not wait for it.
-        gathers: items below this number gather what is computed with; the others reduce results.
+        launch: a function that launches the collective call of an item without waiting for it.
+        gathers: items below this number are gathers of weights; the others are reductions of gradients.
     """
 
     def __init__(self, comm: Communicator, launch: Callable[[int], None], gathers: int) -> None:
@@ -59,7 +62,7 @@ class CallOrder:
 
     @property
     def kind(self) -> Kind | None:
-        """The kind of the pass under way."""
+        """The kind of the current pass."""
         return self._kind
 
     def begin(self, kind: Kind) -> None:
@@ -91,7 +94,7 @@ class CallOrder:
 
     @property
     def negotiates(self) -> bool:
-        """Whether there is no order yet, so that each call must be requested."""
+        """Whether the pass is negotiated, because no order exists."""
         return not self._sequence
 
     def end(self, rest: Callable[[], Iterable[int]] = lambda: ()) -> None:
@@ -105,7 +108,7 @@ class CallOrder:
         if not self._sequence:
             self._agreed[self._kind] = self._gathering_ahead(self._negotiated)
         elif self._negotiated:
-            self._agreed[self._kind] = []  # ranks need other items than before
+            self._agreed[self._kind] = []  # ranks need items outside of the order
         self._kind = None
 
     def abandon(self) -> None:

@@ -1,17 +1,17 @@
 """Data parallelism: gradients in buckets, reduced over the ranks during the backward pass.
 
-A bucket is reduced as soon as all its gradients are there, while the backward pass goes on (Li et al., 2020, "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training").  Ranks that reduce the same buckets do it in the same order: in the first step,
-from the last parameter to the first; later, in the order in which the buckets were complete in the first step.  Where weights are
-gathered, too, reductions and gathers have one order (`call_order`).
+A bucket is reduced as soon as all its gradients are complete, during the backward pass (Li et al., 2020, "PyTorch Distributed:
+Experiences on Accelerating Data Parallel Training").  Ranks that reduce the same buckets use the same order: in the first step
+from the last parameter to the first, later the order in which the buckets were complete in the first step.  If weights are
+gathered, reductions and gathers share one order (`call_order`).
 
 The path of a gradient:
 
     GradientReducer._accumulated    the hook of a parameter, called by autograd
     Bucket.accumulate               the gradient is in the buffer of its bucket
-    Bucket.reduce_async             all gradients of the bucket are there: the collective starts
+    Bucket.reduce_async             all gradients of the bucket are complete: the collective starts
     Bucket.wait                     the bucket has the average, or this rank's shard of it
-    OptimizerShards.set_gradients   the optimizer finds it as `.grad`
+    OptimizerShards.set_gradients   the average is the `.grad` that the optimizer uses
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StepEvents(Protocol):
 
 @dataclass
 class _Queue:
-    """The buckets of the same ranks, by number, in the order in which they are reduced; those before `next` were in this pass."""
+    """The numbers of the buckets of the same ranks in the order of reduction; those before `next` are reduced in this pass."""
 
     ranks: tuple[int, ...]
     order: list[int] = field(default_factory=list)
@@ -63,15 +63,15 @@ class _Queue:
 
 
 class GradientReducer:
-    """Reduces the gradients of buckets, as backward passes complete them.
+    """Reduces the gradients of buckets as soon as backward passes complete them.
 
     Args:
         buckets: in the order in which a backward pass is expected to complete them.
-        shards: what the optimizer updates of each bucket.
+        shards: the tensors of each bucket that the optimizer updates.
         comm: all ranks.
-        norms: of averaged gradients; forgotten when they change.
-        every_pass: whether each backward pass is reduced, as there is no memory for whole gradients.
-        gatherer: of weights, if they are gathered.
+        norms: the norms of averaged gradients, which are invalidated when gradients change.
+        every_pass: whether each backward pass is reduced, because unsharded gradients are not kept.
+        gatherer: gathers weights, if they are sharded.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class GradientReducer:
         self._completed: list[int] | None = []  # buckets of the first step, in the order of completion
         parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
         device = parameters[0].device if parameters else torch.device("cpu")
-        # of which parameters any rank had a gradient, in the order of the buckets
+        # which parameters had a gradient on any rank, in the order of the buckets
         self._used = torch.zeros(len(parameters), dtype=torch.uint8, device=device)
         self._used_by_bucket = self._used.split([len(bucket.parameters) for bucket in buckets])
-        # the numbers of these parameters among all of the mesh
+        # the numbers of these parameters among all parameters of the mesh
         numbers = [norms.number(name) for bucket in buckets for name in bucket.plan.names]
         self._numbers = torch.tensor(numbers, dtype=torch.int64, device=device)
         if gatherer is not None:
@@ -223,7 +223,7 @@ class GradientReducer:
                     f"pass, or a pass that failed was not followed by zero_grad() of the engine; {_REENTRANT}"
                 )
             gradient = shards.take_accumulated(index)
-            if bucket.in_flight:  # it was reduced when its turn had come, and is going to be reduced again
+            if bucket.in_flight:  # it was reduced in order without this gradient, and is reduced again
                 bucket.wait()
             for earlier in bucket.in_the_way():
                 if earlier.in_flight:
@@ -242,7 +242,7 @@ class GradientReducer:
 
     @property
     def _reduces(self) -> bool:
-        """Whether the backward pass under way is reduced."""
+        """Whether the current backward pass is reduced."""
         return self._every_pass or not self._accumulating
 
     def _begin_pass(self) -> None:
@@ -251,7 +251,7 @@ class GradientReducer:
         self._in_pass = True
         if self._gatherer is not None:
             self._gatherer.begin_backward()
-        # private, but what DDP and FSDP use: autograd has no other hook at the end of a pass
+        # private, but used by DDP and FSDP: autograd has no public hook at the end of a pass
         Variable._execution_engine.queue_callback(self._passed)
 
     def _begin_or_resume(self) -> None:
@@ -305,9 +305,9 @@ class GradientReducer:
             self.end_pass(last=not self._accumulating)
 
     def _agree_on_order(self, completed: list[int]) -> None:
-        """Reduce buckets from now on in the order in which they were complete on the first rank of each queue.
+        """Reduce buckets in later steps in the order in which they were complete on the first rank of each queue.
 
-        A bucket with a parameter that is not used, which is complete when the pass ends, then holds up no other one.
+        So a bucket with an unused parameter, which is complete at the end of the pass, does not delay other buckets.
         """
         # numbers differ between stages of a pipeline, names do not
         names = [bucket.plan.names[0] for bucket in self.buckets]
@@ -328,7 +328,7 @@ class GradientReducer:
 
 def has_engine(parameter: Tensor) -> bool:
     """Return whether a `GradientReducer` reduces the gradients of `parameter`."""
-    hooks = parameter._post_accumulate_grad_hooks or {}  # private: torch has no other way to list them
+    hooks = parameter._post_accumulate_grad_hooks or {}  # private: torch has no public list of them
     names = [getattr(hook, "__qualname__", "") for hook in hooks.values()]
     return any(name.startswith(GradientReducer.__qualname__) for name in names)
 
@@ -336,7 +336,7 @@ def has_engine(parameter: Tensor) -> bool:
 class BufferAverage:
     """Averages the floating-point buffers of `model` over the ranks of `comm`, if a step has changed them.
 
-    Each rank changes buffers such as the statistics of BatchNorm by its own samples; all ranks go on with the mean.
+    Each rank updates buffers, such as the statistics of BatchNorm, with its own samples; all ranks continue with the mean.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
@@ -345,13 +345,13 @@ class BufferAverage:
 
     @property
     def changed(self) -> bool:
-        """Whether this rank has changed a buffer since all ranks had the same ones."""
+        """Whether this rank has changed a buffer since buffers were equal on all ranks."""
         return self._versions() != self._known
 
     def average(self) -> None:
-        """Give all ranks the mean of the buffers of modules in which any rank has changed one; a collective call.
+        """Average the buffers of modules in which any rank has changed a buffer; a collective call.
 
-        Others keep their bits, which a mean of equal values may not.
+        Other buffers are not averaged, because the mean of equal values may have other bits.
         """
         modules = [
             module for module in self._model.modules() if any(True for _ in module.buffers(recurse=False))
@@ -380,5 +380,5 @@ class BufferAverage:
         self._known = self._versions()
 
     def _versions(self) -> list[tuple[int, int]]:
-        # of all buffers: BatchNorm's kernel does not count changes of its statistics, but those of the number of batches
+        # of all buffers: BatchNorm's kernel does not increment the version of its statistics, but that of its batch counter
         return [(id(buffer), buffer._version) for buffer in self._model.buffers()]

@@ -1,14 +1,14 @@
-"""Weights of which each rank has a shard, and which are whole only while a block computes (`zero=3`).
+"""Sharded weights, which are gathered for each block while it computes (`zero=3`).
 
 Ranks that share memory need not gather (`weights`), unless shards are offloaded.  Elsewhere the weights of a block are gathered before its forward pass, and again
 for its backward pass, while the block before it computes.  They are released soon after.  All ranks gather in one order
 (`call_order`), whatever blocks they compute.
 
-Autograd keeps weights for the backward pass, which would keep the gathered memory.  So autograd is given a reference to the place of a
-tensor in the weights (`torch.autograd.graph.saved_tensors_hooks`).  When the backward pass asks for the tensor, the weights are gathered
-if they were released, and the tensor is a view of them.
+Autograd saves weights for the backward pass, which would keep the gathered memory.  Therefore hooks
+(`torch.autograd.graph.saved_tensors_hooks`) replace a saved weight by its position in the group.  When the backward pass requests the
+tensor, the weights are gathered if they were released, and the tensor is a view of them.
 
-A shard that is offloaded is read before its group is gathered; as the order of gathers is known, it is read while earlier groups
+An offloaded shard is read before its group is gathered.  Because the order of gathers is known, it is read while earlier groups
 compute.
 """
 
@@ -37,23 +37,23 @@ from farandole.parallel.sharding import BucketPlan
 from farandole.parallel.weights import FlatWeights, Masters, is_same_memory, nowhere
 
 CAPACITY = 3
-"""Groups of weights that are whole at a time: those of the block that computes, of the one before and of the next one."""
+"""The number of groups that are gathered at a time: those of the current, the previous and the next block."""
 
 READ_AHEAD = 2
-"""Groups whose offloaded shards are being read, besides those that are whole."""
+"""The number of groups whose offloaded shards are being read, in addition to the gathered groups."""
 
 _KEPT = CAPACITY - 1
-"""Groups that stay whole between a forward pass and its backward pass."""
+"""The number of groups that remain gathered between a forward pass and its backward pass."""
 
 
 class GatheredWeights(FlatWeights):
     """The rank's shard of weights.
 
-    While they are not gathered, the parameters have their shapes, read as NaN, and take no memory.
+    While weights are not gathered, parameters keep their shapes, are NaN, and use no memory.
 
     Args:
-        offload: where the shard is kept, if not in memory.
-        master_copy: whether an offloaded shard, which is in the type of master weights, is not updated itself.
+        offload: the store of the shard, if it is not in memory.
+        master_copy: whether an offloaded shard in the type of the master weights is only a copy of them.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class GatheredWeights(FlatWeights):
         work = self._gather_comm.all_gather(whole, own, async_op=True)
         if self._whole is None:
             self._whole, self._own, self._work = whole, own, work
-        elif work is not None:  # only other ranks need it
+        elif work is not None:  # only other ranks need this group
             work.wait()
 
     def _empty_whole(self) -> Tensor:
@@ -132,7 +132,7 @@ class GatheredWeights(FlatWeights):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the weights are whole, or on their way."""
+        """Whether the weights are gathered or being gathered."""
         return self._whole is not None
 
     def release(self) -> None:
@@ -148,7 +148,7 @@ class GatheredWeights(FlatWeights):
             self._work.wait()
         self._work = self._own = None
 
-    # ---- a shard that is offloaded ----
+    # ---- offloaded shards ----
 
     def prefetch(self) -> None:
         """Start to read the shard, unless the weights are whole."""
@@ -214,7 +214,7 @@ class GatheredWeights(FlatWeights):
 
 @dataclass(frozen=True)
 class _SavedPlace:
-    """The place in the weights of a group of a tensor that autograd keeps."""
+    """The position of a saved tensor in the weights of a group."""
 
     weights: GatheredWeights
     group: int
@@ -228,7 +228,7 @@ _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 @dataclass(frozen=True)
 class _SavedOutside:
-    """What the hooks around a module keep of a tensor: of nested hooks autograd calls the innermost only."""
+    """A tensor packed by the hooks around a module, because autograd calls only the innermost of nested hooks."""
 
     kept: Any
     unpack: Callable[[Any], Tensor]
@@ -241,12 +241,12 @@ def _enclosing_hooks() -> _Hooks | None:
 
 
 class Gatherer:
-    """Gathers groups of weights when modules of `model` compute, and releases them after.
+    """Gathers groups of weights before modules of `model` compute, and releases them afterwards.
 
     Args:
         groups: the weights that are gathered together.
-        buckets: of gradients, whose reductions are in one order with the gathers.
-        needs: the modules that gather, each with the numbers of its groups.
+        buckets: the buckets of gradients, whose reductions share one order with the gathers.
+        needs: the modules that need gathered weights, each with the numbers of its groups.
         comm: all ranks that compute the same modules.
     """
 
@@ -259,13 +259,15 @@ class Gatherer:
         comm: Communicator,
     ) -> None:
         self._groups = [list(group) for group in groups]
-        self._recent: list[int] = []  # groups that are whole or on their way, the latest last
-        self._users = [0] * len(groups)  # the modules under way that need each group
-        self._depth = 0  # of modules under way
+        self._recent: list[int] = []  # gathered groups and groups being gathered, the latest last
+        self._users = [0] * len(groups)  # the running modules that need each group
+        self._depth = 0  # of running modules
         self._handled: BaseException | None = None
         self._whole_contexts = 0
         self._contexts: list[saved_tensors_hooks | None] = []
-        self._outer: list[_Hooks | None] = []  # those around the modules under way, as of a recomputation
+        self._outer: list[
+            _Hooks | None
+        ] = []  # hooks around the running modules, such as those of a recomputation
         self._keep: Callable[[Tensor], Any] = _identity
         self._fetch: Callable[[Any], Tensor] = _identity
         # groups that were gathered ahead of their use, or kept for this pass: they are not released before they are used
@@ -280,7 +282,7 @@ class Gatherer:
         """Called when a backward pass ends in which no parameter of this rank got a gradient."""
         self._handles = []
         if all(module is not model for module, _ in needs):
-            needs = [*needs, (model, [])]  # its end is that of a forward pass
+            needs = [*needs, (model, [])]  # it ends like a forward pass
         for module, numbers in needs:
             self._handles += [
                 module.register_forward_pre_hook(self._before_forward(list(numbers))),
@@ -328,7 +330,7 @@ class Gatherer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all weights are whole at the moment."""
+        """Whether all weights are gathered."""
         return all(weights.is_whole for group in self._groups for weights in group)
 
     def one_by_one(self) -> Iterator[list[nn.Parameter]]:
@@ -387,7 +389,7 @@ class Gatherer:
     def _is_ready(self, item: int) -> bool:
         """Return whether to launch an item before it is requested: the next group, or complete gradients."""
         if item < len(self._groups):
-            return not self._ahead and len(self._unused) < CAPACITY - 1  # the current group is whole, too
+            return not self._ahead and len(self._unused) < CAPACITY - 1  # the current group is gathered too
         return self._buckets[item - len(self._groups)].ready
 
     def _left(self) -> list[int]:
@@ -406,7 +408,7 @@ class Gatherer:
         self._read_ahead()
         if kind == "backward":
             self._reduced.clear()
-            # private, but what DDP and FSDP use: autograd has no other hook at the end of a pass
+            # private, but used by DDP and FSDP: autograd has no public hook at the end of a pass
             Variable._execution_engine.queue_callback(self._passed)
 
     def _passed(self) -> None:
@@ -472,7 +474,7 @@ class Gatherer:
             context = None
             if needs:
                 outer = _enclosing_hooks()
-                ours = outer is not None and outer[0] == self._pack  # of a module around this one
+                ours = outer is not None and outer[0] == self._pack  # of an enclosing module
                 self._outer.append(self._outer[-1] if ours else outer)
                 context = saved_tensors_hooks(self._pack, self._unpack)
                 context.__enter__()
@@ -488,12 +490,12 @@ class Gatherer:
                 self._outer.pop()
             for group in needs:
                 self._users[group] -= 1
-                if group in self._recent:  # in use until now
+                if group in self._recent:  # was in use
                     self._touch(group)
             self._depth -= 1
             if self._depth or torch._C._current_graph_task_id() != -1:
                 return
-            if sys.exc_info()[1] is not self._handled:  # the pass has failed
+            if sys.exc_info()[1] is not self._handled:  # the pass failed
                 self._order.abandon()
             else:
                 self.end_pass("forward")

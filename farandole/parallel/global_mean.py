@@ -1,7 +1,7 @@
-"""Losses and metrics as means over what all ranks have computed, whatever their numbers of micro-batches, samples or tokens.
+"""Losses and metrics as means over all ranks, with any numbers of micro-batches, samples or tokens per rank.
 
-The mean over a step is known only when all its losses are.  So losses are divided, before their backward passes, by the count of the
-step before, and the gradients are corrected afterwards if the count is another one.  With equal counts nothing is corrected.
+The mean of a step is known only after all its losses.  So before the backward passes, losses are divided by the count of the
+previous step, and gradients are corrected afterwards if the count differs.  With equal counts there is no correction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The mean loss of a step over all ranks, and the count over which it is the mean."""
+    """The mean loss of a step over all ranks, and the count of its summands."""
 
     loss: float
     count: float
@@ -42,7 +42,7 @@ class GlobalMean:
     def __init__(self, engine: Engine, mesh: Mesh) -> None:
         self._engine, self._comm = engine, engine.comm
         self._losses = mesh.losses
-        # ranks with the same samples and tokens have the same loss, which counts once
+        # ranks with the same samples and tokens have the same loss, which is counted once
         places = {rank: mesh.of_rank(rank)[0].at(LOSS_AXES) for rank in range(mesh.size)}
         own = self._comm.rank
         self._counts = all(places[rank] != places[own] for rank in range(own))
@@ -65,7 +65,7 @@ class GlobalMean:
             sums.append(total.detach().double())
             counts.append(count)
             with nullcontext() if last else engine.no_sync():
-                # gradients are averaged over the ranks with losses of their own
+                # gradients are averaged over the ranks with different losses
                 engine.backward(total * (self._losses / self.expected))
         step = self._mean(sums, counts)
         if self.expected is not None and step.count != self.expected:

@@ -1,12 +1,12 @@
-"""The values with which ranks begin: those of rank 0, or those of a function that initialises a model block by block.
+"""Initial values of parameters: those of rank 0, or those of a function that initializes a model block by block.
 
-A model that no process could hold whole is made on the meta device:
+A model that is too large for one process is created on the meta device:
 
     with torch.device("meta"):
         model = build(config)                                   # shapes only
     engine = farandole.parallelize(model, plan, initialise=fill_block)
 
-A parameter first gets a placeholder that has its shape and takes no memory.  When each rank has allocated its shards, rank 0 computes the
+A parameter first gets a placeholder with its shape and without memory.  After all ranks have allocated their shards, rank 0 computes the
 values block by block, and all ranks copy their parts.
 """
 
@@ -27,10 +27,10 @@ from farandole.parallel.sharding import ranks_of
 from farandole.parallel.weights import FlatWeights
 
 Initialise = Callable[[str, nn.Module], None]
-"""Fills a block in place: the name of the block, and the block with its parameters and buffers in memory, undefined.
+"""A function that fills a block in place, given its name and the block with undefined parameters and buffers.
 
-It is called on rank 0 for every block of `memory.blocks.blocks_of`, in order; and then, for what belongs to no block, for
-each module that has such parameters or buffers.  What is shared with an earlier block is there, and ignored.
+Rank 0 calls it for every block of `memory.blocks.blocks_of` in order, and then for each module with parameters or buffers that
+belong to no block.  Tensors shared with an earlier block are present, and their new values are ignored.
 """
 
 
@@ -40,9 +40,9 @@ def is_deferred(model: nn.Module) -> bool:
 
 
 def stand_in(model: nn.Module, device: torch.device) -> dict[int, torch.dtype]:
-    """Give `model` parameters on `device` that take no memory, and buffers that do; tied ones stay so.
+    """Give `model` parameters without memory and allocated buffers on `device`; tied tensors remain tied.
 
-    Returns the types of all parameters by their identity.
+    Return the types of all parameters by their identity.
     """
     twins: dict[int, Tensor] = {}
     for module in model.modules():
@@ -68,10 +68,11 @@ def fill_model(
     initialise: Initialise,
     types: Mapping[int, torch.dtype],
 ) -> None:
-    """Give the parameters and buffers of `model` the values that `initialise` makes on rank 0.
+    """Fill the parameters and buffers of `model` with the values of `initialise` on rank 0; a collective call.
 
-    `weights` are the places of the parameters that lie in flat buffers; the others are made here.  `types` are those
-    that parameters had, by their identity.  Called by all ranks.
+    Args:
+        weights: the flat buffers; parameters outside of them are allocated.
+        types: the original types of parameters by their identity.
     """
     places = {id(p): (weight, index) for weight in weights for index, p in enumerate(weight.parameters)}
     filled: set[int] = set()
@@ -102,7 +103,7 @@ def fill_model(
             for place, parameter, value in found:
                 if place is None:
                     parameter.data = value
-    comm.barrier()  # what ranks have in common is there for all
+    comm.barrier()  # buffers that ranks share are complete on all ranks
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -130,7 +131,7 @@ def _in_memory(parameters: Sequence[nn.Parameter], types: Mapping[int, torch.dty
             parameter.data = place
 
 
-# ---- a model that is in memory ----
+# ---- models in memory ----
 
 
 def broadcast_parameters(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout], groups: Groups) -> None:

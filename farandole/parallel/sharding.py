@@ -1,11 +1,11 @@
-"""Which parameters share a bucket, which ranks sum the gradients of a bucket, and which of them divide it.
+"""Plan buckets: the parameters of each bucket, the ranks that sum its gradients, and the ranks that divide it.
 
     plan = plan_sharding(model, mesh, layouts, rank, zero=2)
     plan.trained[0].ranks.column       # the ranks whose gradients are summed
     plan.trained[0].ranks.shards       # those of them that divide states, gradients and weights
 
-Everything here is computed from layouts, alike on every rank and without communication, so the planner uses it for models on the meta
-device and for any number of ranks.
+The plan is computed from layouts without communication, with the same result on all ranks, so the planner can use it for models on the
+meta device and any number of ranks.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ BUCKET_BYTES = 4 << 20
 _NO_LIMIT = 1 << 62
 
 HYBRID = "data.hosts"
-"""The sub-axis along which hybrid sharding keeps copies instead of dividing."""
+"""The sub-axis along which hybrid sharding replicates states."""
 
 Filling = Literal["copied", "copied at once", "zero-copy"]
-"""How a bucket gets its gradients: one by one; its only one; or its only one, in the memory in which autograd made it."""
+"""How gradients get into a bucket: copied one by one, copied as the only one, or used in autograd's memory as the only one."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class ReductionRanks:
 
     Args:
         column: all ranks whose gradients are summed.
-        shards: the ranks of the column that divide the sum; their order is that of the shards.
-        replicas: the ranks of the column that have the same shard.
-        weight: by which this rank multiplies its gradient before the sum; None if the sum is the average over the column.
-        key: equal for parameters that the same ranks sum in the same way.
+        shards: the ranks of the column that divide the sum, in the order of the shards.
+        replicas: the ranks of the column with the same shard.
+        weight: the factor of this rank's gradient in the sum; None if the sum is the average over the column.
+        key: equal for parameters that are summed by the same ranks in the same way.
     """
 
     column: tuple[int, ...]
@@ -54,7 +54,7 @@ class ReductionRanks:
     key: tuple[object, ...]
 
     copies: tuple[int, ...]
-    """All ranks that store the tensor: the columns together."""
+    """All ranks that store the tensor: the union of the columns."""
 
     @property
     def holders(self) -> int:
@@ -75,11 +75,11 @@ class BucketPlan:
     layout: FlatLayout
     ranks: ReductionRanks
     dtype: torch.dtype
-    """In which the model computes."""
+    """The type in which the model computes."""
     master_dtype: torch.dtype
-    """In which the optimizer updates, and gradients are reduced."""
+    """The type in which the optimizer updates, and in which gradients are reduced."""
     group: int = 0
-    """The number of the group of weights with which these weights are gathered."""
+    """The number of the group in which these weights are gathered."""
 
     @property
     def device(self) -> torch.device:
@@ -102,11 +102,11 @@ class ShardingPlan:
     trained: list[BucketPlan]
     frozen: list[BucketPlan]
     flat: bool
-    """Whether the parameters lie in flat buffers; else only their gradients do."""
+    """Whether the parameters are in flat buffers, not only their gradients."""
     gathered: bool
     """Whether weights are gathered when they are needed (`gathered_weights`)."""
     needs: list[tuple[nn.Module, list[int]]] = field(default_factory=list)
-    """The modules that gather weights, each with the groups that it needs."""
+    """The modules that gather weights, each with the numbers of its groups."""
 
     @property
     def groups(self) -> int:
@@ -152,17 +152,17 @@ def plan_sharding(
     gathered: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> ShardingPlan:
-    """Divide the parameters that `rank` has into buckets.
+    """Divide the parameters of `rank` into buckets.
 
     Args:
-        layouts: of all parameters of the mesh, in one order on all ranks.
-        dtype: in which the model computes; None for the types of the parameters.
+        layouts: the layouts of all parameters of the mesh, in the same order on all ranks.
+        dtype: the type in which the model computes; None for the types of the parameters.
         flat: whether parameters are moved into flat buffers; by default if states are divided or `dtype` is given.
         gathered: whether weights are gathered block by block.
-        bucket_bytes: about as many bytes of parameters share a bucket.
+        bucket_bytes: the approximate size of a bucket in bytes of parameters.
 
     Raises:
-        LayoutError: for a tensor of which parts are summed by different ranks.
+        LayoutError: if parts of a tensor are summed by different ranks.
     """
     flat = zero > 0 or dtype is not None if flat is None else flat
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -178,7 +178,7 @@ def plan_sharding(
         wanted = first.dtype if dtype is None or id(first) in kept else dtype
         shards = len(ranks[id(first)].shards) if zero else 1
         shapes = [p.shape for p in members]
-        # gradients of parameters that stay where they are have their strides: fused optimizers need that
+        # gradients of parameters outside of flat buffers keep their strides, which fused optimizers require
         strides = None if flat else [torch.empty_like(p, device="meta").stride() for p in members]
         return BucketPlan(
             members,
@@ -193,7 +193,7 @@ def plan_sharding(
     def buckets(members: Iterable[nn.Parameter]) -> list[BucketPlan]:
         keys = {id(p): (ranks[id(p)].key, id(p) in kept, group_of.get(id(p), 0)) for p in parameters}
         filled = fill(members, _NO_LIMIT if gathered else bucket_bytes, keys)
-        if gathered:  # blocks are computed backward, and what is in no block or in several is complete last
+        if gathered:  # the backward pass starts with the last block; parameters of no block or several blocks are complete last
             order = [*reversed(range(len(groups) - 1)), len(groups) - 1]
             filled.sort(key=lambda each: order.index(group_of[id(each[0])]))
         return [plan_of(each) for each in filled]
@@ -208,10 +208,10 @@ def plan_sharding(
 
 
 def ranks_of(mesh: Mesh, layout: Layout, rank: int, zero: int) -> ReductionRanks:
-    """Return the ranks that sum the gradient of the tensor that `rank` stores, and those that divide it.
+    """Return the ranks that sum the gradient of the tensor of `rank`, and the ranks that divide the sum.
 
     Raises:
-        LayoutError: if they are not the same for all elements of the tensor.
+        LayoutError: if these ranks differ between elements of the tensor.
     """
     if not layout.shards:  # name and shape do not matter
         layout = Layout("", (), layout.stages, (), layout.same)
@@ -257,7 +257,7 @@ def _divided(mesh: Mesh, column: tuple[int, ...], zero: int) -> list[tuple[int, 
     parts: dict[tuple[object, ...], list[int]] = {}
     for each in column:
         cells = mesh.of_rank(each)
-        # hosts have copies with hybrid sharding; stages have copies of gathered weights, as they compute different blocks
+        # hosts have copies with hybrid sharding, and stages have copies of gathered weights because they compute different blocks
         host = mesh.coordinate(cells[0], HYBRID) if HYBRID in mesh.sub_axes else 0
         stages = tuple(cell.pipeline for cell in cells) if zero == 3 else ()
         parts.setdefault((host, stages), []).append(each)
@@ -267,9 +267,9 @@ def _divided(mesh: Mesh, column: tuple[int, ...], zero: int) -> list[tuple[int, 
 def fill(
     parameters: Iterable[nn.Parameter], bucket_bytes: int, keys: Mapping[int, object] | None = None
 ) -> list[list[nn.Parameter]]:
-    """Divide parameters into buckets of about `bucket_bytes` in the order given, one type, device and key in each.
+    """Divide parameters into buckets of about `bucket_bytes` in the given order; a bucket has one type, device and key.
 
-    A parameter of that size or more has its own bucket, so that its gradient need not be copied (`bucket`).  `keys` are those of
+    A parameter of at least this size has its own bucket, so that its gradient need not be copied (`bucket`).  `keys` has the keys of
     parameters by identity.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device, object], list[nn.Parameter]] = {}
@@ -307,14 +307,14 @@ def _is_frozen(parameter: nn.Parameter) -> bool:
 # ---- flat buffers ----
 
 ALIGNMENT = 16
-"""Elements.  Every tensor starts on a cache line, so that kernels treat it like a tensor of its own."""
+"""The alignment in elements: every tensor starts on a cache line, so that kernels treat it like a separate tensor."""
 
 
 @dataclass(frozen=True)
 class FlatRange:
-    """The part of a tensor that lies in a shard: `length` consecutive elements of the flattened tensor.
+    """The part of a tensor in a shard: `length` consecutive elements of the flattened tensor.
 
-    They begin at element `start` of tensor number `index`, and at element `offset` of the shard.
+    The part begins at element `start` of tensor `index`, and at element `offset` of the shard.
     """
 
     index: int
@@ -324,10 +324,10 @@ class FlatRange:
 
 
 class FlatLayout:
-    """The places of tensors of `shapes` in a buffer of `length` elements, which is cut into `shards` of equal length.
+    """The positions of tensors of `shapes` in a buffer of `length` elements, which is divided into `shards` of equal length.
 
-    A shard may end within a tensor.  Elements between tensors and after the last one belong to no tensor.  With `strides`, of tensors
-    without gaps, elements lie in the order of their memory; with several shards tensors are contiguous.
+    A shard may end within a tensor.  Elements between tensors and after the last tensor are padding.  With `strides` of dense tensors,
+    elements have the order of their memory; with several shards, tensors are contiguous.
     """
 
     def __init__(

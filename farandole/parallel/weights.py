@@ -1,14 +1,14 @@
-"""The weights of a bucket: what the model computes with, and the master weights that the optimizer updates.
+"""The weights of a bucket: the weights with which the model computes, and the master weights that the optimizer updates.
 
-The optimizer of a rank updates its shard, in the type of master weights.  Where the model computes in the same type, the master weights
-are a part of what it computes with.
+The optimizer of a rank updates its shard in the type of the master weights.  If the model computes in the same type, the master weights
+are a part of the model's weights.
 
     WholeWeights       every rank has all weights in one flat buffer, of which the parameters are views; ranks that share memory
                        have one buffer for all
     GatheredWeights    a rank has its shard, in memory or offloaded; blocks gather their weights when they compute (`gathered_weights`)
 
-Ranks that share a buffer read all of it, and each of them updates its own shard in place: nothing is gathered.  Two barriers keep
-readers and writers apart (`Engine`): nobody updates before all have ended their backward passes, and nobody reads before all have
+Ranks that share a buffer read all of it, and each updates its own shard in place, without gathering.  Two barriers separate
+reads and writes (`Engine`): no rank updates before all ranks have ended their backward passes, and no rank reads before all ranks have
 updated.
 """
 
@@ -28,14 +28,14 @@ from farandole.memory.tracker import memory_tag
 from farandole.parallel.sharding import BucketPlan
 
 Masters = Literal["memory", "offloaded", "none"]
-"""Where master weights are: in memory, on the way to an offload store, or only within an update (`optimizers.rounding`)."""
+"""Where master weights are: in memory, in an offload store, or only within an update (`optimizers.rounding`)."""
 
 
 EDIT = "make changes within `with engine.edit_parameters():`, or load them with model.load_state_dict()"
 
 
 class FlatWeights(ABC):
-    """The weights of the parameters of `plan`, of which the flat buffer is cut into shards; this rank has shard `number`.
+    """The weights of the parameters of `plan`, in a flat buffer divided into shards; this rank has shard `number`.
 
     Args:
         shards: the ranks that divide the buffer; None for this rank alone.
@@ -43,9 +43,9 @@ class FlatWeights(ABC):
     """
 
     shard: Tensor
-    """The rank's shard of what the model computes with; one that is offloaded reads as NaN but within `in_memory`."""
+    """The rank's shard of the model's weights; an offloaded shard is NaN outside of `in_memory`."""
     master: Tensor | None
-    """The rank's shard of master weights; None for frozen parameters, and where it is kept elsewhere."""
+    """The rank's shard of master weights; None for frozen parameters and offloaded master weights."""
     is_offloaded = False
     """Whether the shard is in memory only when it is needed."""
     shared = False

@@ -1,13 +1,13 @@
-"""The model's parameters as one process has them: read, loaded and changed while ranks store them in another way.
+"""Read, load and change unsharded parameters of a model whose parameters are sharded or have master weights.
 
-    state = engine.state_dict()                 # whole values, on all ranks
-    model.load_state_dict(state)                # all ranks; the optimizer goes on from the loaded values
+    state = engine.state_dict()                 # unsharded values, on all ranks
+    model.load_state_dict(state)                # all ranks; the optimizer continues from the loaded values
     with engine.edit_parameters():              # all ranks make the same changes
         model.head.weight.mul_(0.5)
 
-The optimizer of an engine updates *masters*: shards, or values of a higher precision.  A change of the model's parameters that
-masters do not take over would be undone by the next update, and one that several ranks make in memory that they share would be
-made several times.  So such changes are found before the next update, and refused.
+The optimizer of an engine updates *master weights*: shards, or values of a higher precision.  The next update would undo a
+change of the model's parameters that is not copied to the master weights, and a change by several ranks in shared memory would be applied
+several times.  Such changes are detected before the next update and raise an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from farandole.parallel.weights import EDIT, FlatWeights
 
 
 class WholeParameters:
-    """Gives the parameters of `model`, stored as `weights`, their whole values for some time."""
+    """Provides unsharded values of the parameters of `model`, which are stored as `weights`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class WholeParameters:
             handle.remove()
         self._model.__dict__.pop("__deepcopy__", None)
 
-    # ---- changes outside of the engine's calls ----
+    # ---- unannounced changes ----
 
     def remember(self) -> None:
         """Record the current versions of the parameters as unchanged."""
@@ -80,7 +80,7 @@ class WholeParameters:
                         f"{name} was changed in place, and the optimizer updates another tensor; {EDIT}"
                     )
 
-    # ---- changes that are announced ----
+    # ---- announced changes ----
 
     def masters_are_elsewhere(self) -> None:
         """Record that master weights are offloaded, so that parameters cannot be changed."""
@@ -128,7 +128,7 @@ class WholeParameters:
             state = self._model.state_dict()
             return {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
 
-    # ---- hooks of modules; functions, as a copy of the model has them too ----
+    # ---- hooks of modules; functions, because copies of the model have the hooks too ----
 
     def _before_load(self) -> Callable[..., None]:
         def before(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
@@ -165,7 +165,7 @@ class WholeParameters:
 
 
 class _RefusedCopy:
-    """`__deepcopy__` of a model whose parameters are not here."""
+    """The `__deepcopy__` of a model with sharded parameters, which raises an error."""
 
     def __call__(self, memo: Any) -> NoReturn:
         """Refuse."""

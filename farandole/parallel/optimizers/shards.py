@@ -1,15 +1,15 @@
 """The tensors that the optimizer updates on this rank: the parameters of a bucket, or shards of their master weights.
 
-    shards.set_gradients(used, norms)     # the optimizer, and functions of PyTorch, find gradients
+    shards.set_gradients(used, norms)     # the optimizer and PyTorch's functions see gradients
     shards.clear_gradients()
 
-A shard is an `nn.Parameter`: for each parameter its master weights, or the part of them in this rank's shard of the bucket.  Where the
-optimizer updates shards, the `.grad` of a parameter is a `ShardedGradient`, which stands for the gradient and has no memory:
+A shard is an `nn.Parameter`: the master weights of a parameter, or their part in this rank's shard of the bucket.  If the
+optimizer updates shards, the `.grad` of a parameter is a `ShardedGradient`, a placeholder for the gradient without memory:
 
     nn.utils.clip_grad_norm_(model.parameters(), 1)  # the global norm, and the same factor on every rank's shards
     parameter.grad.abs()                             # RuntimeError: names the calls of the engine
 
-What one process can do element by element, and norms, are supported; anything else is refused.
+Elementwise operations with a number, and norms, are supported; other operations raise an error.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from farandole.parallel.weights import FlatWeights
 
 
 class OptimizerShards:
-    """What the optimizer updates of `bucket`.
+    """The tensors of `bucket` that the optimizer updates.
 
     Args:
-        weights: None where the model and the optimizer share the parameters as they are: with `zero=0` and one type.
-        number: of this rank's shard.
-        offloaded: whether shards are kept elsewhere between updates; they are then flat.
+        weights: None if the optimizer updates the model's parameters themselves (`zero=0` and one type).
+        number: the number of this rank's shard.
+        offloaded: whether shards are offloaded between updates; they are then flat.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class OptimizerShards:
 
     @property
     def all_cleared(self) -> bool:
-        """Whether somebody has cleared all gradients that were set, to begin a new step."""
+        """Whether all gradients that were set have been cleared, which starts a new step."""
         return all(self._is_cleared(index) for index in range(len(self.parameters)))
 
     def resume(self, used: Tensor) -> None:
@@ -146,14 +146,14 @@ class OptimizerShards:
         gradient = self.parameters[index].grad
         if isinstance(gradient, ShardedGradient):
             gradient, self.parameters[index].grad = gradient.received, None
-        assert gradient is not None  # the hook runs because there is one
+        assert gradient is not None  # the hook runs because a gradient exists
         return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
     def before_update(self) -> None:
-        """Clear the gradients of shards of which the parameters have none any more.
+        """Clear the gradients of shards whose parameters have no gradient.
 
         Raises:
-            RuntimeError: for a parameter that was assigned another gradient.
+            RuntimeError: if another gradient was assigned to a parameter.
         """
         for index, (parameter, tensor, mark) in enumerate(
             zip(self.parameters, self.tensors, self._marks, strict=True)
@@ -232,7 +232,7 @@ class OptimizerShards:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the tensors are master weights in memory, of which the model computes with copies."""
+        """Whether the tensors are master weights in memory, and the model computes with copies."""
         return self.weights is not None and self.weights.has_master_copy and self.weights.master is not None
 
     def values(self, index: int) -> Tensor:
@@ -299,17 +299,17 @@ _ELEMENTWISE = {
     _ATEN.zero_.default,
     _ATEN.nan_to_num_.default,
 }
-"""What changes each element by itself, by one number."""
+"""In-place operations that change each element independently, with one number."""
 
 
 class GradientNorms:
-    """The norm of every parameter's averaged gradient; one collective computes all.
+    """The norms of all averaged gradients, computed by one collective.
 
     Args:
-        names: of all parameters of the model, in an order that is the same on all ranks.
-        parts: yields, for norms of an order, (name of a parameter, norm of the part of its gradient on this rank, number of ranks that
-            have the same part).
-        comm: the ranks whose parts are added up; None if this rank has whole gradients.
+        names: the names of all parameters of the model, in the same order on all ranks.
+        parts: a function that yields, for norms of an order, (name of a parameter, norm of this rank's part of its gradient, number of
+            ranks with the same part).
+        comm: the ranks whose parts are added; None if this rank has whole gradients.
     """
 
     def __init__(
@@ -367,13 +367,13 @@ class GradientNorms:
 
 
 class ShardedGradient(Tensor):
-    """Stands for the averaged gradient of `parameter`; `change` changes the part that this rank has, if any."""
+    """A placeholder for the averaged gradient of `parameter`; `change` changes this rank's part, if it has one."""
 
     _change_part: Callable[[Change], None] | None
     _norms: GradientNorms
     _name: str
     received: Tensor | None
-    """What autograd has added in a further backward pass."""
+    """The gradient that autograd has added in another backward pass."""
 
     @staticmethod
     def __new__(
@@ -405,7 +405,7 @@ class ShardedGradient(Tensor):
             if function is _ATEN.detach.default:
                 return gradient
             if function is _ATEN.add_.Tensor and torch._C._current_graph_task_id() != -1:
-                # autograd accumulates in a further pass; the hook of the parameter takes it
+                # autograd accumulates in another pass; the hook of the parameter takes the gradient
                 gradient.received = rest[0]
                 return gradient
         found = next(each for each in _flat(args) if isinstance(each, cls))

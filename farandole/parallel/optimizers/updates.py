@@ -1,10 +1,10 @@
-"""The optimizers of an engine, and what all ranks do before and after a step of one.
+"""The optimizers of an engine, and the collective work before and after their steps.
 
-    updates.add(optimizer)    # from now on `optimizer.step()` updates what this rank stores
+    updates.add(optimizer)    # `optimizer.step()` then updates the shards of this rank
 
-An optimizer that treats every element by itself (SGD, Adam, AdamW, Adagrad, ...) updates shards.  One that treats every parameter by
-itself (Adafactor, Muon, LAMB, Shampoo) updates whole parameters on the ranks that own them (`owned_parameters`).  One that looks at all
-parameters together (LBFGS, Prodigy) needs all of them on every rank.
+An elementwise optimizer (SGD, Adam, AdamW, Adagrad, ...) updates shards.  An optimizer that treats each parameter separately
+(Adafactor, Muon, LAMB, Shampoo) updates whole parameters on the ranks that own them (`owned_parameters`).  An optimizer that combines all
+parameters (LBFGS, Prodigy) needs all of them on every rank.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from farandole.parallel.optimizers.shards import OptimizerShards
 from farandole.plan import Place
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
-"""The settings of an optimizer that a checkpoint holds; tensors, as of the learning rate, are set by those who made them."""
+"""The types of settings that a checkpoint contains; tensors, such as a learning rate, are set by their owners."""
 
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
-"""Settings that say how an optimizer computes, not what."""
+"""Settings that select an implementation and do not change the result."""
 
 
 class Updates:
-    """Has optimizers update what this rank stores of a model.
+    """Makes optimizers update the shards of this rank.
 
     Args:
-        shards: of each bucket.
-        layouts: of all parameters.
-        zero: the stage of ZeRO.
-        place: where master weights and states are kept.
-        before, after: called at the begin and at the end of each step; `before` returns whether there are gradients to use.
+        shards: the shards of each bucket.
+        layouts: the layouts of all parameters.
+        zero: the ZeRO stage.
+        place: the place of master weights and states.
+        before, after: functions called at the start and at the end of each step; `before` returns whether there are gradients.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Updates:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args begin with the optimizer
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first argument is the optimizer
         if closure is None:
             self._begin_step(owned)
             return None
@@ -229,14 +229,14 @@ def use_shards(optimizer: Optimizer, shards: Iterable[tuple[nn.Parameter, nn.Par
     """Make `optimizer` update shards, and keep its states for them.
 
     Args:
-        shards: (parameter, shard, first element of the flattened parameter); a whole parameter is a shard, too.
+        shards: tuples (parameter, shard, first element of the flattened parameter); a whole parameter is also a shard.
     """
     before = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     known = {id(parameter) for parameter in before}
     shard_of = {id(parameter): (shard, start) for parameter, shard, start in shards}
     for group in optimizer.param_groups:
         group["params"] = [shard_of[id(p)][0] for p in group["params"] if id(p) in shard_of]
-    for name, value in vars(optimizer).items():  # LBFGS keeps a list of its own
+    for name, value in vars(optimizer).items():  # LBFGS has a separate list
         if isinstance(value, list) and value and all(id(each) in known for each in value):
             setattr(optimizer, name, [shard_of[id(p)][0] for p in value if id(p) in shard_of])
     for parameter in list(optimizer.state):
