@@ -402,7 +402,7 @@ class Engine:
         for shards in self.shards_of_buckets:
             shards.before_update()
         self._steps.decide()
-        for ranks in self._sharing:  # no rank may read weights any more
+        for ranks in self._sharing:  # all ranks must have stopped reading weights
             ranks.barrier()
         return not self.skipped
 
@@ -425,7 +425,7 @@ class Engine:
         for ranks in self._sharing:
             ranks.barrier()
 
-    # ---- whole parameters ----
+    # ---- unsharded parameters ----
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -436,19 +436,19 @@ class Engine:
     def edit_parameters(self) -> AbstractContextManager[None]:
         """Return a context in which all ranks may change parameters in place in the same way, under `torch.no_grad()`.
 
-        The parameters are whole, and the optimizer goes on from the new values.  Each rank needs memory for all of them.
+        The parameters are unsharded, and the optimizer continues from the new values.  Each rank needs memory for all parameters.
 
         Raises:
-            RuntimeError: where the master weights are offloaded.
+            RuntimeError: if the master weights are offloaded.
         """
         self._release_gathered()
         return self._whole.edit()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the model with the whole values of all parameters, in memory of its own.  All ranks call it.
+        """Return a copy of the model's state with unsharded parameters, for `model.load_state_dict`; a collective call.
 
-        Parameters have the type in which the optimizer updates them; where it is offloaded, the one that the model computes
-        with.  `model.load_state_dict` takes it.
+        Parameters have the type in which the optimizer updates them or, if its state is offloaded, the type in which the model
+        computes.
         """
         self._release_gathered()
         return self._whole.state_dict()
@@ -561,13 +561,13 @@ class Engine:
     def restore_metadata(self, saved: Mapping[str, Any]) -> None:
         """Restore the state that `metadata` returned."""
         scaler = saved["scaler"]
-        was_enabled = scaler.get("enabled", scaler["scale"] != 1)  # earlier versions did not say
+        was_enabled = scaler.get("enabled", scaler["scale"] != 1)  # missing in earlier versions
         if self.scaler.enabled and was_enabled:
             self.scaler.load_state_dict(scaler)
         if self.rounding is not None:
             self.rounding.steps = saved["rounding_steps"]
         self._updates.restore_settings(saved["groups"])
-        self._mean.expected = saved.get("count")  # of a checkpoint of an earlier version it is not known
+        self._mean.expected = saved.get("count")  # missing in checkpoints of earlier versions
 
     # ---- gradients ----
 
@@ -580,18 +580,18 @@ class Engine:
         return [gradient for shards in self.shards_of_buckets for _, gradient in shards.set()]
 
     def gradient_norm(self) -> float:
-        """Return the global norm: over all parameters, of the averaged gradients.  The same on all ranks.
+        """Return the global norm of the averaged gradients of all parameters; equal on all ranks.
 
-        With fp16 it is infinite or NaN if the step is going to be skipped.
+        With fp16 it is infinite or NaN if the step will be skipped.
         """
         self._steps.norm = self._norms.total()
         return self._steps.norm
 
     def locate_nonfinite(self, outputs: OutputWatch | None = None) -> OverflowReport:
-        """Return where gradients whose norm is not finite come from.  All ranks call it, before the update.
+        """Return the rank and the parameter of non-finite gradients; a collective call, before the update.
 
         Raises:
-            RuntimeError: without `watch`.
+            RuntimeError: if the engine was created without `watch`.
         """
         if self._steps.watch is None:
             raise RuntimeError("gradients are not watched: make the engine with watch=True")
@@ -659,7 +659,7 @@ class Engine:
             if bucket.compressor is not None:
                 bucket.compressor.scale_residuals(factor)
 
-    # ---- the rest ----
+    # ---- other ----
 
     def swap(self, swap: Swap) -> None:
         """Take over a swap of the model's activations: `close` ends it."""
@@ -686,7 +686,7 @@ class Engine:
 class StoredPart:
     """A rank's part of a parameter: consecutive elements from `start` of the flattened parameter on.
 
-    `values()` returns them, as a view in which they may be changed; of `weights` that are offloaded while these are in memory.
+    `values()` returns a view of the elements, which may be changed; for offloaded `weights` only while they are in memory.
     """
 
     parameter: nn.Parameter

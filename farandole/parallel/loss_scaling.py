@@ -1,9 +1,9 @@
-"""fp16 training: the loss is scaled so that small gradients do not vanish, and steps that overflow are skipped and explained.
+"""Loss scaling for fp16: scale the loss so that small gradients do not vanish, and skip and report steps that overflow.
 
 fp16 overflows above 65504 and underflows below about 6e-8.  The loss is multiplied by a scale that moves gradients into this range, and
 gradients are divided by the scale before they are used (Micikevicius et al., 2018, "Mixed Precision Training").
 
-Rank 0 reports an overflow in a line on standard error:
+Rank 0 logs a warning for an overflow:
 
     OVERFLOW step 7: rank 1, blocks.3.mlp.weight grad inf; scale 65536 -> 32768, step skipped
 """
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 FIRST = 2.0**16
 MINIMUM = 2.0**-14
-"""Below it a loss of ordinary size vanishes in fp16 itself."""
+"""With a smaller scale, a loss of ordinary size underflows in fp16."""
 
 _REPORT_EVERY = 100
-"""Of so many consecutive overflows at the minimum one is reported."""
+"""One of this many consecutive overflows at the minimum is reported."""
 
 
 class LossScaler:
@@ -84,12 +84,12 @@ class LossScaler:
 
     @property
     def is_reported(self) -> bool:
-        """Whether the last overflow should be reported: each one, but few of those at the minimum."""
+        """Whether to report the last overflow: at the minimum of the scale, only some are reported."""
         return self.stuck <= 1 or self.stuck % _REPORT_EVERY == 0
 
     @property
     def advice(self) -> str:
-        """What to do about a scale at its minimum; "" above it."""
+        """Advice for a scale at its minimum; "" above the minimum."""
         if not self.stuck:
             return ""
         row = "1 step has" if self.stuck == 1 else f"{self.stuck} steps in a row have"
@@ -139,9 +139,9 @@ def _number(scale: float) -> str:
 class ScaledSteps:
     """Scales the loss of `engine` by `scaler`, unscales its gradients, and decides which steps are skipped.
 
-    A scaler that is not enabled changes nothing.  In the step after an overflow the outputs of blocks are checked, to find out whether the
-    forward pass overflows, too; with `diagnose` in every step.  With `report` rank 0 prints a line for every overflow; at the minimum
-    of the scale, for one in 100.
+    A disabled scaler changes nothing.  In the step after an overflow, and with `diagnose` in every step, the outputs of blocks are
+    checked, to detect overflows of the forward pass.  With `report`, rank 0 logs a warning for every overflow, and at the minimum
+    of the scale for one in 100.
     """
 
     def __init__(
@@ -165,9 +165,9 @@ class ScaledSteps:
         """Forget the gradients of the step before."""
         if self.watch is not None:
             self.watch.clear()
-        self.norm: float | None = None  # of the averaged gradients, once it is known
-        self._unscaled = False  # the gradients are those of the loss itself
-        self._decided = False  # whether to skip the step
+        self.norm: float | None = None  # norm of the averaged gradients, once it is known
+        self._unscaled = False  # whether gradients are unscaled
+        self._decided = False  # whether it is decided to skip the step
 
     def begin_pass(self) -> None:
         """Refuse a loss that is not scaled."""

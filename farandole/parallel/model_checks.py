@@ -1,4 +1,4 @@
-"""What a model must be when an engine is made of it, and when it is updated."""
+"""Checks of a model when an engine is created, and before its updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from farandole.parallel.data import has_engine
 
 
 def check_model(model: nn.Module, *, moved: bool) -> None:
-    """Raise ValueError for a model that an engine would train in another way than one process does.
+    """Raise ValueError if an engine would train `model` differently from one process.
 
     Args:
         moved: whether the engine moves parameters into flat buffers.

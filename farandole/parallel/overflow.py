@@ -1,4 +1,4 @@
-"""Where infinities and NaNs come from: which rank, which parameter, which block.
+"""Locate infinities and NaNs: the rank, the parameter and the block.
 
 After gradients have been averaged, an infinity of one rank is on all ranks.  So each rank checks its own gradients in a bucket just before
 the bucket is reduced, while they are in the cache: it computes one norm of the bucket, and checks single parameters only if the norm is
@@ -21,7 +21,7 @@ from farandole.memory.blocks import blocks_of
 from farandole.parallel.optimizers.shards import OptimizerShards
 
 KINDS = ("finite", "inf", "nan")
-"""Kinds of tensors, the worst last; ranks exchange their indices."""
+"""The kinds of tensors in order of severity; ranks exchange the indices."""
 
 
 def kind_of(tensor: Tensor) -> int:
@@ -39,9 +39,9 @@ class OverflowReport:
         kind: "inf" or "nan".
         rank: the first rank on which the gradient of `parameter` was not finite; None if only the average was not.
         parameter: the first such parameter in the order of the model; None if only the norm was not finite.
-        more_parameters: the number of further parameters whose gradients were not finite, on any rank.
-        other_ranks: further ranks with gradients that were not finite.
-        output: a sentence about the outputs of the blocks, if they were watched.
+        more_parameters: the number of other parameters with non-finite gradients, on any rank.
+        other_ranks: the other ranks with non-finite gradients.
+        output: a sentence about the outputs of the blocks, if they were checked.
     """
 
     kind: str
@@ -92,7 +92,7 @@ class GradientWatch:
         views = {index: view for index, view in received.items() if view.numel()}
         if not views:
             return
-        if whole.device.type != "cpu":  # waiting for the answer would hold up the backward pass
+        if whole.device.type != "cpu":  # waiting for the result would delay the backward pass
             norms = torch.stack(torch._foreach_norm(list(views.values()), math.inf))
             self._norms.append(([self._places[number][index] for index in views], norms))
         elif not math.isfinite(torch.linalg.vector_norm(whole, dtype=torch.float32)):
@@ -179,7 +179,7 @@ class OutputWatch:
 
     def _hook(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
         def computed(module: nn.Module, _: Any, output: Any) -> None:
-            # an evaluation between steps is no part of them
+            # evaluations between steps are not checked
             if self._first is not None or not (module.training or torch.is_grad_enabled()):
                 return
             kind = max((kind_of(tensor.detach()) for tensor in _floating(output)), default=0)

@@ -1,8 +1,8 @@
 """The types of a plan's precision: the cast of inputs, and matrix products of 8-bit floats through torchao.
 
-With fp8 weights stay bf16, and so does everything between layers.  Each product of a linear layer scales its two operands by
+With fp8, weights and the values between layers are bf16.  Each product of a linear layer scales its two operands by
 their largest value and casts them (Micikevicius et al., 2022, "FP8 Formats for Deep Learning"): e4m3 in the forward pass,
-e5m2 for gradients.  Parameters remain the same objects, so that plans divide and offload them as any others.
+e5m2 for gradients.  Parameters remain the same objects, so plans can divide and offload them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import nn
 from farandole.plan import PlanError
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""In which the model computes."""
+"""The types in which the model computes."""
 
 _UNIT = 16
-"""Accelerators multiply 8-bit matrices whose rows have a multiple of so many values."""
+"""The row length of 8-bit matrices on accelerators must be a multiple of this number."""
 
 _CAPABILITY = (8, 9)
 _AMD = ("gfx94", "gfx95", "gfx12")
@@ -53,10 +53,11 @@ def check_float8(device: torch.device) -> None:
 def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
     """Make the linear layers in `model` multiply 8-bit floats; return their names.
 
-    Layers with a size that is no multiple of 16 stay as they are, and so do subclasses of `nn.Linear`, which compute something of
-    their own.  With `emulate` values are rounded to 8 bits and multiplied as they were: on any device, and slowly.
+    Layers with a size that is not a multiple of 16, and subclasses of `nn.Linear`, are not changed.  With `emulate`, values are
+    rounded to 8 bits and multiplied in their original type, slowly and on any device.
 
-    Raises `PlanError` without torchao, and where there is no such layer.
+    Raises:
+        PlanError: if torchao is missing, or no layer can be changed.
     """
     float8 = _torchao()
     names = [name for name, module in model.named_modules() if name and _is_suitable(module)]
@@ -68,7 +69,7 @@ def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
     float8.convert_to_float8_training(
         model,
         module_filter_fn=lambda module, name: bool(name) and _is_suitable(module),
-        # the gradient of a weight sums over tokens: any number of them, so that they are padded
+        # the gradient of a weight is a sum over tokens, whose number is padded
         config=float8.Float8LinearConfig(pad_inner_dim=True, emulate=emulate),
     )
     return names

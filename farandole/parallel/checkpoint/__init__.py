@@ -1,1 +1,1 @@
-"""Checkpoints of an engine: its state on a disk."""
+"""Checkpoints of an engine."""

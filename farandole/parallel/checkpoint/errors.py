@@ -1,13 +1,13 @@
-"""The errors of checkpoints; nothing here imports torch."""
+"""The errors of checkpoints; this module does not import torch."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, found, or loaded; the message says which and why."""
+    """A checkpoint cannot be written, found or loaded; the message names the checkpoint and the reason."""
 
     reason: OSError | str = ""
-    """Why, without the name of the checkpoint."""
+    """The reason, without the name of the checkpoint."""
     nbytes = 0
-    """The bytes of tensors that all ranks together were to write."""
+    """The bytes of tensors that all ranks together tried to write."""
 
 
 class UnreadableError(CheckpointError):

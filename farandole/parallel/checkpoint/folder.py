@@ -1,4 +1,4 @@
-"""Checkpoints of an engine in a folder: saved at once or in the background, loaded under any plan by any number of ranks.
+"""Checkpoints of an engine in a folder: written in the foreground or background, loaded under any plan and number of ranks.
 
     engine.save(folder, extra={"step": n})            # `state` lists the contents
     pending = engine.save(folder, asynchronous=True)  # copies the state to host memory; a thread writes the copy
@@ -47,7 +47,7 @@ class PendingSave:
     def __init__(self, folder: Path, comm: Communicator, failure: OSError | str) -> None:
         self.folder = folder
         self._comm, self._failure = comm, failure
-        self._nbytes = 0  # that this rank writes
+        self._nbytes = 0  # written by this rank
         self._thread: threading.Thread | None = None
 
     @property
@@ -56,7 +56,7 @@ class PendingSave:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when the checkpoint is on the disk; all ranks call it.
+        """Wait until the checkpoint is on the disk; a collective call.
 
         Raises:
             CheckpointError: on all ranks, once, if one of them could not write its part.
@@ -99,7 +99,7 @@ class PendingSave:
                 partial.rename(self.folder)
                 if on_saved is not None:
                     on_saved()
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
+        except (Exception, CheckpointException) as error:  # KeyboardInterrupt is not an Exception
             self._failure = reason_of(error)
             if self._comm.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -149,7 +149,7 @@ def save(
         if background:
             state = {name: _copy(value) for name, value in state.items()}
         pending.start(state, text, on_saved, background=background)
-    # the next step changes what is kept elsewhere
+    # the next step changes offloaded state
     if not background or any(isinstance(each, Range) and each.held is None for each in state.values()):
         pending.wait()
     return pending
@@ -183,7 +183,7 @@ def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None
         loaded = empty_state(engine, comm.rank, saved)
         _check_optimizers(engine, found)
     with fail_on_all(comm, folder, UnreadableError):
-        # into new tensors: the engine stays as it is if this fails
+        # into new tensors, so that a failure does not change the engine
         dcp.load(dict(loaded), storage_reader=reader, planner=LoadPlanner(), process_group=comm.group)
     restore(engine, comm.rank, loaded)
     load_offloaded(engine, folder, loaded)
@@ -210,7 +210,7 @@ def prepare(folder: Path) -> None:
     if folder.parent.exists() and not folder.parent.is_dir():
         raise CheckpointError(f"{folder.parent} is not a folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    if partial_folder(folder).exists():  # of a job that was killed
+    if partial_folder(folder).exists():  # left by a killed job
         shutil.rmtree(partial_folder(folder))
 
 

@@ -1,7 +1,7 @@
 """Parts of global tensors, as PyTorch's distributed checkpoints save and load them: boxes, by name and offset.
 
-A rank's tensor is one box of a global tensor, or several (`Place`).  The rank stores a range of its flattened elements (`Range`), which
-torch handles as boxes.
+A rank's tensor consists of one or several boxes of a global tensor (`Place`).  The rank stores a range of its flattened elements
+(`Range`), which PyTorch saves as boxes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from farandole.layout import Box, boxes_of_range, volume
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank's tensor in the global tensor of `shape`.
+    """The position of a rank's tensor in the global tensor of `shape`.
 
-    The tensor of shape `local` consists of `regions`: a box of itself, and the box of the global tensor that it stores.
+    The tensor of shape `local` consists of `regions`: pairs of a box of itself and the corresponding box of the global tensor.
     """
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Place:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the rank has all of the tensor."""
+        """Whether the range is the whole tensor."""
         return self.local == self.shape and len(self.regions) == 1
 
 
@@ -70,10 +70,10 @@ def _box_of(shape: Sequence[int]) -> Box:
 
 @dataclass(frozen=True)
 class Range:
-    """Consecutive elements of a rank's flattened tensor, the first of which is number `start`.
+    """Consecutive elements of a rank's flattened tensor, from element `start` on.
 
-    torch handles it as boxes of the global tensor, through its two methods (`torch.distributed._checkpointable`) and the planners
-    below.  `load` reads the elements, flat, if they are not `held` in memory; they are valid until the next call.
+    PyTorch saves them as boxes of the global tensor, through two methods (`torch.distributed._checkpointable`) and the planners
+    below.  `load` reads the flat elements if they are not `held` in memory; they are valid until the next call.
     """
 
     place: Place
@@ -91,7 +91,7 @@ class Range:
 
     @property
     def values(self) -> Tensor:
-        """The elements, flat."""
+        """The flat elements."""
         if self.held is not None:
             return self.held
         assert self.load is not None
@@ -153,10 +153,10 @@ class Range:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans a save of ranges and of ordinary tensors, by name."""
+    """Plans to save ranges and ordinary tensors, by name."""
 
     nbytes = 0
-    """The bytes that this rank writes, when the ranks have divided them."""
+    """The bytes that this rank writes, known after ranks have divided the work."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -196,7 +196,7 @@ class LoadPlanner(DefaultLoadPlanner):
 def read_state(folder: Path, state: dict[str, Any]) -> None:
     """Read the ranges and tensors of `state` from checkpoint `folder`, on this rank alone.
 
-    `torch.distributed.checkpoint.load` does these steps, too, but warns where ranks load different tensors.
+    `torch.distributed.checkpoint.load` has the same steps, but warns if ranks load different tensors.
     """
     reader, planner = FileSystemReader(folder), LoadPlanner()
     metadata = reader.read_metadata()

@@ -1,10 +1,10 @@
-"""The parameters and buffers of an engine as safetensors files, which other tools read, and from such files.
+"""Write parameters and buffers of an engine to safetensors files, and load them from such files.
 
-    model.safetensors                                        or, if they are larger than a file should be,
-    model-00001-of-00003.safetensors ... and model.safetensors.index.json, as Hugging Face has them
+    model.safetensors                                        or, for larger models,
+    model-00001-of-00003.safetensors ... and model.safetensors.index.json, in the layout of Hugging Face
 
-No rank holds the whole model in memory: ranks write the boxes that they store to a checkpoint, and each of them then makes some of
-the files from it, a few tensors at a time.  In the other direction each rank reads only the elements that it stores.
+No rank has the whole model in memory.  Ranks write the boxes that they store to a checkpoint, and then each rank writes some of
+the files from it, a few tensors at a time.  To load, each rank reads only the elements that it stores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PREFIX = "model."
 _STATE = "state"
 
 _BATCH_BYTES = 32 << 20
-"""About as many bytes are in memory while a file is written, or one tensor."""
+"""The approximate number of bytes in memory while a file is written, at least one tensor."""
 
 _CODES = {
     torch.float64: "F64",
@@ -51,7 +51,7 @@ _CODES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""The types as the safetensors format names them."""
+"""The names of types in the safetensors format."""
 
 _Entries = dict[str, TensorStorageMetadata]
 

@@ -1,13 +1,13 @@
-"""The state of an engine on a disk: boxes of globally named tensors, in PyTorch's distributed checkpoint format.
+"""The saved state of an engine: boxes of globally named tensors, in PyTorch's distributed checkpoint format.
 
     model.NAME              a parameter in the type that the optimizer updates, frozen or not, or a buffer
-    optimizer.NAME/KEY      a state that an optimizer keeps of a parameter (`exp_avg`, ...); numbers are whole
-    random.rankN            the generator of a rank, random.cuda.rankN that of its accelerator
-    compression.rankN.KEY   what compression remembers on a rank
+    optimizer.NAME/KEY      an optimizer state of a parameter (`exp_avg`, ...); numbers are saved as they are
+    random.rankN            the generator of a rank; random.cuda.rankN is the generator of its accelerator
+    compression.rankN.KEY   the compression residuals of a rank
 
-Every rank saves the boxes that it stores, under the names of the model of one process, and loads the boxes that it needs from
-whatever boxes there are.  So a checkpoint of any number of ranks, stage of ZeRO and precision loads into any other.  Tensors that
-several ranks store have the same name and place on each, and are written once.
+Every rank saves the boxes that it stores under the names of an unsharded model, and loads the boxes that it needs from the saved
+boxes.  So a checkpoint loads under any number of ranks, ZeRO stage and precision.  Tensors that several ranks store have the same name
+and position on each rank, and are written once.
 
 Offloaded optimizer states pass through memory one bucket at a time when they are saved and loaded.
 """
@@ -100,7 +100,7 @@ def restore(engine: Engine, rank: int, loaded: State) -> None:
         set_values((stored, new.values) for stored, new in pairs if isinstance(new, Range))
     keys = _keys_of(loaded)
     for stem, _, shard, _, states in _states(engine):
-        states.clear()  # of steps that the checkpoint does not have
+        states.clear()  # of steps after the checkpoint
         states.update({key: _as_state(loaded[f"{stem}/{key}"], shard) for key in keys[stem]})
     engine.all_gather_parameters(frozen=True)
     whole = {entry: value for entry, value in loaded.items() if isinstance(value, Tensor)}
@@ -122,9 +122,9 @@ def _as_state(found: Tensor | Range, shard: nn.Parameter) -> Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """The part of a parameter or buffer that this rank stores: `values()`, from element `start` of its tensor on.
+    """The part of a parameter or buffer on this rank: `values()`, from element `start` of its tensor on.
 
-    Values can be changed in place; those of offloaded `weights` only while the weights are in memory.
+    Values can be changed in place; values of offloaded `weights` only while the weights are in memory.
     """
 
     name: str
@@ -144,7 +144,7 @@ def stored_tensors(engine: Engine) -> Iterator[Stored]:
         place = _place(engine, name, part.parameter)
         yield Stored(name, place, part.start, part.values, part.trained, part.weights)
     for name, parameter in engine.model.named_parameters():
-        plain = type(parameter.data) is Tensor  # quantized ones are not part of the state
+        plain = type(parameter.data) is Tensor  # quantized tensors are not part of the state
         if plain and id(parameter) not in trained and not engine.divides(parameter):
             yield Stored(name, _place(engine, name, parameter), 0, parameter.detach)
     for name, buffer in _persistent_buffers(engine.model):
@@ -165,7 +165,7 @@ def set_values(found: Iterable[tuple[Stored, Tensor]]) -> None:
 
 
 class _WeightReader:
-    """Reads offloaded weights, those of one bucket at a time."""
+    """Reads offloaded weights, one bucket at a time."""
 
     def __init__(self) -> None:
         self._members: dict[FlatWeights, list[Stored]] = {}
@@ -262,7 +262,7 @@ def _empty_optimizer_state(
     return by_element or _empty_as(description)
 
 
-# ---- states that are offloaded ----
+# ---- offloaded states ----
 
 
 def _offloaded_state(engine: Engine, stored: Mapping[str, Tensor | Range]) -> State:
@@ -320,7 +320,7 @@ def load_offloaded(engine: Engine, folder: Path, loaded: Mapping[str, Tensor | R
                 for key in keys[stem]:
                     found = state[f"{stem}/{key}"]
                     value = found.values if isinstance(found, Range) else found
-                    # a state by element has the shape of the shard, also if its parameter is a number
+                    # elementwise state has the shape of the shard, also if its parameter is a scalar
                     states[key] = value.view(shard.shape) if isinstance(kept.get(key), torch.dtype) else value
                 values = loaded[f"model.{places[id(shard)][0]}"]
                 assert isinstance(values, Range)

@@ -1,7 +1,7 @@
-"""What a plan keeps in offload stores: states of the optimizer, gradients and weights; and the update of shards with them.
+"""Offload stores of a plan for optimizer states, gradients and weights, and the update of offloaded shards.
 
 Every bucket is a unit of the update: its records are read, updated with this rank's shard of the averaged gradients, and written, while
-the records of the next bucket are read.  The weights with which the model computes get the new values meanwhile.
+the records of the next bucket are read.  The model's weights get the new values at the same time.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Records = Callable[[Sequence[int]], RecordStream]
 T = TypeVar("T")
 
 _AHEAD = 2
-"""Units of which gradients and weights are read ahead in an update."""
+"""The number of units whose gradients and weights are prefetched in an update."""
 
 
 def records_at(place: Place, comm: Communicator, *, pinned: bool) -> Records:
-    """Return a function that makes records of given sizes at `Plan.offload`; all ranks of `comm` call it together.
+    """Return a function that creates records of given sizes at `Plan.offload`; a collective call of `comm`.
 
-    It raises `OffloadError` on all ranks if one has no space.
+    The function is a collective call too, and raises `OffloadError` on all ranks if one of them has no space.
     """
     if place.kind != "disk":
         return partial(host_records, pinned=pinned)
@@ -54,10 +54,10 @@ def records_at(place: Place, comm: Communicator, *, pinned: bool) -> Records:
 def stores_at(
     place: Place, offloaded: Offloaded, plan: ShardingPlan, comm: Communicator, *, accelerator: bool
 ) -> Stores:
-    """Return where gradients and weights are kept, by `Plan.offload` and `Plan.offloaded`.  All ranks of `comm` call it.
+    """Return the stores of gradients and weights for `Plan.offload` and `Plan.offloaded`; a collective call of `comm`.
 
     Raises:
-        OffloadError: on all of them where there is no space for those of one.
+        OffloadError: on all ranks, if one of them has no space.
     """
     if offloaded == "optimizer":
         return Stores()
@@ -109,9 +109,9 @@ def _together(comm: Communicator, make: Callable[[], T]) -> T:
 
 
 class OffloadedUpdate:
-    """Has `optimizer`, which updates this rank's shards, keep their master weights and states in records.
+    """Keeps the master weights and states of `optimizer`, which updates this rank's shards, in records.
 
-    Its `step` becomes a step of the engine: `before` completes the averaged gradients, `after` gives all ranks the updated weights.
+    Its `step` becomes a step of the engine: `before` completes the averaged gradients, `after` distributes the updated weights.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class OffloadedUpdate:
         apart = any(weight.has_master_copy for weight in weights)
         self._elsewhere = any(each.parameters[0].is_cuda for each in self._shards)
         self._brings = self._elsewhere or any(each.bucket.is_offloaded for each in self._shards)
-        # of gradients and values that are elsewhere, during the update of a unit
+        # contexts of offloaded gradients and values, during the update of a unit
         self._in_place = ExitStack()
         replaced = optimizer.step
         with memory_tag("masters and states"):
@@ -143,7 +143,7 @@ class OffloadedUpdate:
             if self.state.weights:
                 weight.master = None
         self._before, self._after = before, after
-        # a bound method, as schedulers expect it
+        # a bound method, which schedulers expect
         step = MethodType(_step_of(self), optimizer)
         step.__func__.__dict__.update(getattr(replaced, "__dict__", {}))
         optimizer.step = step  # type: ignore[method-assign]
@@ -155,7 +155,7 @@ class OffloadedUpdate:
             if any(shard.grad is not None for unit in self.state.units for shard in unit):
                 for shards in self._shards[:_AHEAD]:
                     shards.prefetch()
-                with self._in_place:  # left by `_end_unit`, but if a unit fails
+                with self._in_place:  # `_end_unit` has left it, except if a unit failed
                     self.state.step(self._begin_unit if self._brings else None, self._end_unit)
         self._after()
 

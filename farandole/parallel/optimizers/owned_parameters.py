@@ -1,14 +1,14 @@
 """Whole parameters for optimizers that compute with matrices, such as Muon, Adafactor and LAMB.
 
 With `zero` >= 1 a rank stores a shard of each bucket, and a shard may end within a matrix.  Each matrix has an owner among the ranks that
-store parts of it.  The owner updates the whole matrix, and keeps the optimizer's states of it:
+store its parts.  The owner updates the whole matrix, and stores its optimizer states:
 
     owned.receive()     # owners receive the gradients and master weights of their matrices
     optimizer.step()    # updates whole matrices
     owned.send_back()   # every rank receives its parts of the updated master weights
 
-A parameter that lies within one shard is updated where it is, and not sent.  Between steps an owned parameter reads as NaN and takes no
-memory; in a step the owner needs memory for its gradients and values.
+A parameter within one shard is updated in place, and not sent.  Between steps an owned parameter is NaN and uses no
+memory; in a step the owner needs memory for its gradient and values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from farandole.parallel.optimizers.shards import OptimizerShards
 from farandole.parallel.sharding import FlatRange
 
 _COPIES = 2
-"""Of each part are sent: its gradient and its values."""
+"""The number of tensors that are sent for each part: gradient and values."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class _Part:
 
 
 class OwnedParameters:
-    """The parameters that this rank updates whole, of those with the given identities.
+    """The parameters of one optimizer that this rank updates as whole tensors.
 
     Args:
-        shards: what this rank stores of each bucket.
-        members: the identities of the parameters of one optimizer; the same parameters on all ranks.
+        shards: this rank's shards of each bucket.
+        members: the identities of the optimizer's parameters; the same parameters on all ranks.
     """
 
     def __init__(self, shards: Sequence[OptimizerShards], members: set[int]) -> None:
@@ -62,7 +62,7 @@ class OwnedParameters:
             ]
             if parts:
                 comm = each.bucket.shards
-                assert comm is not None  # a parameter that is divided has several holders
+                assert comm is not None  # a divided parameter has several holders
                 self._exchanges.append(_Exchange(each, comm, parts))
 
     def tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
@@ -137,7 +137,7 @@ class _Exchange:
             self._whole[index].data.view(-1)[place] = received[at + length : at + 2 * length]
             at += 2 * length
         for part in self._wanted:
-            has_gradient = self._tensor(part).grad is not None  # all ranks have one, or none
+            has_gradient = self._tensor(part).grad is not None  # all ranks have a gradient, or none has
             if part.holder == part.owner and has_gradient:
                 self._whole[part.range.index].grad = gradients[part.range.index]
         self._received = True
@@ -165,7 +165,7 @@ class _Exchange:
 
     def _tensor(self, part: _Part) -> nn.Parameter:
         tensor = self._shards.tensors[part.range.index]
-        assert tensor is not None  # this rank holds the part
+        assert tensor is not None  # this rank stores the part
         return tensor
 
     def _empty(self, length: int) -> Tensor:

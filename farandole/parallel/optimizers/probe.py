@@ -1,6 +1,6 @@
-"""Whether an optimizer computes with elements, with whole parameters, or with all parameters together.
+"""Find out whether an optimizer works on elements, on whole parameters, or on all parameters together.
 
-A few steps on small tensors tell, not a list of names: the optimizer updates two matrices, and a copy of it two parts of them.
+Instead of a list of names, this uses a few steps on small tensors: the optimizer updates two matrices, and copies of it update parts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 _SHAPES = ((4, 6), (5, 3))
 _CUT = 10
-"""One shard has so many elements of the first matrix, the other one the rest and the second matrix."""
+"""One shard has this many elements of the first matrix, the other shard the remaining elements and the second matrix."""
 _STEPS = 3
 
 
@@ -57,7 +57,7 @@ def _try_group(
         _run(optimizer, group, whole, gradients)
         for number, own in enumerate(parts):
             _run(optimizer, group, own, [part(each, number) for each in gradients])
-    except Exception as error:  # whatever an optimizer of somebody else's raises
+    except Exception as error:  # optimizers of other packages may raise any exception
         return f"it does not {what} ({type(error).__name__}: {error})"
     for number, own in enumerate(parts):
         for found, expected in zip(own, part([p.detach() for p in whole], number), strict=True):
@@ -82,14 +82,14 @@ def _run(
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
-        type(twin).step(twin)  # some want a closure, which is what is to be found out
+        type(twin).step(twin)  # some optimizers need a closure, which is to be found out
 
 
 def _twin_of(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
     """Return an optimizer of the same class and settings for other parameters."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer itself
+    twin.__dict__.pop("step", None)  # the method of a scheduler, bound to the optimizer itself
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         twin.__dict__[hooks] = OrderedDict()
     settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
@@ -98,7 +98,7 @@ def _twin_of(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Pa
     twin.param_groups = [{**settings, "params": parameters}]
     twin.state = defaultdict(dict)
     with_state = next((p for p in group["params"] if optimizer.state.get(p)), None)
-    # Adagrad makes its state at construction; states that factor a matrix are made by the first step
+    # Adagrad creates its state in its constructor; factored states are created in the first step
     if with_state is not None and _is_per_element(optimizer.state[with_state], with_state):
         for parameter in parameters:
             twin.state[parameter] = _state_like(optimizer.state[with_state], with_state, parameter)

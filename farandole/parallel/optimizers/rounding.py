@@ -1,11 +1,11 @@
-"""Stochastic rounding: bf16 weights that learn without fp32 masters.
+"""Stochastic rounding: train bf16 weights without fp32 master weights.
 
 bf16 has 8 bits of precision, so rounding to nearest loses every update below 1/256 of a weight.  Stochastic rounding rounds up with a
 probability equal to the distance from the number below.  Its result is exact in expectation, so small updates add up (Gupta et al., 2015,
 "Deep Learning with Limited Numerical Precision"; for training in bf16: Zamirai et al., 2020, "Revisiting BFloat16 Training").
 
-Master weights, of 4 bytes per parameter, are not kept: an update makes them from the weights of one bucket at a time, and rounds them
-back.  The optimizer computes in fp32, and its states are fp32.
+Master weights, of 4 bytes per parameter, are not stored: an update converts the weights of one bucket at a time to fp32, and rounds
+them back.  The optimizer computes in fp32, and its states are fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from farandole.parallel.optimizers.shards import OptimizerShards
 
 _CHUNK = 1 << 16
-"""Elements that are rounded at a time on a CPU, where they stay in its cache."""
+"""The number of elements that are rounded at a time on a CPU, so that they stay in its cache."""
 
 
 def round_stochastically(target: Tensor, source: Tensor, generator: torch.Generator) -> None:
@@ -35,9 +35,9 @@ def round_stochastically(target: Tensor, source: Tensor, generator: torch.Genera
     infinities and NaNs are unchanged.
     """
     wrong: Tensor | None = None
-    if not math.isfinite(torch.linalg.vector_norm(source)):  # else all are finite
+    if not math.isfinite(torch.linalg.vector_norm(source)):  # otherwise all values are finite
         wrong = ~source.isfinite()
-        kept = source[wrong].to(target.dtype)  # the sum below could make numbers of NaNs
+        kept = source[wrong].to(target.dtype)  # the sum below could turn a NaN into a number
         source = source.masked_fill(wrong, 0.0)
     length = _CHUNK if source.device.type == "cpu" else max(1, source.numel())
     for rounded, exact in zip(target.split(length), source.split(length), strict=True):
@@ -45,7 +45,7 @@ def round_stochastically(target: Tensor, source: Tensor, generator: torch.Genera
         noise = torch.empty(-(-count // 4), dtype=torch.int64, device=exact.device)
         noise.random_(-(1 << 63), None, generator=generator)  # 16 random bits for each element
         bits = exact.view(torch.int32)
-        # in all 0 to 65535 is added; torch is slow where types are mixed
+        # together 0 to 65535 is added; torch is slow for mixed types
         bits.add_(noise.view(torch.int16)[:count].int()).add_(1 << 15)
         rounded.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
     if wrong is not None:
@@ -53,9 +53,9 @@ def round_stochastically(target: Tensor, source: Tensor, generator: torch.Genera
 
 
 class StochasticRounding:
-    """Has an optimizer update the bf16 weights of buckets.
+    """Makes an optimizer update the bf16 weights of buckets.
 
-    The direction of rounding depends only on `seed`, the number of `steps` and the place of a weight.  So it is the same on ranks that
+    The direction of rounding depends only on `seed`, the number of `steps` and the position of a weight.  So it is the same on ranks that
     update the same weights, and in a run that resumes from a checkpoint of the weights, the optimizer's state and `steps`.
     """
 
@@ -69,13 +69,13 @@ class StochasticRounding:
         Its hooks are called once for all buckets.
         """
         cls: Any = type(optimizer)
-        # torch wraps the method of every class of optimizers, to call hooks and to profile it
+        # torch wraps the method of every optimizer class, for hooks and the profiler
         plain: Callable[[Optimizer], Any] = getattr(cls.step, "__wrapped__", cls.step)
 
         def step(self_: Optimizer) -> None:
             self._step(self_, plain, shards)
 
-        # schedulers of torch expect a bound method
+        # PyTorch's schedulers expect a bound method
         optimizer.step = MethodType(Optimizer.profile_hook_step(step), optimizer)  # type: ignore[method-assign]
 
     def _step(
@@ -106,7 +106,7 @@ class StochasticRounding:
     @contextmanager
     def _masters(self, bucket: OptimizerShards, number: int) -> Iterator[None]:
         """Return a context in which the tensors of the bucket are fp32; they are rounded at its end."""
-        assert bucket.weights is not None  # there is a type that the weights were cast to
+        assert bucket.weights is not None  # weights were cast
         own = bucket.weights.shard
         master = own.float()
         with bucket.placed_in(master):

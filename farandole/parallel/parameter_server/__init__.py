@@ -1,4 +1,4 @@
-"""Training through parameter servers: some ranks keep the parameters, the others train.
+"""Parameter servers: some ranks store the parameters and the optimizer, the other ranks train.
 
 Li et al., 2014, "Scaling Distributed Machine Learning with the Parameter Server"; bounded staleness after Ho et al.,
 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".  docs/guides/parameter-server.md
@@ -12,7 +12,7 @@ explains the protocol.
                     session.pull()
                     F.cross_entropy(model(images), labels).backward()
                     session.push()
-        # on every worker the model now has the final parameters
+        # every worker's model then has the final parameters
 """
 
 from farandole.parallel.parameter_server.errors import AllWorkersLost, ServerLost

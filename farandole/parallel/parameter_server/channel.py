@@ -1,8 +1,8 @@
-"""The wire between one worker and one server: small headers, and the buffers that follow some of them.
+"""The connection between a worker and a server: small headers, some of which are followed by buffers.
 
-Every pair of a worker and a server has a group of its own, of two ranks.  A group of the backend breaks as a
-whole when one of its ranks dies; so a death is known to exactly those who talked to the dead, and breaks
-nothing between the living.
+Every pair of a worker and a server has a process group of two ranks.  A process group fails as a whole when one of its
+ranks dies.  With separate groups, a death is reported to the partners of the dead rank, and does not affect other
+connections.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ PATIENCE_S = 0.5
 
 
 class Kind(IntEnum):
-    """What a message is for.  Worker to server:"""
+    """The kind of a message.  Worker to server:"""
 
     HELLO = 1  # `number`: a fingerprint of the session
-    PULL = 2  # asks for the parameters, when this worker may have them
+    PULL = 2  # requests the parameters, as soon as the mode allows
     PUSH = 3  # which pieces have a gradient, and the gradients; `version` of the parameters they are of; `weight`
-    PARAMETERS = 4  # these: the answer to WANTED, and that of a server to PULL and FINISH
-    FINISH = 5  # no more gradients; asks for the parameters when all workers have finished
+    PARAMETERS = 4  # the parameters: the answer to WANTED, and the answer of a server to PULL and FINISH
+    FINISH = 5  # no more gradients; requests the parameters after all workers have finished
     ALIVE = 6  # the answer to WAIT
-    LEAVE = 7  # everything has arrived
-    LOST = 8  # another server is lost; a text says which
+    LEAVE = 7  # all parameters have arrived
+    LOST = 8  # another server is lost; a text names it
     # Server to worker:
     WELCOME = 9
-    REFUSED = 10  # a text says why
-    WANTED = 11  # send me your parameters: they are the first
-    WAIT = 12  # not yet
+    REFUSED = 10  # a text with the reason
+    WANTED = 11  # requests the first parameters from the worker
+    WAIT = 12  # the worker must wait
 
 
 @dataclass(frozen=True)
 class Header:
-    """What every message begins with."""
+    """The header of every message."""
 
     kind: Kind
     number: int = 0
@@ -52,14 +52,14 @@ class Header:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a session is to be, which all ranks must mean alike: in words, and a number of 48 bits for all of it."""
+    """The options of a session, which must be equal on all ranks: as text, and as a hash of 48 bits."""
 
     summary: str
     fingerprint: int
 
 
 class Channel:
-    """One end of the wire.  All calls raise RuntimeError if the other end is gone, or late."""
+    """One end of a connection.  All calls raise RuntimeError if the other end has died or is late."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self.peer = peer

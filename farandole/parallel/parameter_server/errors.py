@@ -1,4 +1,4 @@
-"""How a session with parameter servers can fail."""
+"""The errors of a session with parameter servers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from farandole.comm.errors import CommunicationError
 
 
 class ServerLost(CommunicationError):
-    """A server died, left or does not answer, and its part of the parameters is gone with it."""
+    """A server died, left or does not answer, so its part of the parameters is lost."""
 
 
 class AllWorkersLost(CommunicationError):
-    """No worker is left to train."""
+    """All workers are lost."""

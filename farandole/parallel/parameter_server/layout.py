@@ -1,4 +1,4 @@
-"""Which server keeps which part of the parameters, and how that part lies in flat buffers."""
+"""Divide the parameters among servers, and pack the pieces of a server into flat buffers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 PARTS_PER_SERVER = 4
-"""Tensors are split until none is larger than a server's share divided by this: so shares differ by less."""
+"""Tensors are split until none is larger than a server's share divided by this number, which balances the shares."""
 
 SMALLEST_BYTES = 1 << 16
-"""Nothing smaller is split: it would be more messages for nothing."""
+"""Smaller tensors are not split, because more messages would cost more than the balance gains."""
 
 Buffers = dict[torch.dtype, Tensor]
-"""Flat memory for the pieces of one server, one tensor for each type of elements."""
+"""Flat memory for the pieces of one server, one tensor per element type."""
 
 
 @dataclass(frozen=True, order=True)
@@ -32,8 +32,8 @@ class Piece:
 def divide(parameters: Sequence[Tensor], servers: int, *, split: bool = True) -> list[list[Piece]]:
     """Return the pieces of every server, with about equal numbers of bytes.
 
-    The largest piece goes first, to the server that has least.  Without `split` every tensor stays whole, and so
-    does one that is not contiguous.  Every rank computes the same from the same parameters.
+    Pieces are assigned in descending order of size, each to the server with the fewest bytes.  Without `split`, tensors are
+    not split; non-contiguous tensors are never split.  Every rank computes the same result from the same parameters.
     """
     share = sum(parameter.nbytes for parameter in parameters) / servers
     limit = max(SMALLEST_BYTES, share / PARTS_PER_SERVER) if split and servers > 1 else math.inf
@@ -56,7 +56,7 @@ def divide(parameters: Sequence[Tensor], servers: int, *, split: bool = True) ->
 
 
 class Packing:
-    """How the pieces of one server lie in its buffers: one after the other, by type."""
+    """The positions of the pieces of one server in its buffers: consecutive, by type."""
 
     def __init__(self, pieces: Sequence[Piece], parameters: Sequence[Tensor]) -> None:
         self.pieces = list(pieces)

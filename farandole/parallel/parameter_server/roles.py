@@ -1,4 +1,4 @@
-"""Who serves and who trains."""
+"""The roles of ranks: servers and workers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ Mode = Literal["sync", "async"]
 
 
 class ParameterServer:
-    """The first `servers` ranks of `comm` keep parameters, the others train.
+    """Parameter servers on the first `servers` ranks of `comm`; the other ranks are workers.
 
-    Made and used by all ranks alike; it serves one session after the other.
+    All ranks create and use it.  Sessions run one after the other.
 
-    timeout_s: for how long, in seconds, a worker may compute between two calls, and a server be silent.
+    Args:
+        timeout_s: the time in seconds for which a worker may compute between two calls, or a server may be silent.
 
-    Raises ValueError where the ranks do not suffice.
+    Raises:
+        ValueError: if there are too few ranks.
     """
 
     def __init__(self, comm: Communicator, servers: int = 1, *, timeout_s: float = 600.0) -> None:
@@ -48,7 +50,7 @@ class ParameterServer:
 
     @property
     def is_server(self) -> bool:
-        """Whether this rank keeps parameters."""
+        """Whether this rank is a server."""
         return self.rank in self.servers
 
     def session(
@@ -60,14 +62,17 @@ class ParameterServer:
         staleness: int | None = None,
         split: bool = True,
     ) -> Session:
-        """Train `model`, on all ranks the same; see `Session`.
+        """Return a session that trains `model`, which is the same on all ranks.
 
-        optimizer: makes the optimizer of a server from its part of the parameters.
-        mode: "sync" applies the mean of one gradient from every worker; "async" each gradient as it comes.
-        staleness: with "async", how many gradients a worker may be ahead of the slowest; None is no bound.
-        split: whether a large tensor may be divided among servers.
+        Args:
+            optimizer: a function that creates the optimizer of a server from its part of the parameters.
+            mode: "sync" applies the mean of one gradient from every worker; "async" applies each gradient on arrival.
+            staleness: with "async", the number of gradients by which a worker may be ahead of the slowest; None for no bound.
+            split: whether large tensors may be divided among servers.
 
-        Raises ValueError for what cannot be, TypeError for an optimizer that is made already.
+        Raises:
+            ValueError: if options are invalid or exclude each other.
+            TypeError: if `optimizer` is an optimizer instead of a function.
         """
         if not callable(optimizer):
             raise TypeError(

@@ -1,7 +1,6 @@
-"""When gradients are applied and who may go on: the difference between the modes, and nothing else.
+"""The rules of the modes: when gradients are applied, and when a worker may continue.
 
-A worker's clock is how many gradients it has pushed.  The active workers are those that have neither
-finished nor been lost.
+A worker's clock is the number of gradients that it has pushed.  Active workers have neither finished nor been lost.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from farandole.parallel.parameter_server.layout import Buffers
 
 @dataclass(frozen=True)
 class Contribution:
-    """The gradients of one worker: for each piece whether it has one, and the buffers of all."""
+    """The gradients of one worker: which pieces have a gradient, and the buffers of all pieces."""
 
     has: list[bool]
     gradients: Buffers
@@ -23,7 +22,7 @@ class Contribution:
 
 
 Apply = Callable[[list[Contribution]], None]
-"""One step of the optimizer on the weighted mean of some contributions."""
+"""A function that runs one step of the optimizer with the weighted mean of contributions."""
 
 
 class Schedule(ABC):
@@ -53,7 +52,7 @@ class Schedule(ABC):
 
 
 class Synchronous(Schedule):
-    """A round is one gradient of every active worker; their mean is applied, then everybody gets the result."""
+    """Each round applies the mean of one gradient from every active worker; then all workers get the result."""
 
     def __init__(self, workers: Iterable[int], apply: Apply) -> None:
         super().__init__(workers, apply)
@@ -76,13 +75,13 @@ class Synchronous(Schedule):
 
     def _end_round(self) -> None:
         if self._round and self._active <= self._round.keys():
-            # always in the same order: the same bits in every run
+            # in a fixed order, so that every run has the same bits
             self._apply([self._round[worker] for worker in sorted(self._round)])
             self._round = {}
 
 
 class Asynchronous(Schedule):
-    """A gradient is applied when it arrives; nobody starts more than `staleness` ahead of the slowest."""
+    """Each gradient is applied on arrival; no worker may be more than `staleness` gradients ahead of the slowest."""
 
     def __init__(self, workers: Iterable[int], apply: Apply, staleness: int | None) -> None:
         super().__init__(workers, apply)

@@ -1,8 +1,8 @@
-"""One server: a thread that listens to each worker, and one loop that decides.
+"""One server: a receiving thread for each worker, and one main loop.
 
-The threads only move bytes: a gradient is handed to the loop when it has arrived whole, so half of one, from a
-worker that died while it sent, is never seen by anybody.  The loop is the only one that touches the
-parameters, the optimizer and the clocks, so there is nothing to lock.
+The threads only receive data.  They pass a gradient to the loop after it has arrived completely, so a partial gradient of
+a worker that died is never applied.  Only the loop accesses the parameters, the optimizer and the clocks, so no locks are
+needed.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ BEATS_PER_TIMEOUT = 4
 
 @dataclass
 class Report:
-    """What a server saw.  Workers are named by their ranks."""
+    """The statistics of a server.  Workers are identified by their ranks."""
 
     updates: int = 0
-    """Steps of the optimizer."""
+    """The number of optimizer steps."""
     pushes: dict[int, int] = field(default_factory=dict)
-    """How many gradients came from each worker."""
+    """The number of gradients from each worker."""
     staleness: list[int] = field(default_factory=list)
-    """For each gradient, how many updates lay between the parameters that it is of and those it was applied to."""
+    """For each gradient, the number of updates between its computation and its application."""
     most_lead: int = 0
-    """The most gradients by which a worker that was given parameters was ahead of the slowest."""
+    """The largest number of gradients by which a worker that received parameters was ahead of the slowest."""
     lost: dict[int, str] = field(default_factory=dict)
-    """The workers that died or fell silent, and how."""
+    """The lost workers, with the reason of each."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a worker's thread hears: a message, or the end of the wire."""
+    """An event from a worker's thread: a message, or the end of the connection."""
 
     worker: int
     header: Header | None
@@ -54,9 +54,9 @@ class Event:
 
 
 class Server:
-    """Serves a session to the workers at the other ends of `channels` (by rank) until they have all left.
+    """Serves a session to the workers at the other ends of `channels` (by rank) until all workers have left.
 
-    `timeout_s` is that of the channels: how long a worker may be silent.
+    `timeout_s` is the timeout of the channels in seconds.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Server:
         self._here = set(channels)
         self._asking: dict[int, Kind] = {}
         self._finished: set[int] = set()
-        self._filled = False  # whether the first parameters are here
+        self._filled = False  # whether the first parameters have arrived
         self._wanted_from: int | None = None
         self._replies: dict[int, Buffers] = {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -86,7 +86,9 @@ class Server:
     def serve(self) -> Report:
         """Run until every worker has left.
 
-        Raises `AllWorkersLost`, or `ServerLost` if a worker tells of another server's end.
+        Raises:
+            AllWorkersLost: if no worker is left.
+            ServerLost: if a worker reports the loss of another server.
         """
         listeners = {
             worker: threading.Thread(
@@ -105,8 +107,8 @@ class Server:
                 self._console()
                 next_beat = time.monotonic() + self._beat_s
         for worker, listener in listeners.items():
-            if worker not in self.report.lost:  # it ends with the worker's last word
-                listener.join()  # an interpreter that ends meanwhile aborts a thread that lets go of tensors
+            if worker not in self.report.lost:  # it ends with the last message of the worker
+                listener.join()  # the interpreter aborts if a thread frees tensors while it shuts down
         if not self._finished:
             raise AllWorkersLost(
                 f"the server (rank {self._rank}) has lost all its workers: {self._obituary()}"
@@ -114,11 +116,13 @@ class Server:
         self.report.updates = self._shard.version
         return self.report
 
-    # ---- listening: in the workers' threads ----
+    # ---- the receiving threads ----
 
     def _listen(self, worker: int) -> None:
         channel, packing = self._channels[worker], self._shard.packing
-        gradients = packing.buffers()  # one set is enough: the next push comes after the answer to a pull
+        gradients = (
+            packing.buffers()
+        )  # one set of buffers is enough, because the next push follows the answer to a pull
         try:
             while True:
                 header = channel.receive()
@@ -135,10 +139,10 @@ class Server:
                 self._events.put(Event(worker, header, contribution, text))
                 if header.kind is Kind.LEAVE:
                     return
-        except Exception as error:  # a thread has nobody to raise to: the loop decides
+        except Exception as error:  # the loop handles exceptions of threads
             self._events.put(Event(worker, None, text=str(error)))
 
-    # ---- deciding: in the loop ----
+    # ---- the main loop ----
 
     def _handle(self, event: Event) -> None:
         worker, header, contribution = event.worker, event.header, event.contribution
@@ -171,7 +175,7 @@ class Server:
             case Kind.LOST:
                 raise ServerLost(f"rank {worker} reports: {event.text}")
             case _:
-                pass  # ALIVE: that it came is all it says
+                pass  # ALIVE needs no action
 
     def _welcome(self, worker: int, fingerprint: int) -> None:
         if fingerprint != self._plan.fingerprint:
@@ -227,7 +231,7 @@ class Server:
     def _post(self, worker: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
         try:
             self._channels[worker].post(header, tensors)
-        except RuntimeError as error:  # Gloo says at once that the other end is gone
+        except RuntimeError as error:  # Gloo reports immediately that the other end is gone
             self._lose(worker, str(error))
 
     def _obituary(self) -> str:

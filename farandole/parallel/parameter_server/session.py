@@ -1,4 +1,4 @@
-"""One training with parameter servers, from the first parameters to the last."""
+"""One training run with parameter servers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A `with` block that all ranks enter.  Made by `ParameterServer.session`.
+    """A context that all ranks enter, created by `ParameterServer.session`.
 
-    A worker calls `pull`, computes gradients with `backward`, calls `push`, again and again, as often as it likes.
-    The first parameters are those of the first worker's model; when the block ends every worker's model has the
-    final ones, the same on all.  Parameters that require no gradient and buffers (running statistics) stay each
-    worker's own.
+    A worker repeatedly calls `pull`, computes gradients with `backward`, and calls `push`.
+    The initial parameters are those of the first worker's model.  At the end of the context, the models of all workers have the
+    same final parameters.  Frozen parameters and buffers (running statistics) remain local to each worker.
 
-    A server does nothing within the block and serves at its end, until all workers have left theirs; `report` then
-    tells what it saw.  It goes on without workers that are lost.
+    On a server, the body of the context does nothing.  The server serves when its body ends, until all workers have left;
+    `report` then has the statistics.  It continues without lost workers.
     """
 
     def __init__(
@@ -70,13 +69,14 @@ class Session:
 
     @property
     def version(self) -> int:
-        """Of the parameters that this worker has: how many updates went into them (the least of all servers)."""
+        """The number of updates in this worker's parameters, as the minimum over all servers."""
         return min(self._worker().version)
 
     def pull(self) -> None:
-        """Get the newest parameters into the model, as soon as the mode allows, and forget its gradients.
+        """Copy the newest parameters into the model, as soon as the mode allows, and clear its gradients.
 
-        Raises `ServerLost`.
+        Raises:
+            ServerLost: if a server died or does not answer.
         """
         self._worker().pull()
         for parameter in self._parameters:
@@ -86,9 +86,13 @@ class Session:
     def push(self, *, weight: float = 1.0) -> None:
         """Send the gradients of the model, once after each `pull`.
 
-        weight: with mode="sync", what this gradient counts in the mean, as the number of samples that it is of.
+        Args:
+            weight: with mode="sync", the weight of this gradient in the mean, such as its number of samples.
 
-        Raises `ServerLost`; RuntimeError without a `pull` before; ValueError for sparse gradients.
+        Raises:
+            ServerLost: if a server died or does not answer.
+            RuntimeError: if there was no `pull` before.
+            ValueError: if a gradient is sparse.
         """
         worker = self._worker()
         if not self._pulled:
@@ -153,7 +157,7 @@ class Session:
     def _refuse(self, reason: str) -> None:
         """Answer every worker's greeting with a no."""
         for channel in self._roles.channels.values():
-            with contextlib.suppress(RuntimeError):  # one that is gone needs no answer
+            with contextlib.suppress(RuntimeError):  # a lost worker needs no answer
                 channel.receive()
                 channel.send_text(Kind.REFUSED, reason)
 

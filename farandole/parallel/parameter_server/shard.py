@@ -1,4 +1,4 @@
-"""What a server keeps: its part of the parameters, and the optimizer that updates it."""
+"""The state of a server: its part of the parameters, and the optimizer that updates it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from farandole.parallel.parameter_server.schedule import Contribution
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 SHAPED = ("Adafactor", "Muon", "Shampoo")
-"""Optimizers that look at the rows and columns of a tensor, and so need it whole."""
+"""Optimizers that depend on the shape of a tensor, and therefore need whole tensors."""
 
 
 class Shard:
     """The pieces of one server as parameters of an optimizer.  `version` counts its steps.
 
-    Raises ValueError for an optimizer that cannot work on a server.
+    Raises:
+        ValueError: if the optimizer cannot run on a server.
     """
 
     def __init__(self, packing: Packing, make_optimizer: MakeOptimizer) -> None:
@@ -30,7 +31,7 @@ class Shard:
         self._parameters = [nn.Parameter(view) for view in packing.views(self.values)]
         self._gradients = packing.buffers()
         self._views = packing.views(self._gradients)
-        # a server may have got nothing, where there are fewer tensors than servers
+        # a server has no pieces if there are fewer tensors than servers
         self._optimizer = make_optimizer(self._parameters) if self._parameters else None
         if self._optimizer is not None:
             _check(self._optimizer, packing)

@@ -1,4 +1,4 @@
-"""One worker's side: its model, and the servers that keep the parameters."""
+"""The worker's side of a session."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from farandole.parallel.parameter_server.layout import Packing
 
 
 class Worker:
-    """Moves parameters and gradients between a model and the servers at the other ends of `channels`.
+    """Transfers parameters and gradients between a model and the servers at the other ends of `channels`.
 
-    Every method raises `ServerLost` if a server does not do its part.
+    Raises:
+        ServerLost: in every method, if a server died or does not answer.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Worker:
                 case Kind.WANTED:
                     self._copy(packing, self._views[server], to_model=False)
                     channel.send(Header(Kind.PARAMETERS), self._packed(server))
-                case _:  # WAIT: the other servers, too, should know that this worker lives and waits
+                case _:  # WAIT: also tell the other servers that this worker is alive and waiting
                     for _ in self._each(Header(Kind.ALIVE)):
                         pass
 
@@ -114,7 +115,7 @@ class Worker:
 
 
 class _Blame:
-    """Turns a failure of the wire to a server into `ServerLost`, and tells the other servers."""
+    """Convert a failed connection to a server into `ServerLost`, and notify the other servers."""
 
     def __init__(self, server: int, channels: Sequence[Channel]) -> None:
         self._server = server
@@ -128,8 +129,8 @@ class _Blame:
             return
         text = f"server {self._server} (rank {self._channels[self._server].peer}) is lost: {error}"
         for server, channel in enumerate(self._channels):
-            # it may also be this worker that was late, and then the others can do without it
+            # this worker may have been late, in which case the others continue without it
             if server != self._server and not isinstance(error, RankLate):
-                with contextlib.suppress(RuntimeError):  # it may be lost, too
+                with contextlib.suppress(RuntimeError):  # this server may be lost too
                     channel.send_text(Kind.LOST, text)
         raise ServerLost(text) from error
