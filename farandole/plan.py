@@ -133,7 +133,7 @@ def as_patterns(option: str, given: Pattern | Sequence[Pattern]) -> tuple[Patter
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What ranks divide, and how they save memory.
+    """A choice of what ranks divide, and how they save memory.
 
     Args:
         data: the number of ranks over which samples are divided; None for all ranks.

@@ -1,4 +1,4 @@
-"""What a machine without a network needs: the C core, built in place, and packages that were carried as wheels.
+"""Prepare a machine without a network: build the C core in place, and install packages from a folder of wheels.
 
 python -m benchmarks.gpu wheels FOLDER --python 3.12     # with a network: download
 make gpu WHEELS=FOLDER                                   # without one: install those that are missing, and run

@@ -1,4 +1,4 @@
-"""What checks compare with: a small GPT trained by one process, without the package's engines."""
+"""The reference of checks: a small GPT trained by one process, without the package's engines."""
 
 from __future__ import annotations
 

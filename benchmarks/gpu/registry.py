@@ -31,7 +31,7 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """What a check gets: its runtime, the device under test, and an empty folder that all ranks share."""
+    """The arguments of a check: its runtime, the device under test, and an empty folder that all ranks share."""
 
     runtime: Any
     device: Any

@@ -32,7 +32,7 @@ from farandole.launch.local import launch
 from farandole.launch.runtime import Runtime
 
 TIMEOUT_S = 3600.0
-"""For how long ranks wait for one that is still busy."""
+"""The seconds for which ranks wait for a busy rank."""
 
 
 def start(setup: CollectivesSetup, ranks: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 ROOT = 0
-"""The root of rooted collectives; in messages between two ranks, the one that holds the clock."""
+"""The root of rooted collectives; in messages between two ranks, the rank that measures."""
 WINDOW = 64
 """How many messages are under way at once in the tests of bandwidth."""
 

@@ -33,7 +33,7 @@ _PANELS = {
     "pure_us": ("pure communication", True),
     "overlap": ("overlap (%)", False),
 }
-"""What is drawn of a row, how it is called, and whether by its logarithm."""
+"""The drawn columns of a row, with their labels, and whether the axis is logarithmic."""
 
 
 def draw(rows: list[Row], ranks: int, path: str) -> None:

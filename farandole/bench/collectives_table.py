@@ -38,7 +38,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "algbw": ("algbw(GB/s)", _decimals(3)),
     "busbw": ("busbw(GB/s)", _decimals(3)),
 }
-"""Heading and spelling of what the rows hold, in the order of the columns."""
+"""The heading and the format of each column, in order."""
 
 _SIZE_WIDTH = 12
 

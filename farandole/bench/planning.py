@@ -48,7 +48,7 @@ _ACCELERATORS_RESORTS: Sequence[dict[str, Sequence[Any]]] = (
     {"offload": ["none", "host", "disk:."]},
     {"offloaded": get_args(Offloaded), "swap": ["none", "host"], "rounding": get_args(Rounding)},
 )
-"""What is considered, too, as long as nothing fits."""
+"""Additional choices, which are considered as long as no plan fits."""
 
 _CHECKED_PASSES = 2
 """Micro-batches of a step that `--check` does: more add time and no memory."""
@@ -57,7 +57,7 @@ _FLOPS_PER_BYTE = 200
 """Of accelerators that are not here: an A100 does 156 (312 TFLOP/s, 2 TB/s), an H100 295 (by their data sheets)."""
 
 _CONTEXT_BYTES = 600 << 20
-"""What a process takes of an accelerator before it has a tensor there, about; it depends on kernels that are loaded."""
+"""The approximate memory of a process on an accelerator before its first tensor; it depends on the loaded kernels."""
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?(?:/s)?", re.IGNORECASE)
 
@@ -261,7 +261,7 @@ def _accelerated(setup: PlanSetup) -> Machine:
 
 
 def _precision(config: TrainConfig, machine: Machine) -> str:
-    """Return the requested precision, or the one that `farandole train` would choose."""
+    """Return the requested precision, or the choice of `farandole train` for "auto"."""
     if config.plan.precision != "auto":
         return config.plan.precision
     if not machine.host:

@@ -33,7 +33,7 @@ from farandole.bench.setup import TrainingSetup
 from farandole.launch.runtime import Runtime
 
 TIMEOUT_S = 3600.0
-"""For how long ranks wait for one that still computes."""
+"""The seconds for which ranks wait for a computing rank."""
 
 CONFIDENCE = 1.96
 """Standard deviations to each side that hold 95 % of a normal distribution."""

@@ -48,7 +48,7 @@ _BYTES_PER_TURN = 4 << 20  # limits the number of calls for large sizes
 _MOST_CALLS = 30
 
 Runs = dict[tuple[int, int, str], Callable[[], object]]
-"""What is to be measured, by number (of hosts, or of leaders), size and name."""
+"""The calls to measure, by number of hosts or leaders, size and name."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A torch optimizer whose state is offloaded, and which steps one unit of a model at a time.
 
-The state of an optimizer is most of what training keeps: for AdamW in mixed precision 12 bytes per parameter (master
+Most of the memory of training is optimizer state: for AdamW in mixed precision 12 bytes per parameter (master
 weights and two moments) compared with 2 of weights and 2 of gradients (Rajbhandari et al., 2020, "ZeRO", section 3.1).
 It is used once per step, element by element, so it can be kept in host memory (Ren et al., 2021,
 "ZeRO-Offload") or on a disk (Rajbhandari et al., 2021, "ZeRO-Infinity") and pass through a few buffers.

@@ -66,7 +66,7 @@ class CallOrder:
         return self._kind
 
     def begin(self, kind: Kind) -> None:
-        """Begin a pass; one that failed is forgotten."""
+        """Begin a pass, and discard a failed one."""
         self._kind = kind
         self._sequence = self._agreed[kind]
         self._position = 0

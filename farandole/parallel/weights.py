@@ -108,7 +108,7 @@ class FlatWeights(ABC):
     ) -> Iterator[None]:
         """Within it `shard` has its values, of which changes are kept with `write` only.
 
-        An offloaded one has undefined values with `blank`, as all are going to be written, and lies on `device` if it can be read there.
+        With `blank`, an offloaded shard has undefined values, because all will be written.  It is on `device` if it can be read there.
         """
         yield
 

@@ -186,7 +186,7 @@ class EvaluateSection(_Section):
 
 
 class LogSection(_Section):
-    """What to print and record during the run."""
+    """The output of a run, and its metrics."""
 
     every: Count
     tensorboard: bool

@@ -62,7 +62,7 @@ class OptimizerShards:
             self.tensors = list(self.parameters)
 
     def stored(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
-        """Yield (parameter, tensor, start) of what this rank updates."""
+        """Yield (parameter, tensor, start) for every tensor that this rank updates."""
         for parameter, tensor, start in zip(self.parameters, self.tensors, self.starts, strict=True):
             if tensor is not None:
                 yield parameter, tensor, start
