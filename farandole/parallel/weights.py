@@ -106,7 +106,7 @@ class FlatWeights(ABC):
     def in_memory(
         self, *, write: bool = False, blank: bool = False, device: torch.device | None = None
     ) -> Iterator[None]:
-        """Within it `shard` has its values, of which changes are kept with `write` only.
+        """Return a context in which `shard` has its values; changes are kept only with `write`.
 
         With `blank`, an offloaded shard has undefined values, because all will be written.  It is on `device` if it can be read there.
         """
