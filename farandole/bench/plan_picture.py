@@ -47,7 +47,7 @@ def draw(planned: Planned, path: str) -> None:
             va="center",
             fontsize=8,
             color="black" if fits else "#a01010",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85},
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
         )
     axis.axvline(memory / _GIB, color="#a01010", linewidth=1.4)
     axis.text(
@@ -61,7 +61,7 @@ def draw(planned: Planned, path: str) -> None:
     )
     axis.set_yticks(places, [_name(one, planned) for one in estimates], fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlim(0, 1.2 * most)
+    axis.set_xlim(0, 1.25 * most)
     axis.set_xlabel("GiB of the rank with the largest peak")
     parameters = short(planned.config.model.gpt().parameters)
     axis.set_title(
