@@ -104,8 +104,9 @@ docs-serve: $(VENV)/docs.stamp
 pictures: $(VENV)/test.stamp
 	PYTHONPATH=. $(BIN)/python docs/pictures/draw.py
 
-coverage: $(VENV)/test.stamp
-	$(BIN)/pytest --numprocesses 3 --dist worksteal --cov --cov-report=term --timeout=900
+coverage: $(VENV)/test.stamp $(VENV)/tensorflow.stamp
+	PYTHONPATH=$(CURDIR)/$(VENV)/tensorflow $(PYTEST) --quiet --cov --cov-report= --timeout=900 $(TENSORFLOW_TESTS)
+	$(PYTEST) --cov --cov-append --cov-report=term --timeout=900 $(TENSORFLOW_TESTS:%=--ignore=%)
 
 test-all: test coverage wheels matrix
 	$(BIN)/pytest -m slow --ignore=tests/packaging --timeout=3600

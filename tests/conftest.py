@@ -52,7 +52,7 @@ def pool() -> Iterator[Pool]:
 
     pool = Pool()
     yield pool
-    pool.close()
+    pool.close(patience_s=10)
 
 
 @pytest.fixture(scope="session")

@@ -89,11 +89,17 @@ class Pool:
             _raise_first(failures, stacks, timeout_s)
         return [pickle.loads(answers[rank]) for rank in range(size)]
 
-    def close(self) -> None:
-        """Kill the processes; the next `run` starts new ones."""
-        for process, pipe in self._members:
-            process.kill()
+    def close(self, patience_s: float = 0.0) -> None:
+        """End the processes, by force after `patience_s`; the next `run` starts new ones.
+
+        A process that is killed cannot save its coverage.
+        """
+        for _, pipe in self._members:
             pipe.close()
+        deadline = time.monotonic() + patience_s
+        for process, _ in self._members:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
         for process, _ in self._members:
             process.join()
         self._members = []
