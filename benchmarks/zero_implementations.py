@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from farandole.models.gpt import TransformerBlock
+from farandole.models.layers import TransformerBlock
 from farandole.models.loss import next_token_loss
 
 LEARNING_RATE = 3e-4

@@ -38,7 +38,7 @@ from farandole.memory.offload_store import measure_bandwidth
 from farandole.memory.swap import map_blocks_from
 from farandole.memory.tracker import DeviceMemory, OutOfDeviceMemory, by_kind
 from farandole.models.bert import BERTConfig, bert_config, block_generator, build_bert, initialise
-from farandole.models.loss import masked_token_loss, next_token_loss
+from farandole.models.loss import next_token_loss
 from farandole.plan import Plan
 from farandole.planner import (
     Estimate,
@@ -141,7 +141,7 @@ def iterate(
         torch.from_numpy(part).to(runtime.device)
         for part in batches.next(batch * runtime.size, runtime.rank, runtime.size)
     )
-    loss, count = masked_token_loss(model[-1], model[:-1](inputs), targets)
+    loss, count = model(inputs, None, targets)
     totals = torch.tensor([loss.item(), count], dtype=torch.float64, device=runtime.device)
     runtime.comm.all_reduce(totals)
     # the engine averages gradients over ranks: this factor gives the mean over the masked tokens of all ranks

@@ -1,9 +1,11 @@
-"""Causal and bidirectional self-attention, with the fastest implementation for the device.
+"""Attention with grouped heads, causal and document masks, windows and biases, by the fastest implementation for the device.
 
-`torch.nn.functional.scaled_dot_product_attention` is the fastest nearly everywhere.  The exception is training
-on a CPU in bf16 or fp16 with sequences that fit in the cache: the backward pass of the flash kernel takes
-twice as long as two batched matrix products and a softmax (measured with AMX and AVX-512, 128 to 512
-positions).  These sequences use the explicit products.
+`torch.nn.functional.scaled_dot_product_attention` (SDPA) is the fastest nearly everywhere.  There are three exceptions on a CPU:
+
+- Training in bf16 or fp16 with sequences that fit in the cache.  The backward pass of the flash kernel takes twice as long as two
+  batched matrix products and a softmax (measured with AMX and AVX-512, 128 to 512 positions).
+- Grouped heads.  `enable_gqa` takes 1.5 to 2.5 times as long as repeated keys and values.
+- Packed documents.  One call per document skips the masked part of the scores.
 """
 
 from __future__ import annotations
@@ -12,58 +14,160 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from farandole.models.sequence import SequenceInfo
+
 MAX_PRODUCT_POSITIONS = 512
 """The largest number of positions for which storing the score matrix is cheaper than recomputing it."""
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return softmax(query key^T / sqrt(width)) value with a causal mask.
-
-    The arguments and the result are (batch, heads, positions, width).
-    """
-    if _use_products(query):
-        positions = query.shape[-2]
-        future = query.new_full((positions, positions), float("-inf")).triu(1)
-        return _by_products(query, key, value, future)
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
-def full_attention(
-    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, dropout: float = 0.0
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    info: SequenceInfo | None = None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
-    """Return softmax(query key^T / sqrt(width)) value over all positions, or over the positions in `attention_mask`.
+    """Return softmax(scale query key^T + bias) value over the positions that each query may attend to.
 
     Args:
-        query, key, value: (batch, heads, positions, width).
-        attention_mask: (batch, positions) of bool, False for padding.
+        query: (batch, heads, positions, width).
+        key, value: (batch, key-value heads, key positions, width); the number of heads is a multiple of the key-value heads.  Values may
+            have another width.  With more key positions than positions, the queries are the last positions.
+        info: the documents; the default is one document per sequence.
+        causal: whether a position attends only to itself and earlier positions.
+        scale: the factor of the scores, by default 1 / sqrt(width).
+        window: the number of most recent positions, including its own, to which a position attends; None for all.
+        bias: (1 or batch, heads, positions, key positions), added to the scores.
         dropout: the probability of dropping an attention weight.
 
     Returns:
-        (batch, heads, positions, width); values at padding are finite but meaningless.
+        (batch, heads, positions, width of values).
     """
-    if not _use_products(query):
-        mask = None if attention_mask is None else attention_mask[:, None, None]
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout)
-    batch, heads, positions, _ = query.shape
-    bias = query.new_zeros(1, 1, 1)
-    if attention_mask is not None:
-        # Half of the lowest number instead of -inf, which would give NaN for a window of only padding.
-        low = torch.finfo(query.dtype).min / 2
-        bias = query.new_zeros(batch, 1, 1, positions).masked_fill_(~attention_mask[:, None, None], low)
-        bias = bias.expand(-1, heads, -1, -1).reshape(batch * heads, 1, positions)
-    return _by_products(query, key, value, bias, dropout)
+    info = info or SequenceInfo()
+    positions, keys = query.shape[2], key.shape[2]
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    if window is not None and window >= keys:
+        window = None
+    packed = info.documents is not None
+    if packed and query.device.type == "cpu" and bias is None and positions == keys:
+        spans = info.spans()
+        if spans is not None and len(spans) > len(query):
+            return _by_document(query, key, value, spans, causal, scale, window, dropout)
+    mask = None
+    if packed or window is not None or (causal and 1 < positions < keys):
+        mask = info.shared(
+            ("mask", positions, keys, causal, window),
+            lambda: visible(positions, keys, info.documents, causal, window, query.device),
+        )
+    return _attention(query, key, value, mask, causal and positions == keys, scale, bias, dropout)
 
 
-def _use_products(query: Tensor) -> bool:
-    short = query.shape[-2] <= MAX_PRODUCT_POSITIONS
+def visible(
+    positions: int,
+    keys: int,
+    documents: Tensor | None,
+    causal: bool,
+    window: int | None,
+    device: torch.device,
+) -> Tensor:
+    """Return the mask of visible positions, (1 or batch, 1, positions, keys) of bool."""
+    at = torch.arange(keys - positions, keys, device=device)[:, None]
+    distance = at - torch.arange(keys, device=device)
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        seen = seen & (distance < window)
+        if not causal:
+            seen = seen & (distance > -window)
+    seen = seen[None, None]
+    if documents is not None:
+        seen = seen & (documents[:, None, -positions:, None] == documents[:, None, None, :])
+    return seen
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    bias: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """Compute attention where `mask` (bool), or the causal mask if it is None, is true."""
+    groups = query.shape[1] // key.shape[1]
+    on_cpu = query.device.type == "cpu"
+    if groups > 1 and on_cpu:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    short = max(query.shape[2], key.shape[2]) <= MAX_PRODUCT_POSITIONS
     half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.device.type == "cpu" and half and short and torch.is_grad_enabled()
+    if on_cpu and half and short and torch.is_grad_enabled():
+        return _by_products(query, key, value, _added(query, mask, causal, bias), scale, dropout)
+    if bias is not None:
+        mask, causal = _added(query, mask, causal, bias), False
+    elif mask is not None:
+        causal = False
+    if causal and query.shape[2] == 1:
+        causal = False  # a single query sees all keys
+    grouped = groups > 1 and not on_cpu
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
+    )
 
 
-def _by_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float = 0.0) -> Tensor:
-    """Compute attention with explicit products; `bias` broadcasts to scores (batch * heads, positions, positions)."""
+def _added(query: Tensor, mask: Tensor | None, causal: bool, bias: Tensor | None) -> Tensor:
+    """Return the mask and the bias as one tensor to add to the scores, which broadcasts to them."""
+    added = query.new_zeros(1, 1, 1, 1) if bias is None else bias.to(query.dtype)
+    if mask is not None:
+        return added.masked_fill(~mask, float("-inf"))
+    if causal:
+        size = query.shape[2]
+        return added + query.new_full((size, size), float("-inf")).triu(1)
+    return added
+
+
+def _by_products(
+    query: Tensor, key: Tensor, value: Tensor, added: Tensor, scale: float, dropout: float
+) -> Tensor:
+    """Compute attention with explicit products; `added` broadcasts to the scores."""
     batch, heads, positions, width = query.shape
-    flat = (batch * heads, positions, width)
-    scores = torch.baddbmm(bias, query.reshape(flat), key.reshape(flat).transpose(1, 2), alpha=width**-0.5)
+    count = batch * heads
+    if added.shape[0] == added.shape[1] == 1:
+        added = added[0]
+    else:
+        added = added.expand(batch, heads, *added.shape[2:]).reshape(count, *added.shape[2:])
+    flat_key, flat_value = key.reshape(count, -1, width), value.reshape(count, -1, value.shape[3])
+    scores = torch.baddbmm(
+        added, query.reshape(count, positions, width), flat_key.transpose(1, 2), alpha=scale
+    )
     weights = F.dropout(scores.softmax(-1), dropout)
-    return torch.bmm(weights, value.reshape(flat)).view(query.shape)
+    return torch.bmm(weights, flat_value).view(batch, heads, positions, -1)
+
+
+def _by_document(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: list[tuple[int, int, int]],
+    causal: bool,
+    scale: float,
+    window: int | None,
+    dropout: float,
+) -> Tensor:
+    """Compute attention for each document separately."""
+    rows: list[list[Tensor]] = [[] for _ in range(len(query))]
+    for row, start, end in spans:
+        place = (slice(row, row + 1), slice(None), slice(start, end))
+        length = end - start
+        mask = None
+        if window is not None and window < length:
+            mask = visible(length, length, None, causal, window, query.device)
+        rows[row].append(
+            _attention(query[place], key[place], value[place], mask, causal, scale, None, dropout)
+        )
+    return torch.cat([torch.cat(row, 2) for row in rows])

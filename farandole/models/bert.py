@@ -3,12 +3,11 @@
 The blocks follow Devlin et al., 2019, "BERT: Pre-training of Deep Bidirectional Transformers for Language
 Understanding", as in the published weights: normalized token, position and segment embeddings; post-normalized
 layers; a head with one more transform, an output weight tied to the token embedding, and a bias.  There is no
-next-sentence head, which does not help (Liu et al., 2019, "RoBERTa").  `bert_checkpoints` converts published
-weights.
+next-sentence head, which does not help (Liu et al., 2019, "RoBERTa").  `farandole.models.hf` reads published weights.
 
     model = build_bert(bert_config("bert-base"))
     logits = model(tokens)                       # (batch, positions) -> (batch, positions, vocabulary)
-    total, count = masked_token_loss(model[-1], model[:-1](tokens), targets)      # see `loss`
+    total, count = model(tokens, None, targets)  # the summed loss of the targets that are not negative
 
 A model that exceeds the memory is initialized block by block, with the same weights:
 
@@ -30,14 +29,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farandole.models.attention import full_attention
+from farandole.models.layers import ACTIVATIONS, FeedForward, SelfAttention, position_embeddings
+from farandole.models.loss import head_loss, token_loss
+from farandole.models.sequence import SequenceInfo, Transformer
 
 EPSILON = 1e-12
-"""The epsilon of layer normalization for the published weights."""
-
-HiddenStates = Tensor | tuple[Tensor, Tensor]
-"""The input and output of blocks: hidden states (batch, positions, width).  If the configuration has padding, also an
-attention mask (batch, positions) of bool, False for padding."""
+"""The epsilon of layer normalization in the published weights."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,8 @@ class BERTConfig:
 
     Args:
         feed_forward: the width of the feed-forward network; 0 stands for 4 D.
-        padding: the padding token; None if all windows are full, so that blocks pass a single tensor.
+        padding: the padding token; None if all sequences are full.
+        classes: the number of classes of a classifier; 0 for a head that restores masked tokens.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -69,6 +67,9 @@ class BERTConfig:
     segments: int = 2
     dropout: float = 0.0
     padding: int | None = None
+    activation: str = "gelu"
+    epsilon: float = EPSILON
+    classes: int = 0
 
     def __post_init__(self) -> None:
         if self.feed_forward == 0:
@@ -89,7 +90,8 @@ class BERTConfig:
         d, f = self.width, self.feed_forward
         embedding = (self.vocabulary + self.context + self.segments) * d + 2 * d
         layer = 4 * d * d + 2 * d * f + 9 * d + f
-        return embedding + self.layers * layer + d * d + 3 * d + self.vocabulary
+        head = d * d + d + self.classes * (d + 1) if self.classes else d * d + 3 * d + self.vocabulary
+        return embedding + self.layers * layer + head
 
 
 CONFIGS = {
@@ -117,7 +119,7 @@ def bert_config(name: str, **changes: Any) -> BERTConfig:
     return replace(config, **changes)
 
 
-class EmbeddingBlock(nn.Module):
+class BERTEmbedding(nn.Module):
     """The normalized sum of token, position and segment embeddings."""
 
     def __init__(self, config: BERTConfig) -> None:
@@ -125,88 +127,103 @@ class EmbeddingBlock(nn.Module):
         self.tokens = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.context, config.width)
         self.segments = nn.Embedding(config.segments, config.width)
-        self.norm = nn.LayerNorm(config.width, EPSILON)
+        self.norm = nn.LayerNorm(config.width, config.epsilon)
         self.dropout = nn.Dropout(config.dropout)
         self.padding = config.padding
 
-    def forward(self, tokens: Tensor | tuple[Tensor, Tensor]) -> HiddenStates:
+    def forward(self, tokens: Tensor | tuple[Tensor, Tensor], info: SequenceInfo | None = None) -> Tensor:
         """Embed tokens (batch, positions) of int64, or a pair of tokens and segments; the default segment is 0."""
         tokens, segments = tokens if isinstance(tokens, tuple) else (tokens, None)
-        count, most = tokens.shape[1], self.positions.num_embeddings
-        if count > most:
-            raise ValueError(f"expected at most {most} positions, the model's context, got {count}")
+        if info is not None and info.documents is not None and info.positions is None:
+            positions = self.positions.weight[: tokens.shape[1]]  # padding does not shift positions
+        else:
+            positions = position_embeddings(self.positions, tokens, info)
+        if tokens.shape[1] > self.positions.num_embeddings:
+            most = self.positions.num_embeddings
+            raise ValueError(f"expected at most {most} positions, the model's context, got {tokens.shape[1]}")
         segment = self.segments.weight[0] if segments is None else self.segments(segments)
-        x = self.dropout(self.norm(self.tokens(tokens) + self.positions.weight[:count] + segment))
-        return x if self.padding is None else (x, tokens != self.padding)
+        embedded: Tensor = self.dropout(self.norm(self.tokens(tokens) + positions + segment))
+        return embedded
 
 
-class SelfAttention(nn.Module):
-    """Bidirectional multi-head self-attention."""
-
-    def __init__(self, config: BERTConfig) -> None:
-        super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
-        self.dropout = config.dropout
-
-    def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
-        batch, positions, width = x.shape
-        split = self.qkv(x).view(batch, positions, 3, self.heads, width // self.heads)
-        query, key, value = split.permute(2, 0, 3, 1, 4)
-        mixed = full_attention(query, key, value, attention_mask, self.dropout if self.training else 0.0)
-        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, positions, width))
-        return projected
-
-
-class FeedForward(nn.Module):
-    """A feed-forward network with GELU."""
-
-    def __init__(self, config: BERTConfig) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.width, config.feed_forward)
-        self.down = nn.Linear(config.feed_forward, config.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(F.gelu(self.up(x)))
-        return result
-
-
-class TransformerBlock(nn.Module):
+class BERTBlock(nn.Module):
     """One layer: attention and feed-forward network, each with a residual connection and post-normalization."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
-        self.attention = SelfAttention(config)
-        self.norm_attention = nn.LayerNorm(config.width, EPSILON)
-        self.feed_forward = FeedForward(config)
-        self.norm_feed_forward = nn.LayerNorm(config.width, EPSILON)
+        self.attention = SelfAttention(config.width, config.heads, causal=False, dropout=config.dropout)
+        self.norm_attention = nn.LayerNorm(config.width, config.epsilon)
+        self.feed_forward = FeedForward(config.width, config.feed_forward, config.activation)
+        self.norm_feed_forward = nn.LayerNorm(config.width, config.epsilon)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, hidden: HiddenStates) -> HiddenStates:
-        x, attention_mask = hidden if isinstance(hidden, tuple) else (hidden, None)
-        x = self.norm_attention(x + self.dropout(self.attention(x, attention_mask)))
-        x = self.norm_feed_forward(x + self.dropout(self.feed_forward(x)))
-        return x if attention_mask is None else (x, attention_mask)
+    def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
+        x = self.norm_attention(x + self.dropout(self.attention(x, info)))
+        result: Tensor = self.norm_feed_forward(x + self.dropout(self.feed_forward(x)))
+        return result
 
 
-class HeadBlock(nn.Module):
+class MaskedTokenHead(nn.Module):
     """A transform, and the output projection with a weight (vocabulary, width) that may be shared, and a bias."""
 
     def __init__(self, config: BERTConfig, weight: Tensor) -> None:
         super().__init__()
         self.transform = nn.Linear(config.width, config.width)
-        self.norm = nn.LayerNorm(config.width, EPSILON)
+        self.norm = nn.LayerNorm(config.width, config.epsilon)
         self.weight = weight
         self.bias = nn.Parameter(torch.empty(config.vocabulary))
+        self._activation = ACTIVATIONS[config.activation]
 
-    def forward(self, hidden: HiddenStates) -> Tensor:
-        """Map hidden states (..., width) to logits (..., vocabulary)."""
-        x = hidden[0] if isinstance(hidden, tuple) else hidden
-        return F.linear(self.norm(F.gelu(self.transform(x))), self.weight, self.bias)
+    def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
+        """Map hidden states (..., width) to logits (..., vocabulary), or with `targets` to the summed loss and the number of targets."""
+        if targets is not None:
+            return head_loss(x, targets, self.weight, self.bias, before=self._before)
+        return F.linear(self._before(x), self.weight, self.bias)
+
+    def _before(self, x: Tensor) -> Tensor:
+        normal: Tensor = self.norm(self._activation(self.transform(x)))
+        return normal
 
 
-def build_bert(config: BERTConfig, seed: int | None = None) -> nn.Sequential:
+class ClassifierHead(nn.Module):
+    """Classify a sequence by its first position: a pooling layer with tanh, dropout, and a linear layer."""
+
+    def __init__(self, config: BERTConfig) -> None:
+        super().__init__()
+        self.pooler = nn.Linear(config.width, config.width)
+        self.classifier = nn.Linear(config.width, config.classes)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
+        """Map (batch, positions, width) to logits (batch, classes), or with `targets` (batch) to the summed loss and their number."""
+        logits = self.classifier(self.dropout(torch.tanh(self.pooler(x[:, 0]))))
+        return logits if targets is None else token_loss(logits, targets)
+
+
+class BERT(Transformer):
+    """A transformer whose padding tokens are not attended to."""
+
+    def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
+        """Return `info` with padding as a document, if the configuration has a padding token."""
+        info = super().prepare(inputs, info)
+        padding = getattr(self[0], "padding", None)
+        if padding is None or info.documents is not None:
+            return info
+        tokens = inputs[0] if isinstance(inputs, tuple) else inputs
+        return replace(info, documents=(tokens == padding).int())
+
+
+def bert(config: BERTConfig) -> BERT:
+    """Return a BERT whose weights torch's layers have initialized, with a classifier if `config.classes` is not 0."""
+    embedding = BERTEmbedding(config)
+    layers = [BERTBlock(config) for _ in range(config.layers)]
+    head = ClassifierHead(config) if config.classes else MaskedTokenHead(config, embedding.tokens.weight)
+    model = BERT(embedding, *layers, head)
+    model.config = config
+    return model
+
+
+def build_bert(config: BERTConfig, seed: int | None = None) -> BERT:
     """Return a BERT on torch's default device.
 
     Args:
@@ -215,16 +232,16 @@ def build_bert(config: BERTConfig, seed: int | None = None) -> nn.Sequential:
     """
     device = torch.get_default_device()
     with torch.device("meta"):  # skips the default initialization of torch's layers
-        embedding = EmbeddingBlock(config)
-        layers = [TransformerBlock(config) for _ in range(config.layers)]
-        model = nn.Sequential(embedding, *layers, HeadBlock(config, embedding.tokens.weight))
+        model = bert(config)
     if device.type == "meta":
         return model
     if seed is None:
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     for index, block in enumerate(model):
         initialise(block.to_empty(device=device), block_generator(seed, index))
-    model[-1].weight = embedding.tokens.weight  # `to_empty` has untied the weights
+    embedding, head = model[0], model[-1]
+    if isinstance(head, MaskedTokenHead) and isinstance(embedding, BERTEmbedding):
+        head.weight = embedding.tokens.weight  # `to_empty` has untied the weights
     return model
 
 
@@ -250,7 +267,7 @@ def initialise(block: nn.Module, generator: torch.Generator) -> None:
             _draw(module.weight, generator)
         if isinstance(module, nn.LayerNorm):
             nn.init.ones_(module.weight)
-        if isinstance(module, nn.Linear | nn.LayerNorm | HeadBlock):
+        if isinstance(module, nn.Linear | nn.LayerNorm | MaskedTokenHead):
             nn.init.zeros_(module.bias)
 
 

@@ -8,13 +8,19 @@ of the logits.  On a CPU it takes half the time and a third of the memory, with 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 CHUNK_BYTES = 1 << 20
 """The size of a chunk's fp32 log-probabilities, which should fit in the second-level cache."""
+
+LOGITS_BYTES = 64 << 20
+"""The size of a chunk of logits in `head_loss`: large enough for fast matrix products."""
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -62,7 +68,7 @@ def next_token_loss(logits: Tensor, targets: Tensor, chunk_bytes: int | None = N
             flat_logits, flat_targets, len(flat_targets), chunk_bytes or CHUNK_BYTES
         )
         return loss
-    return torch.nn.functional.cross_entropy(flat_logits.float(), flat_targets)
+    return F.cross_entropy(flat_logits.float(), flat_targets)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
@@ -77,41 +83,134 @@ def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     flat = logits.reshape(-1, logits.shape[-1])
     if torch.is_grad_enabled() and flat.requires_grad:
         return _CrossEntropy.apply(flat, targets.reshape(-1), divisor, CHUNK_BYTES) * divisor, count
-    return torch.nn.functional.cross_entropy(flat.float(), targets.reshape(-1), reduction="sum"), count
+    return F.cross_entropy(flat.float(), targets.reshape(-1), reduction="sum"), count
 
 
-def masked_token_loss(
-    head: nn.Module, hidden: Tensor | tuple[Tensor, ...], targets: Tensor
+class _HeadLoss(torch.autograd.Function):
+    """The summed cross-entropy of a linear layer's output, and all gradients, for chunks of rows.
+
+    The forward pass computes gradients too, because each chunk of logits exists only there.  So there are three matrix products with
+    the size of the logits, as without chunks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk_bytes: int
+    ) -> Tensor:
+        rows, (vocabulary, width) = len(hidden), weight.shape
+        wanted = ctx.needs_input_grad
+        divisor = 1 if hidden.dtype == torch.float16 else max(1, rows)
+        chunk_rows = max(1, chunk_bytes // (vocabulary * hidden.element_size()))
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        to_hidden = torch.empty_like(hidden) if wanted[0] else None
+        to_weight = weight.new_zeros(vocabulary, width, dtype=wide) if wanted[1] else None
+        to_bias = weight.new_zeros(vocabulary, dtype=wide) if bias is not None and wanted[2] else None
+        for start in range(0, rows, chunk_rows):
+            chunk = slice(start, start + chunk_rows)
+            logits = F.linear(hidden[chunk], weight, bias)
+            total += _loss_and_gradient(logits, targets[chunk], divisor)
+            if to_hidden is not None:
+                torch.mm(logits, weight, out=to_hidden[chunk])
+            if to_weight is not None:
+                if logits.dtype == wide:
+                    to_weight.addmm_(logits.T, hidden[chunk])
+                else:
+                    to_weight += logits.T @ hidden[chunk]
+            if to_bias is not None:
+                to_bias += logits.sum(0, dtype=wide)
+        if hidden.dtype != torch.float16:  # the sum over rows may overflow in fp16
+            to_weight, to_bias = (g if g is None else g.to(weight.dtype) for g in (to_weight, to_bias))
+        ctx.gradients, ctx.dtype, ctx.divisor = (to_hidden, to_weight, to_bias), weight.dtype, divisor
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError(
+                "a second backward pass through head_loss: its gradients are freed; call it again"
+            )
+        # The forward pass divides by the number of targets.  For the gradient of the mean, the factor is 1 up to rounding.
+        factor = grad_outputs[0] * ctx.divisor
+        number = (
+            0.5 if isinstance(factor, FakeTensor) else factor.item()
+        )  # a number is not rounded to the type of a gradient
+        if abs(number - 1) >= 2**-22:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(number)
+        return *(g if g is None else g.to(ctx.dtype) for g in gradients), None, None
+
+
+def _loss_and_gradient(logits: Tensor, targets: Tensor, divisor: int) -> Tensor:
+    """Return the summed cross-entropy of a chunk, and overwrite `logits` with the gradient of this sum divided by `divisor`."""
+    rows = max(1, CHUNK_BYTES // (4 * logits.shape[1]))
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    total = torch.zeros((), dtype=torch.float32, device=logits.device)
+    for start in range(0, len(logits), rows):
+        part = logits[start : start + rows]
+        target = targets[start : start + rows, None]
+        log_p = torch.log_softmax(part, -1, dtype=wide)
+        total -= log_p.gather(1, target).sum()
+        # d(sum of -log p[target]) / d(logits) = p - one_hot(target)
+        p = log_p.exp_()
+        p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
+        part.copy_(p if divisor == 1 else p.mul_(1.0 / divisor))
+    return total
+
+
+def head_loss(
+    hidden: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    before: Callable[[Tensor], Tensor] | None = None,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, int]:
-    """Return the summed negative log-likelihood of the non-negative targets, in nats, and their number.
+    """Return the summed cross-entropy of the logits `before(hidden) weight^T + bias`, and the number of targets.
 
-    The head runs only at masked positions, because logits are the largest tensor of a small model.
-
-    Micro-batches and ranks have different numbers of masked tokens.  So divide sums by the count of the whole batch
-    instead of averaging means:
-
-        total, count = masked_token_loss(model[-1], model[:-1](inputs), targets)
-        (total / count_of_all_ranks).backward()
+    Logits are the largest tensor of many models.  They exist for a chunk of positions at a time, and only for positions with a
+    target.
 
     Args:
-        hidden: the input of `head`, (..., width), or a tuple that starts with it.
-        targets: (...) of int64, negative at positions that are not masked.
+        hidden: (..., width).
+        targets: (...) of int64; negative targets are ignored.
+        weight: (vocabulary, width).
+        bias: (vocabulary).
+        before: applied to the hidden states of positions with a target, such as a normalization.
+        chunk_bytes: the size of a chunk of logits, by default `LOGITS_BYTES`.
 
     Returns:
-        The sum as an fp32 scalar, 0 without masked positions, and the number of masked positions.
+        The sum in nats as an fp32 scalar, and the number of targets that are not negative.
 
     Raises:
         ValueError: if the shapes of `hidden` and `targets` do not match.
     """
-    states = hidden[0] if isinstance(hidden, tuple) else hidden
-    if states.shape[:-1] != targets.shape:
+    if hidden.shape[:-1] != targets.shape:
         raise ValueError(
-            f"hidden states {tuple(states.shape)} do not match targets {tuple(targets.shape)}: expected (..., width) "
+            f"hidden states {tuple(hidden.shape)} do not match targets {tuple(targets.shape)}: expected (..., width) "
             f"and (...)"
         )
-    flat = targets.reshape(-1)
-    indices = (flat >= 0).nonzero().squeeze(1)
-    logits, masked = head(states.reshape(-1, states.shape[-1]).index_select(0, indices)), flat[indices]
-    if torch.is_grad_enabled() and logits.requires_grad:
-        return _CrossEntropy.apply(logits, masked, 1, CHUNK_BYTES), len(indices)
-    return torch.nn.functional.cross_entropy(logits.float(), masked, reduction="sum"), len(indices)
+    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    if not isinstance(targets, FakeTensor):  # the targets of a dry run have no values, and all count
+        rows = (targets >= 0).nonzero()[:, 0]
+        if len(rows) < len(targets):
+            hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
+    if before is not None:
+        hidden = before(hidden)
+    weight = weight.to(hidden.dtype)
+    bias = None if bias is None else bias.to(hidden.dtype)
+    count, chunk_bytes = len(targets), chunk_bytes or LOGITS_BYTES
+    if torch.is_grad_enabled():
+        total: Tensor = _HeadLoss.apply(hidden, weight, bias, targets, chunk_bytes)
+        return total, count
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    chunk_rows = max(1, chunk_bytes // (len(weight) * hidden.element_size()))
+    for start in range(0, count, chunk_rows):
+        chunk = slice(start, start + chunk_rows)
+        logits = F.linear(hidden[chunk], weight, bias)
+        total += F.cross_entropy(logits.float(), targets[chunk], reduction="sum")
+    return total, count

@@ -1,47 +1,145 @@
 """Rotary position embeddings (Su et al., 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding").
 
-Pairs of values of each head are rotated by position times a frequency, so the product of a query and a key
-depends only on their distance.  Value i is paired with value i + width / 2, as in GPT-NeoX.
+Pairs of values of each head are rotated by position times a frequency, so the product of a query and a key depends only on their
+distance.  Value i is paired with value i + width / 2 as in GPT-NeoX and Llama, or, if `interleaved`, value 2 i with value 2 i + 1 as in the
+paper and GPT-J.
+
+The scalings extend a model to sequences longer than those of its training:
+
+    linear    positions are divided by `factor` (Chen et al., 2023, "Extending Context Window of Large Language Models")
+    dynamic   the base grows with the length of the sequence (NTK-aware scaling)
+    yarn      low frequencies are divided, high ones kept (Peng et al., 2023, "YaRN")
+    llama3    likewise, with the ramp of Llama 3.1
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from farandole.models.sequence import SequenceInfo
+
 BASE = 10_000.0
 """The slowest pair rotates once in about 2 pi times this many positions."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotates the first `width` values of queries and keys; further values are unchanged.
+
+    Args:
+        width: the number of rotated values per head, even.
+        scaling: `linear`, `dynamic`, `yarn`, `llama3` or None.
+        factor: the extension of the context by the scaling.
+        original: the number of positions of the training before the extension.
+        slow, fast: for `yarn`, the numbers of rotations over `original` positions (`beta_slow`, `beta_fast`); for `llama3` the factors of
+            the lowest and highest frequency.
+        magnitude: the factor of sines and cosines.
+        truncate: whether `yarn` rounds the ends of its ramp to whole pairs.
+
+    Raises:
+        ValueError: if the width is odd or the scaling unknown.
+    """
+
+    width: int
+    base: float = BASE
+    interleaved: bool = False
+    scaling: str | None = None
+    factor: float = 1.0
+    original: int = 0
+    slow: float = 1.0
+    fast: float = 32.0
+    magnitude: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.width % 2:
+            raise ValueError(f"expected an even number of rotated values, got {self.width}")
+        if self.scaling not in (None, "linear", "dynamic", "yarn", "llama3"):
+            raise ValueError(
+                f"unknown scaling of rotary positions {self.scaling!r}: expected linear, dynamic, yarn or llama3"
+            )
+
+    def __call__(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
+        """Rotate `x` (batch, heads, positions, values); the default positions are 0, 1, ..."""
+        info = info or SequenceInfo()
+        length = x.shape[-2]
+        start = info.cache.length if info.cache is not None else 0
+        key = (self, start, length, x.dtype, x.device)
+        cosine, sine = info.shared(key, lambda: self.table(info.positions_of(length, x.device), x.dtype))
+        if x.shape[-1] == self.width:
+            return _apply(x, cosine, sine, self.interleaved)
+        rotated = _apply(x[..., : self.width], cosine, sine, self.interleaved)
+        return torch.cat((rotated, x[..., self.width :]), -1)
+
+    def table(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines (1 or batch, 1, positions, width / 2) for `positions` of int64."""
+        frequencies = self.frequencies(positions)
+        rows = positions.reshape(-1, positions.shape[-1]).float()
+        angles = rows[:, None, :, None] * frequencies.to(positions.device)
+        return (angles.cos() * self.magnitude).to(dtype), (angles.sin() * self.magnitude).to(dtype)
+
+    def frequencies(self, positions: Tensor) -> Tensor:
+        """Return the frequencies (width / 2), in radians per position."""
+        base, exponents = self.base, torch.arange(0, self.width, 2).float() / self.width
+        if self.scaling == "dynamic":
+            length = max(int(positions.max()) + 1, self.original)
+            stretch = self.factor * length / self.original - (self.factor - 1)
+            base *= stretch ** (self.width / (self.width - 2))
+        frequencies = 1.0 / base**exponents
+        if self.scaling == "linear":
+            return frequencies / self.factor
+        if self.scaling == "yarn":
+            first, last = (self._pair_with(rotations) for rotations in (self.fast, self.slow))
+            if self.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, self.width - 1)
+            last = last + 0.001 if first == last else last
+            ramp = ((torch.arange(self.width // 2).float() - first) / (last - first)).clamp(0, 1)
+            return frequencies / self.factor * ramp + frequencies * (1 - ramp)
+        if self.scaling == "llama3":
+            rotations = self.original * frequencies / (2 * math.pi)
+            kept = ((rotations - self.slow) / (self.fast - self.slow)).clamp(0, 1)
+            return frequencies * (kept + (1 - kept) / self.factor)
+        return frequencies
+
+    def _pair_with(self, rotations: float) -> float:
+        """Return the pair that rotates this many times over the original context."""
+        return self.width * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
 
 
 class _Rotate(torch.autograd.Function):
     """Rotation with an explicit backward pass, the inverse rotation, which is half the work of autograd's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        return _rotate_pairs(x, cosine, sine)
+        ctx.interleaved = interleaved
+        return _rotate_pairs(x, cosine, sine, interleaved)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         cosine, sine = ctx.saved_tensors
-        return _rotate_pairs(grad_outputs[0], cosine, -sine), None, None
+        return _rotate_pairs(grad_outputs[0], cosine, -sine, ctx.interleaved), None, None, None
 
 
-def _rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
-    to_first, to_second = rotated.chunk(2, -1)
-    torch.addcmul(first * cosine, second, sine, value=-1, out=to_first)
-    torch.addcmul(second * cosine, first, sine, out=to_second)
+def _apply(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+    rotated: Tensor = _Rotate.apply(x, cosine, sine, interleaved)
     return rotated
 
 
-def rotate(x: Tensor) -> Tensor:
-    """Rotate `x` (..., positions, width) by positions 0, 1, ...; the width must be even."""
-    positions, width = x.shape[-2:]
-    frequencies = BASE ** -(torch.arange(0, width, 2, device=x.device) / width)
-    angles = torch.outer(torch.arange(positions, device=x.device), frequencies)
-    rotated: Tensor = _Rotate.apply(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+def _rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+    rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if interleaved:
+        first, second = x[..., ::2], x[..., 1::2]
+        to_first, to_second = rotated[..., ::2], rotated[..., 1::2]
+    else:
+        first, second = x.chunk(2, -1)
+        to_first, to_second = rotated.chunk(2, -1)
+    torch.addcmul(first * cosine, second, sine, value=-1, out=to_first)
+    torch.addcmul(second * cosine, first, sine, out=to_second)
     return rotated

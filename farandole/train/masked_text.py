@@ -13,27 +13,13 @@ from farandole.data.cache import Progress
 from farandole.data.masking import masking_for
 from farandole.data.tokenizer import MASK
 from farandole.models.bert import BERTConfig, build_bert
-from farandole.models.loss import token_loss
 from farandole.train.config import TrainConfig
 from farandole.train.run_folder import TOKENIZER
 from farandole.train.tasks import Mean, Task
 from farandole.train.text import open_text
 
-Batch = tuple[Tensor, Tensor, Tensor]
-"""Masked tokens (samples, positions), flat indices of masked positions (n), and the original tokens there (n)."""
-
-
-class MaskedBERT(nn.Sequential):
-    """A BERT whose head runs only at masked positions, because logits are the largest tensor of a small model."""
-
-    def forward(self, tokens: Tensor, indices: Tensor) -> Tensor:  # type: ignore[override]
-        """Return logits (n, vocabulary) at n flat `indices` of `tokens` (samples, positions), both int64."""
-        *body, head = self
-        x: Any = tokens
-        for block in body:
-            x = block(x)
-        logits: Tensor = head(x.flatten(0, 1).index_select(0, indices))
-        return logits
+Batch = tuple[Tensor, Tensor]
+"""Masked tokens, and the original tokens of masked positions or -100, both (samples, positions) of int64."""
 
 
 class MaskedTextTask(Task):
@@ -50,25 +36,20 @@ class MaskedTextTask(Task):
 
     def build(self, config: TrainConfig) -> nn.Module:
         """Return a BERT without padding, because all windows are full."""
-        return MaskedBERT(*build_bert(BERTConfig(**config.model.model_dump())))
+        return build_bert(BERTConfig(**config.model.model_dump()))
 
     def batch(self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
-        """Return masked tokens, the indices of masked positions, and the original tokens."""
+        """Return masked tokens, and the original tokens of masked positions."""
         inputs, targets = self._masking.mask(samples.read(numbers)[:, :-1], numbers, epochs)
-        indices = np.flatnonzero(targets >= 0)
-        return (
-            torch.from_numpy(inputs),
-            torch.from_numpy(indices),
-            torch.from_numpy(targets.reshape(-1)[indices]),
-        )
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the masked tokens and the indices."""
-        return batch[:2]
+    def inputs(self, batch: Batch) -> tuple[Tensor, None, Tensor]:
+        """Return the masked tokens and the targets: the model computes the loss."""
+        return batch[0], None, batch[1]
 
-    def loss(self, output: Tensor, batch: Batch) -> Mean:
+    def loss(self, output: Mean, batch: Batch) -> Mean:
         """Return the summed cross-entropy in nats, and the number of masked tokens."""
-        return token_loss(output, batch[2])
+        return output
 
     def files(self) -> dict[str, Any]:
         """Return the tokenizer."""

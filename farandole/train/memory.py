@@ -16,7 +16,6 @@ from farandole.data.wording import counted, short, size
 from farandole.launch.control_groups import available_memory
 from farandole.memory.disk import Bandwidth
 from farandole.models.gpt import GPTConfig, build_gpt
-from farandole.models.loss import CHUNK_BYTES, next_token_loss
 from farandole.parallel.lora import add_lora
 from farandole.plan import Plan
 from farandole.planner import Estimate, Machine, Workload, bytes_per_parameter, estimate_workload
@@ -24,9 +23,6 @@ from farandole.train.config import ConfigError, TrainConfig
 from farandole.train.start import Start
 
 _STAGES = (0, 1, 2, 3)
-
-_CHUNKS = 32
-"""The number of chunks in which the loss of a micro-batch is traced: fewer than in training, to save time."""
 
 _FOR_ACTIVATIONS = 0.2
 """The fraction of memory that a suggested size leaves for activations."""
@@ -47,11 +43,12 @@ def workload_of(config: TrainConfig, ranks: int) -> Workload:
     if (lora := config.plan.lora()) is not None:
         add_lora(model, lora)
 
-    def loss(logits: Tensor) -> Tensor:
-        targets = torch.zeros(tokens.shape, dtype=torch.int64, device=logits.device)
-        return next_token_loss(logits, targets, max(CHUNK_BYTES, 4 * logits.numel() // _CHUNKS))
+    def mean(output: tuple[Tensor, int]) -> Tensor:
+        total, number = output
+        return total / number
 
-    return Workload(model=model, example=tokens, loss=loss, micro_batches=count, checkpoints=True)
+    example = (tokens, None, tokens)
+    return Workload(model=model, example=example, loss=mean, micro_batches=count, checkpoints=True)
 
 
 def check_memory(config: TrainConfig, ranks: int) -> None:

@@ -17,7 +17,6 @@ from farandole.data.text import Text, prepare_text
 from farandole.data.tokenizer import load_tokenizer
 from farandole.models.generate import generate
 from farandole.models.gpt import build_gpt
-from farandole.models.loss import token_loss
 from farandole.train.config import TrainConfig, saved_config
 from farandole.train.run_folder import TOKENIZER, WEIGHTS, CheckpointError, read_metadata, tokenizer_file
 from farandole.train.tasks import Mean, Task
@@ -70,9 +69,13 @@ class TextTask(Task):
         windows = torch.from_numpy(samples.read(numbers))
         return windows[:, :-1], windows[:, 1:]
 
-    def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Mean:
+    def inputs(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None, Tensor]:
+        """Return the tokens and the next tokens: the model computes the loss, without a tensor of all logits."""
+        return batch[0], None, batch[1]
+
+    def loss(self, output: Mean, batch: tuple[Tensor, Tensor]) -> Mean:
         """Return the summed cross-entropy in nats, and the number of tokens."""
-        return token_loss(output, batch[1])
+        return output
 
     def report(self, model: nn.Module) -> str:
         """Return the configured prompt and the model's continuation."""

@@ -116,7 +116,9 @@ def test_billions_of_parameters_on_the_meta_device() -> None:
     targets = torch.zeros(4 * 2048, dtype=torch.int64)
     kept = saved_bytes(model, tokens, loss=lambda out: F.cross_entropy(out.view(4 * 2048, -1), targets))
     per_token = kept.blocks["2"] / (4 * 2048)
-    assert kept.blocks["1"] == kept.blocks["2"] == kept.blocks["3"] == kept.blocks["4"]
+    assert kept.blocks["2"] == kept.blocks["3"] == kept.blocks["4"]
+    tables = 2 * 2048 * 128 * 4  # sines and cosines of positions, which the first block computes for all
+    assert kept.blocks["1"] == kept.blocks["2"] + tables
     assert 15 < per_token / (4 * config.width) < 25  # about 20 values of fp32 per value of the stream
     assert (
         kept.outside == 8192 * 50_000 * 4 + 8192 * 8 + 4

@@ -18,17 +18,17 @@ from farandole.comm.communicator import Communicator
 from farandole.data.masking import MaskedBatches, Masking
 from farandole.data.sampler import Sampler
 from farandole.data.text import Windows
-from farandole.models.attention import causal_attention, full_attention
+from farandole.models.attention import attention
 from farandole.models.bert import (
     EPSILON,
+    BERTBlock,
     BERTConfig,
-    TransformerBlock,
     bert_config,
     block_generator,
     build_bert,
     initialise,
 )
-from farandole.models.loss import masked_token_loss
+from farandole.models.sequence import SequenceInfo
 from farandole.parallel.engine import Engine
 from tests.pool import Ranks
 
@@ -64,7 +64,7 @@ def test_config_by_name_with_changes() -> None:
         bert_config("BERT-bass")
 
 
-def _as_torch(block: TransformerBlock, config: BERTConfig) -> nn.TransformerEncoderLayer:
+def _as_torch(block: BERTBlock, config: BERTConfig) -> nn.TransformerEncoderLayer:
     layer = nn.TransformerEncoderLayer(
         config.width,
         config.heads,
@@ -105,7 +105,7 @@ def test_layer_matches_torch(padding: bool) -> None:
     real = torch.ones(3, 9, dtype=torch.bool)
     if padding:
         real[0, 5:] = real[2, :1] = False
-    got = ours((inputs[0], real))[0] if padding else ours(inputs[0])
+    got = ours(inputs[0], SequenceInfo(documents=(~real).int()) if padding else None)
     expected = theirs(inputs[1], src_key_padding_mask=~real if padding else None)
     torch.testing.assert_close(got[real], expected[real])
     weight = torch.randn_like(got)[real]
@@ -135,7 +135,6 @@ def test_positions_attend_to_all_others_except_padding() -> None:
     torch.testing.assert_close(model(tokens[:1, :8]), before[:1, :8])
     without = build_bert(SMALL, seed=0)
     torch.testing.assert_close(without(tokens[:1, :8]), before[:1, :8])
-    assert isinstance(model[:-1](tokens), tuple) and isinstance(without[:-1](tokens), Tensor)
 
 
 def test_window_of_only_padding_gives_finite_gradients() -> None:
@@ -144,7 +143,7 @@ def test_window_of_only_padding_gives_finite_gradients() -> None:
         tokens = _tokens(2, 12)
         tokens[1] = 0
         targets = torch.where(tokens == 0, -100, tokens)
-        total, count = masked_token_loss(model[-1], model[:-1](tokens), targets)
+        total, count = model(tokens, None, targets)
         total.backward()
         assert count == 12
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
@@ -162,7 +161,7 @@ def test_segments_differ_and_default_to_0() -> None:
 def test_initial_loss_is_that_of_a_uniform_guess() -> None:
     model = build_bert(replace(SMALL, width=64, feed_forward=256), seed=0)
     tokens = _tokens(64, 16)
-    total, count = masked_token_loss(model[-1], model[:-1](tokens), torch.randint_like(tokens, 97))
+    total, count = model(tokens, None, torch.randint_like(tokens, 97))
     assert total.item() / count == pytest.approx(math.log(97), rel=0.02)
 
 
@@ -185,7 +184,7 @@ def test_initialization_block_by_block_gives_the_same_weights() -> None:
 
 
 def test_initial_weights_depend_on_the_seed_but_not_on_the_type() -> None:
-    half = TransformerBlock(SMALL).bfloat16()
+    half = BERTBlock(SMALL).bfloat16()
     initialise(half, block_generator(7, 1))
     for got, expected in zip(half.parameters(), build_bert(SMALL, seed=7)[1].parameters(), strict=True):
         assert torch.equal(got, expected.bfloat16())
@@ -234,11 +233,12 @@ def test_attention_with_explicit_products(dtype: torch.dtype, padding: bool) -> 
     torch.manual_seed(0)
     qkv = [torch.randn(2, 3, 17, 8, dtype=dtype, requires_grad=True) for _ in range(3)]
     reference = [t.detach().double().requires_grad_() for t in qkv]
-    real = None
+    info = None
     if padding:
-        real = torch.ones(2, 17, dtype=torch.bool)
-        real[0, 11:] = real[1, 3] = False
-    ours, theirs = full_attention(*qkv, real), full_attention(*reference, real)
+        documents = torch.zeros(2, 17, dtype=torch.int64)
+        documents[0, 11:] = documents[1, 3] = 1
+        info = SequenceInfo(documents=documents)
+    ours, theirs = attention(*qkv, info, causal=False), attention(*reference, info, causal=False)
     weight = torch.randn(2, 3, 17, 8)
     (ours * weight).sum().backward()
     (theirs * weight.double()).sum().backward()
@@ -246,7 +246,7 @@ def test_attention_with_explicit_products(dtype: torch.dtype, padding: bool) -> 
     for got, expected in zip(qkv, reference, strict=True):
         assert got.grad is not None and expected.grad is not None
         torch.testing.assert_close(got.grad.double(), expected.grad, atol=0.1, rtol=0.1)
-    assert not torch.allclose(causal_attention(*qkv), ours)
+    assert not torch.allclose(attention(*qkv), ours)
 
 
 def test_attention_dropout_keeps_the_mean() -> None:
@@ -254,7 +254,7 @@ def test_attention_dropout_keeps_the_mean() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         query, key = (torch.randn(300, 2, 8, 4, dtype=dtype, requires_grad=True) for _ in range(2))
         value = torch.ones(300, 2, 8, 4, dtype=dtype)
-        result = full_attention(query, key, value, dropout=0.25).float()
+        result = attention(query, key, value, causal=False, dropout=0.25).float()
         assert result.mean().item() == pytest.approx(1, abs=0.02)
         assert result.std().item() > 0.1
 
@@ -275,7 +275,7 @@ def _train(rank: int, size: int) -> dict[str, Tensor]:
     for _ in range(3):
         inputs, targets = map(torch.from_numpy, batches.next(8, rank, size))
         engine.zero_grad()
-        total, count = masked_token_loss(model[-1], model[:-1](inputs), targets)
+        total, count = model(inputs, None, targets)
         counts = torch.tensor([count])
         comm.all_reduce(counts)
         (total * size / counts.item()).backward()  # gradients are averaged over ranks

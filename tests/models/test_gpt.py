@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from farandole.models.attention import causal_attention
+from farandole.models.attention import attention
 from farandole.models.generate import generate
-from farandole.models.gpt import GPTConfig, TransformerBlock, build_gpt
+from farandole.models.gpt import GPTConfig, build_gpt
+from farandole.models.layers import TransformerBlock
 from farandole.models.loss import next_token_loss
 
 SMALL = GPTConfig(vocabulary=97, context=16, layers=2, heads=2, width=8)
@@ -66,7 +67,7 @@ def test_attention_with_explicit_products(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     qkv = [torch.randn(2, 3, 17, 8, dtype=dtype, requires_grad=True) for _ in range(3)]
     reference = [t.detach().double().requires_grad_() for t in qkv]
-    ours, theirs = causal_attention(*qkv), causal_attention(*reference)
+    ours, theirs = attention(*qkv), attention(*reference)
     weight = torch.randn(2, 3, 17, 8)
     (ours * weight).sum().backward()
     (theirs * weight.double()).sum().backward()

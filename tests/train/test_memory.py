@@ -48,7 +48,7 @@ def test_error_advises_other_changes_if_no_width_fits() -> None:
 
 def test_error_names_a_micro_batch_that_fits() -> None:
     config = load_config(
-        "default", ["batch=64", "plan.precision=fp32", "model.layers=1", "model.context=512"]
+        "default", ["batch=64", "plan.precision=fp32", "model.layers=4", "model.context=512"]
     )
     with pytest.raises(ConfigError, match=r"micro-batches of 32 samples needs .* on 2 ranks") as error:
         check_step(config, 2, 2 << 30)

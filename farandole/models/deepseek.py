@@ -1,0 +1,217 @@
+"""DeepSeek-V3: multi-head latent attention, mixtures of experts with a shared expert, and multi-token prediction.
+
+DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report".  Queries, keys and values are expanded from low-rank latent vectors.  A part of
+each head without positions is separate from a part with rotary positions, whose key all heads share.  The first layers are dense; the others have a
+mixture of experts (`moe.GroupedRouter`).
+
+With `predicted` > 0 the head has modules that predict further tokens in training (section 2.2 of the report): module k combines the hidden state at
+position i with the embedding of token i + k, runs one more layer, and predicts token i + k + 1 with the same embedding and output weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farandole.models.attention import attention
+from farandole.models.layers import (
+    Embedding,
+    GatedFeedForward,
+    Head,
+    RMSNorm,
+    TransformerBlock,
+    initialize,
+)
+from farandole.models.loss import head_loss
+from farandole.models.moe import Experts, GroupedRouter, MixtureOfExperts
+from farandole.models.rotary import Rotary
+from farandole.models.sequence import SequenceInfo, Transformer
+
+
+@dataclass(frozen=True)
+class DeepSeekConfig:
+    """The shape of a DeepSeek-V3.
+
+    Args:
+        inner: the width of the feed-forward network of dense layers.
+        query_rank, kv_rank: the widths of the latent vectors; query_rank=0 projects queries directly.
+        plain_width, rotary: the part of a query or key head without positions, and the rotary positions of the other part.
+        value_width: the width of a value head.
+        dense: the number of dense layers at the beginning.
+        experts, top, groups, top_groups, normalized, route_scale: as in `moe.GroupedRouter`.
+        shared: the number of shared experts, which are one network of `shared` times the width.
+        expert_inner: the width of an expert.
+        attention_scale: a factor of the attention scores, besides 1 / sqrt(width of a head).
+        predicted: the number of modules that predict further tokens.
+        predicted_weight: the factor of the mean of their losses.
+    """
+
+    vocabulary: int
+    layers: int
+    heads: int
+    width: int
+    inner: int
+    rotary: Rotary
+    query_rank: int
+    kv_rank: int
+    plain_width: int
+    value_width: int
+    experts: int
+    expert_inner: int
+    top: int
+    dense: int = 0
+    shared: int = 1
+    groups: int = 1
+    top_groups: int = 1
+    normalized: bool = True
+    route_scale: float = 1.0
+    attention_scale: float = 1.0
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    activation: str = "silu"
+    epsilon: float = 1e-6
+    tied: bool = False
+    predicted: int = 0
+    predicted_weight: float = 0.3
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention."""
+
+    def __init__(self, config: DeepSeekConfig) -> None:
+        super().__init__()
+        norm, bias = partial(RMSNorm, epsilon=config.epsilon), config.attention_bias
+        self.plain, self.value_width, self.rotary = config.plain_width, config.value_width, config.rotary
+        head_width = self.plain + config.rotary.width
+        self.scale = head_width**-0.5 * config.attention_scale
+        self.dropout = config.attention_dropout
+        if config.query_rank:
+            self.query_down = nn.Linear(config.width, config.query_rank, bias=bias)
+            self.norm_query = norm(config.query_rank)
+        self.query = nn.Linear(config.query_rank or config.width, config.heads * head_width, bias=False)
+        self.kv_down = nn.Linear(config.width, config.kv_rank + config.rotary.width, bias=bias)
+        self.norm_kv = norm(config.kv_rank)
+        self.kv = nn.Linear(config.kv_rank, config.heads * (self.plain + self.value_width), bias=False)
+        self.out = nn.Linear(config.heads * self.value_width, config.width, bias=bias)
+
+    def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
+        """Map (batch, positions, width) to the same shape."""
+        info = info or SequenceInfo()
+        batch, positions, _ = x.shape
+        latent = self.norm_query(self.query_down(x)) if hasattr(self, "query_down") else x
+        head_width = self.plain + self.rotary.width
+        query = self.query(latent).view(batch, positions, -1, head_width).transpose(1, 2)
+        compressed, shared_key = self.kv_down(x).split((self.norm_kv.weight.shape[0], self.rotary.width), -1)
+        expanded = self.kv(self.norm_kv(compressed))
+        expanded = expanded.view(batch, positions, -1, self.plain + self.value_width).transpose(1, 2)
+        plain_key, value = expanded.split((self.plain, self.value_width), -1)
+        rotated_key = self.rotary(shared_key[:, None], info).expand(-1, expanded.shape[1], -1, -1)
+        query = torch.cat((query[..., : self.plain], self.rotary(query[..., self.plain :], info)), -1)
+        key = torch.cat((plain_key, rotated_key), -1)
+        if info.cache is not None:
+            key, value = info.cache.append(self, key, value)
+        dropout = self.dropout if self.training else 0.0
+        mixed = attention(query, key, value, info, scale=self.scale, dropout=dropout)
+        result: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, positions, -1))
+        return result
+
+
+def _layer(config: DeepSeekConfig, number: int) -> TransformerBlock:
+    if number < config.dense:
+        feed_forward: nn.Module = GatedFeedForward(config.width, config.inner, config.activation)
+    else:
+        inner = config.shared * config.expert_inner
+        feed_forward = MixtureOfExperts(
+            GroupedRouter(
+                config.width,
+                config.experts,
+                config.top,
+                config.groups,
+                config.top_groups,
+                config.normalized,
+                config.route_scale,
+            ),
+            Experts(config.experts, config.width, config.expert_inner, config.activation),
+            GatedFeedForward(config.width, inner, config.activation) if inner else None,
+        )
+    norm = partial(RMSNorm, epsilon=config.epsilon)
+    return TransformerBlock(config.width, norm, LatentAttention(config), feed_forward)
+
+
+class TokenPrediction(nn.Module):
+    """Predicts one token further: a layer on the concatenation of the next token's embedding and the hidden state."""
+
+    def __init__(self, config: DeepSeekConfig) -> None:
+        super().__init__()
+        norm = partial(RMSNorm, epsilon=config.epsilon)
+        self.norm_embedding, self.norm_hidden = norm(config.width), norm(config.width)
+        self.project = nn.Linear(2 * config.width, config.width, bias=False)
+        self.layer = _layer(config, config.layers)
+        self.norm = norm(config.width)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, info: SequenceInfo) -> Tensor:
+        """Map hidden states and the embeddings of the next tokens, (batch, positions, width), to hidden states."""
+        both = torch.cat((self.norm_embedding(embedded), self.norm_hidden(hidden)), -1)
+        result: Tensor = self.layer(self.project(both), info)
+        return result
+
+
+class PredictionHead(Head):
+    """A head that also trains modules for further tokens; they are unused without `targets`."""
+
+    def __init__(self, config: DeepSeekConfig, embedding: Tensor) -> None:
+        norm = partial(RMSNorm, epsilon=config.epsilon)
+        super().__init__(config.width, config.vocabulary, norm, embedding if config.tied else None)
+        self.embedding = embedding
+        self.predictions = nn.ModuleList(TokenPrediction(config) for _ in range(config.predicted))
+        self.predicted_weight = config.predicted_weight
+
+    def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
+        """Map (batch, positions, width) to logits, or with `targets` to the summed loss and the number of targets.
+
+        Target i is token i + 1, so the embeddings of further tokens follow from the targets.  The loss of module k has the targets shifted by
+        k positions within a document; its sum counts as much per target as the loss of the next token.
+        """
+        if targets is None or not self.predictions:
+            return super().forward(x, info, targets)
+        info = info or SequenceInfo()
+        total, count = super().forward(x, info, targets)
+        documents = info.documents
+        here, hidden, further = targets, self.norm(x), x.new_zeros((), dtype=torch.float32)
+        for prediction in self.predictions:
+            assert isinstance(prediction, TokenPrediction)
+            embedded = nn.functional.embedding(here.clamp(min=0), self.embedding)
+            hidden = prediction(hidden, embedded, info)
+            following = torch.full_like(here, -1)
+            following[:, :-1] = here[:, 1:]
+            if documents is not None:
+                following[:, :-1] = following[:, :-1].where(documents[:, 1:] == documents[:, :-1], -1)
+            here = following.where(here >= 0, -1)
+            loss, some = head_loss(hidden, here, self.weight, before=prediction.norm)
+            further = further + loss * (count / max(1, some))
+        return total + self.predicted_weight * further / len(self.predictions), count
+
+
+def deepseek(config: DeepSeekConfig) -> Transformer:
+    """Return a DeepSeek-V3 whose weights torch's layers have initialized."""
+    embedding = Embedding(config.vocabulary, config.width)
+    blocks = [_layer(config, number) for number in range(config.layers)]
+    if config.predicted:
+        head: nn.Module = PredictionHead(config, embedding.tokens.weight)
+    else:
+        weight = embedding.tokens.weight if config.tied else None
+        head = Head(config.width, config.vocabulary, partial(RMSNorm, epsilon=config.epsilon), weight)
+    model = Transformer(embedding, *blocks, head)
+    model.config = config
+    return model
+
+
+def build_deepseek(config: DeepSeekConfig) -> Transformer:
+    """Return a DeepSeek-V3 with initial weights drawn from torch's global generator."""
+    model = deepseek(config)
+    initialize(model)
+    return model

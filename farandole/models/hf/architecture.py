@@ -1,0 +1,143 @@
+"""What a family of models consists of: a configuration, a builder, and a table of tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from farandole.models.hf.fields import Fields, FolderError
+from farandole.models.hf.mapping import Table
+from farandole.models.rotary import Rotary
+from farandole.models.sequence import Transformer
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family of models.
+
+    Args:
+        name: the `model_type` of configurations.
+        classes: the classes of `transformers` that a folder may name; the first is the default, and any other must have the same
+            tensors.
+        config: the type of the model's configuration.
+        read: return the model's configuration from the fields of a configuration.
+        write: return the fields for a model's configuration.
+        build: return the model.
+        table: return the table of tensors.
+        matches: whether a configuration of type `config` is of this family, if several families have this type.
+        adapt: return the configuration for a folder with these tensors, if some are optional.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    config: type
+    read: Callable[[Fields], Any]
+    write: Callable[[Any], dict[str, Any]]
+    build: Callable[[Any], Transformer]
+    table: Callable[[Any], Table]
+    matches: Callable[[Any], bool] = lambda config: True
+    adapt: Callable[[Any, Collection[str]], Any] = lambda config, names: config
+
+
+REGISTRY: dict[str, Architecture] = {}
+"""All families by name."""
+
+
+def register(architecture: Architecture) -> None:
+    """Add a family, or replace the family of the same name."""
+    REGISTRY[architecture.name] = architecture
+
+
+# ---- rotary positions ----
+
+
+def read_rotary(fields: Fields, width: int, *, base: float = 10_000.0, interleaved: bool = False) -> Rotary:
+    """Return the rotary positions of a configuration, for heads of `width` values.
+
+    Reads `rope_parameters` (transformers 5) or `rope_theta`, `rope_scaling` and `partial_rotary_factor` (earlier).
+
+    Raises:
+        FolderError: if the scaling is not supported.
+    """
+    found = dict(fields.take("rope_parameters", None, kind=dict) or {})
+    older = dict(fields.take("rope_scaling", None, kind=dict) or {})
+    theta = fields.take("rope_theta", base, kind=float)
+    share = fields.take("partial_rotary_factor", 1.0, kind=float)
+    context = fields.take("max_position_embeddings", None, kind=int)
+    own = Fields({**older, **found}, f"{fields.where}, rope_parameters,")
+    kind = own.take("rope_type", None, kind=str) or own.take("type", "default", kind=str)
+    own.skip("type")
+    theta = own.take("rope_theta", theta, kind=float)
+    share = own.take("partial_rotary_factor", share, kind=float)
+    options: dict[str, Any] = {"base": float(theta), "interleaved": interleaved}
+    if kind == "linear":
+        options |= {"scaling": kind, "factor": float(own.take("factor", kind=float))}
+    elif kind == "dynamic":
+        own.skip("original_max_position_embeddings")
+        options |= {
+            "scaling": kind,
+            "factor": float(own.take("factor", kind=float)),
+            "original": _context(fields),
+        }
+    elif kind == "llama3":
+        options |= {
+            "scaling": kind,
+            "factor": float(own.take("factor", kind=float)),
+            "original": own.size("original_max_position_embeddings"),
+            "slow": float(own.take("low_freq_factor", kind=float)),
+            "fast": float(own.take("high_freq_factor", kind=float)),
+        }
+    elif kind == "yarn":
+        original = own.size("original_max_position_embeddings", context)
+        factor = float(own.take("factor", (context or original) / original, kind=float))
+        magnitude = own.take("attention_factor", None, kind=float)
+        one, all_widths = (own.take(name, None, kind=float) for name in ("mscale", "mscale_all_dim"))
+        if magnitude is None:
+            magnitude = yarn_magnitude(factor)
+            if one and all_widths:
+                magnitude = yarn_magnitude(factor, one) / yarn_magnitude(factor, all_widths)
+        options |= {
+            "scaling": kind,
+            "factor": factor,
+            "original": original,
+            "slow": float(own.take("beta_slow", 1.0, kind=float)),
+            "fast": float(own.take("beta_fast", 32.0, kind=float)),
+            "magnitude": float(magnitude),
+            "truncate": own.take("truncate", True, kind=bool),
+        }
+    elif kind != "default":
+        raise FolderError(
+            f"{own.where} has rope_type={kind!r}, which is not supported "
+            "(supported: default, linear, dynamic, yarn, llama3)"
+        )
+    own.finish()
+    return Rotary(int(width * share), **options)
+
+
+def _context(fields: Fields) -> int:
+    return fields.size("max_position_embeddings")
+
+
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """Return the factor of sines and cosines that YaRN recommends for an extension by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def write_rotary(rotary: Rotary, width: int) -> dict[str, Any]:
+    """Return `rope_parameters`, and the fields for earlier versions of transformers."""
+    found: dict[str, Any] = {"rope_type": rotary.scaling or "default", "rope_theta": rotary.base}
+    if rotary.width != width:
+        found["partial_rotary_factor"] = rotary.width / width
+    if rotary.scaling is not None:
+        found["factor"] = rotary.factor
+    if rotary.scaling in ("yarn", "llama3"):
+        found["original_max_position_embeddings"] = rotary.original
+    if rotary.scaling == "yarn":
+        found |= {"beta_slow": rotary.slow, "beta_fast": rotary.fast, "attention_factor": rotary.magnitude}
+        found |= {} if rotary.truncate else {"truncate": False}
+    if rotary.scaling == "llama3":
+        found |= {"low_freq_factor": rotary.slow, "high_freq_factor": rotary.fast}
+    context = {"max_position_embeddings": rotary.original} if rotary.scaling == "dynamic" else {}
+    return {"rope_parameters": found, **context}

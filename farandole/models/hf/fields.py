@@ -1,0 +1,166 @@
+"""Read a configuration field by field, so that no field is ignored unnoticed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+_MISSING = object()
+
+NEUTRAL = frozenset(
+    {
+        # descriptions of files and programs
+        "_name_or_path",
+        "_commit_hash",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "model_type",
+        "name_or_path",
+        "torch_dtype",
+        "transformers_version",
+        # token numbers, and the use of a model
+        "bos_token_id",
+        "cls_token_id",
+        "decoder_start_token_id",
+        "eos_token_id",
+        "mask_token_id",
+        "output_past",
+        "pad_token_id",
+        "sep_token_id",
+        "task_specific_params",
+        "tokenizer_class",
+        "use_cache",
+        # initial weights, training, and other heads
+        "classifier_dropout",
+        "gradient_checkpointing",
+        "id2label",
+        "initializer_factor",
+        "initializer_range",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        # how transformers computes, with the same result
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_experts_implementation",
+        "attn_implementation",
+        "chunk_size_feed_forward",
+        "output_attentions",
+        "output_hidden_states",
+        "pretraining_tp",
+        "return_dict",
+        "return_dict_in_generate",
+        "torchscript",
+        "use_bfloat16",
+        "use_return_dict",
+        # settings of generation in folders written before generation_config.json existed
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "n_ctx",
+        "prefix",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "suppress_tokens",
+        "temperature",
+        "tf_legacy_loss",
+        "top_k",
+        "top_p",
+        "typical_p",
+    }
+)
+"""Fields that do not change the function that a model computes."""
+
+
+class FolderError(ValueError):
+    """A folder cannot be read as a model: a file is missing or damaged, or a feature is not supported.  The message names it."""
+
+
+class Fields:
+    """The fields of a configuration; `finish` refuses the fields that were not read.
+
+    Args:
+        values: the fields.
+        where: the name of the file in messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values, self.where = values, where
+        self._read: set[str] = set()
+
+    def take(self, name: str, default: Any = _MISSING, *, kind: type | tuple[type, ...] | None = None) -> Any:
+        """Return a field, or `default` if it is missing or null.
+
+        Raises:
+            FolderError: if a field without a default is missing, or a field has another type than `kind`.
+        """
+        self._read.add(name)
+        value = self.values.get(name)
+        if value is None:
+            if default is _MISSING:
+                raise FolderError(f"{self.where} has no {name}")
+            return default
+        expected = (int, float) if kind is float else kind
+        wrong = isinstance(value, bool) and kind is not bool
+        if expected is not None and (wrong or not isinstance(value, expected)):
+            raise FolderError(
+                f"{self.where} has {name}={value!r}: expected {getattr(kind, '__name__', kind)}"
+            )
+        return value
+
+    def size(self, name: str, default: Any = _MISSING) -> int:
+        """Return a field that is an integer of at least 1.
+
+        Raises:
+            FolderError: if it is another value.
+        """
+        value: int = self.take(name, default, kind=int)
+        if value is not None and value < 1:
+            raise FolderError(f"{self.where} has {name}={value}: expected at least 1")
+        return value
+
+    def one_of(self, name: str, *supported: Any) -> Any:
+        """Return a field, of which only some values are supported; the first is the default.
+
+        Raises:
+            FolderError: if it has another value.
+        """
+        value = self.take(name, supported[0])
+        if value not in supported:
+            near = difflib.get_close_matches(str(value), [str(each) for each in supported], 1)
+            hint = f"; nearest: {near[0]}" if near else ""
+            listed = ", ".join(repr(each) for each in supported)
+            raise FolderError(
+                f"{self.where} has {name}={value!r}, which is not supported (supported: {listed}{hint})"
+            )
+        return value
+
+    def skip(self, *names: str) -> None:
+        """Accept fields that have no effect on the model, or repeat others."""
+        self._read.update(names)
+
+    def finish(self) -> None:
+        """Raise FolderError if there are fields that were not read and are not neutral."""
+        unread = {
+            name: value
+            for name, value in self.values.items()
+            if name not in self._read and name not in NEUTRAL and value is not None
+        }
+        if unread:
+            listed = ", ".join(f"{name}={value!r}" for name, value in sorted(unread.items()))
+            raise FolderError(f"{self.where} has unsupported fields: {listed}")

@@ -1,0 +1,343 @@
+"""Read parts of safetensors files at the bandwidth of the disk, and write such files piece by piece.
+
+A file has the length of its header (8 bytes), a header in JSON (name -> type, shape and byte offsets), and the tensors.  The safetensors library
+reads a whole tensor or a slice into new memory.  Here the bytes go into the memory where they are needed, in parallel.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from farandole.models.hf.fields import FolderError
+from farandole.models.hf.mapping import Box, volume
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+_READ_BYTES = 8 << 20
+"""The size of a read: enough for the bandwidth of a disk, and small enough that threads share the work evenly."""
+
+_THREADS = min(4, 2 * (os.cpu_count() or 1))
+
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""The names of types in the format."""
+
+_TYPES = {code: dtype for dtype, code in CODES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file; `offset` is the position of its first byte."""
+
+    file: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Read:
+    """Reads the `box` of a stored tensor into `target`, which has the shape of the box and any type."""
+
+    entry: Entry
+    box: Box
+    target: Tensor
+
+
+def open_folder(folder: Path) -> dict[str, Entry]:
+    """Return the tensors in the safetensors files of a folder.
+
+    Raises:
+        FolderError: if a file is missing, truncated or damaged.
+    """
+    if not folder.is_dir():
+        raise FolderError(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}")
+    index, single = folder / INDEX, folder / WEIGHTS
+    if index.exists():
+        try:
+            places = json.loads(index.read_text())["weight_map"]
+            wanted = sorted(set(places.values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FolderError(f"{index} is damaged: {error!r}") from None
+        missing = [name for name in wanted if not (folder / name).is_file()]
+        if missing:
+            raise FolderError(
+                f"{folder} is incomplete: {', '.join(missing)} of {len(wanted)} files are missing"
+            )
+        entries = {name: entry for file in wanted for name, entry in read_header(folder / file).items()}
+        absent = [name for name in places if name not in entries]
+        if absent:
+            raise FolderError(f"{index} lists {absent[0]}, which {places[absent[0]]} does not contain")
+        return entries
+    if single.exists():
+        return read_header(single)
+    pickled = [path.name for path in folder.glob("pytorch_model*.bin")]
+    hint = (
+        f"; {pickled[0]} is a pickle, which is not loaded: convert it with save_pretrained of transformers"
+        if pickled
+        else ""
+    )
+    raise FolderError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Return the tensors in a safetensors file.
+
+    Raises:
+        FolderError: if the file cannot be read, is truncated or damaged.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise FolderError(f"{path} is truncated: its header has {length} bytes, and the file {size}")
+            header: dict[str, Any] = json.loads(file.read(length))
+    except OSError as error:
+        raise FolderError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        if isinstance(error, FolderError):
+            raise
+        raise FolderError(f"{path} is damaged: its header is not JSON") from None
+    entries: dict[str, Entry] = {}
+    for name, found in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            start, end = found["data_offsets"]
+            dtype, shape = _TYPES.get(found["dtype"]), tuple(found["shape"])
+        except (KeyError, TypeError, ValueError):
+            raise FolderError(f"{path} is damaged: {name} has no type, shape or offsets") from None
+        if dtype is None:
+            raise FolderError(f"{path}: {name} has type {found['dtype']}, which is not supported")
+        entry = Entry(path, 8 + length + start, dtype, shape)
+        if end - start != entry.nbytes:
+            raise FolderError(
+                f"{path} is damaged: {name} of {found['dtype']} and shape {list(shape)} has {end - start} bytes"
+            )
+        if 8 + length + end > size:
+            raise FolderError(
+                f"{path} is truncated: {name} ends at byte {8 + length + end}, and the file at {size}"
+            )
+        entries[name] = entry
+    return entries
+
+
+# ---- reading ----
+
+
+def read(reads: Iterable[Read], progress: Callable[[int], None] | None = None) -> None:
+    """Perform reads, in the order of the files, with several threads.
+
+    Args:
+        progress: called with the number of bytes of each finished read, from the calling thread.
+
+    Raises:
+        FolderError: if a file ends early or cannot be read.
+    """
+    opened: dict[Path, BinaryIO] = {}
+    mapped: dict[Path, Tensor] = {}
+    try:
+        tasks: list[tuple[Callable[..., None], tuple[Any, ...], int]] = []
+        for each in sorted(reads, key=lambda r: (r.entry.file, r.entry.offset)):
+            if not volume(each.box):
+                continue
+            path = each.entry.file
+            if path not in opened:
+                opened[path] = path.open("rb", buffering=0)
+            start = _start_if_contiguous(each.entry.shape, each.box)
+            if start is not None:
+                tasks += _contiguous(opened[path].fileno(), each, start)
+            else:
+                if path not in mapped:
+                    mapped[path] = _map(opened[path])
+                tasks.append((_strided, (mapped[path], each), volume(each.box) * each.entry.dtype.itemsize))
+        with ThreadPoolExecutor(_THREADS) as pool:
+            running = [
+                (pool.submit(_without_gradients, call, *arguments), nbytes)
+                for call, arguments, nbytes in tasks
+            ]
+            try:
+                for future, nbytes in running:
+                    future.result()
+                    if progress is not None:
+                        progress(nbytes)
+            except BaseException:
+                for future, _ in running:
+                    future.cancel()
+                raise
+    except OSError as error:
+        raise FolderError(
+            f"{error.filename or 'a file of the model'} cannot be read: {error.strerror}"
+        ) from None
+    finally:
+        mapped.clear()
+        for file in opened.values():
+            file.close()
+
+
+def _without_gradients(call: Callable[..., None], *arguments: Any) -> None:
+    with torch.no_grad():  # a setting of each thread
+        call(*arguments)
+
+
+def _start_if_contiguous(shape: Sequence[int], box: Box) -> int | None:
+    """Return the first element of a box that is contiguous in a tensor of `shape`, else None."""
+    start, stride, partial = 0, 1, False
+    for length, (a, b) in zip(reversed(shape), reversed(box), strict=True):
+        if partial and b - a != 1:
+            return None
+        start += a * stride
+        stride *= length
+        partial = partial or (a, b) != (0, length)
+    return start
+
+
+def _contiguous(file: int, each: Read, start: int) -> list[tuple[Callable[..., None], tuple[Any, ...], int]]:
+    """Return the tasks that read a contiguous box."""
+    entry, target = each.entry, each.target
+    size, offset, count = entry.dtype.itemsize, entry.offset + start * entry.dtype.itemsize, target.numel()
+    direct = target.dtype == entry.dtype and target.is_contiguous() and target.device.type == "cpu"
+    if direct:
+        flat = target.detach().reshape(-1).view(torch.uint8)
+        return [
+            (
+                _into,
+                (file, entry.file, offset + at, flat[at : at + _READ_BYTES]),
+                min(_READ_BYTES, count * size - at),
+            )
+            for at in range(0, count * size, _READ_BYTES)
+        ]
+    if target.dim() == 0:
+        target = target[None]
+    rows = max(1, _READ_BYTES // max(1, size * (count // len(target))))
+    row_bytes = size * (count // len(target))
+    return [
+        (_converted, (file, entry, offset + at * row_bytes, target[at : at + rows]), rows * row_bytes)
+        for at in range(0, len(target), rows)
+    ]
+
+
+def _into(file: int, path: Path, offset: int, target: Tensor) -> None:
+    """Read bytes into a contiguous tensor of uint8."""
+    view = memoryview(target.numpy().data)
+    while view:
+        count = os.preadv(file, [view], offset)
+        if count == 0:
+            raise FolderError(f"{path} is truncated: it ends at byte {offset}")
+        view, offset = view[count:], offset + count
+
+
+def _converted(file: int, entry: Entry, offset: int, target: Tensor) -> None:
+    """Read elements into a tensor of another type, layout or device."""
+    buffer = torch.empty(target.shape, dtype=entry.dtype)
+    _into(file, entry.file, offset, buffer.reshape(-1).view(torch.uint8))
+    target.detach().copy_(buffer)
+
+
+def _map(file: BinaryIO) -> Tensor:
+    # a private writable mapping: torch warns about read-only memory
+    return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+
+
+def _strided(mapped: Tensor, each: Read) -> None:
+    """Copy a box that is not contiguous in its file."""
+    entry = each.entry
+    data = mapped[entry.offset : entry.offset + entry.nbytes]
+    if entry.offset % entry.dtype.itemsize:
+        data = data.clone()
+    stored = data.view(entry.dtype).view(entry.shape)
+    each.target.detach().copy_(stored[tuple(slice(a, b) for a, b in each.box)])
+
+
+# ---- writing ----
+
+
+def divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Return names in groups of together at most `limit` bytes, or of one name."""
+    groups: list[list[str]] = []
+    used = 0
+    for name, size in sizes.items():
+        if not groups or used + size > limit:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    return groups
+
+
+def file_names(count: int) -> list[str]:
+    """Return the names of `count` files of a model."""
+    return [WEIGHTS] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+
+
+def index_of(files: Mapping[str, Sequence[str]], nbytes: int) -> str:
+    """Return the index of several files, in JSON."""
+    places = {name: file for file, names in files.items() for name in names}
+    return json.dumps(
+        {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(places.items()))}, indent=2
+    )
+
+
+def write_file(
+    path: Path,
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    values: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    batch_bytes: int = 32 << 20,
+) -> None:
+    """Write a safetensors file, a few tensors at a time.
+
+    Args:
+        tensors: the type and shape of each tensor.
+        values: returns the values of some tensors, called once for each tensor.
+        batch_bytes: the approximate size of the tensors of a call.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1][0].itemsize))  # aligned in the file
+    sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + sizes[name]
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for names in divide(sizes, batch_bytes):
+            found = values(names)
+            for name in names:
+                tensor = found[name].detach().to("cpu", tensors[name][0]).contiguous()
+                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,124 @@
+"""The correspondence of a model's tensors to the tensors in a Hugging Face folder, for reading and for writing.
+
+    table = Table()
+    table.copy("0.tokens.weight", "model.embed_tokens.weight")
+    table.rows("1.attention.qkv.weight", {"...q_proj.weight": 64, "...k_proj.weight": 16, "...v_proj.weight": 16})
+
+Each tensor of a folder fills a box of one tensor of the model, as it is or transposed.  Therefore any box of a model's tensor can be read without the
+rest, and any tensor of a folder can be written from the boxes that ranks store.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Box = tuple[tuple[int, int], ...]
+"""A range `(start, end)` for each dimension of a tensor."""
+
+Index = int | tuple[int, int]
+"""A number in a dimension that the tensor of the folder does not have, or a range `(start, end)`."""
+
+
+def volume(box: Box) -> int:
+    """Return the number of elements of a box."""
+    return math.prod(end - start for start, end in box)
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """Return the common elements of two boxes, or None if there are none."""
+    common = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return common if all(start < end for start, end in common) else None
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tensor `name` of a folder, which fills the box `index` of a tensor of the model; further dimensions are complete."""
+
+    name: str
+    index: tuple[Index, ...] = ()
+    transposed: bool = False
+
+    def box(self, shape: Sequence[int]) -> Box:
+        """Return the box in a tensor of `shape`."""
+        ranges = [(each, each + 1) if isinstance(each, int) else each for each in self.index]
+        return (*ranges, *((0, length) for length in shape[len(ranges) :]))
+
+    def dropped(self) -> int:
+        """Return the number of leading dimensions that the tensor of the folder does not have."""
+        return sum(isinstance(each, int) for each in self.index)
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the tensor of the folder, for a tensor of the model with `shape`."""
+        own = tuple(end - start for start, end in self.box(shape))[self.dropped() :]
+        return (*own[:-2], own[-1], own[-2]) if self.transposed else own
+
+
+@dataclass
+class Table:
+    """The parts of each tensor of a model.
+
+    Args:
+        prefix: the part of all names that a folder of the model without its head omits.
+        ignored: regular expressions of tensors of a folder that the model does not have.
+        renamed: pairs of a regular expression and its replacement, which lead from names of older files to the names of the table.
+    """
+
+    prefix: str = ""
+    ignored: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
+    _known: set[str] = field(default_factory=set, init=False, repr=False)
+    _known_parts: int = field(default=0, init=False, repr=False)
+
+    def copy(self, ours: str, theirs: str, *, transposed: bool = False) -> None:
+        """Map a tensor to one tensor of the folder."""
+        self.parts[ours] = (Part(theirs, (), transposed),)
+
+    def rows(self, ours: str, theirs: Mapping[str, int]) -> None:
+        """Map a tensor to the concatenation of tensors with given numbers of rows."""
+        self.parts[ours] = tuple(Part(name, (span,)) for name, span in _spans(theirs))
+
+    def stack(self, ours: str, theirs: Sequence[Mapping[str, int]]) -> None:
+        """Map a tensor to a stack, each member of which is a concatenation of tensors with given numbers of rows."""
+        self.parts[ours] = tuple(
+            Part(name, (number, span)) for number, rows in enumerate(theirs) for name, span in _spans(rows)
+        )
+
+    def linear(self, ours: str, theirs: str, *, bias: bool = False, transposed: bool = False) -> None:
+        """Map a linear layer or a normalization to one of the folder."""
+        self.copy(f"{ours}.weight", f"{theirs}.weight", transposed=transposed)
+        if bias:
+            self.copy(f"{ours}.bias", f"{theirs}.bias")
+
+    def linears(self, ours: str, theirs: Mapping[str, int], *, bias: bool = False) -> None:
+        """Map a fused linear layer to layers of the folder with given numbers of outputs."""
+        for kind in ("weight", "bias") if bias else ("weight",):
+            self.rows(f"{ours}.{kind}", {f"{name}.{kind}": rows for name, rows in theirs.items()})
+
+    def is_ignored(self, name: str) -> bool:
+        """Return whether a tensor of the folder has no place in the model."""
+        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+
+    def standard(self, name: str) -> str:
+        """Return the name in the table for a name of a folder, which may be old or lack the prefix."""
+        for pattern, replacement in self.renamed:
+            name = re.sub(pattern, replacement, name)
+        if self.prefix and not name.startswith(self.prefix) and self._is_known(self.prefix + name):
+            return self.prefix + name
+        return name
+
+    def _is_known(self, name: str) -> bool:
+        if self._known_parts != len(self.parts):
+            self._known = {part.name for parts in self.parts.values() for part in parts}
+            self._known_parts = len(self.parts)
+        return name in self._known
+
+
+def _spans(rows: Mapping[str, int]) -> Iterator[tuple[str, tuple[int, int]]]:
+    start = 0
+    for name, count in rows.items():
+        yield name, (start, start + count)
+        start += count

@@ -1,0 +1,466 @@
+"""Create a model from a Hugging Face folder, read its weights at once or on demand, and write such folders."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farandole.models.hf import decoders as _decoders  # noqa: F401 - registers families
+from farandole.models.hf import encoders as _encoders  # noqa: F401
+from farandole.models.hf.architecture import REGISTRY, Architecture
+from farandole.models.hf.fields import Fields, FolderError
+from farandole.models.hf.files import (
+    INDEX,
+    Entry,
+    Read,
+    divide,
+    file_names,
+    index_of,
+    open_folder,
+    read,
+    write_file,
+)
+from farandole.models.hf.mapping import Box, Part, Table, overlap, volume
+from farandole.models.sequence import Transformer
+
+CONFIG = "config.json"
+
+COPIED = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Files of a folder that belong to its tokenizer or its use, and are copied with a model."""
+
+Request = tuple[str, Box, Tensor]
+"""The name of a tensor of the model, a box of it, and the tensor of this shape to read it into."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """The origin of a model, which `save_pretrained` needs.
+
+    Args:
+        architecture: the family.
+        config: the model's configuration.
+        values: the fields of the folder's configuration, or those for a new folder.
+        folder: the folder that the model was created from, or None.
+    """
+
+    architecture: Architecture
+    config: Any
+    values: Mapping[str, Any]
+    folder: Path | None = None
+
+    @property
+    def table(self) -> Table:
+        """The table of tensors."""
+        return self.architecture.table(self.config)
+
+
+def from_pretrained(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    lazy: bool = False,
+    classes: int | None = None,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+    **changes: Any,
+) -> Transformer:
+    """Return the model in a Hugging Face folder.
+
+    Args:
+        folder: a folder with `config.json` and safetensors files.
+        dtype: the type of floating-point weights, by default torch's default type, fp32.
+        lazy: return a model on the meta device.  `farandole.parallelize` then reads only the parts that each rank stores.
+        classes: give the model a classifier with this number of classes.  Weights that the folder does not have are drawn from `seed`.
+        progress: called with the bytes read so far and in total.
+        changes: fields of the model's configuration that do not change its tensors, such as dropout=0.1.
+
+    Returns:
+        A model on torch's default device, in training mode.
+
+    Raises:
+        FolderError: if a file is missing, damaged or incomplete, or the configuration has an unsupported field.
+    """
+    path = Path(folder).expanduser()
+    origin, entries = _open(path, classes, changes)
+    device = torch.get_default_device()
+    with torch.device("meta"):
+        model = origin.architecture.build(origin.config)
+    model = model.to(dtype or torch.get_default_dtype())
+    weights = Weights(origin, entries, model, seed, optional=classes is not None)
+    model.pretrained = origin  # type: ignore[assignment]
+    if lazy:
+        model.weight_source = weights  # type: ignore[assignment]
+        return model
+    _allocate(model, device)
+    weights.read(
+        [
+            (name, tuple((0, length) for length in tensor.shape), tensor.detach())
+            for name, tensor in tensors_of(model).items()
+        ],
+        progress,
+    )
+    return model
+
+
+def read_config(folder: str | Path) -> Pretrained:
+    """Return the family and the configuration of a folder, without its weights.
+
+    Raises:
+        FolderError: if `config.json` is missing or damaged, or has an unsupported field.
+    """
+    path = Path(folder).expanduser()
+    file = path / CONFIG
+    try:
+        values = json.loads(file.read_text())
+    except FileNotFoundError:
+        found = "does not exist" if not path.exists() else f"has no {CONFIG}"
+        raise FolderError(f"{path} {found}: expected a Hugging Face model folder") from None
+    except (OSError, ValueError) as error:
+        raise FolderError(f"{file} is damaged: {error}") from None
+    if not isinstance(values, dict):
+        raise FolderError(f"{file} is damaged: expected a JSON object")
+    name = values.get("model_type")
+    if name not in REGISTRY:
+        near = difflib.get_close_matches(str(name), REGISTRY, 1)
+        hint = f"; nearest: {near[0]}" if near else ""
+        raise FolderError(
+            f"{file} has model_type={name!r}, which is not supported{hint} (supported: {', '.join(REGISTRY)})"
+        )
+    architecture = REGISTRY[name]
+    named = values.get("architectures") or [architecture.classes[0]]
+    unknown = [each for each in named if each not in architecture.classes]
+    if unknown:
+        raise FolderError(
+            f"{file} has architectures={named}, which is not supported (supported: {', '.join(architecture.classes)})"
+        )
+    if values.get("quantization_config") is not None:
+        raise FolderError(f"{file} has a quantization_config: quantized weights are not supported")
+    found_fields = Fields(values, str(file))
+    found_fields.skip("quantization_config", "tie_word_embeddings")
+    try:
+        config = architecture.read(found_fields)
+    except FolderError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise FolderError(f"{file}: {error}") from None
+    found_fields.finish()
+    return Pretrained(architecture, config, values, path)
+
+
+def _open(
+    folder: Path, classes: int | None, changes: Mapping[str, Any]
+) -> tuple[Pretrained, dict[str, Entry]]:
+    origin = read_config(folder)
+    entries = open_folder(folder)
+    config = origin.architecture.adapt(origin.config, entries)
+    values = dict(origin.values)
+    if classes is not None:
+        if not hasattr(config, "classes"):
+            raise FolderError(f"classes={classes} for a {origin.architecture.name}: expected a bert or vit")
+        config = replace(config, classes=classes)
+        written = origin.architecture.write(config)
+        values |= {k: v for k, v in written.items() if k in ("architectures", "id2label", "label2id")}
+    known = {field.name for field in fields(config)}
+    if strange := sorted(changes.keys() - known):
+        near = difflib.get_close_matches(strange[0], sorted(known), 1)
+        raise TypeError(
+            f"{type(config).__name__} has no field {strange[0]}" + (f"; nearest: {near[0]}" if near else "")
+        )
+    config = replace(config, **changes)
+    if changes:
+        values |= origin.architecture.write(config)
+    return Pretrained(origin.architecture, config, values, folder), entries
+
+
+def describe(model: nn.Module) -> Pretrained:
+    """Return the family and configuration of a model that `from_pretrained` or a builder of `farandole.models` returned.
+
+    Raises:
+        ValueError: if the model has no Hugging Face format.
+    """
+    origin = getattr(model, "pretrained", None)
+    if isinstance(origin, Pretrained):
+        return origin
+    config = getattr(model, "config", None)
+    for architecture in REGISTRY.values():
+        if config is not None and type(config) is architecture.config and architecture.matches(config):
+            values = {"model_type": architecture.name, "architectures": [architecture.classes[0]]}
+            return Pretrained(architecture, config, {**values, **architecture.write(config)})
+    what = type(model).__name__ if config is None else f"a model with {config}"
+    raise ValueError(f"{what} has no Hugging Face format: expected one of {', '.join(REGISTRY)}")
+
+
+# ---- reading weights ----
+
+
+class Weights:
+    """Reads boxes of a model's tensors from a folder.
+
+    Args:
+        model: the model, whose tensors may be on the meta device.
+        seed: the seed of weights that the folder does not have.
+        optional: whether weights of the head may be missing or have another shape.
+
+    Raises:
+        FolderError: if tensors are missing, unknown or of another shape.
+    """
+
+    def __init__(
+        self, origin: Pretrained, entries: Mapping[str, Entry], model: nn.Module, seed: int, *, optional: bool
+    ) -> None:
+        self._folder, self._seed = origin.folder, seed
+        table = origin.table
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(model).items()}
+        stored: dict[str, Entry] = {}
+        original: dict[str, str] = {}
+        for name, entry in entries.items():
+            standard = table.standard(name)
+            stored[standard], original[standard] = entry, name
+        head = f"{len(model) - 1}." if isinstance(model, nn.Sequential) else ""
+        self._parts: dict[str, list[tuple[Part, Entry]]] = {}
+        self._drawn: set[str] = set()
+        missing: list[str] = []
+        used: set[str] = set()
+        for ours, parts in table.parts.items():
+            if optional and ours.startswith(head) and not self._fit(ours, parts, stored):
+                self._drawn.add(ours)
+                used.update(part.name for part in parts)
+                continue
+            found = []
+            for part in parts:
+                if part.name not in stored:
+                    missing.append(part.name)
+                    continue
+                entry = stored[part.name]
+                expected = part.shape(self._shapes[ours])
+                if entry.shape != expected:
+                    raise FolderError(
+                        f"{entry.file}: {original[part.name]} has shape {list(entry.shape)}, and config.json implies {list(expected)}"
+                    )
+                used.add(part.name)
+                found.append((part, entry))
+            self._parts[ours] = found
+        if missing:
+            more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+            raise FolderError(f"{self._folder} is incomplete: it has no {', '.join(missing[:4])}{more}")
+        unknown = [name for name in stored if name not in used and not table.is_ignored(name)]
+        if unknown:
+            more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
+            raise FolderError(
+                f"{self._folder} has tensors that {origin.architecture.name} does not have: {', '.join(unknown[:4])}{more}"
+            )
+
+    def _fit(self, ours: str, parts: Sequence[Part], stored: Mapping[str, Entry]) -> bool:
+        return all(
+            part.name in stored and stored[part.name].shape == part.shape(self._shapes[ours])
+            for part in parts
+        )
+
+    def read(self, requests: Sequence[Request], progress: Callable[[int, int], None] | None = None) -> None:
+        """Read boxes of tensors of the model.
+
+        Args:
+            requests: names of tensors, boxes, and tensors of the shapes of the boxes to read into.
+            progress: called with the bytes read so far and in total.
+
+        Raises:
+            FolderError: if a file ends early or cannot be read.
+        """
+        reads = []
+        for name, box, target in requests:
+            if name in self._drawn:
+                target.copy_(self._draw(name)[tuple(slice(a, b) for a, b in box)])
+                continue
+            reads += list(_reads(self._parts[name], self._shapes[name], box, target))
+        done, total = 0, sum(volume(each.box) * each.entry.dtype.itemsize for each in reads)
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(min(done, total), total)
+
+        read(reads, advance)
+
+    def _draw(self, name: str) -> Tensor:
+        """Return the initial values of a tensor: zero for biases, one for normalizations, else normal with deviation 0.02."""
+        shape = self._shapes[name]
+        if name.endswith("bias"):
+            return torch.zeros(shape)
+        if len(shape) == 1:
+            return torch.ones(shape)
+        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
+        return torch.empty(shape).normal_(std=0.02, generator=generator)
+
+
+def _reads(
+    parts: Sequence[tuple[Part, Entry]], shape: Sequence[int], box: Box, target: Tensor
+) -> Iterator[Read]:
+    for part, entry in parts:
+        whole = part.box(shape)
+        common = overlap(whole, box)
+        if common is None:
+            continue
+        own = target[tuple(slice(a - at, b - at) for (a, b), (at, _) in zip(common, box, strict=True))]
+        place = [(a - at, b - at) for (a, b), (at, _) in zip(common, whole, strict=True)][part.dropped() :]
+        for _ in range(part.dropped()):
+            own = own[0]
+        if part.transposed:
+            place[-2], place[-1] = place[-1], place[-2]
+            own = own.transpose(-2, -1)
+        yield Read(entry, tuple(place), own)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers of a model by name, tied ones once."""
+    persistent = model.state_dict().keys()
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor for name, tensor in named.items() if name in persistent}
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Give a model on the meta device uninitialized memory; tied tensors remain tied, and other buffers become zero."""
+    twins: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                new = twins.get(id(parameter))
+                if new is None:
+                    new = twins[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device))
+                module._parameters[name] = new  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.zeros_like(buffer, device=device)
+
+
+# ---- writing ----
+
+
+@dataclass(frozen=True)
+class Written:
+    """A tensor of a folder to write: the `part` of tensor `ours` of the model, whose shape is `whole`."""
+
+    name: str
+    ours: str
+    part: Part
+    whole: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the folder."""
+        return self.part.shape(self.whole)
+
+    @property
+    def box(self) -> Box:
+        """The box of the model's tensor."""
+        return self.part.box(self.whole)
+
+    def of_box(self, values: Tensor) -> Tensor:
+        """Return the tensor of the folder for the values of `box`."""
+        for _ in range(self.part.dropped()):
+            values = values[0]
+        return values.transpose(-2, -1) if self.part.transposed else values
+
+
+def tensors_to_write(origin: Pretrained, shapes: Mapping[str, tuple[int, ...]]) -> list[Written]:
+    """Return the tensors of a folder, in the order of the model."""
+    return [
+        Written(part.name, ours, part, shapes[ours])
+        for ours, parts in origin.table.parts.items()
+        for part in parts
+    ]
+
+
+def write_description(origin: Pretrained, folder: Path, dtype: torch.dtype) -> None:
+    """Write `config.json`, and copy the files of the tokenizer from the folder of the model.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    values = {k: v for k, v in origin.values.items() if k != "torch_dtype"} | {
+        "dtype": str(dtype).removeprefix("torch.")
+    }
+    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+    if origin.folder is not None:
+        for name in COPIED:
+            if (origin.folder / name).is_file():
+                shutil.copyfile(origin.folder / name, folder / name)
+
+
+def save_pretrained(
+    model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None, file_bytes: int = 4 << 30
+) -> None:
+    """Write a model in memory as a new Hugging Face folder; for the model of an engine, call `engine.save_pretrained`.
+
+    Args:
+        dtype: the type of floating-point weights; by default the type of the first weight.
+        file_bytes: the maximum size of a file; a larger model has several files and an index.
+
+    Raises:
+        FolderError: if the folder exists or cannot be written.
+        ValueError: if the model has no Hugging Face format.
+    """
+    origin, path = describe(model), Path(folder).expanduser()
+    own = tensors_of(model)
+    partial = path.with_name(path.name + ".partial")
+    if path.exists():
+        raise FolderError(f"{path} exists: expected a new folder")
+    dtype = dtype or next(model.parameters()).dtype
+    written = {
+        each.name: each for each in tensors_to_write(origin, {n: tuple(t.shape) for n, t in own.items()})
+    }
+    kinds = {name: (_type(own[each.ours], dtype), each.shape) for name, each in written.items()}
+
+    def values(names: Sequence[str]) -> dict[str, Tensor]:
+        found = {}
+        for name in names:
+            each = written[name]
+            found[name] = each.of_box(own[each.ours].detach()[tuple(slice(a, b) for a, b in each.box)])
+        return found
+
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        sizes = {
+            name: volume(tuple((0, n) for n in shape)) * kind.itemsize
+            for name, (kind, shape) in kinds.items()
+        }
+        groups = divide(sizes, file_bytes)
+        files = dict(zip(file_names(len(groups)), groups, strict=True))
+        for file, names in files.items():
+            write_file(partial / file, {name: kinds[name] for name in names}, values)
+        if len(files) > 1:
+            (partial / INDEX).write_text(index_of(files, sum(sizes.values())))
+        write_description(origin, partial, dtype)
+        partial.rename(path)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise FolderError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _type(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if tensor.dtype.is_floating_point else tensor.dtype

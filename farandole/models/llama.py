@@ -1,0 +1,130 @@
+"""Llama and its relatives Mistral, Qwen 2 and Qwen 3: decoder-only transformers with rotary positions.
+
+Touvron et al., 2023, "LLaMA: Open and Efficient Foundation Language Models": RMS normalization before each part, rotary positions, and a
+gated feed-forward network with SiLU.  The relatives differ in their options only:
+
+    Mistral    a sliding window
+    Qwen 2     biases in the projections of queries, keys and values; a window in some layers
+    Qwen 3     normalization of queries and keys
+
+    model = build_llama(LlamaConfig(vocabulary=32000, layers=16, heads=12, kv_heads=4, width=768, inner=2048))
+    logits = model(tokens)                       # (batch, positions) -> (batch, positions, vocabulary)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from farandole.models.layers import (
+    Embedding,
+    GatedFeedForward,
+    Head,
+    RMSNorm,
+    SelfAttention,
+    TransformerBlock,
+    initialize,
+)
+from farandole.models.rotary import Rotary
+from farandole.models.sequence import Transformer
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a Llama.
+
+    Args:
+        inner: the width of the feed-forward network.
+        kv_heads: the number of key-value heads; 0 selects `heads`.
+        head_width: the width of a head; 0 selects width / heads.
+        rotary: the rotary positions; None selects base 10,000 for all values of a head.
+        windows: the sliding window of each layer, None for full attention; empty for full attention in all layers.
+        attention_bias: whether the projections of queries, keys and values have biases.
+        out_bias: whether the output projection of the attention has a bias.
+        feed_forward_bias: whether the feed-forward network has biases.
+        qk_norm: whether queries and keys are normalized.
+        tied: whether the head shares the token embedding.
+    """
+
+    vocabulary: int
+    layers: int
+    heads: int
+    width: int
+    inner: int
+    kv_heads: int = 0
+    head_width: int = 0
+    rotary: Rotary | None = None
+    windows: tuple[int | None, ...] = ()
+    attention_bias: bool = False
+    out_bias: bool = False
+    feed_forward_bias: bool = False
+    qk_norm: bool = False
+    activation: str = "silu"
+    epsilon: float = 1e-6
+    tied: bool = False
+    attention_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kv_heads == 0:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if self.head_width == 0:
+            if self.width % self.heads:
+                raise ValueError(f"width={self.width} is not a multiple of heads={self.heads}")
+            object.__setattr__(self, "head_width", self.width // self.heads)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        if self.rotary is None:
+            object.__setattr__(self, "rotary", Rotary(self.head_width))
+        if self.windows and len(self.windows) != self.layers:
+            raise ValueError(f"expected a window for each of {self.layers} layers, got {len(self.windows)}")
+
+
+def llama_attention(config: LlamaConfig, layer: int) -> SelfAttention:
+    """Return the attention of a layer."""
+    return SelfAttention(
+        config.width,
+        config.heads,
+        kv_heads=config.kv_heads,
+        head_width=config.head_width,
+        bias=config.attention_bias,
+        out_bias=config.out_bias,
+        rotary=config.rotary,
+        window=config.windows[layer] if config.windows else None,
+        norm=partial(RMSNorm, epsilon=config.epsilon) if config.qk_norm else None,
+        dropout=config.attention_dropout,
+    )
+
+
+def llama(config: LlamaConfig, feed_forward: Callable[[], nn.Module] | None = None) -> Transformer:
+    """Return a Llama whose weights torch's layers have initialized.
+
+    Args:
+        feed_forward: returns another feed-forward network for each layer.
+    """
+    norm = partial(RMSNorm, epsilon=config.epsilon)
+    embedding = Embedding(config.vocabulary, config.width)
+    blocks = [
+        TransformerBlock(
+            config.width,
+            norm,
+            llama_attention(config, layer),
+            feed_forward()
+            if feed_forward
+            else GatedFeedForward(config.width, config.inner, config.activation, config.feed_forward_bias),
+        )
+        for layer in range(config.layers)
+    ]
+    weight = embedding.tokens.weight if config.tied else None
+    model = Transformer(embedding, *blocks, Head(config.width, config.vocabulary, norm, weight))
+    model.config = config
+    return model
+
+
+def build_llama(config: LlamaConfig) -> Transformer:
+    """Return a Llama with initial weights drawn from torch's global generator."""
+    model = llama(config)
+    initialize(model)
+    return model

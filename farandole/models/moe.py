@@ -1,0 +1,174 @@
+"""Mixtures of experts: routers and expert networks (Shazeer et al., 2017, "Outrageously Large Neural Networks").
+
+A router chooses a few experts per token.  No token is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from farandole.models.layers import gated
+
+
+class TopKRouter(nn.Module):
+    """Choose the `top` experts with the highest probability; their weights are normalized to sum 1 (Mixtral).
+
+    Args:
+        jitter: in training, the input is multiplied by random numbers in [1 - jitter, 1 + jitter].
+    """
+
+    def __init__(self, width: int, experts: int, top: int, jitter: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, width))
+        self.top, self.jitter = top, jitter
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Map (tokens, width) to the numbers of experts and their weights, both (tokens, top)."""
+        if self.jitter and self.training:
+            x = x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
+        probabilities = F.linear(x, self.weight.to(x.dtype)).softmax(-1, dtype=torch.float32)
+        weights, experts = probabilities.topk(self.top, -1)
+        return experts, (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+
+
+class GroupedRouter(nn.Module):
+    """Choose experts from the best groups, balanced by a bias instead of an auxiliary loss (DeepSeek-V3, 2024, section 2.1.2).
+
+    The score of an expert is a sigmoid.  A bias, which `balance` adapts, is added to choose experts, but not to their weights.
+
+    Args:
+        groups, top_groups: the number of groups of experts, and of groups to choose from; the score of a group is the sum of its two
+            highest scores.
+        normalized: whether the weights of the chosen experts are divided by their sum.
+        scale: the factor of the weights.
+    """
+
+    bias: Tensor
+    load: Tensor
+
+    def __init__(
+        self,
+        width: int,
+        experts: int,
+        top: int,
+        groups: int = 1,
+        top_groups: int = 1,
+        normalized: bool = True,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if experts % groups or top_groups > groups or top > experts // groups * top_groups:
+            raise ValueError(
+                f"experts={experts} in {groups} groups: expected equal groups, and at least {top} experts in "
+                f"{top_groups} of them"
+            )
+        self.weight = nn.Parameter(torch.empty(experts, width))
+        self.register_buffer("bias", torch.zeros(experts))
+        self.register_buffer("load", torch.zeros(experts), persistent=False)
+        self.top, self.groups, self.top_groups = top, groups, top_groups
+        self.normalized, self.scale = normalized, scale
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Map (tokens, width) to the numbers of experts and their weights, both (tokens, top)."""
+        scores = F.linear(x.float(), self.weight.float()).sigmoid()
+        with torch.no_grad():
+            biased = scores + self.bias
+            if self.groups > 1:
+                grouped = biased.unflatten(-1, (self.groups, -1))
+                best = (
+                    grouped.topk(min(2, grouped.shape[-1]), -1)
+                    .values.sum(-1)
+                    .topk(self.top_groups, -1)
+                    .indices
+                )
+                chosen = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+                biased = grouped.masked_fill(~chosen[..., None], float("-inf")).flatten(-2)
+            experts = biased.topk(self.top, -1).indices
+            if self.training:
+                self.load += torch.bincount(experts.flatten(), minlength=len(self.load))
+        weights = scores.gather(-1, experts)
+        if self.normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return experts, (weights * self.scale).to(x.dtype)
+
+    @torch.no_grad()
+    def balance(self, speed: float = 1e-3) -> None:
+        """Increase the bias of experts with less than the mean load since the last call by `speed`, and decrease the others'.
+
+        With several ranks, sum `load` over the ranks first.
+        """
+        self.bias += speed * torch.sign(self.load.mean() - self.load)
+        self.load.zero_()
+
+
+class Experts(nn.Module):
+    """Gated feed-forward networks with stacked weights.
+
+    `gate_up` is (experts, 2 inner, width) and `down` is (experts, width, inner).
+    """
+
+    def __init__(self, experts: int, width: int, inner: int, activation: str = "silu") -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, width))
+        self.down = nn.Parameter(torch.empty(experts, width, inner))
+        self.activation = activation
+        for weight in (self.gate_up, self.down):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the experts' outputs.
+
+        Args:
+            x: (tokens, width).
+            experts, weights: the numbers of the chosen experts and their weights, (tokens, top).
+
+        Returns:
+            (tokens, width).
+        """
+        top = experts.shape[1]
+        order = experts.flatten().argsort(stable=True)
+        tokens = order // top
+        counts = torch.bincount(experts.flatten(), minlength=len(self.gate_up))
+        inputs = x.index_select(0, tokens)
+        outputs = self._products(inputs, counts) * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, tokens, outputs)
+
+    def _products(self, inputs: Tensor, counts: Tensor) -> Tensor:
+        """Apply expert i to the next counts[i] rows."""
+        if inputs.device.type != "cpu" and inputs.dtype == torch.bfloat16:
+            ends = counts.cumsum(0).int()
+            inner = F.grouped_mm(inputs, self.gate_up.transpose(1, 2), offs=ends)
+            return F.grouped_mm(gated(inner, self.activation), self.down.transpose(1, 2), offs=ends)
+        parts = inputs.split(counts.tolist())
+        outputs = [
+            F.linear(gated(F.linear(part, up), self.activation), down)
+            for part, up, down in zip(parts, self.gate_up, self.down, strict=True)
+        ]
+        return torch.cat(outputs)
+
+
+class MixtureOfExperts(nn.Module):
+    """A router, its experts, and a shared expert that sees every token.
+
+    Args:
+        shared: the shared expert, or None.
+    """
+
+    def __init__(self, router: nn.Module, experts: Experts, shared: nn.Module | None = None) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared = router, experts, shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., width) to the same shape."""
+        flat = x.flatten(0, -2)
+        result: Any = self.experts(flat, *self.router(flat))
+        if self.shared is not None:
+            result = result + self.shared(flat)
+        mixed: Tensor = result.view_as(x)
+        return mixed

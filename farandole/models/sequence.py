@@ -1,0 +1,151 @@
+"""Sequences of tokens as transformer blocks see them: positions, documents and a cache of keys and values.
+
+Every block is called as `block(hidden, info)`.  The numbers of positions and heads follow from `hidden` and the block's weights, and
+everything else from `info`, so packed documents, padding, generation with a cache, and shards of a sequence need no other model code.
+
+    model = build_gpt(config)
+    logits = model(tokens)                                           # positions 0, 1, ...
+    logits = model(tokens, SequenceInfo(documents=documents))        # packed documents, which do not see each other
+    total, count = model(tokens, SequenceInfo(), targets)            # the summed loss, without a tensor of all logits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SequenceInfo:
+    """Describes the sequences in a batch, for all blocks of a model.
+
+    Args:
+        positions: (positions) or (batch, positions) of int64.  By default they count from 0 in each document, or from the length of
+            the cache.
+        documents: (batch, positions) of integers.  A position attends only to positions with the same number.  Padding is one more
+            document, so the hidden states of padding are finite but meaningless.
+        cache: the keys and values of earlier positions; blocks append their own.
+        source: the sequences of the encoder, for a model with an encoder and a decoder.
+    """
+
+    positions: Tensor | None = None
+    documents: Tensor | None = None
+    cache: KeyValueCache | None = None
+    source: SequenceInfo | None = None
+    _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.cache is not None and self.documents is not None:
+            raise ValueError("documents with a cache: a cache holds one document per sequence")
+
+    def shared(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Return a value that all blocks need, such as a mask, computed on the first call with `key`."""
+        if key not in self._shared:
+            self._shared[key] = compute()
+        return cast(T, self._shared[key])
+
+    def positions_of(self, count: int, device: torch.device) -> Tensor:
+        """Return the positions, (positions) or (batch, positions) of int64, of `count` tokens per sequence."""
+        if self.positions is not None:
+            return self.positions
+        if self.documents is not None:
+            return self.shared("positions", self._in_documents)
+        start = 0 if self.cache is None else self.cache.length
+        return self.shared(
+            ("positions", start, count), lambda: torch.arange(start, start + count, device=device)
+        )
+
+    def _in_documents(self) -> Tensor:
+        """Return positions that count from 0 in each run of equal document numbers."""
+        assert self.documents is not None
+        index = torch.arange(self.documents.shape[1], device=self.documents.device).expand_as(self.documents)
+        is_first = torch.ones_like(self.documents, dtype=torch.bool)
+        is_first[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
+        return index - (index * is_first).cummax(1).values
+
+    def spans(self) -> list[tuple[int, int, int]] | None:
+        """Return (sequence, start, end) of each run of equal document numbers; None if a number has several runs in a sequence.
+
+        Reads `documents` on the host.
+        """
+        return self.shared("spans", self._spans)
+
+    def _spans(self) -> list[tuple[int, int, int]] | None:
+        assert self.documents is not None
+        found = []
+        for number, row in enumerate(self.documents.tolist()):
+            starts = [i for i in range(len(row)) if i == 0 or row[i] != row[i - 1]]
+            if len({row[start] for start in starts}) < len(starts):
+                return None
+            found += [(number, a, b) for a, b in zip(starts, [*starts[1:], len(row)], strict=True)]
+        return found
+
+
+class KeyValueCache:
+    """The keys and values of all attention layers for the positions seen so far, for generation without recomputation.
+
+    Memory grows by doubling.  `Transformer.forward` advances `length` after the last block.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._stored: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def append(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values (batch, heads, positions, width), and return those of all positions so far."""
+        end = self.length + key.shape[2]
+        stored = self._stored.get(layer)
+        if stored is None or stored[0].shape[2] < end:
+            grown = tuple(
+                new.new_empty(*new.shape[:2], max(64, 2 * end), new.shape[3]) for new in (key, value)
+            )
+            if stored is not None:
+                for old, new in zip(stored, grown, strict=True):
+                    new[:, :, : self.length] = old[:, :, : self.length]
+            stored = self._stored[layer] = cast(tuple[Tensor, Tensor], grown)
+        for place, new in zip(stored, (key, value), strict=True):
+            place[:, :, self.length : end] = new
+        return stored[0][:, :, :end], stored[1][:, :, :end]
+
+
+class Transformer(nn.Sequential):
+    """A transformer as a sequence of blocks: an embedding, layers, and a head.
+
+    It is an `nn.Sequential`, so recomputation, ZeRO and pipelines treat its children as blocks.  A slice such as `model[:-1]` is a
+    transformer without a head.
+    """
+
+    config: Any = None
+    """The configuration from which the model was built."""
+
+    def forward(self, inputs: Any, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
+        """Return the output of the last block, or with `targets` the loss.
+
+        Args:
+            inputs: the input of the first block, such as tokens (batch, positions) of int64.
+            targets: (batch, positions) of int64; negative targets are ignored.
+
+        Returns:
+            Logits (batch, positions, vocabulary).  With `targets`, the summed cross-entropy in nats as an fp32 scalar and the number of
+            targets that are not ignored; the head computes logits for a few positions at a time (`loss.head_loss`).
+        """
+        info = self.prepare(inputs, info or SequenceInfo())
+        hidden = inputs
+        body = list(self) if targets is None else list(self)[:-1]
+        for block in body:
+            hidden = block(hidden, info)
+        if targets is not None:
+            hidden = self[-1](hidden, info, targets)
+        if info.cache is not None:
+            info.cache.length += inputs.shape[1]
+        return hidden
+
+    def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
+        """Return `info` with what follows from the inputs, such as padding, and without values computed for another batch."""
+        return replace(info, _shared={})

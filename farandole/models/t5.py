@@ -1,0 +1,290 @@
+"""T5: an encoder and a decoder with relative position biases.
+
+Raffel et al., 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer": RMS normalization before each part, no
+biases, no scaling of the attention scores, and learned biases of the scores that depend on the distance of the positions.
+
+The model is one sequence of blocks.  The hidden states are a tuple (source, target, source bias, target bias): encoder blocks update the
+source, decoder blocks the target.
+
+    model = build_t5(config)
+    logits = model((source, target))                                 # tokens -> (batch, target positions, vocabulary)
+    total, count = model((source, shift_right(labels, 0)), None, labels)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from farandole.models.attention import attention
+from farandole.models.layers import FeedForward, GatedFeedForward, RMSNorm
+from farandole.models.loss import head_loss
+from farandole.models.sequence import SequenceInfo, Transformer
+
+Hidden = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Source and target (batch, positions, width), and their biases of the scores (1, heads, positions, positions)."""
+
+
+@dataclass(frozen=True)
+class T5Config:
+    """The shape of a T5.
+
+    Args:
+        head_width: the width of a head; the heads together may be wider than `width`.
+        buckets: the number of biases per head; distances from `max_distance` on share one.
+        padding: the token to which no position attends.
+    """
+
+    vocabulary: int
+    encoder_layers: int
+    decoder_layers: int
+    heads: int
+    width: int
+    head_width: int
+    inner: int
+    buckets: int = 32
+    max_distance: int = 128
+    activation: str = "relu"
+    gated: bool = False
+    dropout: float = 0.1
+    epsilon: float = 1e-6
+    padding: int | None = 0
+    tied: bool = True
+    scaled: bool = True
+
+
+def shift_right(labels: Tensor, start: int, padding: int = 0) -> Tensor:
+    """Return the decoder's input for `labels` (batch, positions): `start`, then all labels but the last; ignored labels become padding."""
+    shifted = labels.roll(1, 1)
+    shifted[:, 0] = start
+    return shifted.masked_fill(shifted < 0, padding)
+
+
+class RelativeBias(nn.Module):
+    """Biases of the scores by distance: exact for small distances, in logarithmic buckets for larger ones."""
+
+    def __init__(self, config: T5Config, causal: bool) -> None:
+        super().__init__()
+        self.biases = nn.Embedding(config.buckets, config.heads)
+        self.causal, self.max_distance = causal, config.max_distance
+
+    def forward(self, positions: int) -> Tensor:
+        """Return (1, heads, positions, positions)."""
+        at = torch.arange(positions, device=self.biases.weight.device)
+        distance = at - at[:, None]  # key - query
+        bias: Tensor = self.biases(self._bucket(distance))
+        return bias.permute(2, 0, 1)[None]
+
+    def _bucket(self, distance: Tensor) -> Tensor:
+        buckets, offset = self.biases.num_embeddings, torch.zeros_like(distance)
+        if self.causal:
+            distance = (-distance).clamp(min=0)
+        else:
+            buckets //= 2
+            offset = (distance > 0) * buckets
+            distance = distance.abs()
+        exact = buckets // 2
+        log = torch.log(distance.float() / exact) / math.log(self.max_distance / exact) * (buckets - exact)
+        large = (exact + log.nan_to_num(0, 0, 0).long()).clamp(max=buckets - 1)
+        return offset + torch.where(distance < exact, distance, large)
+
+
+class T5Embedding(nn.Module):
+    """The embeddings of source and target tokens, which share one table, and the relative position biases."""
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.encoder_bias = RelativeBias(config, causal=False)
+        self.decoder_bias = RelativeBias(config, causal=True)
+        self.dropout = nn.Dropout(config.dropout)
+        self.padding = config.padding
+
+    def forward(self, inputs: tuple[Tensor, Tensor], info: SequenceInfo | None = None) -> Hidden:
+        """Embed source and target tokens, (batch, positions) of int64."""
+        source, target = (self.dropout(self.tokens(tokens)) for tokens in inputs)
+        return source, target, self.encoder_bias(source.shape[1]), self.decoder_bias(target.shape[1])
+
+
+class T5Attention(nn.Module):
+    """Self-attention, or cross-attention to the source, without scaling of the scores."""
+
+    def __init__(self, config: T5Config, causal: bool) -> None:
+        super().__init__()
+        inner = config.heads * config.head_width
+        self.head_width, self.causal = config.head_width, causal
+        self.qkv = nn.Linear(config.width, 3 * inner, bias=False)
+        self.out = nn.Linear(inner, config.width, bias=False)
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor, bias: Tensor, info: SequenceInfo) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        mixed = attention(query, key, value, info, causal=self.causal, scale=1.0, bias=bias, dropout=dropout)
+        result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
+class CrossAttention(nn.Module):
+    """Attention of the target to the source."""
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        inner = config.heads * config.head_width
+        self.head_width = config.head_width
+        self.query = nn.Linear(config.width, inner, bias=False)
+        self.kv = nn.Linear(config.width, 2 * inner, bias=False)
+        self.out = nn.Linear(inner, config.width, bias=False)
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor, source: Tensor, info: SequenceInfo) -> Tensor:
+        query = self.query(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        key, value = self.kv(source).unflatten(-1, (2, -1, self.head_width)).permute(2, 0, 3, 1, 4)
+        mask = info.shared("cross", lambda: _cross_mask(info, x, source))
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=1.0)
+        result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
+def _cross_mask(info: SequenceInfo, target: Tensor, source: Tensor) -> Tensor | None:
+    """Return the mask (batch, 1, target positions, source positions); sequences without document numbers have number 0."""
+    there = info.source.documents if info.source is not None else None
+    if there is None and info.documents is None:
+        return None
+    here = info.documents
+    here = target.new_zeros(target.shape[:2], dtype=torch.int) if here is None else here
+    there = source.new_zeros(source.shape[:2], dtype=torch.int) if there is None else there
+    return here[:, None, :, None] == there[:, None, None, :]
+
+
+def _feed_forward(config: T5Config) -> nn.Module:
+    kind = GatedFeedForward if config.gated else FeedForward
+    return kind(config.width, config.inner, config.activation, bias=False)
+
+
+class EncoderBlock(nn.Module):
+    """A layer of the encoder."""
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.norm_attention = RMSNorm(config.width, config.epsilon)
+        self.attention = T5Attention(config, causal=False)
+        self.norm_feed_forward = RMSNorm(config.width, config.epsilon)
+        self.feed_forward = _feed_forward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Hidden, info: SequenceInfo | None = None) -> Hidden:
+        x, target, bias, target_bias = hidden
+        inside = info.source if info is not None and info.source is not None else SequenceInfo()
+        x = x + self.dropout(self.attention(self.norm_attention(x), bias, inside))
+        x = x + self.dropout(self.feed_forward(self.norm_feed_forward(x)))
+        return x, target, bias, target_bias
+
+
+class EncoderNorm(nn.Module):
+    """The normalization of the encoder's output."""
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.width, config.epsilon)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Hidden, info: SequenceInfo | None = None) -> Hidden:
+        source, *others = hidden
+        return self.dropout(self.norm(source)), *others
+
+
+class DecoderBlock(nn.Module):
+    """A layer of the decoder."""
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.norm_attention = RMSNorm(config.width, config.epsilon)
+        self.attention = T5Attention(config, causal=True)
+        self.norm_cross = RMSNorm(config.width, config.epsilon)
+        self.cross = CrossAttention(config)
+        self.norm_feed_forward = RMSNorm(config.width, config.epsilon)
+        self.feed_forward = _feed_forward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Hidden, info: SequenceInfo | None = None) -> Hidden:
+        source, x, source_bias, bias = hidden
+        info = info or SequenceInfo()
+        x = x + self.dropout(self.attention(self.norm_attention(x), bias, info))
+        x = x + self.dropout(self.cross(self.norm_cross(x), source, info))
+        x = x + self.dropout(self.feed_forward(self.norm_feed_forward(x)))
+        return source, x, source_bias, bias
+
+
+class T5Head(nn.Module):
+    """The final normalization of the target, and the output projection, whose input is scaled if its weight is the embedding."""
+
+    def __init__(self, config: T5Config, weight: Tensor | None) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.width, config.epsilon)
+        self.weight = (
+            weight if weight is not None else nn.Parameter(torch.empty(config.vocabulary, config.width))
+        )
+        self.dropout = nn.Dropout(config.dropout)
+        self.scale = config.width**-0.5 if config.scaled else 1.0
+
+    def forward(self, hidden: Hidden, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
+        """Map the target to logits (batch, positions, vocabulary), or with `targets` to the summed loss and their number."""
+        if targets is not None:
+            return head_loss(hidden[1], targets, self.weight, before=self._before)
+        return F.linear(self._before(hidden[1]), self.weight)
+
+    def _before(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.dropout(self.norm(x)) * self.scale
+        return scaled
+
+
+class T5(Transformer):
+    """A transformer with an encoder and a decoder; padding tokens of the source are not attended to."""
+
+    def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
+        """Return `info` with the padding of the source as a document."""
+        if info.cache is not None:
+            raise ValueError("a cache of keys and values with T5, whose decoder has none")
+        info = super().prepare(inputs, info)
+        padding = getattr(self[0], "padding", None)
+        if padding is None or info.source is not None:
+            return info
+        return replace(info, source=SequenceInfo(documents=(inputs[0] == padding).int()))
+
+
+def t5(config: T5Config) -> T5:
+    """Return a T5 whose weights torch's layers have initialized."""
+    embedding = T5Embedding(config)
+    encoder = [EncoderBlock(config) for _ in range(config.encoder_layers)]
+    decoder = [DecoderBlock(config) for _ in range(config.decoder_layers)]
+    head = T5Head(config, embedding.tokens.weight if config.tied else None)
+    model = T5(embedding, *encoder, EncoderNorm(config), *decoder, head)
+    model.config = config
+    return model
+
+
+@torch.no_grad()
+def build_t5(config: T5Config) -> T5:
+    """Return a T5 with the paper's initial weights, drawn from torch's global generator."""
+    model = t5(config)
+    inner, width = config.heads * config.head_width, config.width
+    deviations = {"query": (width * config.head_width) ** -0.5, "kv": width**-0.5, "up": width**-0.5}
+    deviations |= {"gate_up": width**-0.5, "down": config.inner**-0.5, "biases": width**-0.5, "tokens": 1.0}
+    deviations["out"] = inner**-0.5
+    for name, weight in model.named_parameters():
+        last = name.split(".")[-2]
+        if last == "qkv":
+            nn.init.normal_(weight[:inner], std=deviations["query"])
+            nn.init.normal_(weight[inner:], std=deviations["kv"])
+        elif last in deviations:
+            nn.init.normal_(weight, std=deviations[last])
+        elif name == f"{len(model) - 1}.weight":
+            nn.init.normal_(weight)
+    return model

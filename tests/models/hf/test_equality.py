@@ -1,0 +1,208 @@
+"""Logits, losses and gradients of models from Hugging Face folders, compared with `transformers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from farandole.models.hf import describe, from_pretrained, save_pretrained
+from farandole.models.hf.pretrained import tensors_of, tensors_to_write
+from farandole.models.sequence import SequenceInfo
+from farandole.models.t5 import shift_right
+from tests.models.hf.families import DECODERS, FAMILIES, folder_of, reference
+
+SEEDS = (0, 1, 2, 3)
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-4)
+
+
+def tokens_for(model: Any, *shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, model.config.vocab_size, shape, generator=generator)
+
+
+def gradients_by_stored_name(theirs: Any, folder: Path) -> dict[str, Tensor]:
+    """Return the gradients of a model of transformers under the names that its folder has."""
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    theirs.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def compare_gradients(ours: Any, theirs: Any, folder: Path) -> None:
+    expected = gradients_by_stored_name(theirs, folder)
+    own = tensors_of(ours)
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    compared = 0
+    for written in tensors_to_write(describe(ours), shapes):
+        gradient = own[written.ours].grad
+        if gradient is None:
+            continue
+        box = gradient[tuple(slice(a, b) for a, b in written.box)]
+        close(written.of_box(box), expected[written.name])
+        compared += 1
+    assert compared >= len(list(ours.parameters()))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("family", DECODERS)
+def test_decoder(family: str, seed: int, tmp_path: Path) -> None:
+    theirs = reference(family, seed)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    tokens = tokens_for(theirs, 3, 17 + seed, seed=seed)
+    targets = tokens_for(theirs, 3, 17 + seed, seed=seed + 1)
+    targets[1, 4:9] = -100
+    logits = theirs(tokens, use_cache=False).logits
+    close(ours(tokens), logits)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    total, count = ours(tokens, None, targets)
+    assert count == int((targets >= 0).sum())
+    torch.testing.assert_close(total, expected)
+    expected.backward()
+    total.backward()
+    compare_gradients(ours, theirs, tmp_path / "b")
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_packed_documents_equal_separate_sequences(family: str, seed: int, tmp_path: Path) -> None:
+    theirs = reference(
+        family, seed, **({} if family in ("gpt2", "gptj") else {"rope_parameters": _default_rope()})
+    )
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    lengths = [5, 1, 9, 4]
+    tokens = tokens_for(theirs, 1, sum(lengths), seed=seed)
+    documents = torch.tensor([[number for number, length in enumerate(lengths) for _ in range(length)]])
+    got = ours(tokens, SequenceInfo(documents=documents))
+    expected = [theirs(part, use_cache=False).logits for part in tokens.split(lengths, 1)]
+    close(got, torch.cat(expected, 1))
+    # two rows with different documents, and padding at the end
+    both = torch.cat((tokens, tokens.flip(1)))
+    numbers = torch.cat((documents, documents.flip(1)))
+    rows = ours(both, SequenceInfo(documents=numbers))
+    close(rows[:1], torch.cat(expected, 1))
+    reversed_parts = both[1:].split(lengths[::-1], 1)
+    close(rows[1:], torch.cat([theirs(part, use_cache=False).logits for part in reversed_parts], 1))
+
+
+def _default_rope() -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10_000.0}
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_padding_on_the_right_changes_no_logits(family: str, tmp_path: Path) -> None:
+    theirs = reference(family, 1)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    tokens = tokens_for(theirs, 2, 12)
+    mask = torch.ones_like(tokens)
+    mask[0, 7:] = 0
+    expected = theirs(tokens, attention_mask=mask, use_cache=False).logits
+    got = ours(tokens, SequenceInfo(documents=1 - mask))
+    close(got[mask.bool()], expected[mask.bool()])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bert(seed: int, tmp_path: Path) -> None:
+    theirs = reference("bert", seed)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    tokens, targets = tokens_for(theirs, 3, 13, seed=seed), tokens_for(theirs, 3, 13, seed=seed + 1)
+    tokens[0, 8:] = 0
+    segments = torch.randint(0, 2, tokens.shape)
+    real = tokens != 0
+    targets[~real] = -100
+    targets[:, 2:6] = -100
+    logits = theirs(tokens, attention_mask=real.long(), token_type_ids=segments).logits
+    close(ours((tokens, segments))[real], logits[real])
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    total, _ = ours((tokens, segments), None, targets)
+    torch.testing.assert_close(total, expected)
+    expected.backward()
+    total.backward()
+    compare_gradients(ours, theirs, tmp_path / "b")
+
+
+@pytest.mark.parametrize("seed", SEEDS[:2])
+def test_bert_classifier(seed: int, tmp_path: Path) -> None:
+    theirs = reference("bert-classifier", seed, num_labels=5)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    tokens = tokens_for(theirs, 3, 13)
+    tokens[2, 5:] = 0
+    labels = torch.tensor([1, 4, 0])
+    logits = theirs(tokens, attention_mask=(tokens != 0).long()).logits
+    close(ours(tokens), logits)
+    total, count = ours(tokens, None, labels)
+    expected = F.cross_entropy(logits, labels, reduction="sum")
+    torch.testing.assert_close(total, expected)
+    assert count == 3
+    expected.backward()
+    total.backward()
+    compare_gradients(ours, theirs, tmp_path / "b")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_vit(seed: int, tmp_path: Path) -> None:
+    theirs = reference("vit", seed)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    size = theirs.config.image_size
+    images = torch.randn(3, theirs.config.num_channels, size, size)
+    labels = torch.randint(0, theirs.config.num_labels, (3,))
+    logits = theirs(images).logits
+    close(ours(images), logits)
+    expected = F.cross_entropy(logits, labels, reduction="sum")
+    total, _ = ours(images, None, labels)
+    expected.backward()
+    total.backward()
+    compare_gradients(ours, theirs, tmp_path / "b")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_t5(seed: int, tmp_path: Path) -> None:
+    theirs = reference("t5", seed)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    source, labels = tokens_for(theirs, 3, 19, seed=seed), tokens_for(theirs, 3, 11, seed=seed + 1)
+    source[1, 6:] = 0
+    labels[0, 7:] = -100
+    output = theirs(input_ids=source, attention_mask=(source != 0).long(), labels=labels)
+    inputs = (source, shift_right(labels, 0))
+    close(ours(inputs), output.logits)
+    total, count = ours(inputs, None, labels)
+    torch.testing.assert_close(total / count, output.loss)
+    output.loss.backward()
+    (total / count).backward()
+    compare_gradients(ours, theirs, tmp_path / "b")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_folder_loads_in_transformers_with_equal_tensors(family: str, tmp_path: Path) -> None:
+    theirs = reference(family, 2)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a"))
+    save_pretrained(ours, tmp_path / "b", file_bytes=20_000)
+    again, loading = type(theirs).from_pretrained(tmp_path / "b", output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    expected = theirs.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_configuration_written_from_scratch_equals_the_original(family: str, tmp_path: Path) -> None:
+    theirs = reference(family, 3)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a"))
+    config = ours.config
+    del ours.pretrained
+    if describe(ours).architecture.name != theirs.config.model_type:
+        return  # a configuration of several families, such as a Llama without bias and a Mistral without window
+    save_pretrained(ours, tmp_path / "b")
+    assert from_pretrained(tmp_path / "b").config == config
+    again = type(theirs).from_pretrained(tmp_path / "b", experts_implementation="eager").eval()
+    if family in DECODERS:
+        tokens = tokens_for(theirs, 2, 9)
+        close(again(tokens, use_cache=False).logits, theirs(tokens, use_cache=False).logits)
