@@ -47,16 +47,19 @@ from farandole.mesh import Mesh
 from farandole.parallel.building import build, connect
 from farandole.parallel.checkpoint import folder as checkpoint
 from farandole.parallel.checkpoint import safetensors_files
-from farandole.parallel.checkpoint.folder import PendingSave
+from farandole.parallel.checkpoint.folder import PendingSave, fail_on_all
 from farandole.parallel.data import GradientReducer
 from farandole.parallel.global_mean import GlobalMean, Loss, StepLoss, first_of
 from farandole.parallel.initial_values import (
     Initialise,
+    WeightSource,
+    allocate,
     broadcast_parameters,
     fill_model,
     is_deferred,
     stand_in,
 )
+from farandole.parallel.lora.peft_adapter import save_adapter
 from farandole.parallel.loss_scaling import LossScaler, Overflow, ScaledSteps
 from farandole.parallel.model_checks import check_gradients, check_model
 from farandole.parallel.optimizers.offloading import OffloadedUpdate, stores_at
@@ -133,7 +136,8 @@ class Engine:
         _check_options(zero, compression, rounding, offload, dtype)
         flat = zero > 0 or dtype is not None or offload != "none"
         check_model(model, moved=flat)
-        if is_deferred(model) != (initialise is not None):
+        source: WeightSource | None = getattr(model, "weight_source", None) if is_deferred(model) else None
+        if is_deferred(model) != (initialise is not None or source is not None):
             raise ValueError(
                 "initialise= fills the blocks of a model that is on the meta device: both are needed, or neither"
             )
@@ -143,7 +147,9 @@ class Engine:
         self._pending_save: PendingSave | None = None
         self._dtype, self._offload = dtype, Place.parse(offload)
         types: dict[int, torch.dtype] = {}
-        if initialise is not None:
+        in_memory: set[str] | None = None
+        if is_deferred(model):
+            in_memory = {name for name, p in model.named_parameters() if not p.is_meta}
             types = stand_in(model, torch.get_default_device())
         if mesh is None:
             mesh = data_mesh(comm.size, comm.all_gather_object(endpoint.host_identity()) if hybrid else None)
@@ -153,7 +159,7 @@ class Engine:
             ranks_of(mesh, self.layouts[name], comm.rank, zero).shards for name, _ in model.named_parameters()
         }
         if initialise is None:
-            broadcast_parameters(model, mesh, self.layouts, groups)
+            broadcast_parameters(model, mesh, self.layouts, groups, in_memory)
         plan = plan_sharding(
             model,
             mesh,
@@ -179,6 +185,8 @@ class Engine:
         self._weights, self._gatherer = built.weights, built.gatherer
         if initialise is not None:
             fill_model(model, built.weights, comm, initialise, types)
+        elif source is not None:
+            allocate(model, built.weights, types)
         self._trained = {id(p) for bucket in built.buckets for p in bucket.parameters}
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         shared = {id(weights.comm): weights.comm for weights in built.weights if weights.shared}
@@ -212,6 +220,8 @@ class Engine:
             before=self._before_update,
             after=self._after_update,
         )
+        if source is not None:
+            safetensors_files.read_weights(self, source)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return the output of the model; floating-point inputs are cast to its type."""
@@ -528,6 +538,40 @@ class Engine:
             CheckpointError: on all ranks, if the folder exists or cannot be written.
         """
         safetensors_files.export(self, Path(folder).expanduser(), dtype, file_bytes)
+
+    def save_pretrained(
+        self, folder: str | Path, *, dtype: torch.dtype | None = None, file_bytes: int = 4 << 30
+    ) -> None:
+        """Write a new Hugging Face folder, which `transformers` loads; a collective call.
+
+        Adapters of LoRA are added to the weights that are written.  The files of the tokenizer are copied from the folder from which the
+        model was created.  No rank holds the unsharded model.
+
+        Args:
+            dtype: the type of floating-point weights; by default the type that the optimizer updates.
+            file_bytes: the maximum size of a file; a larger model has several files and an index.
+
+        Raises:
+            CheckpointError: on all ranks, if the folder exists or cannot be written.
+            ValueError: if the model has no Hugging Face format, or quantized weights.
+        """
+        safetensors_files.save_pretrained(self, Path(folder).expanduser(), dtype, file_bytes)
+
+    def save_adapter(self, folder: str | Path, base_model: str | None = None) -> None:
+        """Write the adapters of LoRA in the format of PEFT; a collective call.
+
+        Args:
+            base_model: the name of the base model in the configuration; by default the folder from which the model was created.
+
+        Raises:
+            CheckpointError: on all ranks, if the adapter cannot be written.
+        """
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        values = {names[id(p)]: value.cpu() for p, value in self.whole_parameters() if p.requires_grad}
+        path = Path(folder).expanduser()
+        with fail_on_all(self.comm, path):
+            if self.comm.rank == 0:
+                save_adapter(self.model, path, base_model, values)
 
     def load_weights(self, path: str | Path) -> None:
         """Load parameters and buffers from a safetensors file, or from the files in a folder; a collective call.

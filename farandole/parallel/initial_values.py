@@ -12,14 +12,16 @@ values block by block, and all ranks copy their parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from farandole.comm.communicator import Communicator
-from farandole.layout import Layout
+from farandole.layout import Box, Layout
 from farandole.memory.blocks import blocks_of
 from farandole.memory.tracker import memory_tag
 from farandole.mesh import Groups, Mesh
@@ -32,6 +34,23 @@ Initialise = Callable[[str, nn.Module], None]
 Rank 0 calls it for every block of `memory.blocks.blocks_of` in order, and then for each module with parameters or buffers that
 belong to no block.  Tensors shared with an earlier block are present, and their new values are ignored.
 """
+
+
+class WeightSource(Protocol):
+    """Values of a model's tensors, any box of which can be read (`models.hf.pretrained.Weights`).
+
+    A model on the meta device with an attribute `weight_source` is read by all ranks, each its own part.
+    """
+
+    @property
+    def folder(self) -> Path:
+        """The origin, for messages."""
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether there are values of a tensor."""
+
+    def read(self, requests: Sequence[tuple[str, Box, Tensor]]) -> object:
+        """Read boxes of tensors into tensors of their shapes."""
 
 
 def is_deferred(model: nn.Module) -> bool:
@@ -106,6 +125,17 @@ def fill_model(
     comm.barrier()  # buffers that ranks share are complete on all ranks
 
 
+def allocate(model: nn.Module, weights: Sequence[FlatWeights], types: Mapping[int, torch.dtype]) -> None:
+    """Give the parameters of `model` that are in no flat buffer uninitialized memory of their types."""
+    flat = {id(parameter) for weight in weights for parameter in weight.parameters}
+    for parameter in model.parameters():
+        if id(parameter) not in flat and parameter.stride() == (0,) * parameter.dim() and parameter.dim():
+            with memory_tag("weights", [parameter]):
+                parameter.data = torch.empty(
+                    parameter.shape, dtype=types[id(parameter)], device=parameter.device
+                )
+
+
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield (name, module, whether its submodules are included): blocks, then modules outside of blocks."""
     blocks = blocks_of(model)
@@ -134,11 +164,19 @@ def _in_memory(parameters: Sequence[nn.Parameter], types: Mapping[int, torch.dty
 # ---- models in memory ----
 
 
-def broadcast_parameters(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout], groups: Groups) -> None:
-    """Copy parameters and buffers from the first rank that stores them to the others; a collective call."""
+def broadcast_parameters(
+    model: nn.Module,
+    mesh: Mesh,
+    layouts: Mapping[str, Layout],
+    groups: Groups,
+    names: Collection[str] | None = None,
+) -> None:
+    """Copy parameters and buffers, or those with `names`, from the first rank that stores them to the others; a collective call."""
     everywhere = frozenset(range(mesh.stages))
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if names is not None and name not in names:
+                continue
             layout = layouts.get(name) or Layout(name, tuple(tensor.shape), everywhere)
             comm = groups.of_ranks(ranks_of(mesh, layout, groups.comm.rank, 0).copies)
             if comm is not None and comm.size > 1:

@@ -26,7 +26,7 @@ from farandole.data.wording import counted, size
 from farandole.memory.recompute import apply_recompute
 from farandole.memory.swap import Swap, swap_activations
 from farandole.parallel.engine import Engine
-from farandole.parallel.initial_values import Initialise
+from farandole.parallel.initial_values import Initialise, is_deferred
 from farandole.parallel.lora import add_lora
 from farandole.parallel.loss_scaling import LossScaler
 from farandole.parallel.optimizers.rounding import StochasticRounding
@@ -117,7 +117,7 @@ def parallelize(
 
 
 def _add_lora(model: nn.Module, lora: LoRA) -> None:
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if is_deferred(model) and (lora.base is not None or not hasattr(model, "weight_source")):
         raise PlanError("lora with a model on the meta device: adapters need a model that is in memory")
     try:
         _log.info("LoRA: %s", add_lora(model, lora))

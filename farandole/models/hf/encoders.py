@@ -176,8 +176,14 @@ def _write_vit(config: ViTConfig) -> dict[str, Any]:
 
 
 def _vit_table(config: ViTConfig) -> Table:
-    # transformers 5 has other names in memory, and these in files
-    table = Table("vit.", (r"vit\.pooler\..*", r"vit\.embeddings\.mask_token"))
+    modules = (  # transformers 5 has other names in memory than in files
+        (r"vit\.encoder\.layer\.", "vit.layers."),
+        (r"attention\.attention\.(q|k|v)(uery|ey|alue)", r"attention.\1_proj"),
+        (r"attention\.output\.dense", "attention.o_proj"),
+        (r"(\d)\.intermediate\.dense", r"\1.mlp.fc1"),
+        (r"(\d)\.output\.dense", r"\1.mlp.fc2"),
+    )
+    table = Table("vit.", (r"vit\.pooler\..*", r"vit\.embeddings\.mask_token"), modules=modules)
     embedding = "vit.embeddings"
     table.linear("0.patches", f"{embedding}.patch_embeddings.projection", bias=True)
     table.copy("0.class_token", f"{embedding}.cls_token")

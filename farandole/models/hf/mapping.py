@@ -64,11 +64,13 @@ class Table:
         prefix: the part of all names that a folder of the model without its head omits.
         ignored: regular expressions of tensors of a folder that the model does not have.
         renamed: pairs of a regular expression and its replacement, which lead from names of older files to the names of the table.
+        modules: pairs that lead from paths in a folder to paths of modules of `transformers`, if they differ.
     """
 
     prefix: str = ""
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
     parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
     _known: set[str] = field(default_factory=set, init=False, repr=False)
     _known_parts: int = field(default=0, init=False, repr=False)
@@ -109,6 +111,12 @@ class Table:
         if self.prefix and not name.startswith(self.prefix) and self._is_known(self.prefix + name):
             return self.prefix + name
         return name
+
+    def module(self, path: str) -> str:
+        """Return the path of the module of `transformers` for a path in the folder."""
+        for pattern, replacement in self.modules:
+            path = re.sub(pattern, replacement, path)
+        return path
 
     def _is_known(self, name: str) -> bool:
         if self._known_parts != len(self.parts):

@@ -231,7 +231,7 @@ class Weights:
     def __init__(
         self, origin: Pretrained, entries: Mapping[str, Entry], model: nn.Module, seed: int, *, optional: bool
     ) -> None:
-        self._folder, self._seed = origin.folder, seed
+        self.folder, self._seed = origin.folder or Path(), seed
         table = origin.table
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(model).items()}
         stored: dict[str, Entry] = {}
@@ -265,13 +265,17 @@ class Weights:
             self._parts[ours] = found
         if missing:
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-            raise FolderError(f"{self._folder} is incomplete: it has no {', '.join(missing[:4])}{more}")
+            raise FolderError(f"{self.folder} is incomplete: it has no {', '.join(missing[:4])}{more}")
         unknown = [name for name in stored if name not in used and not table.is_ignored(name)]
         if unknown:
             more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
             raise FolderError(
-                f"{self._folder} has tensors that {origin.architecture.name} does not have: {', '.join(unknown[:4])}{more}"
+                f"{self.folder} has tensors that {origin.architecture.name} does not have: {', '.join(unknown[:4])}{more}"
             )
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether a tensor of the model has values here."""
+        return name in self._parts or name in self._drawn
 
     def _fit(self, ours: str, parts: Sequence[Part], stored: Mapping[str, Entry]) -> bool:
         return all(

@@ -193,13 +193,15 @@ class LoadPlanner(DefaultLoadPlanner):
         return found.part(index.offset or ()) if isinstance(found, Range) else super().lookup_tensor(index)
 
 
-def read_state(folder: Path, state: dict[str, Any]) -> None:
+def read_state(folder: Path, state: dict[str, Any], metadata: Metadata | None = None) -> None:
     """Read the ranges and tensors of `state` from checkpoint `folder`, on this rank alone.
+
+    `metadata` is the metadata of the checkpoint if the caller has read it.
 
     `torch.distributed.checkpoint.load` has the same steps, but warns if ranks load different tensors.
     """
     reader, planner = FileSystemReader(folder), LoadPlanner()
-    metadata = reader.read_metadata()
+    metadata = metadata or reader.read_metadata()
     planner.set_up_planner(state, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     [plan] = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])

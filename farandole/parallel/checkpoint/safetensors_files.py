@@ -1,19 +1,23 @@
-"""Write parameters and buffers of an engine to safetensors files, and load them from such files.
+"""Write the weights of an engine as safetensors files or a Hugging Face folder, and load them from such files.
 
     model.safetensors                                        or, for larger models,
     model-00001-of-00003.safetensors ... and model.safetensors.index.json, in the layout of Hugging Face
 
-No rank has the whole model in memory.  Ranks write the boxes that they store to a checkpoint, and then each rank writes some of
-the files from it, a few tensors at a time.  To load, each rank reads only the elements that it stores.
+No rank holds the unsharded model.  Ranks write the boxes that they store to a checkpoint, and then each rank writes some of the files from it, a
+few tensors at a time.  To load, each rank reads only the elements that it stores, into the memory where the engine keeps them.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,79 +25,70 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from farandole._extras import optional_import
+from farandole.layout import Box
+from farandole.models.hf.fields import FolderError
+from farandole.models.hf.files import (
+    INDEX,
+    WEIGHTS,
+    Entry,
+    Read,
+    divide,
+    file_names,
+    index_of,
+    open_folder,
+    read,
+    read_header,
+    write_file,
+)
+from farandole.models.hf.mapping import Part
+from farandole.models.hf.pretrained import Written, describe, tensors_to_write, write_description
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.checkpoint.folder import fail_on_all, partial_folder, prepare
-from farandole.parallel.checkpoint.ranges import Range, SavePlanner, read_state
-from farandole.parallel.checkpoint.state import Stored, set_values, state_of, stored_tensors
+from farandole.parallel.checkpoint.ranges import Place, Range, SavePlanner, read_state
+from farandole.parallel.checkpoint.state import Stored, state_of, stored_tensors
+from farandole.parallel.initial_values import WeightSource
+from farandole.parallel.lora.adapters import lora_layers
 
 if TYPE_CHECKING:
     from farandole.parallel.engine import Engine
 
-FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FILE = WEIGHTS
 _PREFIX = "model."
 _STATE = "state"
 
-_BATCH_BYTES = 32 << 20
-"""The approximate number of bytes in memory while a file is written, at least one tensor."""
-
-_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-"""The names of types in the safetensors format."""
+_CACHED_BYTES = 64 << 20
+"""The largest tensor that is kept in memory while its parts are written."""
 
 _Entries = dict[str, TensorStorageMetadata]
 
 
+# ---- writing ----
+
+
 def export(engine: Engine, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
-    """Write the weights as safetensors; see `Engine.export`."""
-    comm, partial = engine.comm, partial_folder(folder)
-    with fail_on_all(comm, folder):
-        if comm.rank == 0:
-            prepare(folder)
-    try:
-        with fail_on_all(comm, folder):
-            state = {k: v for k, v in state_of(engine, comm.rank).items() if k.startswith(_PREFIX)}
-            writer = FileSystemWriter(partial / _STATE)
-            dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=comm.group)
-            saved = _saved(partial / _STATE, engine.model)
-            files = list(_divide(saved, file_bytes))
-            names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
-            names = names if len(files) > 1 else [FILE]
-            types = {
-                name: dtype if dtype and entry.properties.dtype.is_floating_point else entry.properties.dtype
-                for name, entry in saved.items()
-            }
-            for number in range(comm.rank, len(files), comm.size):
-                _write_file(partial / names[number], partial / _STATE, files[number], types)
-            if comm.rank == 0 and len(files) > 1:
-                places = {
-                    n.removeprefix(_PREFIX): name
-                    for name, file in zip(names, files, strict=True)
-                    for n in file
-                }
-                total = sum(entry.size.numel() * types[name].itemsize for name, entry in saved.items())
-                index = {"metadata": {"total_size": total}, "weight_map": places}
-                (partial / INDEX).write_text(json.dumps(index, indent=1))
-    except CheckpointError:
-        if comm.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if comm.rank == 0:
-        shutil.rmtree(partial / _STATE)
-        partial.rename(folder)
-    comm.barrier()
+    """Write the weights as safetensors under the names of the model; see `Engine.export`."""
+
+    def tensors(saved: _Entries) -> list[Written]:
+        return [_same(name, entry) for name, entry in saved.items()]
+
+    _write(engine, folder, tensors, dtype, file_bytes)
+
+
+def save_pretrained(engine: Engine, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
+    """Write a Hugging Face folder; see `Engine.save_pretrained`."""
+    origin = describe(engine.model)
+    quantized = [
+        path for path, layer in lora_layers(engine.model).items() if type(layer.weight.data) is not Tensor
+    ]
+    if quantized:
+        raise ValueError(
+            f"{quantized[0]} has quantized weights: save_pretrained needs weights in full precision"
+        )
+
+    def tensors(saved: _Entries) -> list[Written]:
+        return tensors_to_write(origin, {name: tuple(entry.size) for name, entry in saved.items()})
+
+    _write(engine, folder, tensors, dtype, file_bytes, partial(write_description, origin))
 
 
 def write_weights(path: Path, state: Path, model: nn.Module) -> None:
@@ -101,10 +96,74 @@ def write_weights(path: Path, state: Path, model: nn.Module) -> None:
 
     Not a collective call.
     """
-    saved = _saved(state, model)
+    saved, reader = _saved(state, model), _StateReader(state, {})
     types = {name: entry.properties.dtype for name, entry in saved.items()}
-    types |= {f"{_PREFIX}{name}": tensor.dtype for name, tensor in _tensors(model)}
-    _write_file(path, state, saved, types)
+    types |= {name: tensor.dtype for name, tensor in _tensors(model)}
+    written = {name: _same(name, entry) for name, entry in saved.items()}
+    write_file(
+        path,
+        {n: (types[n], each.shape) for n, each in written.items()},
+        lambda names: reader.read(written, names),
+    )
+
+
+def _write(
+    engine: Engine,
+    folder: Path,
+    tensors: Callable[[_Entries], list[Written]],
+    dtype: torch.dtype | None,
+    file_bytes: int,
+    describe_model: Callable[[Path, torch.dtype], None] = lambda path, dtype: None,
+) -> None:
+    """Write a new folder; a collective call.
+
+    Args:
+        tensors: returns the tensors to write for the parameters and buffers of the model.
+        dtype: the type of floating-point tensors; None keeps the types in which they are saved.
+        describe_model: writes further files, given the folder and the type of the weights.
+    """
+    comm, temporary = engine.comm, partial_folder(folder)
+    with fail_on_all(comm, folder):
+        if comm.rank == 0:
+            prepare(folder)
+    try:
+        with fail_on_all(comm, folder):
+            state = {k: v for k, v in state_of(engine, comm.rank).items() if k.startswith(_PREFIX)}
+            writer = FileSystemWriter(temporary / _STATE)
+            dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=comm.group)
+            saved = _saved(temporary / _STATE, engine.model)
+            written = {each.name: each for each in tensors(saved)}
+            kinds = {
+                name: (_type(saved[each.ours].properties.dtype, dtype), each.shape)
+                for name, each in written.items()
+            }
+            sizes = {name: prod(shape) * kind.itemsize for name, (kind, shape) in kinds.items()}
+            groups = divide(sizes, file_bytes)
+            files = dict(zip(file_names(len(groups)), groups, strict=True))
+            reader = _StateReader(temporary / _STATE, lora_scalings(engine.model))
+            for file in list(files)[comm.rank :: comm.size]:
+                own = {name: kinds[name] for name in files[file]}
+                write_file(temporary / file, own, lambda names: reader.read(written, names))
+            if comm.rank == 0:
+                if len(files) > 1:
+                    (temporary / INDEX).write_text(index_of(files, sum(sizes.values())))
+                describe_model(temporary, next(kind for kind, _ in kinds.values() if kind.is_floating_point))
+    except CheckpointError:
+        if comm.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if comm.rank == 0:
+        shutil.rmtree(temporary / _STATE)
+        temporary.rename(folder)
+    comm.barrier()
+
+
+def _same(name: str, entry: TensorStorageMetadata) -> Written:
+    return Written(name, name, Part(name), tuple(entry.size))
+
+
+def _type(saved: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype and saved.is_floating_point else saved
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -113,51 +172,111 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _saved(state: Path, model: nn.Module) -> _Entries:
-    """Return the saved parameters and buffers, in the order of the model."""
-    order = {f"{_PREFIX}{name}": number for number, (name, _) in enumerate(_tensors(model))}
+    """Return the saved parameters and buffers by their names in the model, in its order."""
+    order = {name: number for number, (name, _) in enumerate(_tensors(model))}
     entries = {
-        name: entry
+        name.removeprefix(_PREFIX): entry
         for name, entry in FileSystemReader(state).read_metadata().state_dict_metadata.items()
         if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
     }
     return dict(sorted(entries.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def _divide(entries: _Entries, limit: int) -> Iterator[_Entries]:
-    """Yield tensors of together at most `limit` bytes, or one tensor."""
-    part: _Entries = {}
-    used = 0
-    for name, entry in entries.items():
+def lora_scalings(model: nn.Module) -> dict[str, float]:
+    """Return the scaling of the adapter by the name of the weight to which it is not yet added."""
+    return {
+        f"{path}.weight": layer.lora.scaling for path, layer in lora_layers(model).items() if not layer.merged
+    }
+
+
+class _StateReader:
+    """Reads tensors to write from a checkpoint.
+
+    Args:
+        scalings: adapters to add to weights, for tensors that are written under other names than those of the model.
+    """
+
+    def __init__(self, folder: Path, scalings: Mapping[str, float]) -> None:
+        self._folder, self._scalings = folder, scalings
+        self._metadata = FileSystemReader(folder).read_metadata()
+        self._cached: tuple[str, Tensor] | None = None
+
+    def read(self, written: Mapping[str, Written], names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the tensors with these names."""
+        return {name: written[name].of_box(self._box(written[name])) for name in names}
+
+    def _box(self, each: Written) -> Tensor:
+        entry = self._metadata.state_dict_metadata[_PREFIX + each.ours]
+        assert isinstance(entry, TensorStorageMetadata)
         nbytes = entry.size.numel() * entry.properties.dtype.itemsize
-        if part and used + nbytes > limit:
-            yield part
-            part, used = {}, 0
-        part[name] = entry
-        used += nbytes
-    yield part
+        slices = tuple(slice(start, end) for start, end in each.box)
+        if nbytes <= _CACHED_BYTES:
+            if self._cached is None or self._cached[0] != each.ours:
+                self._cached = (each.ours, self._read(each.ours, Part(each.ours).box(each.whole)))
+            values = self._cached[1][slices]
+        else:
+            values = self._read(each.ours, each.box)
+        if each.ours in self._scalings and each.name != each.ours:
+            path = each.ours.removesuffix(".weight")
+            a, b = (self._read_all(f"{path}.lora_{kind}") for kind in "AB")
+            update = (b[slices[0]].float() @ a[:, slices[1]].float()).mul_(self._scalings[each.ours])
+            values = (values.float() + update).to(values.dtype)
+        return values
+
+    def _read_all(self, name: str) -> Tensor:
+        entry = self._metadata.state_dict_metadata[_PREFIX + name]
+        assert isinstance(entry, TensorStorageMetadata)
+        return self._read(name, tuple((0, length) for length in entry.size))
+
+    def _read(self, name: str, box: Box) -> Tensor:
+        entry = self._metadata.state_dict_metadata[_PREFIX + name]
+        assert isinstance(entry, TensorStorageMetadata)
+        sizes = [end - start for start, end in box]
+        values = torch.empty(sizes, dtype=entry.properties.dtype)
+        target = Range.of(values, 0, Place.of_boxes(tuple(entry.size), sizes, [box])) if sizes else values
+        read_state(self._folder, {_PREFIX + name: target}, self._metadata)
+        return values
 
 
-def _write_file(path: Path, state: Path, entries: _Entries, types: Mapping[str, torch.dtype]) -> None:
-    """Write tensors of checkpoint `state`; safetensors' own function needs all of them in memory."""
-    entries = dict(sorted(entries.items(), key=lambda item: -types[item[0]].itemsize))  # aligned in the file
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, entry in entries.items():
-        start, end = end, end + entry.size.numel() * types[name].itemsize
-        header[name.removeprefix(_PREFIX)] = {
-            "dtype": _CODES[types[name]],
-            "shape": list(entry.size),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for part in _divide(entries, _BATCH_BYTES):
-            tensors = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in part.items()}
-            read_state(state, tensors)
-            for name, tensor in tensors.items():
-                file.write(tensor.to(types[name]).reshape(-1).view(torch.uint8).numpy().data)
+# ---- reading ----
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Weights in safetensors files under the names of the model."""
+
+    entries: Mapping[str, Entry]
+    folder: Path
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def read(self, requests: Sequence[tuple[str, Box, Tensor]]) -> None:
+        read(Read(self.entries[name], box, target) for name, box, target in requests)
+
+
+def read_weights(engine: Engine, source: WeightSource) -> None:
+    """Read the parameters and buffers that this rank stores, into their memory; a collective call.
+
+    Tensors that `source` does not have keep their values.
+
+    Raises:
+        CheckpointError: on all ranks, if one of them cannot read.
+    """
+    with fail_on_all(engine.comm, source.folder), torch.no_grad():
+        for weights, members in groupby(stored_tensors(engine), key=lambda stored: stored.weights):
+            with nullcontext() if weights is None else weights.in_memory(write=True):
+                source.read(
+                    [request for stored in members if stored.name in source for request in _requests(stored)]
+                )
+    engine.all_gather_parameters(frozen=True)
+    engine.remember_parameters()
+
+
+def _requests(stored: Stored) -> Iterator[tuple[str, Box, Tensor]]:
+    values = stored.values()
+    for box, part in Range.of(values, stored.start, stored.place).boxes():
+        yield stored.name, box, part
 
 
 def load_weights(engine: Engine, path: Path) -> None:
@@ -167,52 +286,34 @@ def load_weights(engine: Engine, path: Path) -> None:
             raise CheckpointError(
                 "the master weights are offloaded: load weights before engine.optimizer(...) is called"
             )
-        found = _read(engine, path)
-    with torch.no_grad():
-        set_values(found)
-    engine.all_gather_parameters(frozen=True)
-    engine.remember_parameters()
+        source = _matching(engine, _entries(path), path)
+    read_weights(engine, source)
 
 
-def _read(engine: Engine, path: Path) -> list[tuple[Stored, Tensor]]:
-    """Return the values that this rank stores."""
-    with optional_import():
-        from safetensors import safe_open
-
-    places, aliases = _files(path), _aliases(engine)
-    found: list[tuple[Stored, Tensor]] = []
+def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _Files:
+    """Return the entries by the names of the engine's model, after checks of names, shapes and lengths."""
+    aliases = _aliases(engine)
     known = {alias for names in aliases.values() for alias in names} | {
         n for n, _ in engine.model.named_buffers()
     }
-    missing = [name for name, names in aliases.items() if not any(each in places for each in names)]
-    unknown = [name for name in places if name not in known]
+    missing = [name for name, names in aliases.items() if not any(each in entries for each in names)]
+    unknown = [name for name in entries if name not in known]
     if missing or unknown:
         lacks = [f"it has no {', '.join(missing[:4])}"] * bool(missing)
         has = [f"it has {', '.join(unknown[:4])}"] * bool(unknown)
         raise CheckpointError(f"{' and '.join(lacks + has)}: it is of another model")
-    opened: dict[Path, Any] = {}
+    found = {}
     for stored in stored_tensors(engine):
-        name = next((each for each in aliases.get(stored.name, [stored.name]) if each in places), None)
+        name = next((each for each in aliases.get(stored.name, [stored.name]) if each in entries), None)
         if name is None:
             continue  # a buffer
-        file = places[name]
-        if file not in opened:
-            opened[file] = safe_open(file, framework="pt")
-        part = opened[file].get_slice(name)
-        shape = tuple(part.get_shape())
-        if shape != stored.place.shape:
+        entry = entries[name]
+        if entry.shape != stored.place.shape:
             raise CheckpointError(
-                f"{name} has shape {shape} in {file.name}, and {stored.place.shape} in this model"
+                f"{name} has shape {entry.shape} in {entry.file.name}, and {stored.place.shape} in this model"
             )
-        target = Range.of(
-            torch.empty(stored.values().numel(), dtype=stored.values().dtype), stored.start, stored.place
-        )
-        for box, values in target.boxes():
-            values.copy_(
-                part[tuple(slice(start, end) for start, end in box)] if box else opened[file].get_tensor(name)
-            )
-        found.append((stored, target.values))
-    return found
+        found[stored.name] = entry
+    return _Files(found, path)
 
 
 def _aliases(engine: Engine) -> dict[str, list[str]]:
@@ -223,16 +324,15 @@ def _aliases(engine: Engine) -> dict[str, list[str]]:
     return {found[0]: found for found in names.values()}
 
 
-def _files(path: Path) -> dict[str, Path]:
-    """Return the file of each tensor."""
-    with optional_import():
-        from safetensors import safe_open
-
-    if path.is_dir() and (path / INDEX).exists():
-        places = json.loads((path / INDEX).read_text())["weight_map"]
-        return {name: path / file for name, file in places.items()}
-    file = path / FILE if path.is_dir() else path
-    if not file.exists():
-        raise CheckpointError(f"expected {FILE} or {INDEX} in a folder, or the name of a file")
-    with safe_open(file, framework="pt") as opened:
-        return dict.fromkeys(opened.keys(), file)
+def _entries(path: Path) -> dict[str, Entry]:
+    """Return the tensors in a file, or in the files of a folder."""
+    try:
+        if path.is_dir():
+            if not (path / INDEX).exists() and not (path / FILE).exists():
+                raise CheckpointError(f"expected {FILE} or {INDEX} in a folder, or the name of a file")
+            return open_folder(path)
+        if not path.exists():
+            raise CheckpointError(f"expected {FILE} or {INDEX} in a folder, or the name of a file")
+        return read_header(path)
+    except FolderError as error:
+        raise CheckpointError(str(error)) from None

@@ -80,9 +80,11 @@ def adapt(linear: nn.Linear, lora: LoRA, frozen_weight: Tensor | None = None) ->
     """
     weight = linear.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    a = torch.empty(lora.rank, linear.in_features, dtype=dtype, device=weight.device)
+    # the weight of a model that is read later is on the meta device, but its adapter needs values
+    device = torch.get_default_device() if weight.is_meta else weight.device
+    a = torch.empty(lora.rank, linear.in_features, dtype=dtype, device=device)
     nn.init.kaiming_uniform_(a, a=math.sqrt(5))
-    b = torch.zeros(linear.out_features, lora.rank, dtype=dtype, device=weight.device)
+    b = torch.zeros(linear.out_features, lora.rank, dtype=dtype, device=device)
     linear.__class__ = LoRALinear
     assert isinstance(linear, LoRALinear)
     if frozen_weight is not None:

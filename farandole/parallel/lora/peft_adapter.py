@@ -9,7 +9,7 @@ A folder with two files:
     adapter_config.json         {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": [PATH, ...],
                                  "lora_dropout": ..., "use_rslora": ..., "bias": ..., "modules_to_save": ..., ...}
 
-PATH is the path of the layer in the model. Each file is written to a temporary name, flushed and renamed.
+PATH is the path of the layer in the model, or, for a model from a Hugging Face folder, in the model of `transformers`.  Each file is written to a temporary name, flushed and renamed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from farandole._extras import optional_import
 from farandole.data.cache import flush
 from farandole.data.wording import disk_failure
 from farandole.parallel.lora.adapters import Summary, add_lora, lora_layers, other_trained, summarize
+from farandole.parallel.lora.hugging_face import config_for_peft, for_peft, from_peft, origin_of
 from farandole.parallel.lora.layer import LoRALinear
 from farandole.parallel.lora.targets import find_trained
 from farandole.plan import LoRA
@@ -79,6 +80,9 @@ def save_adapter(
         tensor = values.get(name, own)
         tensors[f"{path}.base_layer.{last}" if path in layers else name] = tensor
     config = _config(model, lora, list(layers), base_model)
+    if (origin := origin_of(model)) is not None:
+        tensors = for_peft(origin, tensors)
+        config = config_for_peft(origin, config, tensors)
     _write(Path(folder).expanduser(), {PREFIX + name: _copy(t) for name, t in tensors.items()}, config)
 
 
@@ -93,7 +97,10 @@ def load_adapter(model: nn.Module, folder: str | Path) -> Summary:
         ValueError: as in `add_lora`.
     """
     model, folder = _unwrapped(model), Path(folder).expanduser()
-    saved = _read(folder)
+    config, tensors = _read(folder)
+    if (origin := origin_of(model)) is not None:
+        config, tensors = from_peft(origin, config, tensors)
+    saved = Saved(folder, config, tensors)
     layers = lora_layers(model)
     lora = next(iter(layers.values())).lora if layers else lora_of(saved)
     check_fits(model, lora, saved, has_lora=bool(layers))
@@ -178,8 +185,8 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> 
         raise AdapterError(f"cannot save the adapter to {folder}: {why}") from error
 
 
-def _read(folder: Path) -> Saved:
-    """Read the adapter in `folder`."""
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the configuration of the adapter in `folder`, and its tensors by name without the prefix."""
     if not folder.is_dir():
         raise AdapterError(
             f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}: expected the folder of an adapter"
@@ -207,7 +214,7 @@ def _read(folder: Path) -> Saved:
     if strange or not named:
         found = f"{strange[0]!r} does not begin with {PREFIX!r}" if strange else "it has no tensors"
         raise AdapterError(f"{folder / WEIGHTS} is not in the format of PEFT: {found}")
-    return Saved(folder, config, {name.removeprefix(PREFIX): tensor for name, tensor in named.items()})
+    return config, {name.removeprefix(PREFIX): tensor for name, tensor in named.items()}
 
 
 # ---- checks before the model is changed ----

@@ -1,0 +1,318 @@
+"""Hugging Face folders under every plan: read by all ranks, trained like one process, and written for `transformers` and PEFT."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import farandole
+from farandole.models.hf import FolderError, from_pretrained
+from farandole.models.hf import files as files_module
+from farandole.models.llama import LlamaConfig, build_llama
+from farandole.parallel.checkpoint.errors import CheckpointError
+from farandole.parallel.lora.peft_adapter import load_adapter
+from farandole.plan import LoRA, Plan
+from tests.models.hf.families import folder_of, reference, transformers
+from tests.parallel.test_zero import _world
+from tests.pool import RankFailed
+
+STEPS = 4
+
+
+def batches(vocabulary: int, rank: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randint(0, vocabulary, (STEPS, 2, 13), generator=generator)
+
+
+def _train(
+    rank: int, size: int, folder: Path, plan: Plan, out: Path | None = None, lazy: bool = True
+) -> list[float]:
+    torch.manual_seed(3)
+    model = from_pretrained(folder, lazy=lazy)
+    engine = farandole.parallelize(model, plan)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = engine.optimizer(torch.optim.SGD(trained, 0.5))
+    losses = []
+    for tokens in batches(model.config.vocabulary, rank):
+        step = engine.forward_backward(
+            [tokens], lambda output, _: output, inputs=lambda t: (t[:, :-1], None, t[:, 1:])
+        )
+        engine.clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(step.loss)
+    if out is not None:
+        engine.save_pretrained(out, file_bytes=30_000)
+        if plan.lora is not None:
+            engine.save_adapter(out.with_name("adapter"))
+    _world().barrier()
+    engine.close()
+    return losses
+
+
+def _expected(folder: Path, ranks: int) -> tuple[list[float], Any]:
+    """Return the losses of one process with transformers, and its model."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    losses = []
+    for step in range(STEPS):
+        tokens = torch.cat([batches(model.config.vocab_size, rank)[step] for rank in range(ranks)])
+        logits = model(tokens[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+def small(tmp_path: Path, family: str = "llama", **changes: Any) -> Path:
+    if family == "gpt2":
+        changes = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} | changes
+    return folder_of(reference(family, 5, **changes), tmp_path / "base")
+
+
+PLANS = [
+    Plan(zero=0),
+    Plan(zero=1),
+    Plan(zero=2),
+    Plan(zero=3),
+    Plan(zero=3, recompute="block"),
+    Plan(zero=3, offload="host"),
+]
+
+
+@pytest.mark.parametrize(("family", "size"), [("llama", 1), ("llama", 3), ("gpt2", 2), ("qwen3", 2)])
+def test_training_equals_transformers_in_one_process(
+    ranks: Any, tmp_path: Path, family: str, size: int
+) -> None:
+    folder = small(tmp_path, family)
+    expected, theirs = _expected(folder, size)
+    for number, plan in enumerate(PLANS):
+        out = tmp_path / f"out{number}"
+        for losses in ranks(size).run(_train, folder, plan, out):
+            assert losses == pytest.approx(expected, rel=2e-4), plan
+        again, loading = type(theirs).from_pretrained(out, output_loading_info=True)
+        assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        for (name, got), wanted in zip(again.state_dict().items(), theirs.state_dict().values(), strict=True):
+            torch.testing.assert_close(
+                got, wanted, atol=1e-4, rtol=1e-3, msg=lambda m, n=name, p=plan: f"{n} {p}: {m}"
+            )
+
+
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
+@pytest.mark.parametrize("family", ["mixtral", "llama"])
+def test_lazy_equals_eager(ranks: Any, tmp_path: Path, family: str, backend: str) -> None:
+    folder = small(tmp_path, family)
+    for plan in (Plan(zero=0), Plan(zero=1, precision="bf16"), Plan(zero=3, precision="bf16"), Plan(zero=2)):
+        eager = ranks(2, backend).run(_train, folder, plan, None, False)
+        assert ranks(2, backend).run(_train, folder, plan) == eager, plan
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_lora_is_merged_for_transformers_and_saved_for_peft(ranks: Any, tmp_path: Path, zero: int) -> None:
+    import peft
+
+    folder = small(tmp_path)
+    lora = LoRA(rank=3, alpha=5, targets=("*.qkv", "*.gate_up", "*.down"))
+    plan, out = Plan(zero=zero, lora=lora), tmp_path / "merged"
+    losses = ranks(2).run(_train, folder, plan, out)[0]
+    assert losses == pytest.approx(ranks(2).run(_train, folder, plan, None, False)[0], rel=1e-5)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokens = batches(base.config.vocab_size)[0]
+    expected = merged(tokens).logits
+    assert not torch.allclose(base(tokens).logits, expected, atol=1e-2)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    torch.testing.assert_close(adapted(tokens).logits, expected, atol=1e-4, rtol=1e-3)
+    ours = from_pretrained(folder)
+    load_adapter(ours, tmp_path / "adapter")
+    torch.testing.assert_close(ours.eval()(tokens), expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("targets", ["some", "all"])
+def test_adapter_of_peft_loads(tmp_path: Path, family: str, targets: str) -> None:
+    import peft
+
+    folder = small(tmp_path, family)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    some = ["q_proj", "v_proj"] if family == "llama" else ["c_attn"]
+    config = peft.LoraConfig(
+        r=2,
+        lora_alpha=3,
+        target_modules=some if targets == "some" else "all-linear",
+        fan_in_fan_out=family == "gpt2",
+        init_lora_weights=False,
+    )
+    adapted = peft.get_peft_model(base, config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    ours = from_pretrained(folder)
+    load_adapter(ours, tmp_path / "adapter")
+    tokens = batches(ours.config.vocabulary)[0]
+    torch.testing.assert_close(ours.eval()(tokens), adapted(tokens).logits, atol=1e-4, rtol=1e-3)
+
+
+def _count_bytes(rank: int, size: int, folder: Path, plan: Plan) -> int:
+    count = 0
+    original = files_module._into
+
+    def counting(file: int, path: Path, offset: int, target: Tensor) -> None:
+        nonlocal count
+        count += target.numel()
+        original(file, path, offset, target)
+
+    files_module._into = counting
+    try:
+        engine = farandole.parallelize(from_pretrained(folder, lazy=True), plan)
+    finally:
+        files_module._into = original
+    _world().barrier()
+    engine.close()
+    return count
+
+
+def test_a_rank_reads_only_what_it_stores(ranks: Any, tmp_path: Path) -> None:
+    folder = folder_of(reference("llama", 5, hidden_size=96, tie_word_embeddings=False), tmp_path / "base")
+    total = sum(entry.nbytes for entry in files_module.open_folder(folder).values())
+    assert ranks(4).run(_count_bytes, folder, Plan(zero=0)) == [total] * 4
+    counts = ranks(4).run(_count_bytes, folder, Plan(zero=3))
+    assert sum(counts) == total
+    assert max(counts) < total / 3
+
+
+def test_models_that_were_built_here_are_saved(ranks: Any, tmp_path: Path) -> None:
+    config = LlamaConfig(vocabulary=90, layers=2, heads=4, kv_heads=2, width=32, inner=40)
+    ranks(2).run(_save_built, config, tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ours = from_pretrained(tmp_path / "out").eval()
+    assert ours.config == config
+    tokens = batches(90)[0]
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-4)
+
+
+def _save_built(rank: int, size: int, config: LlamaConfig, out: Path) -> None:
+    torch.manual_seed(rank)
+    engine = farandole.parallelize(build_llama(config), Plan(zero=2))
+    engine.save_pretrained(out, dtype=torch.float32)
+    engine.close()
+
+
+# ---- damaged and unsupported folders ----
+
+
+def _change(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
+def _remove_shard(folder: Path) -> None:
+    (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+def _truncate(folder: Path) -> None:
+    file = folder / "model-00002-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _garbage(folder: Path) -> None:
+    (folder / "model-00001-of-00003.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0" + b"not a header at all")
+
+
+def _pickle(folder: Path) -> None:
+    for file in folder.glob("model*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_remove_shard, "incomplete: model-00002-of-00003.safetensors of 3 files are missing"),
+        (
+            _truncate,
+            r"model-00002-of-00003.safetensors is truncated: .* ends at byte \d+, and the file at \d+",
+        ),
+        (_garbage, "model-00001-of-00003.safetensors is damaged: its header is not JSON"),
+        (_pickle, "pytorch_model.bin is a pickle, which is not loaded"),
+        (lambda f: (f / "config.json").unlink(), "has no config.json"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
+        (
+            lambda f: _change(f, model_type="llamo"),
+            "model_type='llamo', which is not supported; nearest: llama",
+        ),
+        (
+            lambda f: _change(f, architectures=["LlamaForTokenClassification"]),
+            "architectures=.*is not supported",
+        ),
+        (lambda f: _change(f, intermediate_size=999), "has shape .* and config.json implies"),
+        (
+            lambda f: _change(f, num_hidden_layers=9),
+            "incomplete: it has no model.layers.*and 59 more|it has no model",
+        ),
+        (lambda f: _change(f, hidden_act="swish7"), "hidden_act='swish7', which is not supported"),
+        (lambda f: _change(f, logit_softcap=30.0), "unsupported fields: logit_softcap=30.0"),
+        (lambda f: _change(f, rope_parameters={"rope_type": "longrope"}), "rope_type='longrope'"),
+        (lambda f: _change(f, quantization_config={"bits": 4}), "quantized weights are not supported"),
+        (lambda f: _change(f, vocab_size="big"), "vocab_size='big': expected int"),
+        (lambda f: _change(f, num_attention_heads=0), "num_attention_heads=0: expected at least 1"),
+    ],
+)
+def test_damaged_and_unsupported_folders_are_refused(tmp_path: Path, damage: Any, message: str) -> None:
+    model = reference("llama", 5, tie_word_embeddings=False, num_hidden_layers=2)
+    total = sum(p.nbytes for p in model.parameters())
+    folder = folder_of(model, tmp_path / "base", max_shard_size=total // 2 - 1000)
+    assert len(list(folder.glob("*.safetensors"))) == 3
+    from_pretrained(folder)
+    damage(folder)
+    with pytest.raises(FolderError, match=message):
+        from_pretrained(folder)
+    with pytest.raises(FolderError, match=message):
+        from_pretrained(folder, lazy=True)
+
+
+def test_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FolderError, match="nowhere does not exist: expected a Hugging Face model folder"):
+        from_pretrained(tmp_path / "nowhere")
+
+
+def _vanish(rank: int, size: int, folder: Path) -> None:
+    model = from_pretrained(folder, lazy=True)
+    _world().barrier()
+    if rank == 0:
+        shutil.rmtree(folder)
+    _world().barrier()
+    with pytest.raises(CheckpointError, match="No such file"):
+        farandole.parallelize(model, Plan(zero=3))
+
+
+def test_a_failed_read_is_reported_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(_vanish, small(tmp_path))
+
+
+def test_an_existing_folder_is_not_overwritten(ranks: Any, tmp_path: Path) -> None:
+    folder = small(tmp_path)
+    before = (folder / "config.json").read_bytes()
+    with pytest.raises(RankFailed, match="it exists"):
+        ranks(2).run(_train, folder, Plan(), folder)
+    assert (folder / "config.json").read_bytes() == before
+
+
+def test_a_classifier_gets_new_weights(tmp_path: Path) -> None:
+    theirs = reference("bert", 1)
+    folder = folder_of(theirs, tmp_path / "base")
+    one, two = (from_pretrained(folder, classes=3, seed=4) for _ in range(2))
+    assert one(torch.ones(2, 5, dtype=torch.int64)).shape == (2, 3)
+    assert torch.equal(one[-1].classifier.weight, two[-1].classifier.weight)
+    assert one[-1].classifier.weight.std() > 0.01
+    torch.testing.assert_close(one[0].tokens.weight, theirs.bert.embeddings.word_embeddings.weight)
+    with pytest.raises(FolderError, match="expected a bert or vit"):
+        from_pretrained(folder_of(reference("gpt2", 1), tmp_path / "gpt2"), classes=3)
