@@ -98,7 +98,7 @@ def plan(setup: PlanSetup) -> Planned:
 
     Raises:
         ConfigError, PlanError, BenchError: the options are invalid."""
-    request = read_request(setup.words, resume=False)
+    request = read_request(_words(setup), resume=False)
     config = load_config(request.source, request.overrides)
     ranks = setup.ranks or default_ranks(config)
     if ranks % setup.nodes:
@@ -122,6 +122,20 @@ def plan(setup: PlanSetup) -> Planned:
             axes |= further
             machine, estimates = _estimates(workload, ranks, machine, axes | choices)
     return Planned(config, workload, machine, ranks, estimates)
+
+
+def _words(setup: PlanSetup) -> list[str]:
+    """Return the words of the run; hf:FOLDER is the training of the model in a Hugging Face folder, of which config.json is read."""
+    words: list[str] = []
+    for word in setup.words:
+        kind, _, folder = word.partition(":")
+        if kind != "hf":
+            words.append(word)
+            continue
+        words += ["pretrain", f"model={folder}", "model.pretrained=false", "data.path=stdlib"]
+        if setup.ranks and not any(other.startswith("batch=") for other in setup.words):
+            words.append(f"batch={setup.ranks}")
+    return words
 
 
 def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> dict[str, Sequence[Any]]:

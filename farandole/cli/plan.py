@@ -130,6 +130,10 @@ def plan(
       farandole plan my.toml micro_batch=8 --zero 2 --precision fp32 --precision bf16
       farandole plan gpt2-small -n 64 --nodes 8 --accelerators --memory 80GiB --flops 300T --bandwidth 12G
       farandole plan tiny plan.zero=1 --check       run the best plan, and compare
+
+    \b
+    The training of a model from a Hugging Face folder, of which only config.json is needed:
+      farandole plan hf:llama-8b -n 64 --nodes 8 --accelerators --memory 80GiB --flops 400T --bandwidth 25G model.context=4096
     """
     # imported here so that `--help` does not wait for torch
     from farandole.bench.planning import PlanSetup, parse_number

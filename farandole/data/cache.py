@@ -19,7 +19,7 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from filelock import FileLock
@@ -65,8 +65,8 @@ def content_key(source: Source, settings: dict[str, object], progress: Progress)
     return digest.hexdigest()
 
 
-def cached_folder(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
-    """Return the folder of entry `key`.  If it does not exist, `build(folder)` writes its `FILES`.
+def cached_folder(cache: Path, key: str, build: Callable[[Path], None], files: Sequence[str] = FILES) -> Path:
+    """Return the folder of entry `key`.  If it does not exist, `build(folder)` writes its `files`.
 
     Raises:
         DataError: if the cache cannot be written, or the disk is full.
@@ -75,7 +75,7 @@ def cached_folder(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{key}.lock"):
-            damage = _find_damage(folder)
+            damage = _find_damage(folder, files)
             if damage is None:
                 return folder
             if folder.exists():
@@ -85,17 +85,17 @@ def cached_folder(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
                 shutil.rmtree(folder)
             for partial in cache.glob(f"{key}.*.tmp"):  # left by a killed process
                 shutil.rmtree(partial)
-            _write(folder, build)
+            _write(folder, build, files)
     except OSError as error:
         raise DataError(_cannot_write(cache, error)) from error
     return folder
 
 
-def _find_damage(folder: Path) -> str | None:
+def _find_damage(folder: Path, files: Sequence[str]) -> str | None:
     """Return the damage of an entry, or None if it is complete."""
     try:
         recorded = json.loads((folder / "entry.json").read_text())
-        for name in FILES:
+        for name in files:
             size, checksum = recorded[name]
             if (folder / name).stat().st_size != size:
                 return f"the size of {name} has changed"
@@ -108,13 +108,13 @@ def _find_damage(folder: Path) -> str | None:
     return None
 
 
-def _write(folder: Path, build: Callable[[Path], None]) -> None:
+def _write(folder: Path, build: Callable[[Path], None], files: Sequence[str]) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
         build(temporary)
-        recorded = {name: [(temporary / name).stat().st_size, _checksum(temporary / name)] for name in FILES}
+        recorded = {name: [(temporary / name).stat().st_size, _checksum(temporary / name)] for name in files}
         (temporary / "entry.json").write_text(json.dumps(recorded))
-        for name in (*FILES, "entry.json"):
+        for name in (*files, "entry.json"):
             flush(temporary / name)
         temporary.chmod(0o755)
         temporary.rename(folder)

@@ -1,4 +1,4 @@
-"""Read documents from text files, folders, JSON lines and Parquet.
+"""Read documents and records from text files, folders, JSON lines, Parquet, and folders of the `datasets` library.
 
 A *document* is one string: a text file, a field of a JSON line, or a cell of a Parquet column.
 """
@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -41,7 +41,9 @@ TEXT_SUFFIXES = (
 )
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet", ".pq")
-READABLE_SUFFIXES = TEXT_SUFFIXES + JSON_LINES_SUFFIXES + PARQUET_SUFFIXES
+ARROW_SUFFIXES = (".arrow",)
+RECORD_SUFFIXES = JSON_LINES_SUFFIXES + PARQUET_SUFFIXES + ARROW_SUFFIXES
+READABLE_SUFFIXES = TEXT_SUFFIXES + RECORD_SUFFIXES
 
 _ACCEPTED = "expected UTF-8 text, JSON lines (.jsonl) or Parquet; exclude or convert this file"
 
@@ -75,6 +77,15 @@ class Source:
         """The size of all files in bytes."""
         return sum(path.stat().st_size for path in self.files)
 
+    def records(self, fields: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (place, record) for all records.  Raises `DataError` with the place."""
+        for path in self.files:
+            if not path.name.lower().endswith(RECORD_SUFFIXES):
+                raise DataError(
+                    f"{path}: expected records: JSON lines, Parquet or Arrow ({', '.join(RECORD_SUFFIXES)})"
+                )
+            yield from read_records(path, fields)
+
     def documents(self) -> Iterator[str]:
         """Yield all documents that are not blank, in order.  Raises `DataError` with file and line."""
         for path in self.files:
@@ -100,7 +111,7 @@ def find_source(path: str, text_field: str = "text") -> Source:
     if root.is_file():
         files: tuple[Path, ...] = (root.resolve(),)
     else:
-        files = tuple(_walk(root.resolve()))
+        files = tuple(_walk(_split_of_datasets(root.resolve())))
         if not files:
             raise DataError(
                 f"data.path={path}: no text found in this folder; expected files that end in "
@@ -148,6 +159,16 @@ def _walk(root: Path) -> Iterator[Path]:
     return iter(sorted(found))
 
 
+def _split_of_datasets(root: Path) -> Path:
+    """Return the training split of a folder that `datasets.DatasetDict.save_to_disk` wrote, or `root`."""
+    if not (root / "dataset_dict.json").is_file():
+        return root
+    if not (root / "train").is_dir():
+        splits = ", ".join(sorted(entry.name for entry in root.iterdir() if entry.is_dir()))
+        raise DataError(f"data.path={root} has no split train; choose the folder of a split: {splits}")
+    return root / "train"
+
+
 def _missing(path: Path) -> str:
     parent = path.parent
     while not parent.exists():
@@ -159,12 +180,21 @@ def _missing(path: Path) -> str:
 
 
 def _read(path: Path, text_field: str) -> Iterator[str]:
-    suffix = path.suffix.lower()
-    if suffix in JSON_LINES_SUFFIXES:
-        return _read_json_lines(path, text_field)
-    if suffix in PARQUET_SUFFIXES:
-        return _read_parquet(path, text_field)
-    return iter((_read_text(path),))
+    if not path.name.lower().endswith(RECORD_SUFFIXES):
+        return iter((_read_text(path),))
+    return _texts(path, text_field)
+
+
+def _texts(path: Path, text_field: str) -> Iterator[str]:
+    for where, record in read_records(path, (text_field,)):
+        text = record.get(text_field)
+        if isinstance(text, str):
+            yield text
+        elif text is not None or text_field not in record:
+            found = ", ".join(record) if text is None else type(text).__name__
+            raise DataError(
+                f'{where}: no text in field "{text_field}"; found: {found}; choose a field with data.field='
+            )
 
 
 def _read_text(path: Path) -> str:
@@ -192,7 +222,24 @@ def _warn_invalid(path: Path, where: str) -> None:
     )
 
 
-def _read_json_lines(path: Path, text_field: str) -> Iterator[str]:
+def read_records(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the records of a JSON lines, Parquet or Arrow file, each with its place for messages.
+
+    Args:
+        fields: the columns of a Parquet or Arrow file to read, of which at least one must exist; by default all.
+
+    Raises:
+        DataError: if the file is damaged, or has none of the fields.
+    """
+    suffix = path.suffix.lower()
+    if suffix in PARQUET_SUFFIXES:
+        return _read_parquet(path, fields)
+    if suffix in ARROW_SUFFIXES:
+        return _read_arrow(path, fields)
+    return _read_json_lines(path)
+
+
+def _read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open("rb") as lines:
         for number, encoded in enumerate(lines, 1):
             if not encoded.strip():
@@ -206,16 +253,14 @@ def _read_json_lines(path: Path, text_field: str) -> Iterator[str]:
                 record: Any = json.loads(line)
             except ValueError as error:
                 raise DataError(f"{path}, line {number}: not JSON: {error}") from None
-            if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
-                found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+            if not isinstance(record, dict):
                 raise DataError(
-                    f'{path}, line {number}: no text in field "{text_field}"; found: {found}; '
-                    "choose a field with data.field="
+                    f"{path}, line {number}: expected a JSON object, found {type(record).__name__}"
                 )
-            yield record[text_field]
+            yield f"{path}, line {number}", record
 
 
-def _read_parquet(path: Path, column: str) -> Iterator[str]:
+def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow as arrow  # importing takes a second, and most text is not in Parquet
     import pyarrow.parquet as parquet
 
@@ -223,11 +268,40 @@ def _read_parquet(path: Path, column: str) -> Iterator[str]:
         table = parquet.ParquetFile(path)
     except arrow.ArrowInvalid as error:
         raise DataError(f"{path} is not a Parquet file: {error}") from None
-    if column not in table.schema_arrow.names:
-        found = ", ".join(table.schema_arrow.names)
-        raise DataError(f'{path}: no column "{column}"; found: {found}; choose a column with data.field=')
-    kind = table.schema_arrow.field(column).type
-    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-        raise DataError(f'{path}: expected text in column "{column}", found {kind}')
-    for batch in table.iter_batches(columns=[column]):
-        yield from (text for text in batch.column(0).to_pylist() if text is not None)
+    columns = _columns(path, table.schema_arrow.names, fields)
+    yield from _rows(path, table.iter_batches(columns=columns))
+
+
+def _read_arrow(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read a file of the `datasets` library: Arrow's stream format, or its file format."""
+    import pyarrow as arrow
+
+    try:
+        with arrow.memory_map(str(path)) as mapped:
+            try:
+                table = arrow.ipc.open_stream(mapped).read_all()
+            except arrow.ArrowInvalid:
+                mapped.seek(0)
+                table = arrow.ipc.open_file(mapped).read_all()
+    except arrow.ArrowInvalid as error:
+        raise DataError(f"{path} is not an Arrow file: {error}") from None
+    columns = _columns(path, table.schema.names, fields)
+    yield from _rows(path, table.select(columns).to_batches())
+
+
+def _columns(path: Path, names: Sequence[str], fields: Sequence[str]) -> list[str]:
+    found = [name for name in fields if name in names] if fields else list(names)
+    if not found:
+        wanted = " or ".join(f'"{field}"' for field in fields)
+        raise DataError(
+            f"{path}: no column {wanted}; found: {', '.join(names)}; choose a column with data.field="
+        )
+    return found
+
+
+def _rows(path: Path, batches: Iterable[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    number = 0
+    for batch in batches:
+        for record in batch.to_pylist():
+            number += 1
+            yield f"{path}, row {number}", record

@@ -81,6 +81,7 @@ def prepare_text(
     validation_share: float = 0.02,
     special_tokens: Sequence[str] = (),
     tokenizer: Path | None = None,
+    end: str = END_OF_TEXT,
     cache: Path | None = None,
     progress: Progress = lambda what, share: None,
 ) -> Text:
@@ -95,6 +96,7 @@ def prepare_text(
         special_tokens: tokens to add to the vocabulary, such as `tokenizer.MASK`.  Their names in the text are encoded
             as text.
         tokenizer: a `tokenizer.json` to use; by default a tokenizer is trained on the text.
+        end: the token that ends a document.
         cache: the cache folder, by default the user's.
         progress: called with the current activity and its completed fraction.
 
@@ -114,11 +116,13 @@ def prepare_text(
     if special_tokens:  # keeps the keys of cache entries without special tokens
         settings["special_tokens"] = list(special_tokens)
     if tokenizer is not None:
-        settings["tokenizer"] = _check_tokenizer(tokenizer, vocabulary, special_tokens)
+        settings["tokenizer"] = _check_tokenizer(tokenizer, vocabulary, (end, *special_tokens))
+        if end != END_OF_TEXT:
+            settings["end"] = end
     key = content_key(source, settings, progress)
 
     def build(folder: Path) -> None:
-        _build(source, folder, vocabulary, validation_share, special_tokens, tokenizer, progress)
+        _build(source, folder, vocabulary, validation_share, special_tokens, tokenizer, end, progress)
 
     folder = cached_folder((cache or default_cache()) / "tokens", key, build)
     dtype = _dtype(vocabulary)
@@ -145,7 +149,7 @@ def _check_tokenizer(path: Path, vocabulary: int, special_tokens: Sequence[str])
             f"tokenizer {path} has {tokenizer.get_vocab_size():,} tokens, and model.vocabulary={vocabulary}; "
             f"use model.vocabulary={tokenizer.get_vocab_size()}"
         )
-    for token in (END_OF_TEXT, *special_tokens):
+    for token in special_tokens:
         if tokenizer.token_to_id(token) is None:
             raise DataError(f"tokenizer {path} has no token {token}, which this task needs")
     return path.read_text(encoding="utf-8")
@@ -158,6 +162,7 @@ def _build(
     share: float,
     special_tokens: Sequence[str],
     tokenizer_file: Path | None,
+    end_of_text: str,
     progress: Progress,
 ) -> None:
     """Write the files of a cache entry to `folder`."""
@@ -171,13 +176,13 @@ def _build(
     tokenizer.encode_special_tokens = bool(special_tokens)  # "[MASK]" in the text is ordinary text
 
     dtype = _dtype(vocabulary)
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = tokenizer.token_to_id(end_of_text)
     counts = {"train": 0, "validation": 0}
     with (folder / "train.bin").open("wb") as train, (folder / "validation.bin").open("wb") as validation:
         for chunks in _batches(_chunks(source, "encoding text", progress)):
-            encodings = tokenizer.encode_batch([chunk.text for chunk in chunks])
+            encodings = tokenizer.encode_batch([chunk.text for chunk in chunks], add_special_tokens=False)
             for chunk, encoding in zip(chunks, encodings, strict=True):
-                held_out = _uniform_hash(chunk.text) < share
+                held_out = uniform_hash(chunk.text) < share
                 tokens = np.array([*encoding.ids, end] if chunk.last else encoding.ids, dtype)
                 (validation if held_out else train).write(tokens.tobytes())
                 counts["validation" if held_out else "train"] += len(tokens)
@@ -212,7 +217,7 @@ def _batches(chunks: Iterable[_Chunk]) -> Iterator[list[_Chunk]]:
         yield batch
 
 
-def _uniform_hash(text: str) -> float:
+def uniform_hash(text: str) -> float:
     """Hash `text` to [0, 1).  Equal chunks get the same number, so none is in both training and validation."""
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest) / 2**64

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from farandole.models.sequence import KeyValueCache, SequenceInfo, Transformer
+
 
 @torch.no_grad()
 def generate(
@@ -21,7 +23,8 @@ def generate(
 ) -> Iterator[int]:
     """Yield `count` tokens that continue `prompt`.
 
-    There is no KV cache, but the head, the larger part of a small model, runs only on the last position.
+    A `Transformer` keeps keys and values in a cache, if prompt and continuation fit in the context.  The head, the larger part of a
+    small model, runs only on the last position.
 
     Ranks that gather weights block by block (`zero=3`) generate together: all ranks call this function with the same
     arguments, and get the same tokens.
@@ -42,12 +45,15 @@ def generate(
     tokens = list(prompt)
     was_training = model.training
     model.eval()
-    last_position = model[-1].register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:],))
+    last_position = model[-1].register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:], *inputs[1:]))
+    cached = isinstance(model, Transformer) and len(prompt) + count <= context
+    info = SequenceInfo(cache=KeyValueCache()) if cached else None
     try:
-        for _ in range(count):
-            window = torch.tensor([tokens[-context:]], device=device)
-            logits = model(window)[0, -1].float().cpu()  # the device of `generator`
-            tokens.append(_draw(logits, temperature, top_k, generator))
+        for number in range(count):
+            window = tokens[-1:] if cached and number else tokens[-context:]
+            inputs = torch.tensor([window], device=device)
+            logits = model(inputs) if info is None else model(inputs, info)
+            tokens.append(_draw(logits[0, -1].float().cpu(), temperature, top_k, generator))
             yield tokens[-1]
     finally:
         last_position.remove()

@@ -75,8 +75,10 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """The GPT or BERT to train."""
+    """The GPT or BERT to train, or the Hugging Face folder of a model, which determines all sizes but the context."""
 
+    folder: str = ""
+    pretrained: bool = True
     vocabulary: Annotated[int, Field(ge=SMALLEST_VOCABULARY)]
     context: Count
     layers: Count
@@ -100,7 +102,11 @@ class ModelSection(_Section):
         """Return the configuration of a GPT."""
         from farandole.models.gpt import GPTConfig  # imports torch, which a configuration does not need
 
-        return GPTConfig(**self.model_dump())
+        return GPTConfig(**self.sizes())
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the sizes of a model that is not of a folder."""
+        return self.model_dump(exclude={"folder", "pretrained"})
 
 
 class DataSection(_Section):
@@ -108,6 +114,8 @@ class DataSection(_Section):
 
     path: str
     field: str
+    label: str = "label"
+    template: str = ""
     validation_share: Share
     cache: str
 
@@ -190,6 +198,7 @@ class LogSection(_Section):
 
     every: Count
     tensorboard: bool
+    wandb: bool = False
     diagnose: bool = False
 
 
@@ -223,6 +232,12 @@ class TrainConfig(_Section):
     log: LogSection
     sample: SampleSection
     options: dict[str, bool | int | float | str | list[Any]] = {}
+
+    @model_validator(mode="after")
+    def _folder_suits_task(self) -> TrainConfig:
+        if self.model.folder and self.task not in ("text", "sft", "classify") and ":" not in self.task:
+            raise ValueError(f"model.folder with task={self.task!r}: use task=text, sft or classify")
+        return self
 
     @model_validator(mode="after")
     def _diagnose_requires_fp16(self) -> TrainConfig:
@@ -308,7 +323,14 @@ def with_overrides(config: TrainConfig, overrides: list[str]) -> TrainConfig:
 def _overridden(values: dict[str, Any], overrides: list[str]) -> TrainConfig:
     for override in overrides:
         _apply(values, override)
-    return parse_config(values)
+    config = parse_config(values)
+    sizes = [f"model.{name}" for name in config.model.sizes() if name != "context"]
+    named = [key for key in (o.partition("=")[0].strip() for o in overrides) if key in sizes]
+    if config.model.folder and named:
+        raise ConfigError(
+            f"{named[0]} with model={config.model.folder}: the folder determines the sizes of the model"
+        )
+    return config
 
 
 def parse_config(values: dict[str, Any]) -> TrainConfig:
@@ -389,6 +411,7 @@ def _with_preset(values: dict[str, Any]) -> dict[str, Any]:
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     key = key.strip()
+    key = "model.folder" if key == "model" else key
     if not equals or not key:
         raise ConfigError(f"{override!r} is not an override: expected key=value, such as steps=100")
     section, dot, name = key.rpartition(".")

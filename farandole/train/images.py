@@ -26,9 +26,6 @@ from farandole.train.tasks import Mean, Task
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 
-_MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and standard deviation of ImageNet's colors, which published weights expect."""
-
 
 class _Source(Protocol):
     """Images (height, width, 3) of uint8 by number, and their classes."""
@@ -127,6 +124,10 @@ class ImagesTask(Task):
     train: _Subset
     validation: _Subset
 
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    deviation: tuple[float, ...] = (0.229, 0.224, 0.225)
+    """Mean and standard deviation of ImageNet's colors, which published weights expect."""
+
     def __init__(self, config: TrainConfig, progress: Progress = lambda what, share: None) -> None:
         path, size = Path(config.data.path).expanduser(), config.images.size
         if not path.exists():
@@ -141,6 +142,7 @@ class ImagesTask(Task):
         held_out = max(1, round(config.data.validation_share * len(shuffled)))
         self.validation = _Subset(source, shuffled[:held_out], size)
         self.train = _Subset(source, shuffled[held_out:], size)
+        self.classes = source.classes
         self._flip = config.images.flip
         self._seed = np.random.SeedSequence(config.seed).generate_state(1, np.uint64).astype(np.uint64)
         try:
@@ -163,7 +165,7 @@ class ImagesTask(Task):
             mirrored = drawn >> np.uint64(63) == 1
             images[mirrored] = images[mirrored, :, ::-1]
         values = torch.from_numpy(images).permute(0, 3, 1, 2).float().div_(255)
-        mean, deviation = torch.tensor(_MEAN).view(3, 1, 1), torch.tensor(_DEVIATION).view(3, 1, 1)
+        mean, deviation = torch.tensor(self.mean).view(3, 1, 1), torch.tensor(self.deviation).view(3, 1, 1)
         return values.sub_(mean).div_(deviation), torch.tensor([label for _, label in pairs])
 
     def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Mean:

@@ -36,7 +36,7 @@ class MaskedTextTask(Task):
 
     def build(self, config: TrainConfig) -> nn.Module:
         """Return a BERT without padding, because all windows are full."""
-        return build_bert(BERTConfig(**config.model.model_dump()))
+        return build_bert(BERTConfig(**config.model.sizes()))
 
     def batch(self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
         """Return masked tokens, and the original tokens of masked positions."""

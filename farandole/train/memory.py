@@ -15,11 +15,12 @@ from torch import Tensor
 from farandole.data.wording import counted, short, size
 from farandole.launch.control_groups import available_memory
 from farandole.memory.disk import Bandwidth
-from farandole.models.gpt import GPTConfig, build_gpt
+from farandole.models.gpt import GPTConfig
 from farandole.parallel.lora import add_lora
 from farandole.plan import Plan
 from farandole.planner import Estimate, Machine, Workload, bytes_per_parameter, estimate_workload
 from farandole.train.config import ConfigError, TrainConfig
+from farandole.train.folders import DECODERS, build_language_model, describe_folder
 from farandole.train.start import Start
 
 _STAGES = (0, 1, 2, 3)
@@ -33,11 +34,13 @@ _REFUSED_FRACTION = 0.9
 
 def workload_of(config: TrainConfig, ranks: int) -> Workload:
     """Return one rank's part of a step.  Raises `ConfigError` for tasks that cannot be estimated."""
-    if config.task != "text":
-        raise ConfigError(f"task={config.task!r}: the planner estimates task='text' only")
+    if config.task not in ("text", "sft"):
+        raise ConfigError(f"task={config.task!r}: the planner estimates task='text' and 'sft' only")
     count, samples = config.micro_batches(ranks)
+    if config.model.folder:
+        describe_folder(config, DECODERS)
     with torch.device("meta"):
-        model = build_gpt(config.model.gpt())
+        model = build_language_model(config)
         tokens = torch.empty(samples, config.model.context, dtype=torch.int64)
 
     if (lora := config.plan.lora()) is not None:
@@ -53,10 +56,10 @@ def workload_of(config: TrainConfig, ranks: int) -> Workload:
 
 def check_memory(config: TrainConfig, ranks: int) -> None:
     """Raise `ConfigError` if a GPT does not fit on the `ranks` of this host.  Other models are not checked."""
-    if config.task != "text":
+    if config.task not in ("text", "sft"):
         return
     if (
-        config.plan.lora_rank
+        config.plan.lora_rank or config.model.folder
     ):  # few parameters have gradients and states: only the estimate of a step is meaningful
         if not torch.cuda.is_available() and config.plan.swap == "none":
             check_step(config, ranks, available_memory())
@@ -94,8 +97,9 @@ def summary(start: Start) -> dict[str, str]:
         "batch": f"{counted(config.batch, 'sample')} = {counted(ranks, 'rank')} x {micro_batches} x {samples:,}",
         "plan": ", ".join(f"{key}={value}" for key, value in plan.items()) or "default",
     }
-    if config.task == "text":
-        lines["parameters"] = short(config.model.gpt().parameters)
+    if config.task in ("text", "sft"):
+        model = workload_of(config, ranks).model
+        lines["parameters"] = short(sum(parameter.numel() for parameter in model.parameters()))
         if not torch.cuda.is_available():
             lines["memory"] = (
                 f"{size(ranks * _estimated(config, ranks).peak)} predicted on {counted(ranks, 'rank')}, "
@@ -122,7 +126,9 @@ def _copied(zero: int, offload: str, ranks: int) -> float:
 
 def check_step(config: TrainConfig, ranks: int, have: int) -> None:
     """Raise `ConfigError` if a step of `ranks` ranks on a CPU host needs more than `have` bytes."""
-    if config.batch % ranks or ranks * _upper_bound(config, ranks) <= have:  # other code refuses the former
+    if config.batch % ranks:  # refused by other code
+        return
+    if not config.model.folder and ranks * _upper_bound(config, ranks) <= have:
         return
     found = _estimated(config, ranks)
     if _REFUSED_FRACTION * ranks * found.peak <= have:

@@ -1,10 +1,13 @@
-"""The metrics of a run, as JSON lines and for TensorBoard.
+"""The metrics of a run, as JSON lines, for TensorBoard, and for Weights & Biases.
 
 Each line of `metrics.jsonl` is an object with `step` and the metrics of that step:
 
     {"step": 20, "loss": 5.1, "learning_rate": 0.002, "gradient_norm": 0.9, "tokens_per_s": 19000.0,
-     "waiting_share": 0.01, "elapsed_s": 9.1}
+     "waiting_share": 0.01, "memory_bytes": 412000000, "model_flops_utilization": 0.71, "elapsed_s": 9.1}
     {"step": 100, "validation_loss": 4.2}
+
+`memory_bytes` is the peak of rank 0.  `model_flops_utilization`, for transformers, is the share of the speed of matrix products that was measured on
+all ranks before the first step.
 
 Other tasks have other units, such as `images_per_s`, and additional metrics, such as `validation_accuracy`.
 fp16 adds `loss_scale`, and for a skipped step `overflow`, a text with the cause.
@@ -26,6 +29,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from farandole.comm.notices import warn_once
 from farandole.data.wording import disk_failure
+from farandole.train.config import ConfigError
 from farandole.train.run_folder import DiskError
 
 Record = dict[str, float]
@@ -41,7 +45,15 @@ class MetricsWriter:
         DiskError: if `metrics.jsonl` cannot be written.
     """
 
-    def __init__(self, run: Path, *, tensorboard: bool, resumed_step: int | None = None) -> None:
+    def __init__(
+        self,
+        run: Path,
+        *,
+        tensorboard: bool,
+        wandb: bool = False,
+        config: Mapping[str, Any] | None = None,
+        resumed_step: int | None = None,
+    ) -> None:
         self._path = run / "metrics.jsonl"
         self._tensorboard: TensorBoardWriter | None = None
         kept = (
@@ -59,6 +71,7 @@ class MetricsWriter:
                 self._tensorboard = TensorBoardWriter(run / "tensorboard", resumed_step)
             except OSError as error:
                 self._disable_tensorboard(error)
+        self._wandb = _start_wandb(run, config or {}) if wandb else None
 
     def write(self, step: int, record: Record, texts: Mapping[str, str] | None = None) -> None:
         """Write the metrics of `step`, and `texts`, which are not written for TensorBoard."""
@@ -72,6 +85,8 @@ class MetricsWriter:
                 self._tensorboard.write(step, record)
             except OSError as error:
                 self._disable_tensorboard(error)
+        if self._wandb is not None:
+            self._wandb.log(record, step=step)
 
     def _error(self, error: OSError) -> DiskError:
         return DiskError(f"cannot write {self._path}: {disk_failure(error, self._path.parent)}")
@@ -82,6 +97,17 @@ class MetricsWriter:
         warn_once(
             f"cannot write TensorBoard files: {why}; training continues, and metrics are in {self._path}"
         )
+
+
+def _start_wandb(run: Path, config: Mapping[str, Any]) -> Any:
+    """Start a run of Weights & Biases, or continue the run of the same name.  Raises `ConfigError` if it is not installed."""
+    try:
+        import wandb
+    except ImportError:
+        raise ConfigError("log.wandb=true needs Weights & Biases: pip install wandb") from None
+    return wandb.init(
+        project="farandole", name=run.name, id=run.name, dir=str(run), config=dict(config), resume="allow"
+    )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

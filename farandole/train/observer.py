@@ -17,6 +17,7 @@ from farandole.train.config import TrainConfig
 from farandole.train.metrics import MetricsWriter
 from farandole.train.precision import PrecisionChoice
 from farandole.train.progress import Progress, ProgressLine, minutes
+from farandole.train.speed import flops_per_token, peak_memory
 from farandole.train.trainer import StepResult, Trainer
 
 _RECENT = 20
@@ -24,7 +25,12 @@ _RECENT = 20
 
 
 class Observer:
-    """Prints and records the progress of `trainer`.  `earlier_s` is the duration of the run before it was resumed."""
+    """Prints and records the progress of `trainer`.
+
+    Args:
+        earlier_s: the duration of the run before it was resumed.
+        limit: the operations per second of matrix products on all ranks; 0 if unknown.
+    """
 
     def __init__(
         self,
@@ -34,12 +40,15 @@ class Observer:
         choice: PrecisionChoice,
         runtime: Runtime,
         earlier_s: float,
+        limit: float = 0.0,
     ) -> None:
         self._config = config
         self._run = run
         self._trainer, self._task = trainer, trainer.task
         self._runtime = runtime
         self._choice = choice
+        self._limit = limit
+        self._flops = flops_per_token(trainer.model, trainer.task.units_per_sample) if limit else 0
         self._resumed = trainer.step_number or None
         self._earlier_s = self._saved_s = earlier_s
         self._started = time.monotonic()
@@ -57,7 +66,11 @@ class Observer:
     def __enter__(self) -> Observer:
         if self._active:
             self._metrics = MetricsWriter(
-                self._run, tensorboard=self._config.log.tensorboard, resumed_step=self._resumed
+                self._run,
+                tensorboard=self._config.log.tensorboard,
+                wandb=self._config.log.wandb,
+                config=self._config.flat(),
+                resumed_step=self._resumed,
             )
             self._line.__enter__()
             self._introduce()
@@ -85,8 +98,10 @@ class Observer:
                 "gradient_norm": result.gradient_norm,
                 f"{self._task.unit}_per_s": speed,
                 "waiting_share": waiting,
+                "memory_bytes": peak_memory(self._trainer.device),
                 "elapsed_s": self.elapsed_s,
             }
+            | ({"model_flops_utilization": speed * self._flops / self._limit} if self._flops else {})
             | ({"loss_scale": self._trainer.scaler.scale} if self._trainer.scaler.enabled else {}),
             {"overflow": str(result.overflow)} if result.skipped else None,
         )
@@ -115,10 +130,12 @@ class Observer:
         if self._active:
             self._line.note(f"saved {folder}")
 
-    def finished(self, report: str) -> None:
-        """Plot the loss curve, write the task's report, and print their paths."""
+    def finished(self, report: str, model: Path | None = None) -> None:
+        """Plot the loss curve, write the task's report, and print their paths and that of the trained `model`."""
         if not self._active:
             return
+        if model is not None:
+            self._line.note(f"trained model, for farandole and transformers: {model}")
         from farandole.train.loss_curve import draw_loss_curve  # importing matplotlib takes a second
 
         title = f"{self._config.name}: {short(self._trainer.parameters)} parameters, {self._ranks}"

@@ -16,9 +16,11 @@ from farandole.launch.runtime import Runtime
 from farandole.train import checkpoint
 from farandole.train.checkpoint import CheckpointWriter
 from farandole.train.config import TrainConfig
+from farandole.train.folders import save_model
 from farandole.train.observer import Observer
 from farandole.train.precision import PrecisionChoice, choose_precision
 from farandole.train.run_folder import RunLock, read_metadata
+from farandole.train.speed import flops_per_token, measured_flops
 from farandole.train.start import task_config
 from farandole.train.tasks import make_task
 from farandole.train.trainer import Trainer
@@ -45,7 +47,10 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
             earlier_s, resumed_step = before.elapsed_s, before.step
         # After loading, so that a damaged checkpoint does not cause later ones to be moved.
         writer = CheckpointWriter(run, task.files(), config.checkpoint.keep, runtime.comm, resumed_step)
-        with Observer(config, run, trainer, choice, runtime, earlier_s) as observer:
+        limit = 0.0
+        if flops_per_token(trainer.model, 1):
+            limit = measured_flops(choice.name, runtime.device, runtime.comm)
+        with Observer(config, run, trainer, choice, runtime, earlier_s, limit) as observer:
             runtime.comm.barrier()  # do not count the wait for rank 0's first output
             resume_collection()
             try:
@@ -55,7 +60,8 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
                 raise
             interrupted = trainer.step_number < config.steps
             if not interrupted:
-                observer.finished(task.report(trainer.model))
+                folder = save_model(trainer.engine, trainer.model, run, runtime.comm)
+                observer.finished(task.report(trainer.model), folder)
         return stop.received or signal.SIGTERM if interrupted else None
 
 

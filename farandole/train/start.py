@@ -156,7 +156,7 @@ def check(request: Request, ranks: int | None = None) -> Start:
     task_path(start.config.task)
     if start.checkpoint is None:
         weights_file(start.config)
-    if start.config.task in ("text", "masked-text"):
+    if start.config.task in ("text", "masked-text", "sft"):
         find_source(start.config.data.path, start.config.data.field)
     return start
 

@@ -41,6 +41,8 @@ TASKS = {
     "text": "farandole.train.text:TextTask",
     "masked-text": "farandole.train.masked_text:MaskedTextTask",
     "images": "farandole.train.images:ImagesTask",
+    "sft": "farandole.train.chat:ChatTask",
+    "classify": "farandole.train.classify:ClassifyTask",
 }
 
 

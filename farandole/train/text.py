@@ -13,11 +13,21 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from farandole.data.cache import Progress
+from farandole.data.template import read_tokenizer_config, token_text
 from farandole.data.text import Text, prepare_text
-from farandole.data.tokenizer import load_tokenizer
+from farandole.data.tokenizer import END_OF_TEXT, load_tokenizer
 from farandole.models.generate import generate
 from farandole.models.gpt import build_gpt
-from farandole.train.config import TrainConfig, saved_config
+from farandole.models.hf.pretrained import read_config
+from farandole.train.config import ConfigError, TrainConfig, saved_config
+from farandole.train.folders import (
+    DECODERS,
+    build_language_model,
+    describe_folder,
+    folder_of,
+    model_files,
+    open_folder_model,
+)
 from farandole.train.run_folder import TOKENIZER, WEIGHTS, CheckpointError, read_metadata, tokenizer_file
 from farandole.train.tasks import Mean, Task
 from farandole.train.weights import read_weights
@@ -29,14 +39,26 @@ def open_text(
     special_tokens: tuple[str, ...] = (),
 ) -> Text:
     """Return the tokenized text of a configuration.  Raises `DataError`."""
+    vocabulary, tokenizer, end = config.model.vocabulary, tokenizer_file(config), END_OF_TEXT
+    if config.model.folder:
+        folder = folder_of(config)
+        vocabulary = describe_folder(config, DECODERS).config.vocabulary
+        tokenizer = folder / TOKENIZER
+        found = token_text(read_tokenizer_config(folder), "eos_token")
+        if found is None:
+            raise ConfigError(
+                f"model={config.model.folder}: tokenizer_config.json names no eos_token, which ends documents"
+            )
+        end = found
     return prepare_text(
         config.data.path,
-        vocabulary=config.model.vocabulary,
+        vocabulary=vocabulary,
         context=config.model.context,
         text_field=config.data.field,
         validation_share=config.data.validation_share,
         special_tokens=special_tokens,
-        tokenizer=tokenizer_file(config),
+        tokenizer=tokenizer,
+        end=end,
         cache=Path(config.data.cache).expanduser() if config.data.cache else None,
         progress=progress,
     )
@@ -55,12 +77,14 @@ class TextTask(Task):
     ) -> None:
         self._config = config
         self.text = text or open_text(config, progress)
+        if config.model.folder:
+            open_folder_model(config)  # refuses a damaged folder
         self.train, self.validation = self.text.train, self.text.validation
         self.units_per_sample = config.model.context
 
     def build(self, config: TrainConfig) -> nn.Module:
         """Return a GPT."""
-        return build_gpt(config.model.gpt())
+        return build_language_model(config)
 
     def batch(
         self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]
@@ -96,7 +120,8 @@ class TextTask(Task):
 
     def files(self) -> Mapping[str, Path]:
         """Return the tokenizer."""
-        return {TOKENIZER: self.text.folder / TOKENIZER}
+        own = {TOKENIZER: self.text.folder / TOKENIZER}
+        return own | dict(model_files(folder_of(self._config))) if self._config.model.folder else own
 
 
 def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]:
@@ -108,11 +133,15 @@ def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]
         CheckpointError: if a file is missing or damaged, or the task is not "text".
     """
     config = saved_config(read_metadata(checkpoint).config)
-    if config.task != "text":
+    if config.task not in ("text", "sft"):
         raise CheckpointError(
-            f"checkpoint {checkpoint} is of task={config.task!r}: expected task='text', which can generate text"
+            f"checkpoint {checkpoint} is of task={config.task!r}: expected task='text' or 'sft', which can generate text"
         )
-    model = build_gpt(config.model.gpt())
+    if config.model.folder:
+        origin = read_config(checkpoint)
+        model: nn.Sequential = origin.architecture.build(origin.config)
+    else:
+        model = build_gpt(config.model.gpt())
     weights = read_weights(checkpoint / WEIGHTS)
     try:
         tokenizer = load_tokenizer(checkpoint / TOKENIZER)

@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_map_only
 from farandole.comm.communicator import Communicator
 from farandole.data.sampler import Sampler
 from farandole.memory.disk import OffloadError
+from farandole.models.moe import GroupedRouter
+from farandole.parallel.initial_values import is_deferred
 from farandole.parallel.loss_scaling import LossScaler, Overflow
 from farandole.parallel.parallelize import parallelize
 from farandole.plan import PlanError, Precision
@@ -82,14 +84,16 @@ class Trainer:
         self._comm = comm
         _, self._size = config.micro_batches(comm.size)
         torch.manual_seed(config.seed)
-        self.model = task.build(config).to(device)
+        self.model = task.build(config)
+        if not is_deferred(self.model):
+            self.model.to(device)
         if not resumed:
             load_initial_weights(self.model, config)
         torch.manual_seed(config.seed + 1 + comm.rank)  # dropout differs between ranks
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         try:
             plan = config.plan.plan(precision)
-            with _captured_logs() as records:
+            with _captured_logs() as records, torch.device(device):  # where weights are read to
                 self.engine = parallelize(
                     self.model,
                     plan,
@@ -106,6 +110,7 @@ class Trainer:
         self.notices = [record.getMessage() for record in records]
         self.optimizer = self.engine.optimizer(build_optimizer(self.model, config.optimizer))
         self.sampler = Sampler(len(task.train), config.seed)
+        self._routers = [module for module in self.model.modules() if isinstance(module, GroupedRouter)]
 
     @property
     def scaler(self) -> LossScaler:
@@ -158,8 +163,18 @@ class Trainer:
         if factor != 1.0:
             self.engine.scale_gradients(factor)
         self.optimizer.step()  # does nothing if fp16 gradients overflowed
+        self._balance_experts()
         self.step_number += 1
         return StepResult(mean, norm, rate, waited / self._comm.size, stops > 0, self.engine.overflow)
+
+    def _balance_experts(self) -> None:
+        """Adapt the biases of routers to the load of their experts on all ranks."""
+        if self._routers:
+            loads = torch.stack([router.load for router in self._routers])
+            self._comm.all_reduce(loads)
+            for router, load in zip(self._routers, loads, strict=True):
+                router.load.copy_(load)
+                router.balance()
 
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss and the task's metrics, the same on all ranks."""

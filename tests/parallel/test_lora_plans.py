@@ -70,7 +70,9 @@ def test_the_same_adapters(ranks: Any, backend: str, tmp_path: Path) -> None:
         for offload in ("host", f"disk:{tmp_path}")
     ]
     (expected, adapters), *others = ranks(2, backend).run(_train, plans)[0]
-    assert expected[-1] < expected[0]
+    assert all(
+        value.any() for name, value in adapters.items() if name.endswith("lora_B")
+    )  # they begin at zero
     for plan, (losses, found) in zip(plans[1:], others, strict=True):
         assert losses == pytest.approx(expected, rel=1e-5), plan
         for name, value in found.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from farandole.models.deepseek import DeepSeekConfig, build_deepseek
+from farandole.models.generate import generate
 from farandole.models.hf import describe, from_pretrained, save_pretrained
 from farandole.models.hf.pretrained import tensors_of, tensors_to_write
-from farandole.models.sequence import SequenceInfo
+from farandole.models.moe import GroupedRouter
+from farandole.models.rotary import Rotary
+from farandole.models.sequence import KeyValueCache, SequenceInfo
 from farandole.models.t5 import shift_right
 from tests.models.hf.families import DECODERS, FAMILIES, folder_of, reference
 
@@ -206,3 +211,98 @@ def test_configuration_written_from_scratch_equals_the_original(family: str, tmp
     if family in DECODERS:
         tokens = tokens_for(theirs, 2, 9)
         close(again(tokens, use_cache=False).logits, theirs(tokens, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("seed", SEEDS[:2])
+@pytest.mark.parametrize("family", DECODERS)
+def test_cached_decoding_equals_the_full_forward_pass(family: str, seed: int, tmp_path: Path) -> None:
+    rope = {} if family in ("gpt2", "gptj") else {"rope_parameters": _default_rope()}
+    theirs = reference(family, seed, **rope)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    tokens = tokens_for(theirs, 2, 40, seed=seed)
+    expected = ours(tokens)
+    info = SequenceInfo(cache=KeyValueCache())
+    parts = [ours(part, info) for part in tokens.split([9, 1, 5, 1, 1, 3, *[1] * 20], 1)]
+    close(torch.cat(parts, 1), expected)
+    written = list(generate(ours, tokens[0, :7].tolist(), 20, context=64, temperature=0))
+    given = tokens[0, :7].tolist()
+    for token in written:
+        assert token == int(ours(torch.tensor([given]))[0, -1].argmax())
+        given.append(token)
+
+
+def test_further_tokens_of_deepseek() -> None:
+    """Compare the loss of multi-token prediction with the formula of the report, layer by layer."""
+    torch.manual_seed(0)
+    config = DeepSeekConfig(
+        vocabulary=40,
+        layers=2,
+        heads=2,
+        width=16,
+        inner=20,
+        rotary=Rotary(4),
+        query_rank=6,
+        kv_rank=8,
+        plain_width=4,
+        value_width=4,
+        experts=4,
+        expert_inner=6,
+        top=2,
+        dense=1,
+        predicted=2,
+        predicted_weight=0.3,
+    )
+    model = build_deepseek(config)
+    tokens = torch.randint(0, 40, (2, 9))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    total, count = model(inputs, None, targets)
+    head = model[-1]
+    hidden = head.norm(model[:-1](inputs))
+    main = F.cross_entropy(F.linear(hidden, head.weight).flatten(0, 1), targets.flatten())
+    losses = []
+    for k, module in enumerate(head.predictions, 1):
+        # position i sees token i + k and predicts token i + k + 1
+        length = inputs.shape[1] - k
+        embedded = model[0].tokens(tokens[:, k : k + length])
+        both = torch.cat((module.norm_embedding(embedded), module.norm_hidden(hidden[:, :length])), -1)
+        hidden = module.layer(module.project(both), SequenceInfo())
+        logits = F.linear(module.norm(hidden), head.weight)
+        losses.append(F.cross_entropy(logits.flatten(0, 1), tokens[:, k + 1 : k + 1 + length].flatten()))
+    expected = main + 0.3 * torch.stack(losses).mean()
+    torch.testing.assert_close(total / count, expected)
+    # the modules have the names of published folders
+    names = {part.name for parts in describe(model).table.parts.values() for part in parts}
+    assert {"model.layers.2.eh_proj.weight", "model.layers.3.shared_head.norm.weight"} <= names
+
+
+def test_predictions_are_read_and_written(tmp_path: Path) -> None:
+    theirs = reference("deepseek_v3", 1)
+    config = from_pretrained(folder_of(theirs, tmp_path / "a")).config
+    assert config.predicted == 0  # transformers does not save these layers
+    torch.manual_seed(1)
+    model = build_deepseek(replace(config, predicted=1))
+    save_pretrained(model, tmp_path / "b")
+    again = from_pretrained(tmp_path / "b")
+    assert again.config.predicted == 1
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    tokens = tokens_for(theirs, 1, 8)
+    same = type(theirs).from_pretrained(tmp_path / "b", experts_implementation="eager").eval()
+    close(again.eval()(tokens), same(tokens, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("steps", [300])
+def test_router_bias_balances_the_experts(steps: int) -> None:
+    torch.manual_seed(0)
+    router = GroupedRouter(8, experts=8, top=2, groups=4, top_groups=2)
+    with torch.no_grad():
+        router.weight[0] += 1.0
+    x = torch.randn(512, 8) + 0.5
+    router(x)
+    before = router.load.max() / router.load.mean()
+    router.load.zero_()
+    for _ in range(steps):
+        router(x)
+        router.balance(0.001)
+    router(x)
+    assert before > 2.5
+    assert router.load.max() / router.load.mean() < 1.4

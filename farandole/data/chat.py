@@ -1,0 +1,325 @@
+"""Conversations as training samples: tokenized once, mapped into memory, and packed into windows.
+
+    chat = prepare_chat("chat.jsonl", folder, context=1024)
+    tokens, documents, targets = chat.train.read(np.array([0, 5]))       # each (2, 1024) of int64
+
+A record has `messages`, a list of {"role", "content"}, and optionally `tools`; or `prompt` and `completion`, two texts.  Only tokens that the
+assistant wrote are targets.  Several conversations share a window: `documents` numbers them, so that attention does not cross from one to another.  No
+conversation is divided: one that is longer than a window is truncated.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from farandole.data.cache import Progress, cached_folder, content_key, default_cache
+from farandole.data.errors import DataError
+from farandole.data.sources import Source, find_source
+from farandole.data.template import Template, find_template, read_tokenizer_config, token_text
+from farandole.data.text import uniform_hash
+from farandole.data.tokenizer import load_tokenizer
+from farandole.data.wording import counted
+
+_log = logging.getLogger(__name__)
+
+IGNORED = -100
+"""The target of tokens that are not trained."""
+
+FILES = ("tokens.bin", "trained.bin", "ends.bin", "held_out.bin")
+"""Token numbers (int32), whether each is trained (uint8), the end of each conversation (int64), and whether it is for validation (uint8)."""
+
+_BATCH = 256
+
+
+class Conversations:
+    """Tokenized conversations, packed into windows of `context` tokens by best fit.
+
+    Args:
+        tokens, trained: all conversations, one after another.
+        spans: (start, end) of each conversation.
+    """
+
+    def __init__(
+        self,
+        tokens: NDArray[np.int32],
+        trained: NDArray[np.uint8],
+        spans: list[tuple[int, int]],
+        context: int,
+    ) -> None:
+        self._tokens, self._trained, self.context = tokens, trained, context
+        # The last token of a conversation is a target only, so a window holds one less of each.
+        kept = [(start, min(end, start + context + 1)) for start, end in spans]
+        self.windows = [
+            [kept[number] for number in window]
+            for window in pack([end - start - 1 for start, end in kept], context)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> tuple[NDArray[np.int64], ...]:
+        return tuple(part[0] for part in self.read(np.array([index])))
+
+    def read(
+        self, numbers: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return tokens, document numbers and targets of windows, each (len(numbers), context).
+
+        Padding has token 0, a document number of its own, and no targets.
+        """
+        shape = (len(numbers), self.context)
+        tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+        documents = np.full(shape, -1, np.int64)
+        for row, number in enumerate(numbers):
+            at = 0
+            for document, (start, end) in enumerate(self.windows[int(number)]):
+                length = end - start - 1
+                place = slice(at, at + length)
+                tokens[row, place] = self._tokens[start : end - 1]
+                chosen = self._trained[start + 1 : end] == 1
+                targets[row, place] = np.where(chosen, self._tokens[start + 1 : end], IGNORED)
+                documents[row, place] = document
+                at += length
+        return tokens, documents, targets
+
+
+def pack(lengths: list[int], size: int) -> list[list[int]]:
+    """Assign items to bins of `size`, the longest first, each to the bin with the least sufficient space.
+
+    The result is deterministic.  Its number of bins is at most 11/9 of the optimum and 6/9 (Johnson et al., 1974, for best fit decreasing).
+    """
+    bins: list[list[int]] = []
+    open_bins: dict[int, list[int]] = {}  # by remaining space
+    spaces: list[int] = []  # sorted
+    for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
+        length = lengths[number]
+        if length <= 0:
+            continue
+        at = bisect.bisect_left(spaces, length)
+        if at == len(spaces):
+            chosen, space = len(bins), size
+            bins.append([])
+        else:
+            space = spaces[at]
+            chosen = open_bins[space].pop()
+            if not open_bins[space]:
+                del open_bins[space], spaces[at]
+        bins[chosen].append(number)
+        left = space - length
+        if left:
+            if left not in open_bins:
+                bisect.insort(spaces, left)
+                open_bins[left] = []
+            open_bins[left].append(chosen)
+    return bins
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Conversations for training and validation, the tokenizer and the template."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    template: Template | None
+    train: Conversations
+    validation: Conversations
+    end: int | None
+    """The token that ends an answer."""
+
+
+def prepare_chat(
+    path: str,
+    folder: Path,
+    *,
+    context: int,
+    vocabulary: int,
+    field: str = "messages",
+    template: str = "",
+    validation_share: float = 0.02,
+    cache: Path | None = None,
+    progress: Progress = lambda what, share: None,
+) -> Chat:
+    """Return the conversations at `path`, memory-mapped from the cache; tokenize them first if needed.
+
+    Args:
+        path: a JSON lines, Parquet or Arrow file, or a folder of them (`find_source`).
+        folder: the folder of the model, with its `tokenizer.json` and chat template.
+        context: the number of tokens in a window.
+        vocabulary: the number of tokens of the model.
+        field: the field of the messages.
+        template: another chat template (`find_template`).
+        validation_share: the fraction of the conversations for validation.
+        cache: the cache folder, by default the user's.
+        progress: called with the current activity and its completed fraction.
+
+    Raises:
+        DataError: if the data, the tokenizer or the template is missing or invalid.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise DataError(f"{folder} has no tokenizer.json: save the tokenizer of the model there")
+    try:
+        tokenizer = load_tokenizer(file)
+    except Exception as error:  # the library raises Exception itself
+        raise DataError(f"{file} is damaged: {error}") from None
+    source = find_source(path, field)
+    found: Template | None = None
+    missing = ""
+    try:
+        found = find_template(folder, template)
+    except DataError as error:
+        missing = str(error)
+    settings: dict[str, object] = {
+        "chat": 1,
+        "template": found.source if found else None,
+        "share": validation_share,
+        "tokenizer": file.read_text(encoding="utf-8"),
+    }
+    key = content_key(source, settings, progress)
+    end = token_text(read_tokenizer_config(folder), "eos_token")
+    encoder = _Encoder(tokenizer, found, missing, field, end)
+
+    def build(target: Path) -> None:
+        _build(source, target, encoder, validation_share, progress)
+
+    saved = cached_folder((cache or default_cache()) / "chats", key, build, FILES)
+    tokens = np.memmap(saved / "tokens.bin", np.int32, "r")
+    if int(tokens.max()) >= vocabulary:
+        raise DataError(f"{file} has token {int(tokens.max())}, and the model a vocabulary of {vocabulary}")
+    trained = np.memmap(saved / "trained.bin", np.uint8, "r")
+    ends = np.fromfile(saved / "ends.bin", np.int64)
+    held_out = np.fromfile(saved / "held_out.bin", np.uint8)
+    spans = list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True))
+    long = sum(b - a > context + 1 for a, b in spans)
+    if long:
+        _log.warning(
+            "%s of %d are longer than model.context=%d and are truncated",
+            counted(long, "conversation"),
+            len(spans),
+            context,
+        )
+    parts = []
+    for wanted in (0, 1):
+        chosen = [
+            span
+            for span, held in zip(spans, held_out, strict=True)
+            if held == wanted and trained[span[0] + 1 : min(span[1], span[0] + context + 1)].any()
+        ]
+        if not chosen:
+            raise DataError(
+                f"data.path={path}: no conversation for {('training', 'validation')[wanted]} has an answer within "
+                f"model.context={context} tokens; expected two or more conversations"
+            )
+        parts.append(Conversations(tokens, trained, chosen, context))
+    number = tokenizer.token_to_id(end) if end is not None else None
+    return Chat(saved, tokenizer, found, parts[0], parts[1], number)
+
+
+class _Encoder:
+    """Encodes records as tokens, with a flag for each token that is trained."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: Template | None, missing: str, field: str, end: str | None
+    ) -> None:
+        self._tokenizer, self._template, self._missing = tokenizer, template, missing
+        self.field, self._end = field, end
+
+    def texts(self, where: str, record: Mapping[str, Any]) -> list[tuple[str, list[tuple[int, int]]]]:
+        """Return texts with the ranges of trained characters."""
+        if self.field in record:
+            messages = record[self.field]
+            if isinstance(messages, str):  # a column of JSON
+                messages = _parsed(where, self.field, messages)
+            self._check(where, messages)
+            if self._template is None:
+                raise DataError(self._missing)
+            tools = record.get("tools")
+            try:
+                found = self._template.answers(messages, **({"tools": tools} if tools else {}))
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from None
+            if not found:
+                raise DataError(f'{where}: no message has the role "assistant"')
+            return found
+        prompt, completion = record.get("prompt"), record.get("completion")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            text = prompt + completion + (self._end or "")
+            return [(text, [(len(prompt), len(text))])]
+        raise DataError(
+            f'{where}: expected a field "{self.field}" with messages, or the fields "prompt" and "completion"; found: '
+            f"{', '.join(record)}; choose a field with data.field="
+        )
+
+    def _check(self, where: str, messages: Any) -> None:
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise DataError(
+                f'{where}: expected a list of messages in "{self.field}", found {type(messages).__name__}'
+            )
+        for number, message in enumerate(messages):
+            if not isinstance(message.get("role"), str) or not ({"content", "tool_calls"} & message.keys()):
+                raise DataError(
+                    f'{where}: message {number} has {", ".join(message) or "no fields"}: expected "role" and "content"'
+                )
+
+    def encode(self, texts: list[tuple[str, list[tuple[int, int]]]]) -> Iterator[tuple[NDArray, NDArray]]:
+        """Yield the tokens of each text, and whether each token is trained: its first character is in a trained range."""
+        encodings = self._tokenizer.encode_batch([text for text, _ in texts], add_special_tokens=False)
+        for (_, spans), encoding in zip(texts, encodings, strict=True):
+            starts = np.array([start for start, _ in encoding.offsets], np.int64)
+            trained = np.zeros(len(starts), np.uint8)
+            for start, end in spans:
+                trained[(starts >= start) & (starts < end)] = 1
+            yield np.array(encoding.ids, np.int32), trained
+
+
+def _parsed(where: str, field: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f'{where}: "{field}" is not JSON: {error}') from None
+
+
+def _build(source: Source, folder: Path, encoder: _Encoder, share: float, progress: Progress) -> None:
+    """Write the files of a cache entry."""
+    ends: list[int] = []
+    held_out: list[bool] = []
+    total = 0
+    with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as flags:
+        for texts in _batches(source, encoder):
+            for (text, _), (ids, trained) in zip(texts, encoder.encode(texts), strict=True):
+                tokens.write(ids.tobytes())
+                flags.write(trained.tobytes())
+                total += len(ids)
+                ends.append(total)
+                held_out.append(uniform_hash(text) < share)
+            progress("encoding conversations", 0.5)
+    if not ends:
+        raise DataError(f"{source.root}: expected conversations, found none")
+    if len(ends) > 1 and not 0 < sum(held_out) < len(
+        ends
+    ):  # few conversations: the last ones are for validation
+        count = max(1, round(share * len(ends)))
+        held_out = [number >= len(ends) - count for number in range(len(ends))]
+    np.array(ends, np.int64).tofile(folder / "ends.bin")
+    np.array(held_out, np.uint8).tofile(folder / "held_out.bin")
+
+
+def _batches(source: Source, encoder: _Encoder) -> Iterator[list[tuple[str, list[tuple[int, int]]]]]:
+    batch: list[tuple[str, list[tuple[int, int]]]] = []
+    for where, record in source.records():
+        batch += encoder.texts(where, record)
+        if len(batch) >= _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,165 @@
+"""Chat templates: conversations as text, with the text that the assistant wrote.
+
+A template is a Jinja program of the tokenizer, with the variables and functions that `transformers` defines for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+from jinja2 import nodes
+from jinja2.parser import Parser
+
+from farandole.data.errors import DataError
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The template "chatml", for tokenizers without a template."""
+
+Message = Mapping[str, Any]
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tag `{% generation %}` of `transformers`, whose content is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - the interface of jinja2
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class Template:
+    """Renders conversations.
+
+    Args:
+        source: the Jinja program.
+        tokens: special tokens by their names in templates, such as `bos_token`.
+
+    Raises:
+        DataError: if the program is invalid.
+    """
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.source, self._tokens = source, dict(tokens)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(f"the chat template is invalid in line {error.lineno}: {error.message}") from None
+
+    def render(self, messages: Sequence[Message], *, prompt: bool = False, **variables: Any) -> str:
+        """Return a conversation as text, with `prompt` up to the beginning of the assistant's next message.
+
+        Raises:
+            DataError: if the template refuses the messages.
+        """
+        try:
+            return self._template.render(
+                messages=list(messages), add_generation_prompt=prompt, **self._tokens, **variables
+            )
+        except jinja2.TemplateError as error:
+            raise DataError(f"the chat template refuses the messages: {error}") from None
+        except (TypeError, KeyError, AttributeError) as error:
+            raise DataError(f"the chat template cannot render the messages: {error!r}") from None
+
+    def answers(
+        self, messages: Sequence[Message], **variables: Any
+    ) -> list[tuple[str, list[tuple[int, int]]]]:
+        """Return texts with the ranges of characters that the assistant wrote.
+
+        There is one text for a conversation whose beginning is rendered alike in all its turns.  A template that changes earlier
+        turns, for example by removing their reasoning, gives one text per turn of the assistant.
+
+        Raises:
+            DataError: if the template refuses the messages, or renders a turn without its prompt.
+        """
+        turns = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
+        spans, texts = [], []
+        whole = self.render(messages, **variables)
+        for turn in turns:
+            prompt = self.render(messages[:turn], prompt=True, **variables)
+            done = self.render(messages[: turn + 1], **variables)
+            if not done.startswith(prompt):
+                prompt = self.render(messages[:turn], **variables)
+            if not done.startswith(prompt):
+                raise DataError(
+                    "the chat template renders the assistant's message without the prompt before it"
+                )
+            texts.append((done, [(len(prompt), len(done))]))
+            spans.append((len(prompt), len(done)))
+        if all(whole.startswith(done) for done, _ in texts):
+            return [(whole, spans)] if spans else []
+        return texts
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def find_template(folder: Path, choice: str = "") -> Template:
+    """Return the chat template of a tokenizer.
+
+    Args:
+        folder: a folder with `tokenizer_config.json` or `chat_template.jinja`.
+        choice: a file with another template, or "chatml".
+
+    Raises:
+        DataError: if there is no template, or it is invalid.
+    """
+    config = read_tokenizer_config(folder)
+    tokens = {name: text for name in config if name.endswith("_token") and (text := token_text(config, name))}
+    if choice == "chatml":
+        return Template(CHATML, tokens)
+    if choice:
+        try:
+            return Template(Path(choice).expanduser().read_text(encoding="utf-8"), tokens)
+        except OSError as error:
+            raise DataError(f"data.template={choice}: {error.strerror}; expected a file, or chatml") from None
+    file = folder / "chat_template.jinja"
+    source: Any = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    if isinstance(source, list):  # several templates with names
+        named = {each["name"]: each["template"] for each in source}
+        source = named.get("default") or next(iter(named.values()), None)
+    if not isinstance(source, str):
+        raise DataError(f"{folder} has no chat template: use data.template=FILE or data.template=chatml")
+    return Template(source, tokens)
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Return the content of `tokenizer_config.json`, or {} if it does not exist.  Raises `DataError` if it is damaged."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def token_text(config: Mapping[str, Any], name: str) -> str | None:
+    """Return a special token of a tokenizer's configuration, such as `eos_token`."""
+    token = config.get(name)
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

@@ -1,0 +1,89 @@
+"""Models from Hugging Face folders in training: checks, construction, and the files that belong to a checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from farandole.comm.communicator import Communicator
+from farandole.models.gpt import build_gpt
+from farandole.models.hf import FolderError, from_pretrained
+from farandole.models.hf.pretrained import CONFIG, COPIED, Pretrained, read_config
+from farandole.models.layers import initialize
+from farandole.models.sequence import Transformer
+from farandole.parallel.engine import Engine
+from farandole.train.config import ConfigError, TrainConfig
+
+DECODERS = ("gpt2", "gptj", "llama", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3")
+"""The families that predict the next token."""
+
+
+def folder_of(config: TrainConfig) -> Path:
+    """Return the folder of the model."""
+    return Path(config.model.folder).expanduser()
+
+
+def describe_folder(config: TrainConfig, families: tuple[str, ...]) -> Pretrained:
+    """Return the family and the configuration in the folder of the model.
+
+    Raises:
+        ConfigError: if the folder is damaged, unsupported or of another family.
+    """
+    try:
+        origin = read_config(folder_of(config))
+    except FolderError as error:
+        raise ConfigError(f"model={config.model.folder}: {error}") from None
+    if origin.architecture.name not in families:
+        raise ConfigError(
+            f"model={config.model.folder} is a {origin.architecture.name}: task={config.task!r} trains {', '.join(families)}"
+        )
+    return origin
+
+
+def open_folder_model(config: TrainConfig, **changes: Any) -> Transformer:
+    """Return the model of the folder on the meta device, with its weights to be read by `parallelize`.
+
+    With `model.pretrained=false` the weights are random.
+
+    Raises:
+        ConfigError: if the folder is damaged or incomplete.
+    """
+    folder = folder_of(config)
+    try:
+        if config.model.pretrained:
+            return from_pretrained(folder, lazy=True, seed=config.seed, **changes)
+        origin = read_config(folder)
+    except FolderError as error:
+        raise ConfigError(f"model={config.model.folder}: {error}") from None
+    model = origin.architecture.build(origin.config)
+    if torch.get_default_device().type != "meta":
+        initialize(model)
+    model.pretrained = origin  # type: ignore[assignment]
+    return model
+
+
+def build_language_model(config: TrainConfig) -> Transformer:
+    """Return the model that task "text" or "sft" trains: of a folder, or a GPT of the section [model]."""
+    return open_folder_model(config) if config.model.folder else build_gpt(config.model.gpt())
+
+
+def model_files(folder: Path) -> Mapping[str, Path]:
+    """Return the files of a model's folder that its checkpoints contain."""
+    return {name: folder / name for name in (CONFIG, *COPIED) if (folder / name).is_file()}
+
+
+def save_model(engine: Engine, model: nn.Module, run: Path, comm: Communicator) -> Path | None:
+    """Write the trained model as folder RUN/model, if it has a Hugging Face format; a collective call."""
+    if getattr(model, "pretrained", None) is None:
+        return None
+    folder = run / "model"
+    if comm.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier end of the run
+    comm.barrier()
+    engine.save_pretrained(folder)
+    return folder

@@ -1,0 +1,73 @@
+"""The work of a model per token, the speed limit of the ranks, and the memory of a rank."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+
+import torch
+from torch import nn
+
+from farandole.comm.communicator import Communicator
+from farandole.models.deepseek import LatentAttention
+from farandole.models.layers import Head, SelfAttention
+from farandole.models.moe import Experts, MixtureOfExperts
+from farandole.models.sequence import Transformer
+from farandole.parallel.precision import TYPES
+from farandole.plan import Precision
+
+_MEASURE_S = 0.2
+_SIZE = {"cpu": 1024, "cuda": 8192}
+"""The size of the matrices whose product is timed."""
+
+
+def flops_per_token(model: nn.Module, context: int) -> int:
+    """Return the floating-point operations per token of a forward and backward pass of a transformer; 0 for other models.
+
+    6 per weight of a matrix product, and 12 L D C for attention over a context of C positions (Chowdhery et al., 2022, "PaLM",
+    appendix B).  A mixture of experts counts the chosen experts.  Recomputation does not count.  Frozen weights have no gradient, so they count 4.
+    """
+    if not isinstance(model, Transformer):
+        return 0
+    total = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.Linear | Head):
+            total += _per_weight(module.weight) * module.weight.numel()
+        if isinstance(module, MixtureOfExperts) and isinstance(module.experts, Experts):
+            weights = (module.experts.gate_up, module.experts.down)
+            share = int(module.router.top) / len(module.experts.gate_up)  # type: ignore[arg-type]
+            total += sum(_per_weight(weight) * weight.numel() for weight in weights) * share
+        if isinstance(module, SelfAttention | LatentAttention):
+            total += 12 * module.out.in_features * context
+    return int(total)
+
+
+def _per_weight(weight: torch.Tensor) -> int:
+    return 6 if weight.requires_grad else 4
+
+
+def measured_flops(precision: Precision, device: torch.device, comm: Communicator) -> float:
+    """Return the operations per second of matrix products on all ranks, measured while all compute; a collective call."""
+    size = _SIZE.get(device.type, 2048)
+    dtype = TYPES[precision]
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    torch.mm(a, b)
+    comm.barrier()
+    count, started = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - started) < _MEASURE_S:
+        torch.mm(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        count += 1
+    speed = torch.tensor(2.0 * size**3 * count / elapsed, dtype=torch.float64)
+    comm.all_reduce(speed)
+    return float(speed)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory of this rank in bytes: of its accelerator, or its resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
