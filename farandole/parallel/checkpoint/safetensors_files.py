@@ -275,8 +275,12 @@ def read_weights(engine: Engine, source: WeightSource) -> None:
 
 def _requests(stored: Stored) -> Iterator[tuple[str, Box, Tensor]]:
     values = stored.values()
-    for box, part in Range.of(values, stored.start, stored.place).boxes():
-        yield stored.name, box, part
+    if values.is_contiguous():
+        for box, part in Range.of(values, stored.start, stored.place).boxes():
+            yield stored.name, box, part
+    else:  # an unsharded tensor in channels_last: flattened, it would be a copy
+        for local, box in stored.place.regions:
+            yield stored.name, box, values[tuple(slice(start, end) for start, end in local)]
 
 
 def load_weights(engine: Engine, path: Path) -> None:
@@ -335,4 +339,4 @@ def _entries(path: Path) -> dict[str, Entry]:
             raise CheckpointError(f"expected {FILE} or {INDEX} in a folder, or the name of a file")
         return read_header(path)
     except FolderError as error:
-        raise CheckpointError(str(error)) from None
+        raise CheckpointError(str(error).removeprefix(f"{path} is ")) from None
