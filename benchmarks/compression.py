@@ -86,7 +86,13 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
         ]
         for name, run in runs.items()
     ]
-    head = ["compression", "validation loss", "relative to none", "sent per step and host", "fewer bytes"]
+    head = [
+        "compression",
+        "validation loss",
+        "relative to none",
+        "sent per step and host",
+        "compression ratio",
+    ]
     return markdown_table(head, rows)
 
 

@@ -50,7 +50,7 @@ def run_rank() -> None:
         implementations = {
             "FSDP2 over farandole": stepper(runtime.comm.group),
             "FSDP2 over Gloo": stepper(dist.new_group(backend="gloo")),
-            "FSDP2, communication left out": stepper(dist.new_group(backend="fake")),
+            "FSDP2, no communication": stepper(dist.new_group(backend="fake")),
             "no FSDP2, no communication": stepper(None),
         }
         seconds = take_turns(implementations, runtime.comm.barrier, TURNS, 1)

@@ -26,7 +26,7 @@ from farandole.comm.mpi.library import describe_library
 SIZES = [8, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 QUICK = [1 << 10, 64 << 10, 1 << 20]
 OTHER_SIZES = [1 << 10, 64 << 10, 4 << 20]
-OURS, WORK, THEIRS, NON_BLOCKING, HALF = "farandole-mpi", "async, waited", "mpi4py", "mpi4py, I...", "bf16"
+OURS, WORK, THEIRS, NON_BLOCKING, HALF = "farandole-mpi", "async, then wait", "mpi4py", "mpi4py, I...", "bf16"
 
 
 def all_reduce(mpi: Any, size: int) -> dict[str, Callable[[], Any]]:
@@ -81,7 +81,7 @@ def table(operation: str, figures: dict[int, dict[str, float]]) -> str:
         [human_bytes(size), *(human_seconds(row[name]) for name in columns), f"{row[OURS] / row[THEIRS]:.2f}"]
         for size, row in figures.items()
     ]
-    return markdown_table([operation, *columns, "ours / mpi4py"], rows)
+    return markdown_table([operation, *columns, "farandole / mpi4py"], rows)
 
 
 def run_rank(quick: bool) -> None:

@@ -144,16 +144,16 @@ def table(result: dict[str, Any]) -> str:
     seconds, moved = result["seconds"], result["moved_bytes"]
     rows = []
     for what, name in [
-        ("plain: all read, then all written", "plain"),
-        ("stream without work", "stream"),
-        ("AdamW, state on the disk", "step"),
+        ("plain: read all, then write all", "plain"),
+        ("stream, no optimizer", "stream"),
+        ("AdamW, state on disk", "step"),
         ("AdamW, state in memory", "memory"),
     ]:
         taken = seconds[name]
         rows.append(
             [what, human_seconds(taken), f"{size(moved / taken)}/s", f"{seconds['plain'] / taken:.2f}"]
         )
-    head = [f"{size(moved)} moved, {result['records']} records", "time", "bytes / time", "x plain"]
+    head = [f"{size(moved)} moved, {result['records']} records", "time", "throughput", "x plain"]
     return markdown_table(head, rows)
 
 
@@ -164,10 +164,10 @@ def notes(result: dict[str, Any]) -> str:
     return (
         f"Disk: {result['access']}. The plain test reads in {human_seconds(seconds['plain read'])} and writes in "
         f"{human_seconds(seconds['plain write'])}. A step reaches {100 * result['share_of_plain']:.0f} % of the plain "
-        f"bandwidth (median of the turns; best turn: {100 * result['best_share']:.0f} %). It waits for the disk "
-        f"during {100 * seconds['waited'] / step:.0f} % of its time and uses {human_seconds(seconds['processor'])} of "
-        f"processor time. The predicted time is {human_seconds(result['predicted'])}. The load average of the machine "
-        f"was {result['load']:.0f}."
+        f"bandwidth (median over the turns; best turn: {100 * result['best_share']:.0f} %). It spends "
+        f"{100 * seconds['waited'] / step:.0f} % of its time waiting for the disk, and uses "
+        f"{human_seconds(seconds['processor'])} of processor time. The predicted time is "
+        f"{human_seconds(result['predicted'])}. The machine's load average was {result['load']:.0f}."
     )
 
 

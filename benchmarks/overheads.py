@@ -105,7 +105,7 @@ class Bench:
         return self.turns(
             {
                 "blocking": lambda: dist.all_reduce(tensor),
-                "begun and waited for": lambda: dist.all_reduce(tensor, async_op=True).wait(),
+                "async, then wait": lambda: dist.all_reduce(tensor, async_op=True).wait(),
                 "products": product,
                 "both": both,
             },
@@ -151,7 +151,7 @@ def table(operation: str, result: dict[str, Any]) -> str:
     if operation == "overlap":
         ratio = figures["both"] / (figures["blocking"] + figures["products"])
         cells = [*(human_seconds(seconds) for seconds in figures.values()), f"{ratio:.2f}"]
-        handed = human_seconds(max(0.0, figures["begun and waited for"] - figures["blocking"]))
+        handed = human_seconds(max(0.0, figures["async, then wait"] - figures["blocking"]))
         return markdown_table([*figures, "both / sum", "hand-off"], [[*cells, handed]])
     names = ["communicator", "farandole", "gloo"]
     rows = [

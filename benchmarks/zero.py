@@ -247,7 +247,7 @@ def table(result: dict[str, Any]) -> str:
         "x no communication",
         "processor, per rank",
         "memory, all ranks",
-        "of these by training",
+        "training only",
         "tensors of a rank",
         "between steps",
     ]
