@@ -53,7 +53,7 @@ COLUMNS = ["persistent", "communicator", "farandole", "shared buffer", "core", "
 
 
 class Bench:
-    """The implementations on one rank."""
+    """Builds and measures the implementations on one rank."""
 
     def __init__(self, runtime: farandole.Runtime) -> None:
         self.comm = runtime.comm

@@ -1,4 +1,4 @@
-"""Compare the backend `farandole-mpi` with mpi4py's calls on the same MPI library, which take turns.
+"""Compare the backend `farandole-mpi` with mpi4py's own calls on the same MPI library, in alternating turns.
 
     python -m benchmarks.mpi [--ranks 2] [--quick]
 

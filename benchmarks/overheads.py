@@ -32,7 +32,7 @@ TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Bench:
-    """The measurements on one rank."""
+    """Runs the measurements on one rank."""
 
     def __init__(self, runtime: farandole.Runtime) -> None:
         self.runtime, self.comm = runtime, runtime.comm

@@ -37,7 +37,7 @@ COLUMNS = ["communicator", "farandole", "gloo", "mpich"]
 
 
 class Peer:
-    """The message exchanges between this rank and the other rank, for each implementation."""
+    """Builds message exchanges between this rank and the other rank, for each implementation."""
 
     def __init__(self, runtime: farandole.Runtime) -> None:
         self.comm, self.rank, self.other = runtime.comm, runtime.rank, 1 - runtime.rank

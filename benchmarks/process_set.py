@@ -54,7 +54,7 @@ class ProcessSet:
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": str(ROOT),
-                # build tools such as ninja are in the environment of the implementation
+                # build tools such as ninja are in the implementation's environment
                 "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
             }
             with self._said[rank].open("w") as said:

@@ -68,7 +68,7 @@ BYTES_PER_PARAMETER = 20
 
 
 class DisagreementError(RuntimeError):
-    """The losses of implementations differ."""
+    """Raised if an implementation's losses differ from the reference losses."""
 
 
 class Benchmark:

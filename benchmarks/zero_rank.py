@@ -26,7 +26,7 @@ from farandole._startup import keep_freed_memory
 from farandole.models.gpt import GPTConfig, build_gpt
 
 BATCHES = 2
-"""The number of batches that steps use in turn; the model learns so few batches fast, so losses reveal a wrong step."""
+"""The number of batches used in turn; a few batches are learned quickly, so the losses reveal a wrong step."""
 
 
 def batches_of(config: GPTConfig, samples: int, first: int, count: int) -> list[tuple[Tensor, Tensor]]:

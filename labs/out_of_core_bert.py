@@ -150,7 +150,7 @@ def iterate(
     loss, count = masked_token_loss(model[-1], model[:-1](inputs), targets)
     totals = torch.tensor([loss.item(), count], dtype=torch.float64, device=runtime.device)
     runtime.comm.all_reduce(totals)
-    # the engine averages gradients over ranks; with this factor, the loss is the mean over all ranks' masked tokens
+    # the engine averages gradients over ranks; this factor yields the mean over the masked tokens of all ranks
     engine.backward(loss * (runtime.size / totals[1].item()))
     passed = time.perf_counter()
     engine.clip(1.0)

@@ -40,7 +40,7 @@ AFTER_FAILURE_S = 3.0
 
 
 class RankFailed(AssertionError):
-    """A rank raised an exception, ended, or did not answer in time."""
+    """Raised if a rank raised an exception, ended, or did not answer in time."""
 
 
 @dataclass(frozen=True)

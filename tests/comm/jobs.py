@@ -132,7 +132,7 @@ class Job:
         return said
 
     def end(self, rank: int, timeout_s: float = 20) -> End:
-        """Wait until the rank's function ends, skip its messages, and return the end."""
+        """Wait until the rank's function ends, discard its messages, and return its exception or result."""
         pipe = self.ranks[rank][1]
         deadline = time.monotonic() + timeout_s
         while pipe.poll(max(0, deadline - time.monotonic())):

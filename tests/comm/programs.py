@@ -1,4 +1,4 @@
-"""Ranks that run scripts that do not import the package, started with torchrun's environment variables."""
+"""Run scripts that do not import the package, with torchrun's environment variables."""
 
 from __future__ import annotations
 

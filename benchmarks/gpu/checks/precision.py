@@ -50,13 +50,13 @@ def _like_fp32(context: Context, precision: Any, tolerance: float) -> Figures:
 
 @check(ranks=2)
 def bf16(context: Context) -> Figures:
-    """Compare losses with bf16 weights and fp32 master weights with plain torch in fp32."""
+    """Compare training with bf16 weights and fp32 master weights against plain torch in fp32."""
     return _like_fp32(context, "bf16", 2e-2)
 
 
 @check(ranks=2)
 def fp16(context: Context) -> Figures:
-    """Compare losses with fp16 weights and loss scaling with plain torch in fp32."""
+    """Compare training with fp16 weights and loss scaling against plain torch in fp32."""
     return _like_fp32(context, "fp16", 2e-2)
 
 
@@ -118,7 +118,7 @@ def stochastic_rounding(context: Context) -> Figures:
 
 @check(ranks=2)
 def bf16_without_masters(context: Context) -> Figures:
-    """Compare losses with stochastically rounded bf16 weights with plain torch in fp32."""
+    """Compare training with stochastically rounded bf16 weights against plain torch in fp32."""
     config = small(context)
     _, expected = train_alone(context, adamw, config=config)
     plan = Plan(zero=2, precision="bf16", rounding="stochastic")
@@ -131,7 +131,7 @@ def bf16_without_masters(context: Context) -> Figures:
 
 @check(needs=("torchao",), deadline_s=120.0)
 def fp8(context: Context) -> Figures:
-    """Compare losses with fp8 matrix products with losses in bf16."""
+    """Compare training with fp8 matrix products against training in bf16."""
     if context.on_cuda:
         try:
             check_float8(context.device)

@@ -1,6 +1,6 @@
 """Jobs that mpiexec starts; each job runs many checks, because each rank takes seconds to import torch.
 
-The mpiexec next to the interpreter is used; if there is none, mpiexec is searched on PATH.
+The helpers use the mpiexec next to the interpreter, or else the first one on PATH.
 """
 
 from __future__ import annotations
