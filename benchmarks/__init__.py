@@ -1,1 +1,1 @@
-"""Benchmarks against peers: each program prints a table, and writes JSON and a picture."""
+"""Benchmarks that compare farandole with other packages; most print a table and write JSON and a picture."""

@@ -1,9 +1,9 @@
-"""Compare collectives of farandole, Gloo and MPICH in the same processes; implementations take turns.
+"""Compare collectives of farandole, Gloo and MPICH, which take turns in the same processes.
 
     python -m benchmarks.collectives [--ranks 2] [--pin] [--quick]
 
-MPICH is measured if mpi4py and mpiexec are installed (`pip install mpi4py mpich`); mpiexec then starts the ranks.  MPICH uses the
-thread level "serialized", the fastest one that allows threads.
+MPICH is measured if mpi4py and mpiexec are installed (`pip install mpi4py mpich`); mpiexec then starts the ranks.
+MPICH uses the thread level "serialized", which is the fastest level that allows threads.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ COLUMNS = ["persistent", "communicator", "farandole", "shared buffer", "core", "
 
 
 class Bench:
-    """The implementations on one rank."""
+    """Builds and measures the implementations on one rank."""
 
     def __init__(self, runtime: farandole.Runtime) -> None:
         self.comm = runtime.comm
         self.size = runtime.size
         self.gloo = dist.new_group(backend="gloo")
         self.mpi = _mpi()
-        self.host = self.comm.group._host  # type: ignore[attr-defined]  # the core itself, below torch
+        self.host = self.comm.group._host  # type: ignore[attr-defined]  # the C core, without torch
 
     def all_reduce(self, size: int) -> dict[str, Callable[[], Any]]:
-        """Measure an all-reduce of `size` bytes of fp32; for `copy` all ranks copy as many bytes at once."""
+        """Return all-reduces of `size` bytes in fp32; with `copy`, each rank copies the same number of bytes."""
         count = max(1, size // 4)
         ours, theirs, source = torch.zeros(count), torch.zeros(count), torch.zeros(count)
         shared = self.comm.empty(count).zero_()
@@ -88,7 +88,7 @@ class Bench:
         return implementations
 
     def other(self, operation: str, size: int) -> dict[str, Callable[[], Any]]:
-        """Measure another collective; `size` is the larger of a rank's input and output."""
+        """Return calls of another collective; `size` is the larger of its input and output sizes per rank."""
         count = size // 4 // self.size * self.size
         whole, part, target = torch.zeros(count), torch.zeros(count // self.size), torch.zeros(count)
         shared = self.comm.empty(count).zero_()
@@ -125,7 +125,7 @@ class Bench:
         return implementations
 
     def measure(self, implementations: dict[str, Callable[[], Any]], size: int) -> dict[str, float]:
-        """Return the seconds per call of each."""
+        """Return the seconds per call of each implementation."""
         crowded = self.size > (os.cpu_count() or 1)
         most, least = (10, 1) if crowded or size > 16 << 20 else (100, 5)
         calls = max(least, min(most, (1 << 20) // size))
@@ -168,7 +168,7 @@ def run_rank(quick: bool, pin: bool) -> None:
 
 
 def table(operation: str, figures: dict[Any, dict[str, float]]) -> str:
-    """Return the table of an operation: a line per size, with the speedup over Gloo, MPICH and a plain copy."""
+    """Return a table with one row per size: times, and speedups over Gloo, MPICH and a plain copy."""
     present = [column for column in COLUMNS if any(column in row for row in figures.values())]
     head = [operation, *present, "x gloo", "x gloo, shared"]
     if "core" in present:
@@ -190,22 +190,24 @@ def table(operation: str, figures: dict[Any, dict[str, float]]) -> str:
 
 
 def report(result: dict[str, Any], quick: bool) -> None:
-    """Print the tables; without --quick, write JSON and draw the picture."""
+    """Print the tables; unless `quick` is true, also write JSON and draw the picture."""
     for operation, figures in result.items():
         if isinstance(figures, dict):
             print(f"\n{table(operation, figures)}")
     if not quick:
         path = save(f"collectives-{result['ranks']}{'-pinned' if result['pinned'] else ''}", result)
         draw_latencies(result, path.with_suffix(".png"))
-        print(f"\nwritten to {path} and {path.with_suffix('.png').name}")
+        print(f"\nresults written to {path} and {path.with_suffix('.png').name}")
 
 
 def main() -> None:
-    """Start the ranks, with mpiexec if there is one, or run as one of them."""
+    """Start the ranks, with mpiexec if available, or run as one of these ranks."""
     parser = arguments(__doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
-    parser.add_argument("--quick", action="store_true", help="a look at four sizes, kept nowhere")
-    parser.add_argument("--pin", action="store_true", help="keep each rank to a core of its own")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default 2)")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure only four sizes; do not save the results"
+    )
+    parser.add_argument("--pin", action="store_true", help="pin each rank to its own core")
     options = parser.parse_args()
     if options.as_rank:
         run_rank(options.quick, options.pin)

@@ -1,9 +1,9 @@
-"""Train a small GPT on two hosts of one rank, once with each compression.  Needs root.
+"""Train a small GPT on two hosts with one rank each, once with each compression method.  Requires root.
 
     python -m benchmarks.compression [--steps 300]
 
-Every run has the same model, text, order of samples and optimizer in fp32, in the same processes.  The table shows the loss and the
-bytes per step that the kernel counted on the link.
+All runs use the same processes, model, text, sample order and optimizer, in fp32.  The table shows the loss and the
+number of bytes per step that the kernel counted on the link.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from farandole.train.trainer import Trainer
 NAMES = ["none", "bf16", "fp16", "int8", "topk", "powersgd"]
 MODEL = ["model.width=96", "model.heads=2", "model.layers=3", "model.context=128", "model.vocabulary=2048"]
 AVERAGED = 15
-"""Over so many steps the curves are smoothed."""
+"""The number of steps over which the curves are smoothed."""
 
 
 def bytes_sent() -> int:
-    """Return the bytes that this host has sent."""
+    """Return the number of bytes that this host has sent."""
     interface = os.environ["GLOO_SOCKET_IFNAME"]
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     return next(int(line.split()[9]) for line in lines if line.strip().startswith(f"{interface}:"))
 
 
 def train(name: str, steps: int, runtime: Runtime, text: Text) -> dict[str, Any]:
-    """Return the losses, seconds and bytes of one run."""
+    """Train with the compression `name`, and return the losses and the seconds and bytes per step."""
     keys = [*MODEL, f"steps={steps}", "batch=16", f"plan.compression={name}"]
     config = load_config(overrides=keys)
     trainer = Trainer(config, TextTask(config, text=text), "fp32", runtime.comm, runtime.device)
@@ -52,7 +52,7 @@ def train(name: str, steps: int, runtime: Runtime, text: Text) -> dict[str, Any]
 
 
 def run_rank(steps: int, rate: str) -> None:
-    """Train with each compression as one rank; rank 0 prints the report."""
+    """Train with each compression method as one rank; rank 0 prints the report."""
     torch.set_num_threads(1)
     config = load_config(overrides=MODEL)
     with farandole.init() as runtime:
@@ -70,11 +70,11 @@ def run_rank(steps: int, rate: str) -> None:
             save("compression", {"rate": rate, "steps": steps, "runs": runs})
             picture = RESULTS.parent / "pictures" / "compression.png"
             draw(runs, picture)
-            print(f"written to {RESULTS / 'compression.json'} and {picture}")
+            print(f"results written to {RESULTS / 'compression.json'} and {picture}")
 
 
 def table(runs: dict[str, dict[str, Any]]) -> str:
-    """Return a line per compression."""
+    """Return a table with one row per compression method."""
     plain = runs["none"]
     rows = [
         [
@@ -86,12 +86,18 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
         ]
         for name, run in runs.items()
     ]
-    head = ["compression", "validation loss", "relative to none", "sent per step and host", "fewer bytes"]
+    head = [
+        "compression",
+        "validation loss",
+        "relative to none",
+        "sent per step and host",
+        "compression ratio",
+    ]
     return markdown_table(head, rows)
 
 
 def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draw the training loss over steps, and over bytes."""
+    """Draw the training loss over steps and over bytes."""
     colours = ["#222222", "#35b07f", "#0b6e4f", "#3d5a80", "#c8553d", "#e0a030"]
     figure, (by_step, by_bytes) = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True, layout="constrained")
     for (name, run), colour in zip(runs.items(), colours, strict=True):
@@ -111,10 +117,12 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Start the hosts and their ranks, or run as one of them."""
+    """Simulate the hosts and start their ranks, or run as one of these ranks."""
     parser = arguments(__doc__)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it (default 1gbit)")
+    parser.add_argument("--steps", type=int, default=300, help="training steps per run (default 300)")
+    parser.add_argument(
+        "--rate", default="1gbit", help="rate of the link, in the notation of tc (default 1gbit)"
+    )
     options = parser.parse_args()
     if options.as_rank:
         run_rank(options.steps, options.rate)

@@ -1,10 +1,10 @@
-"""Compare FSDP2 (`fully_shard`) over farandole and over Gloo: steps per second of an MLP.
+"""Compare the training speed of FSDP2 (`fully_shard`) over farandole and over Gloo, with an MLP.
 
     python -m benchmarks.fsdp2 [--ranks 2]
 
-Eight layers of 1024 x 1024 (8.4 M parameters), 16 samples per rank, SGD, fp32.  The same model is sharded over each
-backend in the same processes, and the copies take turns step by step.  torch's `fake` backend, whose collectives do nothing, shows the time
-of FSDP2 itself, which no backend can beat.
+The MLP has eight 1024 x 1024 layers (8.4 M parameters) and is trained in fp32 with SGD and 16 samples per rank.  In the
+same processes, one copy of the model is sharded with each backend, and the copies take turns after every step.  The
+collectives of torch's `fake` backend do nothing, so this backend shows the limit for FSDP2.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDTH, LAYERS, BATCH, TURNS = 1024, 8, 16, 15
 
 
 def stepper(group: dist.ProcessGroup | None) -> Callable[[], None]:
-    """Return a training step of the MLP: sharded over a group, or whole on this rank."""
+    """Return a training step of the MLP, sharded over `group`; without a group, each rank trains the full model."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
     if group is not None:
@@ -50,7 +50,7 @@ def run_rank() -> None:
         implementations = {
             "FSDP2 over farandole": stepper(runtime.comm.group),
             "FSDP2 over Gloo": stepper(dist.new_group(backend="gloo")),
-            "FSDP2, communication left out": stepper(dist.new_group(backend="fake")),
+            "FSDP2, no communication": stepper(dist.new_group(backend="fake")),
             "no FSDP2, no communication": stepper(None),
         }
         seconds = take_turns(implementations, runtime.comm.barrier, TURNS, 1)
@@ -60,7 +60,9 @@ def run_rank() -> None:
                 [name, human_seconds(s), f"{1 / s:.1f}", f"{gloo / s:.1f}"] for name, s in seconds.items()
             ]
             print(markdown_table(["8.4 M parameter MLP", "step", "steps/s", "x Gloo"], rows))
-            print(f"written to {save(f'fsdp2-{runtime.size}', {'ranks': runtime.size, 'seconds': seconds})}")
+            print(
+                f"results written to {save(f'fsdp2-{runtime.size}', {'ranks': runtime.size, 'seconds': seconds})}"
+            )
 
 
 if __name__ == "__main__":

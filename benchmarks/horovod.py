@@ -1,9 +1,10 @@
-"""Compare Horovod's interface with DDP on the same ranks: images per second of a ResNet-18.
+"""Compare the training speed of Horovod's interface and DDP on the same ranks, with a ResNet-18.
 
     python -m benchmarks.horovod [--ranks 2]
 
-ResNet-18 (11.7 M parameters) on images of 64 x 64, 16 per rank, SGD with momentum, fp32, one thread per rank.  Every
-implementation has a copy of the model, and they take turns step by step.  `no communication` trains each rank alone.
+ResNet-18 (11.7 M parameters) is trained with 16 images of 64 x 64 pixels per rank, SGD with momentum and fp32, with one
+thread per rank.  Each implementation has a copy of the model, and the implementations take turns after every step.
+With `no communication`, each rank trains alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BATCH, PIXELS, TURNS = 16, 64, 15
 
 
 def stepper(prepare: Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]) -> Callable[[], None]:
-    """Return a training step of a model that `prepare` made parallel."""
+    """Return a training step of a ResNet-18 that `prepare` has parallelized."""
     torch.manual_seed(0)
     model, optimizer = prepare(build_resnet(resnet_config("resnet18")))
     images, labels = torch.randn(BATCH, 3, PIXELS, PIXELS), torch.randint(1000, (BATCH,))
@@ -38,12 +39,12 @@ def stepper(prepare: Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimize
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of every implementation."""
+    """Return the optimizer that all implementations use."""
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
 def with_ddp(group: dist.ProcessGroup) -> Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]:
-    """Use DDP over a group, with default settings."""
+    """Return a function that wraps a model in DDP over `group`, with default settings."""
 
     def prepare(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
         return DistributedDataParallel(model, process_group=group), sgd(model)
@@ -52,7 +53,7 @@ def with_ddp(group: dist.ProcessGroup) -> Callable[[nn.Module], tuple[nn.Module,
 
 
 def with_horovod(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Use `hvd.DistributedOptimizer` with default settings."""
+    """Prepare a model for training with `hvd.DistributedOptimizer`, with default settings."""
     optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     return model, optimizer
@@ -74,12 +75,12 @@ def run_rank() -> None:
     if hvd.rank() == 0:
         result = {"ranks": hvd.size(), "images_per_step": BATCH * hvd.size(), "seconds": seconds}
         print(table(result))
-        print(f"written to {save(f'horovod-{hvd.size()}', result)}")
+        print(f"results written to {save(f'horovod-{hvd.size()}', result)}")
     hvd.shutdown()
 
 
 def table(result: dict) -> str:
-    """Return the images per second over all ranks."""
+    """Return a table with the step time and the images per second over all ranks."""
     seconds, images = result["seconds"], result["images_per_step"]
     rows = [
         [what, human_seconds(s), f"{images / s:.1f}", f"{seconds['DDP over Gloo'] / s:.2f}"]

@@ -1,9 +1,10 @@
-"""Compare all-reduces over two hosts and a slow link: flat, hierarchical, and compressed.  Needs root.
+"""Compare flat, hierarchical and compressed all-reduces between two hosts over a slow link.  Requires root.
 
     python -m benchmarks.hosts [--rate 1gbit] [--per-host 2] [--quick]
 
-The hosts are network namespaces of this machine, connected by a link of the given rate (see `namespaces`), so all ranks share the
-cores.  The limit is a TCP stream of as many bytes in both directions at once, in the same run.
+The hosts are network namespaces on this machine, connected by a link with the given rate (see `namespaces`), so all
+ranks share the cores.  The limit is a TCP stream in the same run that sends the same number of bytes in both directions
+at once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ FLAT, STREAM = "flat gloo", "stream"
 
 
 class Stream:
-    """A TCP connection between two ranks, on which both send at once."""
+    """A TCP connection over which two ranks send at the same time."""
 
     def __init__(self, rank: int, peer: int, address: str, port: int) -> None:
         if rank < peer:
@@ -50,7 +51,7 @@ class Stream:
             self._socket = socket.create_connection((address, port))
 
     def exchange(self, outgoing: memoryview, incoming: memoryview) -> None:
-        """Send the buffer, and receive as many bytes."""
+        """Send `outgoing`, and receive until `incoming` is full."""
         sender = threading.Thread(target=self._socket.sendall, args=(outgoing,))
         sender.start()
         at = 0
@@ -60,7 +61,7 @@ class Stream:
 
 
 def stream_of(rank: int, per_host: int, address: str, port: int) -> Stream | None:
-    """Return the stream between the first ranks of both hosts; None on other ranks."""
+    """Return the stream between the first ranks of the two hosts; None on other ranks."""
     if rank in (0, per_host):
         return Stream(rank, per_host - rank, address, port)
     dist.barrier()
@@ -70,7 +71,7 @@ def stream_of(rank: int, per_host: int, address: str, port: int) -> Stream | Non
 def implementations_of(
     size: int, comms: dict[str, Communicator], gloo: Any, stream: Stream | None
 ) -> dict[str, Callable[[], Any]]:
-    """Return all-reduces of `size` bytes of fp32."""
+    """Return all-reduces of `size` bytes in fp32, and the TCP stream."""
     tensor = torch.zeros(size // 4)
     implementations: dict[str, Callable[[], Any]] = {FLAT: lambda: dist.all_reduce(tensor, group=gloo)}
     for leaders, comm in comms.items():
@@ -108,11 +109,11 @@ def run_rank(per_host: int, rate: str, quick: bool) -> None:
             if not quick:
                 path = save(f"hosts-{runtime.size}-{rate}", result)
                 draw_latencies(result, path.with_suffix(".png"))
-                print(f"\nwritten to {path} and {path.with_suffix('.png').name}")
+                print(f"\nresults written to {path} and {path.with_suffix('.png').name}")
 
 
 def table(figures: dict[Any, dict[str, float]]) -> str:
-    """Return a line per implementation, with its speed relative to flat Gloo and to the stream."""
+    """Return a table with one row per implementation: times, and speeds relative to flat Gloo and to the stream."""
     sizes = list(figures)
     rows = []
     for name in figures[sizes[0]]:
@@ -127,11 +128,15 @@ def table(figures: dict[Any, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """Start the hosts and their ranks, or run as one of them."""
+    """Simulate the hosts and start their ranks, or run as one of these ranks."""
     parser = arguments(__doc__)
-    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it (default 1gbit)")
+    parser.add_argument(
+        "--rate", default="1gbit", help="rate of the link, in the notation of tc (default 1gbit)"
+    )
     parser.add_argument("--per-host", type=int, default=2, help="ranks on each host (default 2)")
-    parser.add_argument("--quick", action="store_true", help="a look at two sizes, kept nowhere")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure only two sizes; do not save the results"
+    )
     options = parser.parse_args()
     if options.as_rank:
         run_rank(options.per_host, options.rate, options.quick)

@@ -1,6 +1,7 @@
-"""Measure implementations in turns: each value is a median over the turns of one run.
+"""Measure implementations in alternating turns and report the median over the turns of one run.
 
-Machines are shared and noisy.  Measurements within the same second are comparable, those of different runs are not.
+Machines are shared and noisy.  Measurements taken within the same second are comparable; measurements from different
+runs are not.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from farandole.launch.local import launch
 from farandole.launch.runtime import Runtime
 
 RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks"
-"""Where results are kept, as JSON and PNG."""
+"""The folder for results, as JSON and PNG files."""
 
 Implementation = Callable[[], Any]
 
 
 @contextmanager
 def one_thread_rank(pin: bool) -> Iterator[Runtime]:
-    """Join the job with one thread, on a core of its own if `pin`."""
+    """Join the job with one thread; if `pin` is true, pin this rank to its own core."""
     torch.set_num_threads(1)
     with farandole.init() as runtime:
         if pin:
@@ -52,8 +53,9 @@ def take_turns(
 ) -> dict[str, float]:
     """Return the seconds per call of each implementation: the median over `turns` of the mean over `calls`.
 
-    `meet` is a barrier before every measurement.  A turn begins with `warm_ups` calls that do not count, because the scheduler
-    compensates threads on a shared core for the time that the previous implementation used.
+    `meet` is a barrier that is called before every measurement.  Each turn begins with `warm_ups` calls that are not
+    measured, because the scheduler compensates threads on a shared core for the time that the previous implementation
+    used.
     """
     for implementation in implementations.values():
         implementation()
@@ -71,7 +73,7 @@ def take_turns(
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """Return the parser of a benchmark's command line."""
+    """Return the command-line parser of a benchmark."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -80,9 +82,9 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def start(description: str, module: str, run_rank: Callable[[], None], *, pin: bool) -> None:
-    """Start the ranks of a benchmark, or run as one of them."""
+    """Start the ranks of a benchmark, or run as one of these ranks."""
     parser = arguments(description)
-    parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default 2)")
     options = parser.parse_args()
     if options.as_rank:
         run_rank()
@@ -91,18 +93,18 @@ def start(description: str, module: str, run_rank: Callable[[], None], *, pin: b
 
 
 def start_with_mpi(module: str, ranks: int, flags: list[str]) -> int:
-    """Run a module on ranks that mpiexec starts, if there is one; return the exit status."""
+    """Run a module on several ranks and return the exit status; start them with mpiexec if it is available."""
     mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     crowded = ranks > (os.cpu_count() or 1)
     if mpiexec and importlib.util.find_spec("mpi4py") and not crowded:
         command = [mpiexec, "-n", str(ranks), sys.executable, "-m", module, *flags]
     else:
         why = (
-            "more ranks than cores, and it waits by spinning"
+            "there are more ranks than cores, and MPICH waits by spinning"
             if crowded
-            else "pip install mpi4py mpich adds it"
+            else "mpiexec or mpi4py is missing; to install both: pip install mpi4py mpich"
         )
-        print(f"without MPICH: {why}")
+        print(f"MPICH is not measured: {why}")
         pin = [] if crowded else ["--no-pin"]
         launcher = [sys.executable, "-m", "farandole", "launch", *pin, "--ranks", str(ranks)]
         command = [*launcher, "-m", module, *flags]
@@ -110,7 +112,7 @@ def start_with_mpi(module: str, ranks: int, flags: list[str]) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """Return a description of the machine."""
+    """Return the processor, the number of cores, the versions and the date."""
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -128,7 +130,7 @@ def machine() -> dict[str, Any]:
 
 
 def save(name: str, result: dict[str, Any]) -> Path:
-    """Write a result and the machine as JSON."""
+    """Write a result and the description of the machine as JSON, and return the path."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
@@ -136,7 +138,7 @@ def save(name: str, result: dict[str, Any]) -> Path:
 
 
 def human_bytes(count: int) -> str:
-    """Return bytes as `4 MiB`."""
+    """Format a number of bytes, such as `4 MiB`."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:g} {unit}"
@@ -144,7 +146,7 @@ def human_bytes(count: int) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Return seconds as `12.3 us`."""
+    """Format a duration, such as `12.3 us`."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -152,7 +154,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def markdown_table(head: list[str], rows: list[list[str]]) -> str:
-    """Return a table in Markdown with aligned columns."""
+    """Return a Markdown table with aligned columns."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
 
     def line(cells: list[str]) -> str:

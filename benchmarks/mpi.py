@@ -1,9 +1,9 @@
-"""Compare the backend `farandole-mpi` with mpi4py's calls on the same MPI, in the same processes, in turns.
+"""Compare the backend `farandole-mpi` with mpi4py's own calls on the same MPI library, in alternating turns.
 
     python -m benchmarks.mpi [--ranks 2] [--quick]
 
-mpi4py selects the MPI library; run the benchmark in an environment for each library.  mpi4py's calls use the thread level
-"serialized", as the backend does, and the same buffers.
+mpi4py selects the MPI library; to measure several libraries, use a separate environment for each.  mpi4py's calls use
+the same processes and buffers as the backend, and the same thread level, "serialized".
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from farandole.comm.mpi.library import describe_library
 SIZES = [8, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 QUICK = [1 << 10, 64 << 10, 1 << 20]
 OTHER_SIZES = [1 << 10, 64 << 10, 4 << 20]
-OURS, WORK, THEIRS, NON_BLOCKING, HALF = "farandole-mpi", "async, waited", "mpi4py", "mpi4py, I...", "bf16"
+OURS, WORK, THEIRS, NON_BLOCKING, HALF = "farandole-mpi", "async, then wait", "mpi4py", "mpi4py, I...", "bf16"
 
 
 def all_reduce(mpi: Any, size: int) -> dict[str, Callable[[], Any]]:
-    """Measure an all-reduce of `size` bytes in fp32, and in bf16, which MPI cannot reduce."""
+    """Return all-reduces of `size` bytes in fp32, and in bf16, which MPI cannot reduce."""
     ours, half = torch.zeros(max(1, size // 4)), torch.zeros(max(1, size // 2), dtype=torch.bfloat16)
     buffer, world = ours.numpy(), mpi.COMM_WORLD
 
@@ -52,7 +52,7 @@ def all_reduce(mpi: Any, size: int) -> dict[str, Callable[[], Any]]:
 
 
 def others(mpi: Any, size: int) -> dict[str, dict[str, Callable[[], Any]]]:
-    """Measure other collectives; `size` is the larger of a rank's input and output."""
+    """Return calls of other collectives; `size` is the larger of their input and output sizes per rank."""
     ranks, world = mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD
     count = size // 4 // ranks * ranks
     whole, part, target = torch.zeros(count), torch.zeros(count // ranks), torch.zeros(count)
@@ -75,13 +75,13 @@ def others(mpi: Any, size: int) -> dict[str, dict[str, Callable[[], Any]]]:
 
 
 def table(operation: str, figures: dict[int, dict[str, float]]) -> str:
-    """Return a line per size, with our time divided by mpi4py's: a ratio below 1 is faster."""
+    """Return a table with one row per size: times, and farandole's time divided by mpi4py's time."""
     columns = list(next(iter(figures.values())))
     rows = [
         [human_bytes(size), *(human_seconds(row[name]) for name in columns), f"{row[OURS] / row[THEIRS]:.2f}"]
         for size, row in figures.items()
     ]
-    return markdown_table([operation, *columns, "ours / mpi4py"], rows)
+    return markdown_table([operation, *columns, "farandole / mpi4py"], rows)
 
 
 def run_rank(quick: bool) -> None:
@@ -110,22 +110,26 @@ def run_rank(quick: bool) -> None:
         if not quick:
             name = library.split()[0].lower()
             path = save(f"mpi-{name}-{result['ranks']}", result)
-            print(f"\nwritten to {path}")
+            print(f"\nresults written to {path}")
     dist.destroy_process_group()
 
 
 def main() -> None:
-    """Start the ranks with the mpiexec of this environment, or run as one of them."""
+    """Start the ranks with this environment's mpiexec, or run as one of these ranks."""
     parser = arguments(__doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
-    parser.add_argument("--quick", action="store_true", help="a look at three sizes, kept nowhere")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default 2)")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure only three sizes; do not save the results"
+    )
     options = parser.parse_args()
     if options.as_rank:
         run_rank(options.quick)
         return
     mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     if mpiexec is None:
-        sys.exit("no mpiexec: pip install mpi4py mpich")
+        sys.exit(
+            "expected mpiexec next to the interpreter or on PATH, found none; to install it: pip install mpi4py mpich"
+        )
     quick = ["--quick"] if options.quick else []
     command = [mpiexec, "-n", str(options.ranks), sys.executable, "-m", "benchmarks.mpi", "--as-rank", *quick]
     sys.exit(subprocess.run(command, check=False).returncode)

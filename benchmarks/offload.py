@@ -1,11 +1,15 @@
-"""Compare AdamW with its state on a disk with reading and writing the same bytes without a step.
+"""Compare AdamW steps whose state is on a disk with plain reads and writes of the same number of bytes.
 
     python -m benchmarks.offload [--gib 2] [--folder /tmp] [--record-mib 96]
 
-One process.  In turns, each over the same bytes of one scratch file: a plain sequential test (all records read, then
-all written, several 4 MiB requests at a time, direct), the stream without work, and the step of an optimizer whose master
-weights and moments are the records; and that step with the state in memory.  The gradient is one tensor in memory
-for all units.
+Four implementations take turns in one process:
+
+- a plain sequential test: read all records, then write all records, with several direct 4 MiB requests in flight;
+- the record stream without an optimizer;
+- the step of an optimizer whose records on the disk contain master weights and moments;
+- the same step with the state in memory.
+
+All units share one gradient tensor in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ PLAIN_BUFFERS = 8
 
 @dataclass
 class Setup:
-    """A model of equal units, and an AdamW over it whose state is in records."""
+    """A model with equal units, which AdamW trains with its state in records."""
 
     units: int
     elements: int
@@ -54,7 +58,7 @@ class Setup:
         return optimizer
 
     def step(self, optimizer: OffloadedOptimizer) -> None:
-        """Run one step with the gradient that all units share, and sync the disk."""
+        """Run one step with the shared gradient, and flush the stream."""
 
         def before(unit: int) -> None:
             optimizer.units[unit][0].grad = self.gradient
@@ -64,7 +68,7 @@ class Setup:
 
 
 def plain(stream: RecordStream, buffers: list[Tensor]) -> tuple[float, float]:
-    """Return the seconds to read all records in order, then to write all records in order."""
+    """Return the seconds for reading all records in order, and for writing all records in order."""
     seconds = []
     for move in (stream.store.read, stream.store.write):
         start = time.perf_counter()
@@ -80,17 +84,17 @@ def plain(stream: RecordStream, buffers: list[Tensor]) -> tuple[float, float]:
 
 
 def compare(folder: str, nbytes: int, record_bytes: int, turns: int = TURNS) -> dict[str, Any]:
-    """Return medians over the turns: the seconds of each implementation, and derived ratios."""
+    """Return the median seconds of each implementation over the turns, and derived ratios."""
     setup = Setup(max(2, nbytes // record_bytes), record_bytes // BYTES_PER_ELEMENT)
     bandwidth = measure_bandwidth(folder)
     disk = setup.optimizer(lambda sizes: disk_records(folder, sizes))
     stream = disk.stream
     memory = setup.optimizer(host_records)
     total = 2 * sum(stream.record_bytes)
-    # The plain test overwrites its data, so it has a file of its own of the same size.
+    # The plain test overwrites its data, so it uses a separate file of the same size.
     other = disk_records(folder, stream.record_bytes, "plain test")
     buffers = [aligned_buffer(record_bytes + PART_BYTES).random_() for _ in range(3)]
-    plain(other, buffers)  # the first write to a block differs from later ones
+    plain(other, buffers)  # warm-up: the first write to a block differs from later writes
     taken: dict[str, list[float]] = {
         n: [] for n in ("plain read", "plain write", "stream", "step", "waited", "memory", "processor")
     }
@@ -140,48 +144,54 @@ def compare(folder: str, nbytes: int, record_bytes: int, turns: int = TURNS) -> 
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return a line per implementation."""
+    """Return a table with one row per implementation."""
     seconds, moved = result["seconds"], result["moved_bytes"]
     rows = []
     for what, name in [
-        ("plain: all read, then all written", "plain"),
-        ("stream without work", "stream"),
-        ("AdamW, state on the disk", "step"),
+        ("plain: read all, then write all", "plain"),
+        ("stream, no optimizer", "stream"),
+        ("AdamW, state on disk", "step"),
         ("AdamW, state in memory", "memory"),
     ]:
         taken = seconds[name]
         rows.append(
             [what, human_seconds(taken), f"{size(moved / taken)}/s", f"{seconds['plain'] / taken:.2f}"]
         )
-    head = [f"{size(moved)} moved, {result['records']} records", "time", "bytes / time", "x plain"]
+    head = [f"{size(moved)} moved, {result['records']} records", "time", "throughput", "x plain"]
     return markdown_table(head, rows)
 
 
 def notes(result: dict[str, Any]) -> str:
-    """Return lines that explain the time of a step."""
+    """Return a paragraph that explains the step time."""
     seconds = result["seconds"]
     step = seconds["step"]
     return (
         f"Disk: {result['access']}. The plain test reads in {human_seconds(seconds['plain read'])} and writes in "
         f"{human_seconds(seconds['plain write'])}. A step reaches {100 * result['share_of_plain']:.0f} % of the plain "
-        f"bandwidth (median of the turns; best turn: {100 * result['best_share']:.0f} %). It waits for the disk "
-        f"during {100 * seconds['waited'] / step:.0f} % of its time and uses {human_seconds(seconds['processor'])} of "
-        f"processor time. The predicted time is {human_seconds(result['predicted'])}. The load average of the machine "
-        f"was {result['load']:.0f}."
+        f"bandwidth (median over the turns; best turn: {100 * result['best_share']:.0f} %). It spends "
+        f"{100 * seconds['waited'] / step:.0f} % of its time waiting for the disk, and uses "
+        f"{human_seconds(seconds['processor'])} of processor time. The predicted time is "
+        f"{human_seconds(result['predicted'])}. The machine's load average was {result['load']:.0f}."
     )
 
 
 def main() -> None:
     """Measure, print the table and write JSON."""
     parser = arguments(__doc__)
-    parser.add_argument("--gib", type=float, default=2.0, help="of state (default 2)")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to use")
-    parser.add_argument("--record-mib", type=int, default=96, help="of a unit's state (default 96)")
+    parser.add_argument("--gib", type=float, default=2.0, help="size of the state in GiB (default 2)")
+    parser.add_argument(
+        "--folder",
+        default=tempfile.gettempdir(),
+        help="folder on the disk to measure (default: the folder for temporary files)",
+    )
+    parser.add_argument(
+        "--record-mib", type=int, default=96, help="size of a unit's state in MiB (default 96)"
+    )
     options = parser.parse_args()
     result = compare(options.folder, int(options.gib * 2**30), options.record_mib << 20)
     print(table(result))
     print(notes(result))
-    print(f"written to {save('offload', result)}")
+    print(f"results written to {save('offload', result)}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Measure other costs of communication: groups, objects, 16-bit types, and asynchronous calls during computation.
+"""Measure further communication overheads: groups, objects, 16-bit types, and overlap with computation.
 
     python -m benchmarks.overheads
 
-Two ranks, each pinned to a core; farandole and Gloo take turns in the same processes.
+Two ranks are each pinned to a core, and farandole and Gloo take turns in the same processes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Bench:
-    """The measurements on one rank."""
+    """Runs the measurements on one rank."""
 
     def __init__(self, runtime: farandole.Runtime) -> None:
         self.runtime, self.comm = runtime, runtime.comm
@@ -41,11 +41,11 @@ class Bench:
     def turns(
         self, implementations: dict[str, Callable[[], Any]], calls: int, turns: int = 15
     ) -> dict[str, float]:
-        """Return the seconds per call of each."""
+        """Return the seconds per call of each implementation."""
         return take_turns(implementations, self.comm.barrier, turns, calls)
 
     def groups(self) -> dict[str, float]:
-        """Measure the seconds to create `GROUPS` groups of two ranks."""
+        """Return the seconds that each backend needs to create `GROUPS` groups of two ranks."""
         seconds = {}
         for name in ("farandole", "gloo"):
             self.comm.barrier()
@@ -57,7 +57,7 @@ class Bench:
         return seconds
 
     def objects(self) -> dict[str, dict[str, float]]:
-        """Measure an all-gather of a list of tensors, and of an object."""
+        """Measure all-gathers of a list of tensors and of an object."""
         tensor, parts = torch.zeros(256), [torch.empty(256) for _ in range(2)]
         thing = {"text": "x" * 1000}
         found: list[Any] = [None, None]
@@ -81,7 +81,7 @@ class Bench:
         }
 
     def types(self, group: dist.ProcessGroup | None, sizes: list[int]) -> dict[int, dict[str, float]]:
-        """Measure an all-reduce of as many bytes of each type."""
+        """Measure an all-reduce with the same number of bytes for each type."""
         found = {}
         for size in sizes:
             tensors = {name: torch.zeros(size // kind.itemsize, dtype=kind) for name, kind in TYPES.items()}
@@ -90,7 +90,7 @@ class Bench:
         return found
 
     def overlap(self) -> dict[str, float]:
-        """Measure an asynchronous all-reduce of 4 MiB and matrix products, separately and together."""
+        """Measure a 4 MiB asynchronous all-reduce and matrix products, separately and at the same time."""
         tensor, matrix = torch.zeros(1 << 20), torch.ones(512, 512)
 
         def product() -> None:
@@ -105,7 +105,7 @@ class Bench:
         return self.turns(
             {
                 "blocking": lambda: dist.all_reduce(tensor),
-                "begun and waited for": lambda: dist.all_reduce(tensor, async_op=True).wait(),
+                "async, then wait": lambda: dist.all_reduce(tensor, async_op=True).wait(),
                 "products": product,
                 "both": both,
             },
@@ -134,7 +134,7 @@ def run_rank() -> None:
         if runtime.rank == 0:
             for operation in ("groups", "objects", "types", "overlap"):
                 print(f"\n{table(operation, result)}")
-            print(f"\nwritten to {save('overheads', result)}")
+            print(f"\nresults written to {save('overheads', result)}")
 
 
 def table(operation: str, result: dict[str, Any]) -> str:
@@ -151,7 +151,7 @@ def table(operation: str, result: dict[str, Any]) -> str:
     if operation == "overlap":
         ratio = figures["both"] / (figures["blocking"] + figures["products"])
         cells = [*(human_seconds(seconds) for seconds in figures.values()), f"{ratio:.2f}"]
-        handed = human_seconds(max(0.0, figures["begun and waited for"] - figures["blocking"]))
+        handed = human_seconds(max(0.0, figures["async, then wait"] - figures["blocking"]))
         return markdown_table([*figures, "both / sum", "hand-off"], [[*cells, handed]])
     names = ["communicator", "farandole", "gloo"]
     rows = [

@@ -1,9 +1,10 @@
-"""Overlap an asynchronous all-reduce between two hosts with matrix products of the same duration.  Needs root.
+"""Overlap an asynchronous all-reduce between two hosts with matrix products of the same duration.  Requires root.
 
     python -m benchmarks.overlap [--rate 1gbit]
 
-The hosts are network namespaces of this machine with one rank each, pinned to a core, and joined by a link of the
-given rate.  *Overlapped* is the saved part of the shorter time: (all-reduce + products - both) / shorter.
+The hosts are network namespaces on this machine, connected by a link with the given rate.  Each host has one rank,
+which is pinned to a core.  *overlapped* is the saved fraction of the shorter time:
+(all-reduce + products - both) / shorter.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ def run_rank(rate: str) -> None:
                 )
         if runtime.rank == 0:
             print(table(result["overlap"]))
-            print(f"\nwritten to {save(f'overlap-{rate}', result)}")
+            print(f"\nresults written to {save(f'overlap-{rate}', result)}")
 
 
 def calls_of(size: int, group: dist.ProcessGroup | None) -> dict[str, Callable[[], Any]]:
-    """Return an all-reduce, products that take about as long, and both at once."""
+    """Return three calls: an all-reduce, matrix products of about the same duration, and both at the same time."""
     tensor, matrix = torch.zeros(size // 4), torch.ones(256, 256)
 
     def blocking() -> None:
@@ -70,7 +71,7 @@ def calls_of(size: int, group: dist.ProcessGroup | None) -> dict[str, Callable[[
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
-    """Return the time of one call, after two others."""
+    """Return the mean duration of three calls, after two warm-up calls."""
     call()
     call()
     start = time.perf_counter()
@@ -80,7 +81,7 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def table(figures: dict[str, dict[str, float]]) -> str:
-    """Return a line per size and backend."""
+    """Return a table with one row per size and backend."""
     rows = []
     for name, seconds in figures.items():
         alone, products, both = seconds["all_reduce"], seconds["products"], seconds["both"]
@@ -90,9 +91,11 @@ def table(figures: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """Start the hosts and their ranks, or run as one of them."""
+    """Simulate the hosts and start their ranks, or run as one of these ranks."""
     parser = arguments(__doc__)
-    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it (default 1gbit)")
+    parser.add_argument(
+        "--rate", default="1gbit", help="rate of the link, in the notation of tc (default 1gbit)"
+    )
     options = parser.parse_args()
     if options.as_rank:
         run_rank(options.rate)

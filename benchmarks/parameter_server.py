@@ -1,10 +1,10 @@
-"""Measure accuracy over epochs and over time with parameter servers; one of four workers is slow.
+"""Measure accuracy over epochs and over time with parameter servers and four workers, of which one is slow.
 
     python -m benchmarks.parameter_server
 
-Runs labs/parameter_server_digits.py (which needs scikit-learn) and draws docs/pictures/parameter_server.png.  Every
-worker sleeps 4 ms per batch and the last one another 12 ms, so the picture shows how workers wait for each other, not how they
-share cores.
+This program runs labs/parameter_server_digits.py, which requires scikit-learn, and draws
+docs/pictures/parameter_server.png.  Every worker sleeps for 4 ms per batch, and the last worker for another 12 ms.  The
+picture therefore shows how workers wait for each other, not how they share cores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STYLES = {
 
 
 def main() -> None:
-    """Run the lab, write its points, and draw them."""
+    """Run the lab, save its curves and draw them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "curves.json")
         numbers = {
@@ -57,13 +57,13 @@ def main() -> None:
         "work_ms": WORK_MS,
         "straggler_ms": STRAGGLER_MS,
     }
-    print(f"written to {save('parameter-server', {**settings, 'curves': curves})}")
+    print(f"results written to {save('parameter-server', {**settings, 'curves': curves})}")
     draw(curves, PICTURE)
-    print(f"drawn to {PICTURE}")
+    print(f"picture written to {PICTURE}")
 
 
 def draw(curves: dict[str, Any], path: Path) -> None:
-    """Draw accuracy over epochs on the left, over seconds on the right."""
+    """Draw the accuracy over epochs (left) and over seconds (right)."""
     figure, axes = plt.subplots(1, 2, figsize=(10.4, 4.0), sharey=True, layout="constrained")
     for axis, key, label in zip(
         axes, ("epochs", "seconds"), ("epochs (of all workers together)", "seconds"), strict=True
@@ -78,7 +78,7 @@ def draw(curves: dict[str, Any], path: Path) -> None:
                 markersize=4,
                 label=words,
             )
-            # from this point only slower workers train
+            # from this point on, only slower workers train
             tail = [own[-1], end]
             axis.plot([p[key] for p in tail], [p["accuracy"] for p in tail], ":", color=colour)
             axis.plot(end[key], end["accuracy"], "o", color=colour, markerfacecolor="white", markersize=6)

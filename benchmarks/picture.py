@@ -1,4 +1,4 @@
-"""Draw the pictures of the benchmarks."""
+"""Draw the pictures for the benchmarks."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ NAMES = {
     "communicator": "farandole, Communicator",
     "farandole": "farandole, torch.distributed",
     "shared buffer": "farandole, buffer in shared memory",
-    "core": "farandole, the C core alone",
+    "core": "farandole, C core only",
     "gloo": "Gloo",
     "mpich": "MPICH (mpi4py)",
-    "copy": "limit: every rank copies as many bytes",
+    "copy": "limit: copy of the same size by every rank",
     "flat gloo": "Gloo, all ranks in one ring",
     "stream": "limit: a TCP stream",
 }
 
 
 def draw_latencies(result: dict[str, Any], path: Path) -> None:
-    """Draw time over message size: one line per implementation, one panel per operation."""
+    """Draw time over message size, with one line per implementation and one panel per operation."""
     operations = [name for name, figures in result.items() if isinstance(figures, dict) and name != "machine"]
     columns = min(3, len(operations))
     rows = -(-len(operations) // columns)
@@ -85,7 +85,7 @@ def draw_latencies(result: dict[str, Any], path: Path) -> None:
 
 
 def draw_zero(result: dict[str, Any], path: Path) -> None:
-    """Draw seconds per step and memory of the implementations of each ZeRO stage, as bars."""
+    """Draw the step time and memory of each implementation and ZeRO stage as bars."""
     figures = [f for f in result["implementations"] if f["name"] != "no communication"]
     labels = [f"{f['name']}, stage {f['stage']}" for f in figures]
     colours = [ZERO_COLOURS.get(f["name"], "#888888") for f in figures]
@@ -113,11 +113,11 @@ def draw_zero(result: dict[str, Any], path: Path) -> None:
     time.axvline(1, color="#888888", linestyle=":")
     time.set_xlim(0, 1.5 * max(high))
     time.set(
-        xlabel="step, times that of ranks that do not communicate (the limit); fastest to slowest",
+        xlabel="step time relative to the limit without communication; fastest to slowest turn",
         title="time",
     )
     memory.barh(labels, [(f["data_bytes"] - f["before_bytes"]) / (1 << 20) for f in figures], color=colours)
-    memory.set(xlabel="MiB, all ranks together, at the peak of a step", title="memory")
+    memory.set(xlabel="MiB of all ranks together at the peak of a step", title="memory")
     time.invert_yaxis()
     for axis in (time, memory):
         axis.grid(alpha=0.25, axis="x")

@@ -1,9 +1,10 @@
-"""Compare messages between two ranks over farandole, Gloo and MPICH, in the same processes, in turns.
+"""Compare messages between two ranks over farandole, Gloo and MPICH, which take turns in the same processes.
 
     python -m benchmarks.point_to_point
 
-Each rank is pinned to a core.  Latency is half the time of a ping-pong; bandwidth is measured with 64 messages at once.  MPICH is
-measured if mpi4py and mpiexec are installed (`pip install mpi4py mpich`), with its default thread level.
+Each rank is pinned to a core.  Latency is half the duration of a ping-pong; bandwidth is measured with 64 messages in
+flight.  MPICH is measured if mpi4py and mpiexec are installed (`pip install mpi4py mpich`), with its default thread
+level.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ COLUMNS = ["communicator", "farandole", "gloo", "mpich"]
 
 
 class Peer:
-    """Messages between this rank and the other one, by every implementation."""
+    """Builds message exchanges between this rank and the other rank, for each implementation."""
 
     def __init__(self, runtime: farandole.Runtime) -> None:
         self.comm, self.rank, self.other = runtime.comm, runtime.rank, 1 - runtime.rank
@@ -48,7 +49,7 @@ class Peer:
             self.mpi = MPI.COMM_WORLD
 
     def latency(self, size: int) -> dict[str, Callable[[], Any]]:
-        """Measure one round trip of `size` bytes, for each implementation."""
+        """Return a round trip of `size` bytes for each implementation."""
         tensor = torch.zeros(size // 4)
         array, comm, other = tensor.numpy(), self.comm, self.other
         calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
@@ -73,7 +74,7 @@ class Peer:
         return trip
 
     def bandwidth(self, size: int, messages: int = IN_FLIGHT) -> dict[str, Callable[[], Any]]:
-        """Measure many messages of `size` bytes one way, and an answer, for each implementation."""
+        """Return calls that send `messages` messages of `size` bytes one way and wait for a reply."""
         tensor, answer = torch.zeros(size // 4), torch.zeros(1)
         array, answer_array, comm, other = tensor.numpy(), answer.numpy(), self.comm, self.other
 
@@ -128,11 +129,11 @@ def run_rank() -> None:
             path = save("point-to-point", result)
             pictured = {"latency": result["latency"], "time per message, 64 at once": result["bandwidth"]}
             draw_latencies({"ranks": 2, **pictured}, path.with_suffix(".png"))
-            print(f"\nwritten to {path} and {path.with_suffix('.png').name}")
+            print(f"\nresults written to {path} and {path.with_suffix('.png').name}")
 
 
 def table(operation: str, figures: dict[Any, dict[str, float]]) -> str:
-    """Return a line per size: latencies or bandwidths, and the ratios to MPICH and Gloo."""
+    """Return a table with one row per size: latencies or bandwidths, and speedups over MPICH and Gloo."""
     present = [column for column in COLUMNS if any(column in row for row in figures.values())]
     head = [
         operation,

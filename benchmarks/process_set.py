@@ -1,4 +1,4 @@
-"""Run implementations that cannot share a process: each has its own processes, which sleep while another one computes."""
+"""Run implementations that cannot share a process in separate processes, which sleep while others compute."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ PATIENCE_S = 120.0
 
 
 class ProcessSet:
-    """The ranks of one implementation, each a process with one thread and a core of its own.
+    """The ranks of one implementation; each rank is a process with one thread and its own core.
 
     with ProcessSet("benchmarks.zero_rank", order, ranks=2) as process_set:
         process_set.ready()
         answers = process_set.ask("steps 3")     # one answer per rank
 
-    Each rank runs `python -m MODULE ORDER` with torchrun's environment variables.  It reads commands from its standard input, and
-    writes a line of JSON for each to the descriptor `order["answers"]`, the first one when it is ready.
+    Each rank runs `python -m MODULE ORDER` with torchrun's environment variables.  It reads commands from standard
+    input and writes one line of JSON per answer to the file descriptor `order["answers"]`: the first line when it is
+    ready, and then one line for each command.
     """
 
     def __init__(
@@ -48,12 +49,12 @@ class ProcessSet:
                 "WORLD_SIZE": str(ranks),
                 "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(ranks),
-                "LOCAL_SIZE": str(ranks),  # read by DeepSpeed
+                "LOCAL_SIZE": str(ranks),  # for DeepSpeed
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": str(ROOT),
-                # build tools such as ninja are in the environment of the implementation
+                # build tools such as ninja are in the implementation's environment
                 "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
             }
             with self._said[rank].open("w") as said:
@@ -74,11 +75,11 @@ class ProcessSet:
 
     @property
     def pids(self) -> list[int]:
-        """Return the process numbers, by rank."""
+        """The process ids, in rank order."""
         return [process.pid for process in self._processes]
 
     def ready(self) -> list[Any]:
-        """Wait for the first answers, one per rank."""
+        """Wait for the first answer of each rank, and return these answers."""
         return self._hear()
 
     def ask(self, command: str) -> list[Any]:
@@ -97,16 +98,18 @@ class ProcessSet:
             heard = select.select([self._answers[rank]], [], [], PATIENCE_S)[0]
             more = os.read(self._answers[rank], 1 << 16) if heard else b""
             if not more:
-                raise RuntimeError(self._complaint(rank, "ended" if heard else "does not answer"))
+                raise RuntimeError(
+                    self._complaint(rank, "ended" if heard else f"did not answer within {PATIENCE_S:g} s")
+                )
             self._pending[rank] += more
         line, self._pending[rank] = self._pending[rank].split(b"\n", 1)
         return line
 
     def _complaint(self, rank: int, what: str) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._processes[rank].wait(5)  # until it has printed the reason
+            self._processes[rank].wait(5)  # so that the process can print the reason
             what += f" with exit code {self._processes[rank].returncode}"
-        return f"rank {rank} {what}; its last words:\n{self._said[rank].read_text()[-4000:]}"
+        return f"rank {rank} {what}; the end of its output:\n{self._said[rank].read_text()[-4000:]}"
 
     def __enter__(self) -> ProcessSet:
         return self

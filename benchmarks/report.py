@@ -1,4 +1,4 @@
-"""Write the tables of the last results into docs/benchmarks/results.md, between their markers.
+"""Update the tables in docs/benchmarks/results.md from the saved results.
 
 python -m benchmarks.report
 """
@@ -17,7 +17,7 @@ PAGE = RESULTS / "results.md"
 
 
 def main() -> None:
-    """Rewrite every `<!-- NAME -->` ... `<!-- end -->` of the page from NAME.json."""
+    """Replace the text between each `<!-- NAME OPERATION -->` and `<!-- end -->` with a table from NAME.json."""
 
     def fill(match: re.Match[str]) -> str:
         name, operation = match["name"], match["operation"]
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def tables(name: str, operation: str, result: dict[str, Any]) -> str:
-    """Return the table of one operation of a result."""
+    """Return the table for one operation in a result."""
     if name.startswith("collectives"):
         return table(operation, result[operation])
     if name == "point-to-point":

@@ -1,4 +1,4 @@
-"""Read the memory of running processes from Linux: see `farandole.bench.resident`."""
+"""Read the memory use of running Linux processes; see `farandole.bench.resident`."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from farandole.bench import resident
 
 
 def data_bytes(pid: int) -> int:
-    """Return the proportional size of a process without files: its private memory and its part of shared memory."""
+    """Return the proportional set size of a process without file-backed pages."""
     return resident.data_bytes(Path("/proc", str(pid)))
 
 
 def peak_resident_bytes(pid: int) -> int:
-    """Return the peak resident bytes of a process (VmHWM), with libraries and all shared memory."""
+    """Return the peak resident bytes of a process (VmHWM), including libraries and all shared memory."""
     return resident.fields(Path("/proc", str(pid), "status"))["VmHWM"]
 
 
 def available_bytes() -> int:
-    """Return the bytes available to new processes."""
+    """Return the number of bytes available to new processes."""
     return resident.fields(Path("/proc/meminfo"))["MemAvailable"]
 
 
 def in_shared_memory(address: int) -> bool:
-    """Return whether the mapping at `address` is shared, so that other processes may map it too."""
+    """Return whether the memory mapping at `address` is shared."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         extent, access, *_ = line.split()
         low, high = (int(end, 16) for end in extent.split("-"))
         if low <= address < high:
             return access[3] == "s"
-    raise ValueError(f"nothing is mapped at {address:#x}")
+    raise ValueError(f"expected the address of mapped memory, got {address:#x}")
 
 
 class PeakOf:
-    """The peak data bytes of several processes together within a `with` block, sampled by a thread.
+    """The peak of the total data bytes of several processes within a `with` block, sampled by a thread.
 
     with PeakOf(pids) as memory:
         ...

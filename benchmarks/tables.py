@@ -1,9 +1,9 @@
-"""Measure the shipped table of algorithms again: farandole/comm/algorithms/table.json.  Needs root, ip and tc.
+"""Update the algorithm table in farandole/comm/algorithms/table.json.  Requires root, ip and tc.
 
     python -m benchmarks.tables
 
-Both links are on this machine: 1 Gbit/s between two network namespaces, and loopback between four hosts (UTS namespaces) that
-share one network.
+Both links are simulated on this machine: a 1 Gbit/s link between two network namespaces, and loopback between four
+hosts (UTS namespaces) that share one network.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Start = Callable[[Sequence[str]], subprocess.Popen]
 
 
 def measure(starts: list[Start], address: str, link: str) -> Table:
-    """Run `farandole tune` on one host per command in `starts`."""
+    """Run `farandole tune` on one host for each function in `starts`, and return the measured table."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "table.json")
         processes = []
@@ -49,14 +49,16 @@ def measure(starts: list[Start], address: str, link: str) -> Table:
             for process in processes:
                 process.kill()
         if any(statuses):
-            raise SystemExit(f"farandole tune ended with {statuses}")
+            raise SystemExit(
+                f"farandole tune failed: expected exit status 0 on all hosts, got {statuses}; see the output above"
+            )
         return Table.read(str(output))
 
 
 def main() -> None:
     """Measure both links and write the table."""
     if reason := why_not():
-        raise SystemExit(f"cannot make hosts on this machine: {reason}")
+        raise SystemExit(f"cannot simulate hosts on this machine: {reason}")
     with two_hosts(rate="1gbit") as hosts:
         slow = measure([host.start for host in hosts], hosts[0].address, "1 Gbit/s, 2 network namespaces")
     alone = ["unshare", "--uts"]
@@ -66,7 +68,7 @@ def main() -> None:
         "loopback, 4 hosts on a machine",
     )
     TABLE.write_text(Table((*slow.links, *fast.links)).dump())
-    print(f"written to {TABLE}")
+    print(f"table written to {TABLE}")
 
 
 if __name__ == "__main__":

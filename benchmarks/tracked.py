@@ -1,7 +1,7 @@
 """Track the bytes of live tensors during a step, and their peak.
 
-The memory that the operating system reports includes libraries, freed memory that the allocator keeps, and excludes untouched pages.  This
-counts the memory that the program keeps.  Two tensors on one storage count once.
+The memory that the operating system reports includes libraries and freed memory that the allocator keeps, and excludes
+untouched pages.  This module counts only the memory of live tensors.  Two tensors that share a storage count once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Reference = weakref.ref[torch.UntypedStorage]
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor, or of the local part of a DTensor; None for a tensor without memory."""
+    """Return the storage of a tensor or of a DTensor's local part; None for a tensor without memory."""
     local = getattr(tensor, "_local_tensor", tensor)
     if local.device.type == "meta" or local.layout != torch.strided:
         return None
@@ -40,27 +40,28 @@ class TensorBytes(TorchDispatchMode):
             step()
         print(tracked.before, tracked.peak)
 
-    `kept` are tensors that Python's garbage collector may not know, and whose gradients count.  All storages are summed after each
-    operator, because an operator may resize a storage in place, as FSDP2 frees parameters.  That takes milliseconds, so do not time a
-    step in this context.  Memory that an operator allocates and frees is not seen.
+    `kept` contains tensors that Python's garbage collector may not track; their gradients count too.  All storages are
+    summed after each operator, because an operator may resize a storage in place; FSDP2 frees parameters in this way.
+    The sum takes milliseconds, so do not time a step in this context.  Memory that an operator allocates and frees
+    internally is not tracked.
     """
 
     def __init__(self, kept: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._alive: dict[int, Reference] = {}
-        # not `[*gc.get_objects()]`: that list would contain itself, and keep its elements until the next collection
+        # not `[*gc.get_objects()]`: this list would contain itself, and keep its elements until the next collection
         for tensor in chain(gc.get_objects(), kept):
-            if issubclass(type(tensor), Tensor):  # `isinstance` would ask a proxy for its class
+            if issubclass(type(tensor), Tensor):  # `isinstance` would read `__class__` of a proxy
                 self._add(tensor)
                 if tensor.is_leaf and tensor.grad is not None:
                     self._add(tensor.grad)
         self.before = self.now()
-        """Bytes alive when this was made."""
+        """The bytes of live tensors when the context was created."""
         self.peak = self.before
-        """The most bytes alive at once, so far."""
+        """The largest number of live bytes so far."""
 
     def now(self) -> int:
-        """Return the live bytes."""
+        """Return the current number of live bytes."""
         storages = [reference() for reference in self._alive.values()]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
@@ -68,7 +69,7 @@ class TensorBytes(TorchDispatchMode):
         storage = storage_of(tensor)
         if storage is None:
             return
-        # The C++ storage tells two Python objects of one storage apart from two storages.
+        # Several Python objects may represent the same C++ storage.
         key = storage._cdata
         known = self._alive.get(key)
         if known is None or known() is None:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.training [--ranks 2]
 
-All implementations have one thread per rank and the same model, batch, precision and optimizer, and take turns in one run.  The ranks divide
-the batch of the preset.  The result is tokens per second of all ranks together; `one rank` is rank 0 with the whole batch while the
-others sleep.
+All implementations use one thread per rank and the same model, batch, precision and optimizer, and take turns in one
+run.  Each rank processes an equal share of the preset's batch.  The result is the number of tokens per second of all
+ranks together.  For `one rank`, rank 0 trains on the full batch while the other ranks sleep.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TURNS, STEPS = 11, 4
 
 
 def ddp_stepper(config: TrainConfig, text: Text, precision: str, group: Any) -> Callable[[], None]:
-    """Return a step with DistributedDataParallel."""
+    """Return a training step with DistributedDataParallel."""
     device = torch.device("cpu")
     torch.manual_seed(config.seed)
     replica = DistributedDataParallel(
@@ -114,7 +114,7 @@ def report(ranks: int, config: TrainConfig, precision: str, seconds: dict[str, f
         "seconds": seconds,
         "peak": peak,
     }
-    print(f"written to {save(f'training-{ranks}', result)}")
+    print(f"results written to {save(f'training-{ranks}', result)}")
 
 
 if __name__ == "__main__":

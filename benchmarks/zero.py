@@ -1,20 +1,20 @@
-"""Compare the ZeRO stages of Farandole, DeepSpeed, FSDP2 and DDP: seconds per step and memory of a GPT.
+"""Compare the step time and memory of a GPT with Farandole, DeepSpeed, FSDP2 and DDP, for several ZeRO stages.
 
     python -m benchmarks.zero [--model 10M] [--precision fp32] [--ranks 2] [--deepspeed PYTHON]
 
-One thread per rank, each on a core of its own; the same weights, batch and AdamW for all.  Every implementation has its own
-processes, because DeepSpeed has its own environment:
+Each rank has one thread, pinned to its own core.  All implementations use AdamW and the same initial weights and
+batch.  Each implementation runs in separate processes, because DeepSpeed needs its own environment:
 
     python -m venv /tmp/deepspeed && . /tmp/deepspeed/bin/activate
     pip install torch==2.13.0
     pip install numpy setuptools wheel ninja && DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed
 
-All implementations of a stage run at the same time and take turns; waiting ones sleep.  The limit is `no communication`, where each rank
-trains alone.  Before the measurements the losses of the first steps are compared with those of one process that has the whole
-batch.
+The processes of all implementations of a stage exist at the same time and take turns; waiting processes sleep.  The
+limit is `no communication`, in which each rank trains alone.  Before the measurement, the losses of the first steps are
+compared with the losses of a single process that trains on the full batch.
 
-Memory is measured in separate steps: the bytes of all ranks without libraries, counting shared memory once, and the bytes of tensors
-of one rank, with its share of shared weights.
+Memory is measured in separate steps.  The benchmark reports the memory of all ranks without libraries, counting shared
+memory once, and the tensor memory of one rank, including its share of shared weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODELS = {
     "10M": (GPTConfig(vocabulary=4096, context=256, layers=5, heads=6, width=384), 4),
     "124M": (GPTConfig(vocabulary=50304, context=256, layers=12, heads=12, width=768), 2),
 }
-"""The shapes, and the samples of a step of all ranks together for each two ranks."""
+"""For each model: its configuration, and the number of samples per step for every two ranks."""
 LIMIT = "no communication"
 YARDSTICK = Setting("alone", 0, "fp32", backend="")
 STAGES: dict[int, dict[str, Setting]] = {
@@ -60,19 +60,19 @@ STAGES: dict[int, dict[str, Setting]] = {
     },
 }
 CLOSE = {"fp32": 1e-4, "bf16": 3e-2}
-"""How far, in nats, a loss may lie from that of one process in fp32."""
+"""The largest allowed difference in nats between a loss and the loss of a single process in fp32."""
 LEARNT = 0.1
-"""By how much the loss has to fall while losses are compared: where nothing is learnt, nothing is shown."""
+"""The smallest decrease of the loss, in nats, with which a comparison of losses is meaningful."""
 BYTES_PER_PARAMETER = 20
-"""Weight, gradient and two moments in fp32, and a quarter more."""
+"""The bytes of a weight, its gradient and two moments in fp32, plus 25 %."""
 
 
 class DisagreementError(RuntimeError):
-    """The losses of implementations differ."""
+    """Raised if an implementation's losses differ from the reference losses."""
 
 
 class Benchmark:
-    """One model in one precision."""
+    """The measurements for one model in one precision."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -92,23 +92,24 @@ class Benchmark:
         return ProcessSet("benchmarks.zero_rank", order, ranks, python, not self.options.no_pin)
 
     def refer(self) -> None:
-        """Return the losses of one process with the whole batch, in fp32."""
+        """Compute the reference losses: one process trains on the full batch in fp32."""
         with self.process_set(YARDSTICK, 1) as process_set:
             process_set.ready()
             process_set.ask("build")
             self.reference = process_set.ask(f"steps {self.options.checked}")[0]["losses"]
         if not self.reference[-1] <= self.reference[0] - LEARNT:
             raise DisagreementError(
-                f"the losses {self.reference} fall too little to compare others with them"
+                f"expected the reference loss to fall by at least {LEARNT}, got {self.reference}; increase --checked"
             )
 
     def stage(self, implementations: dict[str, Setting]) -> dict[str, dict[str, Any]]:
-        """Measure implementations in turns; return their figures by name."""
+        """Measure implementations in turns, and return their figures by name."""
         needed = BYTES_PER_PARAMETER * self.config.parameters * self.options.ranks * len(implementations)
         if needed > available_bytes():
             raise MemoryError(
-                f"{len(implementations)} implementations with {self.config.parameters:,} parameters on {self.options.ranks} "
-                f"ranks want {needed >> 20} MiB, and {available_bytes() >> 20} MiB are available"
+                f"{len(implementations)} implementations with {self.config.parameters:,} parameters on "
+                f"{self.options.ranks} ranks need {needed >> 20} MiB, but {available_bytes() >> 20} MiB are available; "
+                f"use a smaller --model or fewer --ranks"
             )
         with ExitStack() as stack:
             started = {
@@ -116,12 +117,12 @@ class Benchmark:
                 for name, setting in implementations.items()
             }
             if not self.reference:
-                self.refer()  # while others load their libraries
+                self.refer()  # while the other processes load their libraries
             process_sets: dict[str, ProcessSet] = {}
             for name, process_set in started.items():
                 lacking = process_set.ready()[0].get("missing")
                 if lacking:
-                    print(f"without {name}: {lacking}")
+                    print(f"{name} is not measured: {lacking}")
                 else:
                     process_sets[name] = process_set
             figures = {
@@ -134,7 +135,7 @@ class Benchmark:
         return figures
 
     def first_steps(self, name: str, process_set: ProcessSet) -> dict[str, Any]:
-        """Make an implementation build its model and run the steps whose losses are compared."""
+        """Build the model of an implementation, and run the steps whose losses are compared."""
         before = sum(data_bytes(pid) for pid in process_set.pids)
         process_set.ask("build")
         answers = process_set.ask(f"steps {self.options.checked}")
@@ -144,7 +145,7 @@ class Benchmark:
         return {"losses": losses, "before_bytes": before}
 
     def times(self, process_sets: dict[str, ProcessSet]) -> dict[str, dict[str, float]]:
-        """Run the implementations in turns; return medians of seconds per step, and their spread."""
+        """Run the implementations in turns, and return the median, fastest and slowest seconds per step."""
         seconds: dict[str, list[float]] = {name: [] for name in process_sets}
         busy: dict[str, list[float]] = {name: [] for name in process_sets}
         for _ in range(self.options.turns):
@@ -165,12 +166,12 @@ class Benchmark:
         }
 
     def compare(self, name: str, losses: list[float]) -> None:
-        """Raise DisagreementError if the losses differ from those of one process."""
+        """Raise DisagreementError if the losses differ from the reference losses."""
         close = CLOSE[self.options.precision]
         if not all(abs(loss - wanted) <= close for loss, wanted in zip(losses, self.reference, strict=True)):
             raise DisagreementError(
-                f"{name} computes something else: losses {losses}, in one process {self.reference}; "
-                f"they may differ by {close}"
+                f"{name}: expected the losses of a single process, {self.reference}, up to a difference of {close}, "
+                f"got {losses}; check the settings of {name}"
             )
 
     def run(self) -> dict[str, Any]:
@@ -197,7 +198,7 @@ class Benchmark:
 
 
 def memory_of(process_set: ProcessSet) -> dict[str, int]:
-    """Return the bytes of all ranks at the peak of a step, and of the tensors of rank 0."""
+    """Return the peak memory of all ranks during a step, and the tensor memory of rank 0, in bytes."""
     with PeakOf(process_set.pids) as memory:
         process_set.ask("steps 2")
     resident = sum(peak_resident_bytes(pid) for pid in process_set.pids)
@@ -211,7 +212,7 @@ def memory_of(process_set: ProcessSet) -> dict[str, int]:
 
 
 def variants(stage: int, given: list[list[str]]) -> dict[str, Setting]:
-    """Return the implementations with other settings that the command line names."""
+    """Return the settings given by `--variant` for a stage, by name."""
     settings = {}
     for implementation, of_stage, options in given:
         if int(of_stage) == stage:
@@ -222,7 +223,7 @@ def variants(stage: int, given: list[list[str]]) -> dict[str, Setting]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return a line per implementation: its step, the ratio to the limit in the same run, and its memory."""
+    """Return a table with one row per implementation: step time, ratio to the limit of the same run, and memory."""
     rows = []
     for figures in result["implementations"]:
         if figures["name"] == LIMIT and figures["stage"] != result["implementations"][0]["stage"]:
@@ -247,7 +248,7 @@ def table(result: dict[str, Any]) -> str:
         "x no communication",
         "processor, per rank",
         "memory, all ranks",
-        "of these by training",
+        "training only",
         "tensors of a rank",
         "between steps",
     ]
@@ -255,53 +256,64 @@ def table(result: dict[str, Any]) -> str:
 
 
 def mebibytes(count: int) -> str:
-    """Return bytes as `1,234 MiB`."""
+    """Format a number of bytes, such as `1,234 MiB`."""
     return f"{count / (1 << 20):,.0f} MiB"
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the benchmark from the command line."""
     parser = arguments(__doc__)
-    parser.add_argument("--model", choices=MODELS, default="10M", help="parameters (default 10M)")
-    parser.add_argument("--precision", choices=CLOSE, default="fp32", help="(default fp32)")
-    parser.add_argument("--ranks", type=int, default=2, help="how many processes (default 2)")
+    parser.add_argument("--model", choices=MODELS, default="10M", help="number of parameters (default 10M)")
     parser.add_argument(
-        "--turns", type=int, default=7, help="how often each implementation has its turn (default 7)"
+        "--precision", choices=CLOSE, default="fp32", help="precision of the weights (default fp32)"
     )
-    parser.add_argument("--steps", type=int, default=2, help="in one turn (default 2)")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default 2)")
+    parser.add_argument("--turns", type=int, default=7, help="turns per implementation (default 7)")
+    parser.add_argument("--steps", type=int, default=2, help="steps per turn (default 2)")
     parser.add_argument("--checked", type=int, default=6, help="steps whose losses are compared (default 6)")
     parser.add_argument(
-        "--stages", type=int, nargs="+", choices=STAGES, default=list(STAGES), help="only these; kept nowhere"
+        "--stages",
+        type=int,
+        nargs="+",
+        choices=STAGES,
+        default=list(STAGES),
+        help="measure only these stages; do not save the results",
     )
     names = sorted({name for implementations in STAGES.values() for name in implementations})
-    parser.add_argument("--only", nargs="*", choices=names, help="only these implementations; kept nowhere")
+    parser.add_argument(
+        "--only", nargs="*", choices=names, help="measure only these implementations; do not save the results"
+    )
     parser.add_argument(
         "--variant",
         nargs=3,
         action="append",
         default=[],
         metavar=("IMPLEMENTATION", "STAGE", "OPTIONS"),
-        help='one more implementation with other settings, such as DeepSpeed 2 \'{"adam": "cpu"}\'; kept nowhere',
+        help='also measure other settings, such as DeepSpeed 2 \'{"adam": "cpu"}\'; do not save the results',
     )
     parser.add_argument(
-        "--deepspeed", default="/tmp/deepspeed/bin/python", help="the interpreter that has it"
+        "--deepspeed", default="/tmp/deepspeed/bin/python", help="Python interpreter with DeepSpeed"
     )
     parser.add_argument(
-        "--no-pin", action="store_true", help="leave the ranks to the scheduler; kept nowhere"
+        "--no-pin", action="store_true", help="do not pin ranks to cores; do not save the results"
     )
     parser.add_argument(
-        "--default-allocator", action="store_true", help="glibc's own settings for freed memory; kept nowhere"
+        "--default-allocator",
+        action="store_true",
+        help="use glibc's default settings for freed memory; do not save the results",
     )
     options = parser.parse_args()
     if (not options.only or "DeepSpeed" in options.only) and not Path(options.deepspeed).exists():
-        parser.error(f"no interpreter at {options.deepspeed}; --help says how to make one")
+        parser.error(
+            f"--deepspeed: {options.deepspeed} does not exist; --help explains how to create the environment"
+        )
     result = Benchmark(options).run()
     print(table(result))
     tried = options.only or options.variant or options.no_pin or options.default_allocator
     if options.stages == list(STAGES) and not tried:
         path = save(f"zero-{options.model}-{options.precision}-{options.ranks}", result)
         draw_zero(result, path.with_suffix(".png"))
-        print(f"\nwritten to {path} and {path.with_suffix('.png').name}")
+        print(f"\nresults written to {path} and {path.with_suffix('.png').name}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The implementations of the benchmark of ZeRO stages: each builds a `Step` of a GPT in its own process.
+"""The implementations for the ZeRO benchmark; each builds a training step of a GPT in its own process.
 
-They train one model on one batch with AdamW.  In bf16 they compute in bf16 and keep master weights,
-reduced gradients and optimizer states in fp32; DDP and a single rank use autocast instead.  Settings are the fastest found for each: see
-docs/benchmarks/method.md.
+All implementations train the same model on the same batch with AdamW.  In bf16, they compute in bf16 and keep master
+weights, reduced gradients and optimizer states in fp32; DDP and a single rank use autocast instead.  The settings are
+the fastest that were found for each implementation (see docs/benchmarks/method.md).
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from farandole.models.loss import next_token_loss
 
 LEARNING_RATE = 3e-4
 BUCKET = 10_000_000
-"""Values per message, where that can be chosen; DeepSpeed's default of 5e8 is as much memory as that."""
+"""The number of values per message, where it can be configured; DeepSpeed's default is 5e8 values."""
 
 Step = Callable[[Tensor, Tensor], float]
-"""A training step on inputs and targets (samples, positions) of this rank; gives the loss."""
+"""A training step that takes this rank's inputs and targets (samples, positions) and returns the loss."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """An implementation, with its settings."""
+    """An implementation and its settings."""
 
     implementation: str
-    """One of `BUILDERS`."""
+    """A key of `BUILDERS`."""
     zero: int
     precision: str
     """`fp32` or `bf16`."""
     backend: str = "gloo"
     options: dict[str, Any] | None = None
-    """Changes to the settings of the implementation, to try them out."""
+    """Overrides of the implementation's settings, for experiments."""
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of every implementation; the fused one is the fastest on a CPU too."""
+    """Return the AdamW that all implementations use; the fused variant is also the fastest on a CPU."""
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **{"fused": True, **options})
 
 
 def join(setting: Setting) -> None:
-    """Join the job from the environment variables of torchrun."""
+    """Join the job that torchrun's environment variables describe."""
     if setting.implementation == "DeepSpeed":
         deepspeed: Any = importlib.import_module("deepspeed")
         deepspeed.init_distributed(dist_backend=setting.backend, auto_mpi_discovery=False)
@@ -60,12 +60,12 @@ def join(setting: Setting) -> None:
 
 
 def build(setting: Setting, model: nn.Sequential) -> Step:
-    """Return a step of the model under a setting."""
+    """Return a training step of `model` with the implementation of `setting`."""
     return BUILDERS[setting.implementation](setting, model)
 
 
 def with_farandole(setting: Setting, model: nn.Sequential) -> Step:
-    """Use `farandole.parallelize`."""
+    """Return a training step with `farandole.parallelize`."""
     import farandole
 
     plan = farandole.Plan(zero=setting.zero, precision=setting.precision, **(setting.options or {}))
@@ -74,7 +74,7 @@ def with_farandole(setting: Setting, model: nn.Sequential) -> Step:
 
 
 def with_fsdp2(setting: Setting, model: nn.Sequential) -> Step:
-    """Use `fully_shard` for each block and the rest; stage 2 keeps the weights for the backward pass."""
+    """Return a training step with `fully_shard` on each block; stage 2 keeps the weights for the backward pass."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -88,7 +88,7 @@ def with_fsdp2(setting: Setting, model: nn.Sequential) -> Step:
 
 
 def with_ddp(setting: Setting, model: nn.Sequential) -> Step:
-    """Use DistributedDataParallel."""
+    """Return a training step with DistributedDataParallel."""
     replica = nn.parallel.DistributedDataParallel(
         model, gradient_as_bucket_view=True, **(setting.options or {})
     )
@@ -96,12 +96,15 @@ def with_ddp(setting: Setting, model: nn.Sequential) -> Step:
 
 
 def alone(setting: Setting, model: nn.Sequential) -> Step:
-    """Train this rank without communication."""
+    """Return a training step without communication."""
     return _stepper(model, adamw(model), autocast=setting.precision == "bf16")
 
 
 def with_deepspeed(setting: Setting, model: nn.Sequential) -> Step:
-    """Use DeepSpeed with ZeRO stage 2 or 3; `options` update its configuration, and `adam` selects its AdamW or torch's."""
+    """Return a training step with DeepSpeed's ZeRO stage 2 or 3.
+
+    `setting.options` updates DeepSpeed's configuration; the option `adam` selects torch's or DeepSpeed's AdamW.
+    """
     deepspeed: Any = importlib.import_module("deepspeed")
     options = dict(setting.options or {})
     adam = options.pop("adam", "torch")
@@ -113,7 +116,7 @@ def with_deepspeed(setting: Setting, model: nn.Sequential) -> Step:
         "stage3_prefetch_bucket_size": BUCKET,
     } | ({"compute_grad_norm": False} if setting.zero < 3 else {})
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # only in reports
+        "train_micro_batch_size_per_gpu": 1,  # affects only reports
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
         "bf16": {"enabled": bf16},
@@ -168,12 +171,20 @@ BUILDERS: dict[str, Callable[[Setting, nn.Sequential], Step]] = {
 
 
 def missing(setting: Setting) -> str | None:
-    """Return what an implementation needs and this process lacks, or None."""
+    """Return why an implementation cannot run in this process, or None."""
     if setting.implementation == "DeepSpeed":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        return None if importlib.util.find_spec("deepspeed") else "DeepSpeed is not installed"
+        return (
+            None
+            if importlib.util.find_spec("deepspeed")
+            else "DeepSpeed is not installed; benchmarks.zero --help explains how to install it"
+        )
     if setting.implementation == "Farandole":
         import farandole
 
-        return None if hasattr(farandole, "parallelize") else "farandole.parallelize does not exist"
+        return (
+            None
+            if hasattr(farandole, "parallelize")
+            else "this version of farandole has no parallelize; install the version of this repository"
+        )
     return None

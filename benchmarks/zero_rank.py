@@ -1,9 +1,9 @@
-"""One rank of an implementation in the benchmark of ZeRO stages: runs commands, and sleeps in between.
+"""Run one rank of an implementation in the ZeRO benchmark, which sleeps between commands.
 
-    python -m benchmarks.zero_rank ORDER    # started by benchmarks.zero, with the environment of torchrun
+    python -m benchmarks.zero_rank ORDER    # started by benchmarks.zero, with torchrun's environment variables
 
-ORDER is JSON.  Commands are lines on the standard input, and answers are JSON lines to the descriptor that ORDER names, so
-implementations with different interpreters can take turns.
+ORDER is JSON.  Commands are lines on standard input.  Answers are lines of JSON, written to the file descriptor that
+ORDER specifies, so implementations with different interpreters can take turns.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from farandole._startup import keep_freed_memory
 from farandole.models.gpt import GPTConfig, build_gpt
 
 BATCHES = 2
-"""Different batches, taken in turn: so few that they are soon learnt, and a wrong step shows in the losses."""
+"""The number of batches used in turn; a few batches are learned quickly, so the losses reveal a wrong step."""
 
 
 def batches_of(config: GPTConfig, samples: int, first: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Return inputs and targets of samples `first` to `first + count` of each batch, independent of the division."""
+    """Return inputs and targets of samples `first` to `first + count` in each batch, for any number of ranks."""
     generator = torch.Generator().manual_seed(1)
     shape = (BATCHES, samples, config.context + 1)
     tokens = torch.randint(config.vocabulary, shape, generator=generator)[:, first : first + count]
@@ -38,7 +38,7 @@ def batches_of(config: GPTConfig, samples: int, first: int, count: int) -> list[
 
 
 class Rank:
-    """An implementation on this rank."""
+    """Runs the training steps of an implementation on this rank."""
 
     def __init__(self, setting: Setting, config: GPTConfig, samples: int) -> None:
         rank, self._size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -49,13 +49,13 @@ class Rank:
         self._steps = 0
 
     def step(self) -> float:
-        """Run a step; return the loss."""
+        """Run a training step and return the loss."""
         inputs, targets = self._batches[self._steps % BATCHES]
         self._steps += 1
         return self._step(inputs, targets)
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Run `count` steps; return wall-clock and processor seconds per step, and the losses."""
+        """Run `count` steps, and return the wall-clock and processor seconds per step and the losses."""
         start, busy = time.perf_counter(), time.process_time()
         losses = [self.step() for _ in range(count)]
         return {
@@ -65,7 +65,7 @@ class Rank:
         }
 
     def track(self) -> dict[str, Any]:
-        """Run a step and count the tensors; of shared weights a rank counts its share."""
+        """Run a step, and return the bytes of tensors; shared weights are divided by the number of ranks."""
         gc.collect()
         with TensorBytes(self.model.parameters()) as tracked:
             self.step()
@@ -81,14 +81,14 @@ def _common_bytes(model: nn.Module) -> int:
 
 
 def warm_up(precision: str) -> None:
-    """Make torch load the libraries that it loads at the first step of any model, which no implementation should be charged for."""
+    """Run a small step, so that torch loads its libraries before memory is measured."""
     config = GPTConfig(vocabulary=8, context=8, layers=1, heads=1, width=8)
     step = build(Setting("alone", 0, precision), build_gpt(config))
     step(*batches_of(config, 1, 0, 1)[0])
 
 
 def main() -> None:
-    """Run commands until the input ends."""
+    """Run commands from standard input until it ends."""
     order = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     if order["keep_freed_memory"]:
@@ -118,7 +118,7 @@ def main() -> None:
             elif rank is not None and command == "track":
                 answer(rank.track())
             else:
-                raise ValueError(f"a rank that is told {line!r}")
+                raise ValueError(f"expected the command build, and then steps N or track, got {line!r}")
         del rank
         if dist.is_initialized():
             dist.barrier()

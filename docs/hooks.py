@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: links to files of the repository, and the help texts of the command line."""
+"""Hooks for the documentation site: replace links to repository files, and insert help texts of the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARKER = "<!-- help texts -->"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replace links to files outside docs/ by their names, and the marker of the command line by help texts."""
+    """Replace links to files outside docs/ with file names, and the marker `MARKER` with help texts."""
     folder = (DOCS / page.file.src_uri).parent
 
     def name_of_file(link: re.Match[str]) -> str:
@@ -24,7 +24,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if target.is_relative_to(DOCS):
             return link[0]
         if not target.exists():
-            raise PluginError(f"{page.file.src_uri} links to {link[2]}, which does not exist")
+            raise PluginError(
+                f"{page.file.src_uri}: expected a link to an existing file, got {link[2]}; fix the link"
+            )
         return link[1] if "`" in link[1] else f"`{target.relative_to(ROOT)}`"
 
     markdown = LINK.sub(name_of_file, markdown)
@@ -32,7 +34,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def help_texts() -> str:
-    """Return the help text of every command, as a section each."""
+    """Return the help texts of all commands, with one section per command."""
     import typer
 
     from farandole.cli.main import app

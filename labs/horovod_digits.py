@@ -1,10 +1,10 @@
-"""Train on handwritten digits with Horovod: an ordinary Horovod script, which farandole runs unchanged.
+"""Train a network on handwritten digits with Horovod; farandole runs this Horovod script unchanged.
 
     farandole launch -n 2 -m farandole.horovod.shim labs/horovod_digits.py
     torchrun --nproc-per-node 2 -m farandole.horovod.shim labs/horovod_digits.py
     mpirun -n 2 python -m farandole.horovod.shim labs/horovod_digits.py --fp16-allreduce
 
-The data are scikit-learn's 1797 images of 8 x 8 pixels (pip install scikit-learn); nothing is downloaded.
+The data set is included in scikit-learn (pip install scikit-learn) and contains 1797 images of 8 x 8 pixels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 class Net(nn.Module):
-    """Two convolutions, batch normalization over all ranks, and two dense layers."""
+    """A network with two convolutions, batch normalization over all ranks, and two dense layers."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 def digits():
-    """Return the training and test sets: images (N, 1, 8, 8) from 0 to 1, and labels."""
+    """Return the training and test sets: images (N, 1, 8, 8) with values from 0 to 1, and labels."""
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(found.target)
@@ -51,12 +51,12 @@ def digits():
 
 
 def average(value, name):
-    """Return the mean of a number over all ranks."""
+    """Return the mean of `value` over all ranks."""
     return hvd.allreduce(torch.tensor(float(value)), name=name).item()
 
 
 def train(args, model, optimizer, loader, epoch):
-    """Train for one epoch; return the last loss, averaged over ranks.  The learning rate warms up at the start."""
+    """Train for one epoch with a warm-up of the learning rate; return the last loss, averaged over ranks."""
     model.train()
     for index, (images, labels) in enumerate(loader):
         progress = epoch + (index + 1) / len(loader)
@@ -71,7 +71,7 @@ def train(args, model, optimizer, loader, epoch):
 
 @torch.no_grad()
 def evaluate(model, loader):
-    """Return the accuracy on the test set, which is divided among the ranks."""
+    """Return the accuracy on the test set; each rank evaluates a part of this set."""
     model.eval()
     correct = torch.zeros(2)
     for images, labels in loader:
@@ -81,7 +81,7 @@ def evaluate(model, loader):
 
 
 def main():
-    """Train and print loss and accuracy of each epoch."""
+    """Train the network, and print the loss and accuracy after each epoch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=32, help="batch size per rank")

@@ -1,9 +1,9 @@
-"""Train on handwritten digits with Horovod and Keras: an ordinary Horovod script, which farandole runs unchanged.
+"""Train a network on handwritten digits with Horovod and Keras; farandole runs this Horovod script unchanged.
 
     farandole launch -n 2 -m farandole.horovod.shim labs/horovod_digits_keras.py
     mpirun -n 2 python -m farandole.horovod.shim labs/horovod_digits_keras.py --fp16-allreduce
 
-The data are scikit-learn's 1797 images of 8 x 8 pixels (pip install scikit-learn); nothing is downloaded.
+The data set is included in scikit-learn (pip install scikit-learn) and contains 1797 images of 8 x 8 pixels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 
 
 def digits():
-    """Return the training and test sets: images (N, 8, 8, 1) from 0 to 1, and labels."""
+    """Return the training and test sets: images (N, 8, 8, 1) with values from 0 to 1, and labels."""
     found = load_digits()
     images = found.images[..., None].astype(np.float32) / 16
     test = np.arange(len(images)) % 5 == 0
@@ -26,7 +26,7 @@ def digits():
 
 
 def network():
-    """Return a network of two convolutions, batch normalization over all ranks, and two dense layers."""
+    """Return a network with two convolutions, batch normalization over all ranks, and two dense layers."""
     return keras.Sequential(
         [
             keras.Input((8, 8, 1)),
@@ -43,7 +43,7 @@ def network():
 
 
 def main():
-    """Train and print the test accuracy."""
+    """Train the network, and print the test accuracy."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=32, help="batch size per rank")
@@ -55,7 +55,7 @@ def main():
     hvd.init()
     keras.utils.set_random_seed(42 + hvd.rank())
     (images, labels), test = digits()
-    # each rank trains on its part of the images, with the same number of batches
+    # each rank trains on a different part of the images; all ranks have the same number of batches
     steps = len(images) // hvd.size() // args.batch_size
     part = slice(hvd.rank(), steps * args.batch_size * hvd.size(), hvd.size())
 

@@ -1,10 +1,11 @@
-"""Measure images per second on synthetic data: the benchmark of Horovod's tutorials.
+"""Measure the training speed on synthetic images, like the benchmark in Horovod's tutorials.
 
     farandole launch -n 2 -m farandole.horovod.shim labs/horovod_synthetic_benchmark.py
     torchrun --nproc-per-node 2 -m farandole.horovod.shim labs/horovod_synthetic_benchmark.py --model resnet18
     mpirun -n 2 python -m farandole.horovod.shim labs/horovod_synthetic_benchmark.py --fp16-allreduce
 
-The networks are farandole's; any module works.  `farandole bench training` runs this benchmark with more engines.
+This script trains farandole's networks, but any module works.  `farandole bench training` runs this benchmark with
+other engines, too.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="resnet50", help="resnet18, resnet34, resnet50, ...")
     parser.add_argument("--batch-size", type=int, default=32, help="batch size per rank")
-    parser.add_argument("--image-size", type=int, default=224, help="in pixels")
+    parser.add_argument("--image-size", type=int, default=224, help="image size in pixels")
     parser.add_argument("--num-warmup-batches", type=int, default=10)
     parser.add_argument("--num-batches-per-iter", type=int, default=10)
     parser.add_argument("--num-iters", type=int, default=10)
-    parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients in half the bytes")
+    parser.add_argument("--fp16-allreduce", action="store_true", help="compress gradients to fp16")
     parser.add_argument("--use-adasum", action="store_true")
     return parser.parse_args()
 
@@ -41,7 +42,7 @@ def log(text):
 
 
 def main():
-    """Train repeatedly on one random batch, and print the speed."""
+    """Train repeatedly on one random batch, and print the training speed."""
     args = arguments()
     hvd.init()
     torch.manual_seed(hvd.rank())

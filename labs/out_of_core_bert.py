@@ -4,11 +4,13 @@
     farandole launch --ranks 2 labs/out_of_core_bert.py --device-memory 12GiB --zero 3 --precision bf16 \\
         --recompute block --offload disk:/var/tmp
 
-The first command stops.  It prints the parameter for which memory ran out, and plans that fit.  The second command
-trains: ranks divide weights and gradients, activations are recomputed, and AdamW's states are on the disk.
+The first command stops with an error.  It prints the parameter for which memory ran out, and plans that fit.  The
+second command trains the model: weights and gradients are sharded over the ranks, activations are recomputed, and
+AdamW's states are on the disk.
 
-The model has 192 layers of width 1024 and restores masked tokens of text, by default Python's standard library.  No
-process holds the whole model, because it is initialized block by block.  See docs/tutorials/out-of-core.md.
+The model has 192 layers of width 1024 and predicts masked tokens.  The default training text is Python's standard
+library.  No process holds the full model, because the model is initialized block by block.  See
+docs/tutorials/out-of-core.md.
 """
 
 from __future__ import annotations
@@ -57,11 +59,11 @@ class Iteration:
     """The result of one iteration on this rank.
 
     Args:
-        loss: the mean in nats per masked token, over all ranks.
-        passes_s: seconds of the forward and backward passes.
-        update_s: seconds of the update.
-        tracked: bytes in use according to `DeviceMemory`.
-        resident: text with the resident memory of the process.
+        loss: the mean loss over all ranks, in nats per masked token.
+        passes_s: the duration of the forward and backward passes, in seconds.
+        update_s: the duration of the update, in seconds.
+        tracked: the number of bytes in use, according to `DeviceMemory`.
+        resident: a text that states the resident memory of the process.
     """
 
     loss: float
@@ -72,9 +74,9 @@ class Iteration:
 
 
 def main() -> None:
-    """Train, or print plans that fit."""
+    """Train the model; if memory runs out, print plans that fit."""
     options = read_options()
-    map_blocks_from(1 << 20)  # master weights that move to the disk then leave no gaps in the heap
+    map_blocks_from(1 << 20)  # so that master weights leave no gaps in the heap when they move to the disk
     with farandole.init() as runtime:
         try:
             train(options, runtime)
@@ -87,7 +89,11 @@ def main() -> None:
 
 
 def train(options: argparse.Namespace, runtime: farandole.Runtime) -> list[Iteration]:
-    """Run all iterations as one rank; rank 0 prints them.  Raises `OutOfDeviceMemory`."""
+    """Run all iterations on this rank; rank 0 prints the progress.
+
+    Raises:
+        OutOfDeviceMemory: A rank exceeds the limit on device memory.
+    """
     config = config_of(options)
     plan = Plan(
         zero=options.zero, precision=options.precision, recompute=options.recompute, offload=options.offload
@@ -109,7 +115,7 @@ def train(options: argparse.Namespace, runtime: farandole.Runtime) -> list[Itera
         finally:
             torch.set_default_device(None)
         optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), lr=options.rate))
-        log(f"made in {time.perf_counter() - started:.1f} s; {memory_line(memory)}")
+        log(f"model initialized in {time.perf_counter() - started:.1f} s; {memory_line(memory)}")
         keep_freed_memory()  # the next step reuses freed memory
         for update in engine.offloaded:
             log(offload_line(update.state.budget(bandwidth), runtime.size))
@@ -134,7 +140,7 @@ def iterate(
     batch: int,
     runtime: farandole.Runtime,
 ) -> Iteration:
-    """Run one step of all ranks with `batch` samples each."""
+    """Run one training step with `batch` samples per rank."""
     assert isinstance(model, nn.Sequential)
     started = time.perf_counter()
     inputs, targets = (
@@ -144,7 +150,7 @@ def iterate(
     loss, count = model(inputs, None, targets)
     totals = torch.tensor([loss.item(), count], dtype=torch.float64, device=runtime.device)
     runtime.comm.all_reduce(totals)
-    # the engine averages gradients over ranks: this factor gives the mean over the masked tokens of all ranks
+    # the engine averages gradients over ranks; this factor yields the mean over the masked tokens of all ranks
     engine.backward(loss * (runtime.size / totals[1].item()))
     passed = time.perf_counter()
     engine.clip(1.0)
@@ -161,7 +167,7 @@ def fill_block(name: str, block: nn.Module) -> None:
 
 
 def config_of(options: argparse.Namespace) -> BERTConfig:
-    """Return the configuration `bert-2.5b`, changed by the options."""
+    """Return the configuration `bert-2.5b` with the options applied."""
     return bert_config(
         "bert-2.5b",
         layers=options.layers,
@@ -173,7 +179,10 @@ def config_of(options: argparse.Namespace) -> BERTConfig:
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
-    """Return the planner's workload.  It overestimates slightly: logits at every token instead of masked ones only."""
+    """Return the planner's workload.
+
+    The workload slightly overestimates memory, because it computes logits for all tokens instead of masked tokens only.
+    """
     with torch.device("meta"):
         model = build_bert(config_of(options))
     tokens = torch.zeros(options.batch, options.context, dtype=torch.int64)
@@ -183,7 +192,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
 
 
 def device_of(options: argparse.Namespace, runtime: farandole.Runtime) -> Machine:
-    """Return a machine that counts only tensors, as `DeviceMemory` does, with an arbitrary disk."""
+    """Return a machine whose memory counts only tensors, as in `DeviceMemory`, with an arbitrary disk."""
     return Machine(
         memory=options.device_memory or sys.maxsize,
         disk=Bandwidth(1e9, 1e9, "any"),
@@ -195,7 +204,7 @@ def device_of(options: argparse.Namespace, runtime: farandole.Runtime) -> Machin
 
 
 def predicted(options: argparse.Namespace, plan: Plan, runtime: farandole.Runtime) -> Estimate:
-    """Estimate the memory of a rank under `plan`."""
+    """Return the estimated memory of a rank under `plan`."""
     return estimate_workload(workload_of(options), plan, runtime.size, device_of(options, runtime))
 
 
@@ -212,7 +221,7 @@ def masked_batches(options: argparse.Namespace) -> MaskedBatches:
 
 
 class Log:
-    """Prints lines, and writes them to a new file at `path` if given."""
+    """Prints lines on rank 0, and also writes them to a new file if `path` is given."""
 
     def __init__(self, path: Path | None, *, active: bool) -> None:
         self._path, self._active = path, active
@@ -241,18 +250,20 @@ def log_header(
     log(
         f"plan: zero={plan.zero} precision={plan.precision} recompute={plan.recompute} offload={plan.offload}"
     )
-    need = predicted(options, plan, runtime)  # takes seconds; computed on all ranks, so that no rank waits
+    need = predicted(
+        options, plan, runtime
+    )  # takes seconds, so all ranks compute the estimate and no rank waits
     parts = ", ".join(f"{name} {size(count)}" for name, count in need.parts.items() if count > 0)
-    log(f"predicted for each rank: {size(need.peak)}; in a step {parts}")
+    log(f"predicted memory per rank: {size(need.peak)}; during a step: {parts}")
 
 
 def offload_line(mine: Budget, ranks: int) -> str:
-    """Return a line with the bytes that all ranks together offload per step."""
+    """Return a log line with the number of bytes that all ranks together offload per step."""
     return f"offloaded: {Budget(mine.read_bytes * ranks, mine.written_bytes * ranks, mine.bandwidth)}"
 
 
 def memory_line(memory: DeviceMemory) -> str:
-    """Return a line with this rank's memory in use by kind, its peak, and the resident memory."""
+    """Return a log line with this rank's memory by kind, its peak, and the resident memory."""
     return f"in use: {size(memory.total)} ({by_kind(memory.in_use)}), at most {size(memory.peak)} so far{resident_note()}"
 
 
@@ -283,12 +294,12 @@ def summary(
         f"{samples * options.context / seconds:.3g} tokens/s; forward+backward "
         f"{sum(result.passes_s for result in results) / seconds:.0%}, optimizer "
         f"{sum(result.update_s for result in results) / seconds:.0%}; loss {results[0].loss:.4f} to "
-        f"{results[-1].loss:.4f}; most device memory of a rank {size(max(peaks))}{limit}"
+        f"{results[-1].loss:.4f}; peak device memory of a rank {size(max(peaks))}{limit}"
     )
 
 
 def resident_note() -> str:
-    """Return the resident memory with this process's share of shared pages (`Pss` of proc(5)); "" if not on Linux."""
+    """Return a text that states the proportional set size of this process (`Pss` in proc(5)); "" if not on Linux."""
     try:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -298,7 +309,7 @@ def resident_note() -> str:
 
 
 def bytes_of(text: str) -> int:
-    """Parse `12GiB`, `512MiB` or `1000000`."""
+    """Parse an amount of memory such as `12GiB`, `512MiB` or `1000000`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])iB)?", text.strip())
     if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(
@@ -347,7 +358,12 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--layers", type=at_least_one, default=192, help="number of layers (default 192)")
     add("--width", type=at_least_one, default=1024, help="width of the hidden states (default 1024)")
     add("--heads", type=at_least_one, default=16, help="attention heads (default 16)")
-    add("--vocabulary", type=at_least_one, default=30522, help="tokens of the tokenizer (default 30522)")
+    add(
+        "--vocabulary",
+        type=at_least_one,
+        default=30522,
+        help="vocabulary size of the tokenizer (default 30522)",
+    )
     add(
         "--text",
         default="stdlib",

@@ -1,11 +1,12 @@
-"""Train on handwritten digits with parameter servers: synchronous, asynchronous, and with bounded staleness.
+"""Train a network on handwritten digits with parameter servers, in several modes.
 
     farandole launch --ranks 4 labs/parameter_server_digits.py            one server (rank 0), three workers
     farandole launch --ranks 4 labs/parameter_server_digits.py --modes ssp --staleness 2 --straggler 30
 
-The lab trains a small network on scikit-learn's 1797 digits of 8 x 8 pixels (pip install scikit-learn), in one mode
-after the other.  With `--straggler MS` the last worker takes MS milliseconds longer per batch, as on a slower
-machine.  For every mode the lab prints the test accuracy, and the epochs per second of all workers together.
+The modes are synchronous training (sync), asynchronous training (async), and asynchronous training with bounded
+staleness (ssp).  In each mode, the lab trains a small network on scikit-learn's 1797 digits of 8 x 8 pixels
+(pip install scikit-learn).  With `--straggler MS`, the last worker takes MS milliseconds longer per batch, like a
+slower machine.  For each mode, the lab prints the test accuracy and the epochs per second of all workers together.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Train in each mode as one rank.  The first worker prints the results."""
+    """Train in each mode as one rank; the first worker prints the results."""
     options = read_options()
     torch.set_num_threads(1)
     digits = load_digits()
@@ -60,11 +61,11 @@ def main() -> None:
 def train(
     roles: ParameterServer, name: str, options: argparse.Namespace, digits: Digits, curve: Curve
 ) -> Report | None:
-    """Train in one mode.  The first worker records `curve`; a server returns its report."""
+    """Train in one mode; the first worker records `curve`, and servers return their reports."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     bound = {"staleness": options.staleness} if name == "ssp" else {}
-    # an update uses one batch of every worker in sync mode, and one batch of one worker in other modes
+    # in sync mode, an update uses one batch from every worker; in other modes, one batch from one worker
     images_per_update = options.batch * (len(roles.workers) if name == "sync" else 1)
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -79,7 +80,7 @@ def train(
             assert session.worker is not None
             slow = options.straggler if session.worker == session.workers - 1 else 0.0
             mine = torch.arange(session.worker, len(digits.labels), session.workers)
-            session.pull()  # all workers have started, and have the initial parameters
+            session.pull()  # returns when all workers have started and have the initial parameters
             curve.start()
             for epoch in range(options.epochs):
                 record()
@@ -106,7 +107,7 @@ class Digits:
 
 
 class Curve:
-    """The test accuracy over epochs and over seconds.  The time for measuring the accuracy is excluded."""
+    """Records the test accuracy over epochs and over seconds, excluding the time for measuring the accuracy."""
 
     def __init__(self, digits: Digits) -> None:
         self.points: list[dict[str, float]] = []
@@ -119,7 +120,7 @@ class Curve:
 
     @torch.no_grad()
     def record(self, model: nn.Module, images: int) -> None:
-        """Test the model after `images` training images."""
+        """Record the test accuracy after `images` training images."""
         now = time.perf_counter()
         correct = model(self._digits.test_images).argmax(1) == self._digits.test_labels
         self.points.append(
@@ -132,7 +133,7 @@ class Curve:
         self._started += time.perf_counter() - now
 
     def summary(self) -> str:
-        """Return a line with the accuracy after the first worker finished, and after all workers finished."""
+        """Return a line with the accuracy when the first worker finished and when all workers finished."""
         own, end = self.points[-2:]
         return (
             f"{own['epochs'] / own['seconds']:.1f} epochs/s; accuracy {own['accuracy']:.1%} after {own['seconds']:.2f} s "
@@ -147,11 +148,11 @@ def shuffled(mine: Tensor, batch: int, seed: int) -> Iterator[Tensor]:
 
 
 def load_digits() -> Digits:
-    """Return scikit-learn's digits.  Every fifth image belongs to the test set."""
+    """Return scikit-learn's digits; every fifth image belongs to the test set."""
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise SystemExit(f"this lab needs scikit-learn (pip install scikit-learn): {error}") from None
+        raise SystemExit(f"this lab requires scikit-learn (pip install scikit-learn): {error}") from None
     digits = datasets.load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
     labels = torch.tensor(digits.target)
@@ -165,16 +166,16 @@ def read_options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--modes", nargs="+", choices=MODES, default=list(MODES), help="modes to run (default all)"
+        "--modes", nargs="+", choices=MODES, default=list(MODES), help="modes to run (default: all)"
     )
     parser.add_argument("--servers", type=int, default=1, help="number of server ranks (default 1)")
     parser.add_argument("--staleness", type=int, default=3, help="staleness bound of ssp (default 3)")
     parser.add_argument("--epochs", type=int, default=10, help="epochs per worker (default 10)")
     parser.add_argument("--batch", type=int, default=16, help="batch size per worker (default 16)")
     parser.add_argument("--rate", type=float, default=0.1, help="learning rate (default 0.1)")
-    parser.add_argument("--work", type=float, default=0.0, help="extra milliseconds per batch")
+    parser.add_argument("--work", type=float, default=0.0, help="additional milliseconds per batch")
     parser.add_argument(
-        "--straggler", type=float, default=0.0, help="further milliseconds for the last worker"
+        "--straggler", type=float, default=0.0, help="further milliseconds per batch for the last worker"
     )
     parser.add_argument("--json", help="also write the curves to this file")
     return parser.parse_args()

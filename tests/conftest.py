@@ -1,4 +1,4 @@
-"""Shared fixtures: ranks from the pool, one thread, and a garbage collector that ignores objects of the imports."""
+"""Shared fixtures: ranks from the pool, one thread, and no garbage collection of imported modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests import torchvision_models  # noqa: F401 - before transformers is impo
 if TYPE_CHECKING:
     from tests.pool import Pool, Ranks
 
-gc.disable()  # imports of torch and the tests produce no garbage
+gc.disable()  # importing torch and the tests produces no garbage
 
 
 def pytest_collection_finish() -> None:
@@ -27,7 +27,7 @@ def pytest_collection_finish() -> None:
 def default_sigint() -> Iterator[None]:
     """Let Ctrl-C interrupt the session and its child processes, even if SIGINT was inherited as ignored.
 
-    A background job of a shell ignores SIGINT, and child processes inherit this.
+    A shell's background job ignores SIGINT, and child processes inherit this setting.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -36,9 +36,9 @@ def default_sigint() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Compute in one thread, as the ranks of the pool do, so that results are bitwise equal.
+    """Compute in one thread, like the ranks in the pool, so that results are bitwise equal.
 
-    Idle threads of OpenMP would spin on the cores that the ranks and the other sessions of xdist need.
+    Otherwise, idle OpenMP threads would spin on the cores that the ranks and other xdist sessions need.
     """
     import torch
 
@@ -47,7 +47,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Yield the pool of processes of the session."""
+    """Yield the process pool of the session."""
     from tests.pool import Pool
 
     pool = Pool()
@@ -57,9 +57,9 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def ranks(pool: Pool) -> Callable[..., Ranks]:
-    """Return `ranks`: `ranks(n).run(function, *args)` calls `function(rank, size, *args)` in n processes.
+    """Return a function such that `ranks(n).run(function, *args)` calls `function(rank, size, *args)` in n processes.
 
-    `ranks(n, "gloo")` uses Gloo instead of the package's own backend.  See `tests/pool.py`.
+    `ranks(n, "gloo")` uses Gloo instead of the package's own backend (see `tests/pool.py`).
     """
     from tests.pool import Ranks
 

@@ -1,4 +1,4 @@
-"""Run Python programs in a process forked from one that has loaded torch, with the interface of `Popen`."""
+"""Run Python programs in processes that are forked after torch has been loaded, with the interface of `Popen`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from farandole._startup import leave
 from farandole.launch.child import run_script
 from tests.forking import CONTEXT
 
-_TEMPORARY = tempfile.gettempdir()  # a test may set another for its job
+_TEMPORARY = tempfile.gettempdir()  # a test may set another folder for its job
 
 
 class ForkedPython:
-    """A process that runs `python ARGUMENTS...` in a session of its own.
+    """A process that runs `python ARGUMENTS...` in a new session.
 
     Args:
         arguments: a script or `-m MODULE`, with its arguments.
         environment: the environment of the process.
         folder: the working directory.
-        log: the file for standard output and error; by default two temporary files.
+        log: the file for standard output and error; by default, two temporary files are used.
         ignored: signals that the process ignores, as under nohup.
-        enter: a function that the process calls first, and that may change its namespaces.
+        enter: a function that the process calls first, for example to change its namespaces.
     """
 
     def __init__(
@@ -68,19 +68,19 @@ class ForkedPython:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end of the process; raise `subprocess.TimeoutExpired` after `timeout` seconds."""
+        """Wait until the process ends; raise `subprocess.TimeoutExpired` after `timeout` seconds."""
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("python", timeout or 0)
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait for the end of the process; return the standard output and error of the process and its ranks."""
+        """Wait until the process ends, and return the standard output and error of the process and its ranks."""
         self.wait(timeout)
         return self._out.read_text(), self._err.read_text()
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if the process still runs."""
+        """Send a signal if the process is still running."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -126,13 +126,13 @@ def _run(
 
 
 def _status_of(arguments: list[str]) -> int:
-    """Run the program as the interpreter does; return its exit status."""
+    """Run the program like the interpreter, and return its exit status."""
     sys.path.insert(0, os.getcwd())
     try:
         if arguments[:2] == ["-m", "farandole"]:
             from farandole.cli.main import main
 
-            sys.argv = ["-c", *arguments[2:]]  # so that messages call the command `farandole`
+            sys.argv = ["-c", *arguments[2:]]  # so that messages show the command name `farandole`
             main()
         elif arguments[0] == "-m":
             sys.argv = arguments[1:]

@@ -1,4 +1,4 @@
-"""Fork processes from a server that has loaded torch, because importing torch takes seconds."""
+"""Fork processes from a server that has already loaded torch, because importing torch takes seconds."""
 
 from __future__ import annotations
 

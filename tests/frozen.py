@@ -1,4 +1,4 @@
-"""Freeze all objects of the fork server, so that garbage collection in forked processes copies none of their pages."""
+"""Freeze all objects in the fork server, so that garbage collection in forked processes does not copy their pages."""
 
 import gc
 

@@ -1,8 +1,8 @@
 """A pool of processes in which tests run functions as ranks.
 
-The processes are started once per session, and a test sends a function to them.  If a test needs another world size or
-backend than the previous test, the processes leave their process group and the first n processes join a new one.  After
-a test that fails or hangs, the processes are killed, and the next test starts new processes.
+The processes are started once per session, and a test sends a function to them.  If a test needs a different world size
+or backend than the previous test, all processes leave their process group, and the first n processes join a new group.
+After a test that fails or hangs, the processes are killed, and the next test starts new processes.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ AFTER_FAILURE_S = 3.0
 
 
 class RankFailed(AssertionError):
-    """A rank raised an exception, ended, or did not answer in time."""
+    """Raised if a rank raised an exception, ended, or did not answer in time."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A function for the processes of the pool, and the world in which to call the function."""
+    """A function that ranks call, and the process group in which they call it."""
 
     world: tuple[int, str, int]  # size, backend, and a unique number
     path: list[str]
@@ -54,14 +54,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a rank: pickled if possible, and as text."""
+    """An exception raised on a rank, pickled if possible, with its traceback."""
 
     error: bytes
     trace: str
 
 
 class Pool:
-    """The processes, which are started on first use."""
+    """A pool of processes, which are started on first use."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="farandole-pool-")
@@ -72,7 +72,7 @@ class Pool:
     def run(
         self, size: int, function: Callable[..., Any], args: Sequence[Any], backend: str, timeout_s: float
     ) -> list[Any]:
-        """Call `function(rank, size, *args)` in each rank of a world of `size`; return their results."""
+        """Call `function(rank, size, *args)` on `size` ranks, and return the results."""
         if not 1 <= size <= LARGEST:
             raise ValueError(f"expected 1 to {LARGEST} ranks, got {size}")
         self._grow(size)
@@ -80,7 +80,7 @@ class Pool:
             self._world = (size, backend, self._world[2] + 1)
         task = Task(self._world, sys.path, pickle.dumps((function, tuple(args))))
         for _, pipe in self._members:
-            pipe.send(task)  # also to processes outside of the world, which leave the previous world
+            pipe.send(task)  # also to processes outside the new world, which leave the previous world
         answers = self._collect(size, timeout_s)
         failures = {rank: answer for rank, answer in answers.items() if not isinstance(answer, bytes)}
         if len(answers) < size or failures:
@@ -90,9 +90,9 @@ class Pool:
         return [pickle.loads(answers[rank]) for rank in range(size)]
 
     def close(self, patience_s: float = 0.0) -> None:
-        """End the processes, by force after `patience_s`; the next `run` starts new ones.
+        """End the processes, and kill them after `patience_s`; the next `run` starts new processes.
 
-        A process that is killed cannot save its coverage.
+        A killed process cannot save its coverage data.
         """
         for _, pipe in self._members:
             pipe.close()
@@ -122,7 +122,7 @@ class Pool:
         for pipe in new:
             if not pipe.poll(START_S):
                 self.close()
-                raise RankFailed(f"a process of the pool did not start within {START_S:g} s")
+                raise RankFailed(f"a process in the pool did not start within {START_S:g} s")
             pipe.recv()
 
     def _collect(self, size: int, timeout_s: float) -> dict[int, bytes | Failure]:
@@ -150,7 +150,7 @@ class Pool:
         return str(Path(self._folder.name, f"stacks-{rank}"))
 
     def _stacks(self, ranks: set[int]) -> dict[int, str]:
-        """Return the Python stacks of ranks that do not answer, which the ranks write on SIGUSR1."""
+        """Return the Python stacks of ranks that did not answer; the ranks write these stacks on SIGUSR1."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._members[rank][0].pid or 0, signal.SIGUSR1)
@@ -160,11 +160,11 @@ class Pool:
 
 
 class Ranks:
-    """A world of `size` ranks of the pool.
+    """A process group with `size` ranks in the pool.
 
-    `ranks(2).run(function, *args)` calls `function(rank, size, *args)` in each rank, where torch's default process
-    group is initialized.  `function` belongs to a module.  The call returns the list of results, or raises the first
-    failure.
+    `ranks(2).run(function, *args)` calls `function(rank, size, *args)` on each rank, with torch's default process group
+    initialized.  `function` must be defined at module level.  The call returns the list of results, or raises the
+    first failure.
     """
 
     def __init__(self, pool: Pool, size: int, backend: str) -> None:
@@ -173,12 +173,12 @@ class Ranks:
         self.backend = backend
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """Call the function in every rank; raise `RankFailed` after `timeout_s` seconds."""
+        """Call the function on every rank; raise `RankFailed` after `timeout_s` seconds."""
         return self._pool.run(self.size, function, args, self.backend, timeout_s)
 
 
 def _raise_first(failures: dict[int, Any], stacks: dict[int, str], timeout_s: float) -> None:
-    late = "".join(f"\nrank {rank} did not answer; it was in\n{text}" for rank, text in stacks.items())
+    late = "".join(f"\nrank {rank} did not answer; its stack:\n{text}" for rank, text in stacks.items())
     if not failures:
         raise RankFailed(f"no result within {timeout_s:g} s{late}")
     rank, failure = min(failures.items(), key=lambda item: (_is_secondary(item[1]), item[0]))
@@ -190,13 +190,13 @@ def _raise_first(failures: dict[int, Any], stacks: dict[int, str], timeout_s: fl
 
 
 def _is_secondary(failure: Failure) -> bool:
-    """Return whether a failure is the consequence of another rank's failure."""
+    """Return whether a failure is a consequence of another rank's failure."""
     return "farandole.comm.errors" in failure.trace or "gloo/transport" in failure.trace
 
 
 def _serve(rank: int, pipe: Connection, port: int, stack_file: str) -> None:
     """Run tasks in a process of the pool until the pool closes the pipe."""
-    die_with_parent(os.getppid())  # the fork server, which ends with the session
+    die_with_parent(os.getppid())  # the parent is the fork server, which ends with the session
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test session handles Ctrl-C
     torch.set_num_threads(1)
     store = dist.TCPStore(LOOPBACK, port, is_master=False)
@@ -217,13 +217,13 @@ def _serve(rank: int, pipe: Connection, port: int, stack_file: str) -> None:
                     sys.path[:] = task.path
                     function, args = pickle.loads(task.function)
                     answer = pickle.dumps(function(rank, task.world[0], *args))
-            except BaseException as error:  # also SystemExit and pytest's outcomes
+            except BaseException as error:  # includes SystemExit and pytest's outcomes
                 answer = Failure(_pickled(error), traceback.format_exc())
             pipe.send(answer)
 
 
 def _enter(world: tuple[int, str, int], rank: int, store: dist.TCPStore) -> tuple[int, str, int]:
-    """Leave the world of earlier tests, and join this world if it includes this rank."""
+    """Leave the previous process group, and join the new group if it includes this rank."""
     size, backend, number = world
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -240,10 +240,10 @@ def _enter(world: tuple[int, str, int], rank: int, store: dist.TCPStore) -> tupl
 
 
 def _pickled(error: BaseException) -> bytes:
-    """Return the pickled exception; empty if it cannot be unpickled."""
+    """Return the pickled exception, or empty bytes if the exception cannot be pickled and unpickled."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
-    except Exception:  # an exception's own pickling may raise anything
+    except Exception:  # custom pickling code may raise any exception
         return b""
     return data

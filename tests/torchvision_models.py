@@ -1,8 +1,8 @@
 """Import torchvision without its operators.
 
-The wheel of torchvision is built for CUDA. With torch for the CPU its operators are missing, so the module that
-describes the operators to the compiler cannot be imported.  The models need no operators. transformers imports
-torchvision, too, so test processes import this module first.
+The torchvision wheel is built for CUDA.  With a CPU build of torch, its operators are missing, so the module that
+registers operators for the compiler cannot be imported.  The models do not need these operators.  transformers imports
+torchvision too, so test processes import this module first.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Checks of every CUDA path on a machine with one NVIDIA GPU: `make gpu`, or `python -m benchmarks.gpu`."""
+"""Checks of all CUDA code paths on a machine with one NVIDIA GPU: `make gpu`, or `python -m benchmarks.gpu`."""

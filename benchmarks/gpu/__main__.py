@@ -1,10 +1,10 @@
-"""Check every CUDA path on one NVIDIA GPU.
+"""Check all CUDA code paths on one NVIDIA GPU.
 
-python -m benchmarks.gpu                          all checks; ends with 0 where there is no GPU
+python -m benchmarks.gpu                          run all checks; without a GPU, exit with status 0
 python -m benchmarks.gpu --only zero --only routing.ddp
-python -m benchmarks.gpu --device cpu             the checks that make sense on a CPU
-python -m benchmarks.gpu wheels FOLDER            download the wheels that another machine lacks
-python -m benchmarks.gpu report FILE              write the results in FILE into docs/guides/gpu.md
+python -m benchmarks.gpu --device cpu             run only the checks that also support a CPU
+python -m benchmarks.gpu wheels FOLDER            download wheels for a machine without a network
+python -m benchmarks.gpu report FILE              copy the results from FILE into docs/guides/gpu.md
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from benchmarks.gpu.runner import Result, run_checks
 
 PAGE = environment.ROOT / "docs" / "guides" / "gpu.md"
 TOTAL_S = 480.0
-"""Seconds for all checks."""
+"""The time limit for all checks together, in seconds."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command and return the exit status: 0, 1 if a check failed, 2 for a mistake or a missing package."""
+    """Run a command; return 0 on success, 1 if a check failed, and 2 for invalid arguments or a failed setup."""
     try:
         if arguments[:1] == ["wheels"]:
             return _wheels(arguments[1:])
@@ -48,18 +48,22 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--only", action="append", default=[], metavar="NAME", help="a check or an area; repeatable"
+        "--only", action="append", default=[], metavar="NAME", help="run only this check or area; repeatable"
     )
-    parser.add_argument("--list", action="store_true", help="print the checks and end")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.add_argument("--list", action="store_true", help="list the checks and exit")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     parser.add_argument(
-        "--timeout", type=float, default=TOTAL_S, metavar="S", help="seconds for all checks (%(default)g)"
+        "--timeout",
+        type=float,
+        default=TOTAL_S,
+        metavar="S",
+        help="time limit for all checks, in seconds (default %(default)g)",
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="the device under test (%(default)s)"
+        "--device", choices=("cuda", "cpu"), default="cuda", help="device under test (default %(default)s)"
     )
     parser.add_argument(
-        "--wheels", type=Path, metavar="FOLDER", help="install missing packages from there first"
+        "--wheels", type=Path, metavar="FOLDER", help="first install missing packages from FOLDER"
     )
     return parser
 
@@ -68,18 +72,22 @@ def _run(options: argparse.Namespace) -> int:
     began = time.monotonic()
     environment.use_carried()
     if options.timeout <= 0:
-        raise ValueError(f"--timeout {options.timeout:g}: expected seconds above 0")
+        raise ValueError(f"--timeout: expected seconds above 0, got {options.timeout:g}")
     if importlib.util.find_spec("torch") is None:
         return _without_torch(options.device)
     if options.device == "cuda" and not options.list and (why := _no_gpu()):
-        print(f"no GPU: {why}; no check has run (--device cpu runs those that make sense on a CPU)")
+        print(f"no GPU: {why}; no checks were run (--device cpu runs the checks that also support a CPU)")
         return 0
     if options.wheels is not None:
         installed = environment.install(options.wheels)
-        print(f"installed from {options.wheels}: {', '.join(installed) or 'nothing, as nothing was missing'}")
+        print(
+            f"installed from {options.wheels}: {', '.join(installed) or 'nothing, because no package was missing'}"
+        )
     lacking = environment.missing()
     if lacking:
-        print(f"missing packages: {', '.join(lacking)}; checks that need them are skipped (see --wheels)")
+        print(
+            f"missing packages: {', '.join(lacking)}; checks that need these packages are skipped (see --wheels)"
+        )
     selected = select(options.only)
     if options.list:
         for each in selected:
@@ -108,15 +116,15 @@ def _run(options: argparse.Namespace) -> int:
 
 def _without_torch(device: str) -> int:
     if device == "cuda" and not Path("/dev/nvidiactl").exists():
-        print("no GPU: this machine has no NVIDIA driver; no check has run")
+        print("no GPU: this machine has no NVIDIA driver; no checks were run")
         return 0
     raise environment.SetupError(
-        f"{sys.executable} has no torch; give another interpreter: make gpu PYTHON=..."
+        f"{sys.executable} cannot import torch; use another interpreter: make gpu PYTHON=..."
     )
 
 
 def _no_gpu() -> str:
-    """Return why there is no GPU to check, or nothing."""
+    """Return why no GPU can be checked, or an empty string."""
     import torch
 
     if torch.version.cuda is None:
@@ -127,7 +135,7 @@ def _no_gpu() -> str:
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """Return what the results depend on."""
+    """Return the device, the versions and the number of cores, on which the results depend."""
     import torch
 
     import farandole
@@ -150,26 +158,31 @@ def _wheels(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu wheels", description="Download wheels for a machine without a network."
     )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("packages", nargs="*", help="further packages, such as torchao for fp8")
-    parser.add_argument("--python", default="3.12", help="the version of Python there (%(default)s)")
+    parser.add_argument("folder", type=Path, help="folder for the wheels")
+    parser.add_argument("packages", nargs="*", help="additional packages, such as torchao for fp8")
     parser.add_argument(
-        "--checks", action="store_true", help="only what checks need, instead of all dependencies"
+        "--python", default="3.12", help="Python version on that machine (default %(default)s)"
+    )
+    parser.add_argument(
+        "--checks",
+        action="store_true",
+        help="download only the packages that checks need, instead of all dependencies",
     )
     options = parser.parse_args(arguments)
     environment.download(options.folder, options.python, options.packages, only_checked=options.checks)
     print(
-        f"{len(list(options.folder.glob('*.whl')))} wheels in {options.folder}; there: make gpu WHEELS={options.folder}"
+        f"{len(list(options.folder.glob('*.whl')))} wheels in {options.folder}; "
+        f"on the other machine, run: make gpu WHEELS={options.folder}"
     )
     return 0
 
 
 def _report(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu report", description="Write results into docs/guides/gpu.md."
+        prog="python -m benchmarks.gpu report", description="Copy the results into docs/guides/gpu.md."
     )
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("file", type=Path, help="results from --json")
+    parser.add_argument("--page", type=Path, default=PAGE, help="page to update (default %(default)s)")
     options = parser.parse_args(arguments)
     results, machine = table.load(options.file.read_text())
     table.fill(options.page, table.markdown(results, machine))

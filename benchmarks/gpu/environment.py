@@ -1,7 +1,7 @@
-"""Prepare a machine without a network: build the C core in place, and install packages from a folder of wheels.
+"""Prepare a machine without a network: build the C core in place, and install packages from wheels.
 
-python -m benchmarks.gpu wheels FOLDER --python 3.12     # with a network: download
-make gpu WHEELS=FOLDER                                   # without one: install those that are missing, and run
+python -m benchmarks.gpu wheels FOLDER --python 3.12     # with a network: download the wheels
+make gpu WHEELS=FOLDER                                   # without a network: install missing packages and run
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CARRIED = ROOT / "build" / "gpu-packages"
-"""Where carried wheels are installed; the interpreter's own packages are not changed."""
+"""The folder in which wheels are installed; the interpreter's own packages are not changed."""
 PRESENT = ("torch", "numpy", "safetensors", "tokenizers", "matplotlib")
-"""Dependencies that machines with a GPU are expected to have; they are not downloaded."""
+"""Dependencies that are not downloaded, because a machine with a GPU is expected to have them."""
 CHECKED = ("pydantic",)
-"""Dependencies without which checks are skipped, of those that are not in `PRESENT`."""
+"""Dependencies that some checks need and that are not in `PRESENT`."""
 _KEPT = ("pip", "setuptools", "wheel")
-"""Packages that are not replaced by a carried one that is newer."""
+"""Packages that are not replaced by a newer wheel."""
 _PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_28_x86_64")
 _FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-pthread")
 
 
 class SetupError(Exception):
-    """The machine lacks something; the message says what, and what to do."""
+    """Raised if the machine cannot be prepared; the message states the reason and a remedy."""
 
 
 def dependencies(root: Path = ROOT) -> list[str]:
-    """Return the requirements of the package with the extra `train`, as in pyproject.toml."""
+    """Return the package's requirements from pyproject.toml, including the extras `train` and `plot`."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     return [*project["dependencies"], *(each for each in extras["train"] if "[" not in each), *extras["plot"]]
 
 
 def name_of(requirement: str) -> str:
-    """Return the normalized name of a requirement or of a wheel file."""
+    """Return the normalized package name of a requirement or a wheel file."""
     name = re.split(r"[\s<>=!~;\[]", Path(requirement).name.split("-")[0], maxsplit=1)[0]
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def is_installed(name: str) -> bool:
-    """Return whether a distribution is installed, in the interpreter or from carried wheels."""
+    """Return whether a distribution is installed."""
     try:
         importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -56,7 +56,7 @@ def is_installed(name: str) -> bool:
 
 
 def is_older(wheel: Path) -> bool:
-    """Return whether the installed version of a wheel's distribution is older; False where none is installed."""
+    """Return whether an older version of a wheel's distribution is installed."""
     name = name_of(wheel.name)
     if name in PRESENT or name in _KEPT or not is_installed(name):
         return False
@@ -68,13 +68,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def missing(requirements: Iterable[str] | None = None) -> list[str]:
-    """Return the names of requirements, by default the package's own, that are not installed."""
+    """Return the names of requirements that are not installed; by default, check the package's requirements."""
     wanted = dependencies() if requirements is None else requirements
     return [name for each in wanted if not is_installed(name := name_of(each))]
 
 
 def use_carried(folder: Path = CARRIED) -> None:
-    """Import packages from `folder` before those of the interpreter, in this process and in those it starts."""
+    """Make this process and its child processes import packages from `folder` first."""
     if not folder.is_dir() or str(folder) in sys.path:
         return
     sys.path.insert(0, str(folder))
@@ -85,9 +85,9 @@ def use_carried(folder: Path = CARRIED) -> None:
 def download_command(
     folder: Path, python: str, packages: Sequence[str] = (), root: Path = ROOT, *, only_checked: bool = False
 ) -> list[str]:
-    """Return pip's command that downloads wheels for another machine: the package's dependencies, and `packages`.
+    """Return the pip command that downloads the package's dependencies and `packages` for another machine.
 
-    With `only_checked` the dependencies that checks need.
+    If `only_checked` is true, the command downloads only the dependencies that checks need.
     """
     wanted = [
         each
@@ -105,21 +105,22 @@ def download_command(
 
 
 def download(folder: Path, python: str, packages: Sequence[str] = (), *, only_checked: bool = False) -> None:
-    """Download wheels to `folder`, and remove those that the other machine is expected to have."""
+    """Download wheels to `folder`, without packages that the other machine is expected to have."""
     folder.mkdir(parents=True, exist_ok=True)
     command = download_command(folder, python, packages, only_checked=only_checked)
-    run(command, "the wheels could not be downloaded")
+    run(command, "downloading the wheels failed")
     for wheel in folder.glob("*.whl"):
         if name_of(wheel.name) in PRESENT:
             wheel.unlink()
 
 
 def install(wheels: Path, target: Path = CARRIED) -> list[str]:
-    """Install the wheels in a folder whose packages are missing or older, without a network; return their names."""
+    """Install wheels whose packages are missing or older, without a network; return the package names."""
     files = sorted(wheels.glob("*.whl"))
     if not files:
         raise SetupError(
-            f"--wheels {wheels}: expected wheels (*.whl), got none; make them with the command wheels"
+            f"--wheels: expected wheels (*.whl) in {wheels}, found none; "
+            f"to download wheels: python -m benchmarks.gpu wheels {wheels}"
         )
     use_carried(target)
     wanted = [file for file in files if not is_installed(name_of(file.name)) or is_older(file)]
@@ -135,17 +136,17 @@ def install(wheels: Path, target: Path = CARRIED) -> list[str]:
             "--no-compile",
         ]
         command += ["--disable-pip-version-check", "--target", str(target), *map(str, wanted)]
-        run(command, "the wheels could not be installed")
+        run(command, "installing the wheels failed")
     use_carried(target)
     importlib.invalidate_caches()
     return [name_of(file.name) for file in wanted]
 
 
 def build_core(root: Path = ROOT) -> None:
-    """Compile the C core in place, with setuptools or, if that fails, with the compiler alone.
+    """Compile the C core in place with setuptools; if this fails, call the compiler directly.
 
     Raises:
-        SetupError: There is no compiler, or the core does not compile.
+        SetupError: No compiler is installed, or the compilation failed.
     """
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     built = subprocess.run(command, cwd=root, capture_output=True, text=True, env=_without_paths())
@@ -157,7 +158,7 @@ def build_core(root: Path = ROOT) -> None:
     compiler = os.environ.get("CC", "cc")
     run(
         [compiler, *_FLAGS, "-fPIC", "-shared", "-o", str(library), *sources],
-        "the C core could not be compiled",
+        "compiling the C core failed",
     )
 
 
@@ -166,7 +167,7 @@ def _without_paths() -> dict[str, str]:
 
 
 def run(command: Sequence[str], failure: str) -> None:
-    """Run a command; raise `SetupError` with the end of its output if it fails."""
+    """Run a command; if it fails, raise `SetupError` with the end of its output."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:

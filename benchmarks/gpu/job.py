@@ -1,4 +1,4 @@
-"""The launcher of a group of checks: `python -m benchmarks.gpu.job RANKS ARGUMENTS...` runs `benchmarks.gpu.rank`."""
+"""Launch a group of checks: `python -m benchmarks.gpu.job RANKS ARGUMENTS...` runs `benchmarks.gpu.rank`."""
 
 from __future__ import annotations
 

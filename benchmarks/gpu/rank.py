@@ -1,7 +1,7 @@
-"""One rank of a group of checks: `python -m benchmarks.gpu.rank DEVICE DEADLINES FOLDER CHECK...`.
+"""Run one rank of a group of checks: `python -m benchmarks.gpu.rank DEVICE FACTOR FOLDER CHECK...`.
 
-Rank 0 appends one line of JSON to FOLDER/results for the begin and the end of each check.  A failed check ends the
-process, so that the next check starts in a new one.
+Rank 0 appends a line of JSON to FOLDER/results when a check begins and when it ends.  A failed check ends the process,
+so that the next check starts in a new process.  FACTOR multiplies the deadlines of the checks.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from benchmarks.gpu.registry import Context, Skip, checks
 
 RESULTS = "results"
 STACKS_BEFORE_S = 2.0
-"""How long before the deadline of a check its stacks are printed."""
+"""The number of seconds before a check's deadline at which its stacks are printed."""
 
 
 def main(device: str, factor: str, folder: str, *names: str) -> None:
-    """Run checks in order on `device`; `factor` multiplies their deadlines."""
+    """Run checks in order on `device`; `factor` multiplies the deadlines."""
     known = checks(name.partition(".")[0] for name in names)
     torch.set_num_threads(1)
     with farandole.init(timeout_s=60.0) as runtime:
         wanted = torch.device("cpu") if device == "cpu" else runtime.device
         if wanted.type != device:
-            raise RuntimeError(f"expected a device of type {device}, got {wanted}")
+            raise RuntimeError(
+                f"expected a {device} device for this rank, got {wanted}; check CUDA_VISIBLE_DEVICES"
+            )
         for number, name in enumerate(names):
             own = Path(folder, f"check-{number}")
             own.mkdir(exist_ok=True)
@@ -47,7 +49,7 @@ def main(device: str, factor: str, folder: str, *names: str) -> None:
             except Skip as reason:
                 result = {"status": "skipped", "reason": str(reason), "figures": {}}
             seconds = time.perf_counter() - began
-            runtime.comm.barrier()  # a rank that failed has ended the job
+            runtime.comm.barrier()  # a failed rank has already ended the job
             faulthandler.cancel_dump_traceback_later()
             _tell(runtime, folder, {"check": name, "event": "end", "seconds": seconds, **result})
             if wanted.type == "cuda":

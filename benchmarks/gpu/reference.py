@@ -1,4 +1,4 @@
-"""The reference of checks: a small GPT trained by one process, without the package's engines."""
+"""The reference for checks: a small GPT that one process trains without the package's engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RATE = 0.1
 
 
 def small(context: Context) -> GPTConfig:
-    """Return the shape of a model that makes the GPU work, and of a smaller one for a CPU."""
+    """Return a model configuration: `LARGE` for a GPU, `SMALL` for a CPU."""
     return LARGE if context.on_cuda else SMALL
 
 
@@ -33,7 +33,7 @@ def make(context: Context, config: GPTConfig = SMALL, seed: int = 0) -> nn.Modul
 
 
 def batches(context: Context, config: GPTConfig = SMALL, steps: int = STEPS) -> list[Tensor]:
-    """Return the same tokens on every rank, (SAMPLES, context + 1) for each step."""
+    """Return tokens of shape (SAMPLES, context + 1) for each step; they are the same on every rank."""
     generator = torch.Generator().manual_seed(1)
     shape = SAMPLES, config.context + 1
     return [
@@ -42,7 +42,7 @@ def batches(context: Context, config: GPTConfig = SMALL, steps: int = STEPS) -> 
 
 
 def loss_of(model: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-    """Return torch's mean cross-entropy of the next token."""
+    """Return torch's mean cross-entropy for the next token."""
     logits = model(tokens[:, :-1])
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -53,7 +53,7 @@ def train_alone(
     *,
     config: GPTConfig = SMALL,
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Train with the whole batch in plain torch; return parameters by name, and the loss of each step."""
+    """Train on the full batch in plain torch; return the parameters by name, and the loss of each step."""
     model, losses = make(context, config), []
     updates = optimizer(model.parameters())
     for tokens in batches(context, config):
@@ -75,13 +75,14 @@ def train_planned(
     example: bool = False,
     inspect: Callable[[Any, torch.optim.Optimizer], None] = lambda engine, optimizer: None,
 ) -> tuple[dict[str, Tensor], list[float], float]:
-    """Train as `plan` says, with an equal share of each batch on every rank.
+    """Train under `plan`, with an equal share of each batch on every rank.
 
     Returns:
-        Parameters by name, the loss of each step averaged over ranks, and seconds per step after the first.
+        The parameters by name, the loss of each step averaged over ranks, and the median seconds per step, without the
+        first step.
     """
     comm = context.comm
-    model = make(context, config, seed=comm.rank)  # the parameters of rank 0 count
+    model = make(context, config, seed=comm.rank)  # `parallelize` broadcasts the parameters of rank 0
     share = SAMPLES // comm.size
     tokens = batches(context, config)
     given = {"example": tokens[0][: share // accumulate, :-1]} if example else {}
@@ -115,10 +116,10 @@ def train_planned(
 
 
 def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Return the largest difference of two models, relative to the largest parameter of each tensor."""
+    """Return the largest difference between two models, relative to the largest absolute value in each tensor."""
     if found.keys() != expected.keys():
         raise AssertionError(
-            f"expected parameters {sorted(expected)}, got {sorted(found)}; compare equal models"
+            f"expected parameters {sorted(expected)}, got {sorted(found)}; compare models with the same parameters"
         )
     return max(
         float((found[name] - value).abs().max() / value.abs().max().clamp_min(1e-12))
@@ -127,21 +128,24 @@ def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 
 def expect(condition: bool, message: str) -> None:
-    """Raise AssertionError unless the condition holds; unlike `assert`, also under `python -O`."""
+    """Raise AssertionError if the condition is false; unlike `assert`, also under `python -O`."""
     if not condition:
         raise AssertionError(message)
 
 
 def expect_close(found: Tensor, expected: Tensor, tolerance: float, what: str) -> float:
-    """Return the largest difference; raise AssertionError if it exceeds `tolerance` times the largest value."""
+    """Return the largest relative difference; raise AssertionError if it exceeds `tolerance`."""
     scale = float(expected.abs().max().clamp_min(1e-12)) if expected.numel() else 1.0
     difference = float((found.to(expected.device).double() - expected.double()).abs().max()) / scale
-    expect(difference <= tolerance, f"{what}: expected a difference up to {tolerance:g}, got {difference:g}")
+    expect(
+        difference <= tolerance,
+        f"{what}: expected a relative difference of at most {tolerance:g}, got {difference:g}",
+    )
     return difference
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return SGD, which shows a wrong scale of gradients."""
+    """Return SGD, which, unlike Adam, reveals a wrong gradient scale."""
     return torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
 
 
@@ -151,7 +155,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def milliseconds(context: Context, call: Callable[[], object], repeats: int = 20) -> float:
-    """Return the median time of a call with the wait for the device, in milliseconds."""
+    """Return the median duration of a call in milliseconds, including the wait for the device."""
     times = []
     for _ in range(repeats + 3):
         context.synchronize()
@@ -163,12 +167,12 @@ def milliseconds(context: Context, call: Callable[[], object], repeats: int = 20
 
 
 def peak_mib(context: Context) -> float:
-    """Return the peak of torch's allocator since `reset_peak`, in MiB; 0 on a CPU."""
+    """Return the peak memory of torch's allocator since `reset_peak`, in MiB; 0 on a CPU."""
     return torch.cuda.max_memory_allocated(context.device) / 2**20 if context.on_cuda else 0.0
 
 
 def reset_peak(context: Context) -> None:
-    """Begin a new measurement of `peak_mib`."""
+    """Reset the peak that `peak_mib` returns."""
     if context.on_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(context.device)

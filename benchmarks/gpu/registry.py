@@ -1,4 +1,4 @@
-"""The checks: functions that compare a path of the package with something else, and return figures."""
+"""Register checks: functions that compare a code path of the package with a reference, and return figures."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ AREAS = (
 """The modules of `checks/`, in the order in which they run."""
 
 Figures = dict[str, tuple[float, str]]
-"""Measured numbers with their units, by name."""
+"""Measured values with their units, by name."""
 
 
 class Skip(Exception):
-    """The check cannot run here; the message says why."""
+    """Raised if a check cannot run on this machine; the message states the reason."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """The arguments of a check: its runtime, the device under test, and an empty folder that all ranks share."""
+    """The arguments of a check: the runtime, the device under test, and an empty folder that all ranks share."""
 
     runtime: Any
     device: Any
@@ -48,7 +48,7 @@ class Context:
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
-        """Wait until the device has finished its kernels."""
+        """Wait until all kernels on the device have finished."""
         if self.on_cuda:
             import torch
 
@@ -57,7 +57,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Check:
-    """One check: a function and the conditions under which it runs."""
+    """A check: its function, and the conditions under which the function runs."""
 
     name: str
     area: str
@@ -69,7 +69,7 @@ class Check:
     needs: tuple[str, ...]
 
     def missing(self) -> list[str]:
-        """Return the modules that the check needs and this environment lacks."""
+        """Return the required modules that are not installed."""
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
 
@@ -82,10 +82,10 @@ def check(
     """Register a function of `checks/AREA.py` as the check `AREA.NAME`.
 
     Args:
-        ranks: Processes that run the check together, on one device.
-        on_cpu: Whether the check makes sense with `--device cpu`.
-        deadline_s: Seconds after which the processes are killed.
-        needs: Modules without which the check is skipped.
+        ranks: The number of processes that run the check together, on one device.
+        on_cpu: Whether the check also runs with `--device cpu`.
+        deadline_s: The number of seconds after which the processes are killed.
+        needs: The modules without which the check is skipped.
     """
 
     def register(function: Callable[[Context], Figures]) -> Callable[[Context], Figures]:
@@ -99,7 +99,7 @@ def check(
 
 
 def checks(areas: Iterable[str] = AREAS) -> dict[str, Check]:
-    """Return the checks of some areas by name, area by area."""
+    """Return the checks in `areas` by name, ordered by area."""
     asked = set(areas)
     wanted = [area for area in AREAS if area in asked]
     for area in wanted:
@@ -108,13 +108,13 @@ def checks(areas: Iterable[str] = AREAS) -> dict[str, Check]:
 
 
 def select(only: list[str]) -> list[Check]:
-    """Return the checks that `only` names, by their name or area; all without names.
+    """Return the checks whose name or area is in `only`; if `only` is empty, return all checks.
 
     Raises:
-        ValueError: A name is unknown.
+        ValueError: `only` contains an unknown name.
     """
     known = checks()
     unknown = [name for name in only if name not in known and name not in AREAS]
     if unknown:
-        raise ValueError(f"--only {unknown[0]}: expected one of {', '.join([*AREAS, *known])}")
+        raise ValueError(f"--only: expected one of {', '.join([*AREAS, *known])}, got {unknown[0]}")
     return [each for name, each in known.items() if not only or name in only or each.area in only]

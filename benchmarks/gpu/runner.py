@@ -1,7 +1,7 @@
-"""Runs checks in processes of their own, so that a check that hangs or crashes does not end the others.
+"""Run checks in separate processes, so that a check that hangs or crashes does not affect other checks.
 
-Checks of one area and number of ranks share processes, which saves the start of torch and CUDA for each of them.
-After a failure the remaining checks of the group start in new processes.
+Checks with the same area and number of ranks form a group, which shares processes, so that torch and CUDA start only
+once.  After a failure, the remaining checks in the group run in new processes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import IO, Any
 from benchmarks.gpu.registry import AREAS, Check
 
 START_S = 90.0
-"""Seconds that the processes of a group may take before their first check begins."""
+"""The time limit in seconds for starting the processes of a group."""
 _POLL_S = 0.05
 _TAIL_LINES = 40
 
 
 @dataclass
 class Result:
-    """The outcome of one check: `status` is passed, failed or skipped; `error` holds the end of the output."""
+    """The result of one check: `status` is passed, failed or skipped; `error` contains the end of the output."""
 
     name: str
     what: str
@@ -53,9 +53,9 @@ def run_checks(
     """Run checks on `device` ("cuda" or "cpu") and return their results.
 
     Args:
-        timeout_s: Seconds for all checks together; checks that have not begun by then fail.
-        deadline_factor: Multiplies the deadline of each check.
-        report: Called with each result as soon as it exists.
+        timeout_s: The time limit for all checks together, in seconds; checks that have not started by then fail.
+        deadline_factor: The factor by which the deadline of each check is multiplied.
+        report: A function that is called with each result as soon as it is available.
     """
     end = time.monotonic() + timeout_s
     results: list[Result] = []
@@ -76,7 +76,9 @@ def run_checks(
         while left:
             if time.monotonic() >= end:
                 for each in left:
-                    why = f"the total time of {timeout_s:g} s was over before the check began"
+                    why = (
+                        f"the time limit of {timeout_s:g} s for all checks expired before this check started"
+                    )
                     add(Result(each.name, each.what, each.ranks, "failed", reason=why))
                 break
             done = _run_group(left, device, end, deadline_factor, add)
@@ -95,7 +97,7 @@ def _inability(each: Check, device: str) -> str:
 def _run_group(
     group: Sequence[Check], device: str, end: float, factor: float, add: Callable[[Result], None]
 ) -> int:
-    """Run checks in new processes until one fails; return how many have a result."""
+    """Run checks in new processes until one fails, and return the number of checks with a result."""
     with tempfile.TemporaryDirectory(prefix="farandole-gpu-") as folder, _output(folder) as output:
         names = [each.name for each in group]
         command = [sys.executable, "-m", "benchmarks.gpu.job", str(group[0].ranks)]
@@ -123,11 +125,11 @@ def _follow(
     factor: float,
     add: Callable[[Result], None],
 ) -> int:
-    """Turn the messages of the processes into results, until they end or a deadline expires."""
+    """Convert messages from the processes into results, until the processes end or a deadline expires."""
     told, done = 0, 0
     limit_s, since = START_S, time.monotonic()
     while True:
-        exited = process.poll() is not None  # before the messages: those written before the exit are read
+        exited = process.poll() is not None  # polled first, so that messages written before the exit are read
         messages = _messages(folder)
         for message in messages[told:]:
             each, since = group[done], time.monotonic()
@@ -155,11 +157,11 @@ def _follow(
             return done
         now = time.monotonic()
         if exited:
-            why = f"the processes ended with status {process.returncode}"
+            why = f"the processes ended with exit status {process.returncode}"
         elif now > end:
-            why = "the total time was over"
+            why = "the time limit for all checks expired"
         elif now - since > limit_s:
-            why = f"no end within {limit_s:g} s"
+            why = f"the check did not finish within {limit_s:g} s"
         else:
             time.sleep(_POLL_S)
             continue
@@ -168,7 +170,7 @@ def _follow(
         add(Result(each.name, each.what, each.ranks, "failed", now - since, why, error=error))
         if told:
             return done + 1
-        for other in group[1:]:  # the processes cannot start: no other try
+        for other in group[1:]:  # the processes cannot start, so do not try again
             why = f"the processes of {each.name} did not start"
             add(Result(other.name, other.what, other.ranks, "failed", reason=why))
         return len(group)
@@ -194,7 +196,7 @@ def _output(folder: str) -> Iterator[IO[bytes]]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the launcher of a group; the kernel kills its ranks with it."""
+    """Kill the launcher of a group; the kernel then kills its ranks too."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

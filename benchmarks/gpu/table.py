@@ -1,4 +1,4 @@
-"""The results of checks as text, as Markdown and as JSON."""
+"""Convert the results of checks to text, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEADER = ("check", "ranks", "result", "seconds", "figures")
 
 
 def figure(name: str, value: float, unit: str) -> str:
-    """Return one figure as text: `step 12.3 ms`."""
+    """Format one figure, such as `step 12.3 ms`."""
     return f"{name} {value:.3g} {unit}".rstrip()
 
 
@@ -30,13 +30,13 @@ def _row(result: Result) -> tuple[str, ...]:
 
 
 def line(result: Result, width: int) -> str:
-    """Return one line of the table, whose first column has `width` characters."""
+    """Return one row of the table; the first column is `width` characters wide."""
     name, ranks, status, seconds, said = _row(result)
     return f"{name:<{width}}  {ranks:>5}  {status:<7}  {seconds:>7}  {said}".rstrip()
 
 
 def header(width: int) -> str:
-    """Return the first line of the table."""
+    """Return the header of the table."""
     name, ranks, status, seconds, said = _HEADER
     return f"{name:<{width}}  {ranks:>5}  {status:<7}  {seconds:>7}  {said}"
 
@@ -52,7 +52,7 @@ def failures(results: Sequence[Result]) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Return how many checks passed, failed and were skipped."""
+    """Return the numbers of checks that passed, failed and were skipped."""
     counts = Counter(result.status for result in results)
     return ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped"))
 
@@ -65,10 +65,10 @@ def dump(results: Sequence[Result], machine: dict[str, Any]) -> str:
 
 
 def load(text: str) -> tuple[list[Result], dict[str, Any]]:
-    """Return results and machine from JSON.
+    """Return the results and the machine from JSON.
 
     Raises:
-        ValueError: The text has another format.
+        ValueError: The JSON has a different format version.
     """
     found = json.loads(text)
     if found.get("format") != FORMAT:
@@ -91,12 +91,14 @@ def markdown(results: Sequence[Result], machine: dict[str, Any]) -> str:
 
 
 def fill(page: Path, text: str) -> None:
-    """Replace the text between the markers of a page.
+    """Replace the text between the markers in a page.
 
     Raises:
-        ValueError: The page has no markers.
+        ValueError: The page does not contain the markers.
     """
     before = page.read_text()
     if not MARKERS.search(before):
-        raise ValueError(f"{page}: expected the markers <!-- gpu results --> and <!-- end -->")
+        raise ValueError(
+            f"{page}: expected the markers <!-- gpu results --> and <!-- end -->, found none; add the markers"
+        )
     page.write_text(MARKERS.sub(lambda match: f"{match[1]}{text}{match[2]}", before))

@@ -1,7 +1,7 @@
-"""Draw every picture of the documentation again, from data and code in the repository: `make pictures`.
+"""Draw the pictures in the documentation from data and code in the repository: `make pictures`.
 
-A picture stores the digest of its sources.  A test compares it, and fails if a picture is older than its data or the code that draws it.
-Comments and docstrings do not count.
+Each picture stores a digest of its sources.  A test compares this digest with the current sources, and fails if a
+picture is outdated.  Changes to comments and docstrings do not affect the digest.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ ABOUT = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture, the files that it depends on, and the function that draws it."""
+    """A picture: its path, the source files on which it depends, and the function that draws it."""
 
     path: Path
     sources: tuple[Path, ...]
     draw: Callable[[Path], None]
 
     def digest(self) -> str:
-        """Return the digest of the sources."""
+        """Return the digest of the current sources."""
         found = hashlib.sha256()
         for source in self.sources:
             found.update(code_of(source).encode() if source.suffix == ".py" else source.read_bytes())
@@ -91,7 +91,7 @@ def code_of(path: Path) -> str:
 
 
 def pictures() -> list[Picture]:
-    """Return every picture of the documentation."""
+    """Return all pictures in the documentation."""
     from benchmarks import compression, parameter_server, picture
 
     found = []
@@ -129,13 +129,13 @@ def _of_data(data: Path, path: Path, code: Path, draw: Callable[..., None]) -> P
 
 
 def draw_plans(path: Path) -> None:
-    """Draw the plans of a GPT on a machine with fixed speeds; some do not fit."""
+    """Draw the plans for a GPT on a machine with fixed speeds; some of the plans do not fit."""
     command = [sys.executable, "-m", "farandole", *PLAN, "--picture", str(path)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def draw_packages(path: Path) -> None:
-    """Draw the packages in the order of their imports, with an arrow for each import that no other arrows imply."""
+    """Draw the packages in import order, with an arrow for each import that is not implied by other arrows."""
     from tests.test_imports import FILES, LEVELS, LOW, PACKAGE, imported_packages
 
     arrows = set()
@@ -159,7 +159,7 @@ def draw_packages(path: Path) -> None:
         (x, y), (to_x, to_y) = places[own], places[other]
         if y == to_y:
             continue
-        apart = y - to_y > 1.3  # passes other rows: bend around their boxes
+        apart = y - to_y > 1.3  # the arrow passes other rows, so bend it around their boxes
         side = 1 if x + to_x >= 0 else -1
         axis.annotate(
             "", xy=(to_x + (side * width / 2 if apart else 0), to_y + (0 if apart else height / 2)),
@@ -203,7 +203,7 @@ def draw_packages(path: Path) -> None:
 
 
 def implied(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Return the arrows between packages that a longer way connects too."""
+    """Return the arrows between packages that are also connected by a longer path."""
 
     def reachable(start: str) -> set[str]:
         found: set[str] = set()
@@ -216,7 +216,7 @@ def implied(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
 
 
 def main() -> None:
-    """Draw the pictures whose sources have changed; with --all, every picture."""
+    """Draw the pictures whose sources have changed; with --all, draw all pictures."""
     for picture in pictures():
         if "--all" not in sys.argv and picture.path.exists() and picture.stored_digest() == picture.digest():
             continue

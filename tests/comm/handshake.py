@@ -1,4 +1,4 @@
-"""The handshake between hosts as another program would write it: with Python's hmac."""
+"""An independent implementation of the handshake between hosts, with Python's hmac."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prove(
     challenge: bytes,
     response: bytes,
 ) -> bytes:
-    """Return the proof of a process that "connects" to `address`, or "accepts" there."""
+    """Return the proof of a process that connects to or accepts at `address`; `label` is "connects" or "accepts"."""
     host, port = address
     packed = socket.inet_pton(socket.AF_INET, host).ljust(16, b"\0")
     statement = struct.pack("<16siiiI16s", label.encode(), connector, acceptor, ranks, port, packed)
@@ -41,7 +41,7 @@ def receive(peer: socket.socket, count: int) -> bytes:
 
 
 def respond(peer: socket.socket, key: bytes, rank: int, acceptor: int, ranks: int, address: Address) -> bytes:
-    """Answer the challenge of a process that accepts; return what it confirms with."""
+    """Answer the challenge of an accepting process, and return its confirmation."""
     magic, challenge = CHALLENGE.unpack(receive(peer, CHALLENGE.size))
     assert magic == MAGIC
     nonce = secrets.token_bytes(32)

@@ -1,4 +1,4 @@
-"""Groups whose ranks say that they are on several hosts: all but the machine is real, connections too."""
+"""Groups whose ranks simulate several hosts on one machine; the connections between hosts are real."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farandole.comm import Options, endpoint
 
 @contextmanager
 def on_hosts(host_of: Sequence[int | str], rank: int) -> Iterator[None]:
-    """Groups made inside believe that rank r is on host `host_of[r]`."""
+    """Make groups that are created in this context treat rank r as a rank on host `host_of[r]`."""
     identity, name = endpoint.host_identity, endpoint.gethostname
     endpoint.host_identity = lambda: f"{identity()}-{host_of[rank]}"
     name_here = host_of[rank] if isinstance(host_of[rank], str) else f"host{host_of[rank]}"
@@ -24,7 +24,7 @@ def on_hosts(host_of: Sequence[int | str], rank: int) -> Iterator[None]:
 
 
 def hierarchical_group(host_of: Sequence[int], rank: int, **options) -> dist.ProcessGroup:
-    """A group of the first ranks of the world, on hosts as said."""
+    """Return a group of the first ranks, with rank r on host `host_of[r]`."""
     with on_hosts(host_of, rank):
         group = dist.new_group(list(range(len(host_of))), backend="farandole", pg_options=Options(**options))
     assert rank >= len(host_of) or group._host.consensus is not None

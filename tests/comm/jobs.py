@@ -1,9 +1,9 @@
-"""Jobs of ranks that may be killed: each rank is a process of its own, forked where torch is already loaded.
+"""Jobs whose ranks may be killed: each rank is a separate process, forked after torch has been loaded.
 
 with Job(2, function, args) as job:      # function(rank, size, tell, *args)
-    job.hear(1)                          # what rank 1 said by tell(...)
+    job.hear(1)                          # the object that rank 1 passed to tell(...)
     job.kill(1)
-    end = job.end(0)                     # how rank 0 ended: its exception, or what it returned, and when
+    end = job.end(0)                     # the exception or result of rank 0, and the time of its end
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from tests.comm.hosts import on_hosts
 from tests.forking import CONTEXT
 
 SOON_S = 2.0
-_PORT = 29_400  # in a network namespace nobody else has it
+_PORT = 29_400  # free, because each network namespace is new
 
 
 @dataclass(frozen=True)
 class End:
-    """How the function of a rank ended."""
+    """The exception or result with which a rank's function ended."""
 
     kind: str  # the name of its exception's class, or "returned"
     text: str
-    at: float  # on the clock that all processes share
+    at: float  # seconds of the monotonic clock, which all processes share
     trace: str = ""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs, and where it meets the others."""
+    """The host on which a rank runs, and the store for rendezvous."""
 
     port: int
     host: int | None
@@ -53,13 +53,13 @@ class Place:
     namespaces: tuple[Host, ...]
 
     def store(self, rank: int) -> dist.TCPStore:
-        """The store of the job; in namespaces rank 0 has it."""
+        """Return the store of the job; with namespaces, rank 0 serves the store."""
         if not self.namespaces:
             return dist.TCPStore(LOOPBACK, self.port, is_master=False)
         return dist.TCPStore(self.namespaces[0].address, self.port, is_master=rank == 0)
 
     def enter(self, rank: int) -> contextlib.AbstractContextManager[None]:
-        """Become a process of that host; for the time of the context if it is pretended."""
+        """Move this process to its host; without namespaces, the host is simulated within the context."""
         if self.namespaces and self.host is not None:
             self.namespaces[self.host].enter()
             return on_hosts([host.name for host in self.namespaces], self.host)
@@ -69,7 +69,7 @@ class Place:
 
 
 class Job:
-    """Ranks of the backend that run one function."""
+    """A job whose ranks run one function with the backend `farandole`."""
 
     def __init__(
         self,
@@ -81,9 +81,12 @@ class Job:
         namespaces: Sequence[Host] = (),
         before: Callable[[], None] | None = None,
     ) -> None:
-        """`hosts`: the number of each rank's host; `namespaces`: these hosts, else they are pretended.
+        """Start the ranks.
 
-        `before` is called in each rank before its group is made.
+        Args:
+            hosts: the host number of each rank.
+            namespaces: the network namespaces that represent the hosts; by default, hosts are simulated in one network.
+            before: a function that each rank calls before its group is created.
         """
         self._store = None if namespaces else loopback_store()
         self.ranks: list[tuple[Any, Connection]] = []
@@ -112,24 +115,24 @@ class Job:
             pipe.close()
 
     def pid(self, rank: int) -> int:
-        """Its process."""
+        """Return the process id of a rank."""
         return self.ranks[rank][0].pid
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> float:
-        """Send a signal; the time at which it was sent."""
+        """Send a signal to a rank, and return the time at which it was sent."""
         os.kill(self.pid(rank), number)
         return time.monotonic()
 
     def hear(self, rank: int, timeout_s: float = 30) -> Any:
-        """The next thing that the rank says."""
+        """Return the next object that the rank passes to `tell`."""
         pipe = self.ranks[rank][1]
-        assert pipe.poll(timeout_s), f"rank {rank} says nothing"
+        assert pipe.poll(timeout_s), f"rank {rank} sent no message within {timeout_s:g} s"
         said = pipe.recv()
         assert not isinstance(said, End), said.trace or said
         return said
 
     def end(self, rank: int, timeout_s: float = 20) -> End:
-        """How the function of the rank ended, whatever it said before."""
+        """Wait until the rank's function ends, discard its messages, and return its exception or result."""
         pipe = self.ranks[rank][1]
         deadline = time.monotonic() + timeout_s
         while pipe.poll(max(0, deadline - time.monotonic())):
@@ -139,14 +142,14 @@ class Job:
                 process = self.ranks[rank][0]
                 process.join(5)
                 raise AssertionError(
-                    f"rank {rank} ended without a word: exit code {process.exitcode}"
+                    f"rank {rank} ended with exit code {process.exitcode}, without an exception or a result"
                 ) from None
             if isinstance(said, End):
                 return said
-        raise AssertionError(f"rank {rank} does not end within {timeout_s:g} s")
+        raise AssertionError(f"rank {rank} did not end within {timeout_s:g} s")
 
     def exit_code(self, rank: int, timeout_s: float = 10) -> int | None:
-        """The exit code of its process; negative for a signal."""
+        """Return the exit code of the rank's process; negative if a signal ended the process."""
         process = self.ranks[rank][0]
         process.join(timeout_s)
         return process.exitcode
@@ -155,7 +158,7 @@ class Job:
 def survivors_of(
     job: Job, victim: int, since: float, kind: str, *patterns: str, within_s: float = SOON_S
 ) -> None:
-    """Every other rank raised `kind` in time, and its message names the victim and says all of `patterns`."""
+    """Assert that the other ranks raised `kind` in time, with messages that name the victim and match `patterns`."""
     for rank in range(len(job.ranks)):
         if rank == victim:
             continue

@@ -1,4 +1,4 @@
-"""The reference for a collective: the same call on a Gloo group of the same ranks."""
+"""Compare collectives with the same calls on a Gloo group of the same ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def gloo_group() -> dist.ProcessGroup:
-    """A Gloo group over the ranks of the default group, made once for each of those.
+    """Return a Gloo group with the ranks of the default group, created once per default group.
 
-    It is not destroyed before the world is: Gloo's destructor waits, with the interpreter locked, for its
-    threads, which may just be about to free Python objects of the last work.
+    The group is not destroyed before the default group.  Gloo's destructor holds the interpreter lock while it waits
+    for its threads, and these threads may need the lock to free Python objects of the last work.
     """
     world = dist.group.WORLD
     if not hasattr(world, "next_to_gloo"):
@@ -23,7 +23,7 @@ def gloo_group() -> dist.ProcessGroup:
 
 
 def same_on_both(gloo: dist.ProcessGroup, run: Callable[[dist.ProcessGroup], Any]) -> None:
-    """`run(group)` gives the same tensors on the default group, of our backend, and on Gloo."""
+    """Assert that `run(group)` returns the same tensors on the default group and on Gloo."""
     assert dist.get_backend().startswith("farandole")
     found, expected = flat(run(dist.group.WORLD)), flat(run(gloo))
     assert len(found) == len(expected)
@@ -35,7 +35,7 @@ def same_on_both(gloo: dist.ProcessGroup, run: Callable[[dist.ProcessGroup], Any
 
 
 def flat(result: Any) -> list[Any]:
-    """All tensors, and whatever else, of nested lists."""
+    """Return the tensors and other objects in nested lists as one list."""
     if isinstance(result, Tensor):
         return [result.detach().clone()]
     if isinstance(result, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Ranks that are whole programs: scripts that do not import the package, started as torchrun would."""
+"""Run scripts that do not import the package, with torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ dist.all_reduce(torch.ones(3))
 
 
 def run_program(tmp_path: Path, size: int, body: str, options: tuple[str, ...] = ()) -> list[tuple[int, str]]:
-    """Exit codes and what was written on the standard error, by rank, of a script that does not import us."""
+    """Run a script that does not import the package; return the exit code and standard error of each rank."""
     script = tmp_path / "program.py"
     script.write_text(PROGRAM.format(body=body))
     processes = start_program(tmp_path, size, [*options, str(script)])

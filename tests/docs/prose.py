@@ -1,4 +1,4 @@
-"""The prose of the project: its pages, docstrings, comments and configuration, as (place, text) pairs."""
+"""Extract the project's prose from pages, docstrings, comments and configuration, as (place, text) pairs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CODE = re.compile(r"`[^`\n]*`|<[^>\n]*>|\]\([^)]*\)")
 
 
 def tracked(*patterns: str) -> list[Path]:
-    """Return the files of the repository that match."""
+    """Return the tracked files that match `patterns`."""
     listed = subprocess.run(
         ["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -24,12 +24,12 @@ def tracked(*patterns: str) -> list[Path]:
 
 
 def blank(match: re.Match[str]) -> str:
-    """Return as many lines without text, so that the numbers of later lines stay."""
+    """Return the same number of empty lines, so that later line numbers do not change."""
     return "\n" * match[0].count("\n") or " "
 
 
 def prose() -> Iterator[tuple[str, str]]:
-    """Yield each line of prose, without code, after its place as `file:line`."""
+    """Yield the place, as `file:line`, and the text of each line of prose, without code."""
     for path in tracked("*.md"):
         yield from _lines(path, 1, CODE.sub(blank, FENCE.sub(blank, path.read_text())))
     for path in tracked("*.py"):
@@ -49,7 +49,7 @@ def _lines(path: Path, first: int, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _lines_of_python(path: Path) -> Iterator[tuple[str, str]]:
-    """Docstrings, strings below assignments, comments and the words of messages."""
+    """Yield lines of docstrings, other strings with spaces, and comments."""
     text = path.read_text()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:

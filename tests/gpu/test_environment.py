@@ -75,7 +75,7 @@ def test_a_folder_without_wheels_is_refused(tmp_path: Path, target: Path) -> Non
 
 def test_a_damaged_wheel_is_reported(tmp_path: Path, target: Path) -> None:
     (tmp_path / "damaged_module-1.0-py3-none-any.whl").write_bytes(b"nothing")
-    with pytest.raises(SetupError, match="the wheels could not be installed"):
+    with pytest.raises(SetupError, match="installing the wheels failed"):
         install(tmp_path, target)
 
 

@@ -72,7 +72,7 @@ def test_a_crash_and_a_hang_do_not_end_the_other_checks() -> None:
     assert said == [each.name for each in selected]
     crash, hang = results[1], results[3]
     assert "status -9" in crash.reason and "a last word" in crash.error
-    assert hang.reason == "no end within 0.5 s"
+    assert hang.reason == "the check did not finish within 0.5 s"
     assert results[0].figures == {"step": (1.5, "ms")} and results[0].seconds == 0.5
 
 
@@ -95,7 +95,8 @@ def test_checks_are_skipped_where_they_cannot_run() -> None:
 def test_the_total_time_is_kept() -> None:
     results = run_checks([_check("hang_1", deadline_s=30.0), _check("pass_1")], "cpu", 0.5)
     assert [result.status for result in results] == ["failed", "failed"]
-    assert "total time" in results[0].reason and "total time of 0.5 s was over" in results[1].reason
+    assert results[0].reason == "the time limit for all checks expired"
+    assert "time limit of 0.5 s for all checks expired" in results[1].reason
 
 
 # ---- the table ----
@@ -150,7 +151,7 @@ def test_a_machine_without_a_gpu_ends_with_status_0(
 ) -> None:
     monkeypatch.setattr(command, "_no_gpu", lambda: "torch finds no CUDA device")
     assert command.main([]) == 0
-    assert capsys.readouterr().out.startswith("no GPU: torch finds no CUDA device; no check has run")
+    assert capsys.readouterr().out.startswith("no GPU: torch finds no CUDA device; no checks were run")
 
 
 def test_a_run_prints_the_table_and_writes_json(
@@ -162,7 +163,7 @@ def test_a_run_prints_the_table_and_writes_json(
     assert command.main(["--device", "cpu", "--json", str(file)]) == 1
     output = capsys.readouterr().out
     assert "zero.pass_1       1  passed       0.5  step 1.5 ms" in output
-    assert "zero.crash_1 failed: the processes ended with status -9\n    a last word" in output
+    assert "zero.crash_1 failed: the processes ended with exit status -9\n    a last word" in output
     assert "1 passed, 1 failed, 0 skipped on cpu" in output
     results, machine = table.load(file.read_text())
     assert _status(results) == {"pass_1": "passed", "crash_1": "failed"}

@@ -1,4 +1,4 @@
-"""Helpers for the tests of the Horovod API.  Every rank can compute the inputs of all ranks."""
+"""Helpers for the tests of the Horovod API; every rank can compute the inputs of all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @contextmanager
 def session(**arguments: Any) -> Iterator[None]:
-    """Call hvd.init() before and hvd.shutdown() after a `with` block."""
+    """Call `hvd.init()` before a `with` block, and `hvd.shutdown()` after the block."""
     hvd.init(**arguments)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Helpers of the launcher tests: start small programs in real jobs."""
+"""Helpers for the launcher tests, which start small programs in real jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return this environment without a launcher's variables, with the package on PYTHONPATH."""
+    """Return this process's environment without a launcher's variables, and with the package on PYTHONPATH."""
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return clean | {"PYTHONPATH": path} | more
@@ -40,14 +40,14 @@ def start(
     enter: Callable[[], None] | None = None,
     **more: str,
 ) -> Job:
-    """Start a job in a session of its own.
+    """Start a job in a new session.
 
-    A command that begins with the interpreter of the tests is forked from a process that has loaded torch.  With `env`
-    before the interpreter, a new interpreter starts.  `ignored` and `enter` are passed to `ForkedPython`.
+    A command that begins with the test interpreter is forked from a process that has loaded torch.  To start a new
+    interpreter, put `env` before the interpreter.  `ignored` and `enter` are passed to `ForkedPython`.
     """
     if command[0] == sys.executable:
         return ForkedPython(command[1:], environment(**more), folder, ignored=ignored, enter=enter)
-    assert not ignored and enter is None, "ignored and enter need a forked interpreter"
+    assert not ignored and enter is None, "`ignored` and `enter` require a forked interpreter"
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -60,7 +60,7 @@ def start(
 
 
 def finish(job: Job, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
-    """Return the exit status and the output of a job; after `limit_s` seconds kill the job and fail the test."""
+    """Return the exit status and the output of a job; after `limit_s` seconds, kill the job and fail the test."""
     try:
         out, err = job.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -81,18 +81,18 @@ def ours(*arguments: str) -> list[str]:
 
 
 def wait_for_lines(path: Path, count: int, limit_s: float = 60) -> list[str]:
-    """Return the lines of a file that ranks write, as soon as the file has `count` lines."""
+    """Wait until a file that ranks write has `count` lines, and return these lines."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         lines = path.read_text().splitlines() if path.exists() else []
         if len(lines) >= count:
             return lines
         time.sleep(0.05)
-    raise AssertionError(f"{path} did not get {count} lines within {limit_s} s")
+    raise AssertionError(f"expected {count} lines in {path} within {limit_s} s, got fewer")
 
 
 def all_ended(pids: list[int], limit_s: float = 10) -> bool:
-    """Return whether these processes end within `limit_s` seconds."""
+    """Return whether all processes end within `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     while any(_is_running(pid) for pid in pids):
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Small disks of their own, for what a disk can do wrong."""
+"""Mount small disks, for tests of disk failures."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 
 @contextlib.contextmanager
 def mounted(folder: Path, *words: str) -> Iterator[Path]:
-    """`mount WORDS folder` for a while; the test is skipped where that cannot be done."""
+    """Mount a disk on `folder` with `mount WORDS FOLDER`; skip the test if mounting is not possible."""
     if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.skip("only root can mount a small disk, on Linux")
+        pytest.skip("mounting a small disk requires Linux and root")
     folder.mkdir()
     run = subprocess.run(["mount", *words, str(folder)], capture_output=True, text=True)
     if run.returncode != 0:
-        pytest.skip(f"cannot mount a small disk here: {run.stderr.strip()}")
+        pytest.skip(f"cannot mount a small disk: {run.stderr.strip()}")
     try:
         yield folder
     finally:
@@ -29,7 +29,7 @@ def mounted(folder: Path, *words: str) -> Iterator[Path]:
 
 
 def _unmount(folder: Path) -> None:
-    """Unmount; the kernel may still be releasing the file of a loop device that was unmounted just before."""
+    """Unmount `folder`; retry, because the kernel may still be releasing a loop device."""
     deadline = time.monotonic() + 20
     while (run := subprocess.run(["umount", str(folder)], capture_output=True, text=True)).returncode:
         assert "busy" in run.stderr and time.monotonic() < deadline, run.stderr
@@ -37,20 +37,20 @@ def _unmount(folder: Path) -> None:
 
 
 def in_memory(folder: Path, size: str) -> contextlib.AbstractContextManager[Path]:
-    """A tmpfs of that size."""
+    """Mount a tmpfs of `size` on `folder`."""
     return mounted(folder, "-t", "tmpfs", "-o", f"size={size}", "farandole-test")
 
 
 @contextlib.contextmanager
 def ext4(image: Path, folder: Path, size: str) -> Iterator[Path]:
-    """An ext4 of that size in a file with holes: where its own disk is full, writing gives an I/O error."""
+    """Mount an ext4 of `size` in a sparse file; if the disk below is full, writing fails with an I/O error."""
     with image.open("wb") as file:
         file.truncate(int(size.removesuffix("m")) << 20)
     try:
         made = subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], capture_output=True, text=True)
     except FileNotFoundError:
-        pytest.skip("no mkfs.ext4 here")
+        pytest.skip("mkfs.ext4 is not installed")
     if made.returncode != 0:
-        pytest.skip(f"cannot make an ext4 here: {made.stderr.strip()}")
+        pytest.skip(f"cannot create an ext4 file system: {made.stderr.strip()}")
     with mounted(folder, "-t", "ext4", "-o", "loop", str(image)):
         yield folder

@@ -1,4 +1,4 @@
-"""Small models, and a training step of which all that can be compared is returned."""
+"""Small models, and a training step that returns all values that tests can compare."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def small_encoder() -> Case:
 
 
 class KeywordBlock(nn.Module):
-    """Takes keywords and nested arguments, gives a tuple, writes in place to what a product returned."""
+    """A block with keyword and nested arguments, a tuple as output, and an operation in place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
         self.norm = nn.utils.parametrizations.spectral_norm(
             nn.Linear(8, 8)
-        )  # a buffer that counts in the output
+        )  # has a buffer that affects the output
 
     def forward(
         self, x: Tensor, *, skip: tuple[Tensor, list[Tensor]], scale: float = 1.0
@@ -50,7 +50,7 @@ class KeywordBlock(nn.Module):
 
 
 class Keywords(nn.Module):
-    """Uses one block twice, and the part of its results that is no tensor."""
+    """A model that uses one block twice, and results that are not tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def step(model: nn.Module, example: Any, between: Callable[[], None] | None = None) -> dict[str, Tensor]:
-    """Outputs, gradients, buffers and the random state after one forward and backward pass from seed 7."""
+    """Return outputs, gradients, buffers and the random state after a forward and backward pass with seed 7."""
     torch.manual_seed(7)
     model.zero_grad()
     inputs = example if isinstance(example, tuple) else (example,)

@@ -1,4 +1,4 @@
-"""The vector extensions of this processor, as the kernel reports them."""
+"""Determine the vector extensions of this processor from the kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from farandole.native import VectorLevel
 
 
 def vector_level() -> VectorLevel:
-    """Return the level that the C core must choose on this processor."""
+    """Return the vector level that the C core must choose on this processor."""
     if platform.machine() != "x86_64":
         return VectorLevel.PLAIN
     line = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))

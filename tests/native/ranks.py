@@ -1,4 +1,4 @@
-"""Forked processes on the C core alone, without torch: `group = join(rank, ranks, folder)` in each of them."""
+"""Groups of forked processes that use the C core without torch: each process calls `join(rank, ranks, folder)`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ARENA_BYTES = 1 << 28
 
 
 def join(rank: int, ranks: int, folder: Path) -> int:
-    """Open an arena, an endpoint and a group of all ranks, which find each other through files in `folder`."""
+    """Open an arena, an endpoint and a group of all ranks; ranks rendezvous through files in `folder`."""
     core = native.library()
     arena = os.memfd_create("test")
     os.ftruncate(arena, ARENA_BYTES)
@@ -42,6 +42,6 @@ def join(rank: int, ranks: int, folder: Path) -> int:
 def _read(path: Path) -> str:
     deadline = time.monotonic() + 30
     while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} does not come"
+        assert time.monotonic() < deadline, f"{path.name} was not created within 30 s"
         time.sleep(0.001)
     return path.read_text()

@@ -1,4 +1,4 @@
-"""Run the `farandole` command in a separate process, as a user does."""
+"""Run the `farandole` command in a separate process, like a user."""
 
 from __future__ import annotations
 
@@ -30,24 +30,28 @@ class Command:
         return self._log.read_text()
 
     def end(self) -> int:
-        """Wait for the command to end; return its exit status."""
+        """Wait until the command ends, and return its exit status."""
         try:
             return self.process.wait(END_S)
         except subprocess.TimeoutExpired:
             self.process.terminate()
             self.process.wait(10)
-            raise AssertionError(f"still running after {END_S:g} s:\n{self.output}") from None
+            raise AssertionError(
+                f"the command did not end within {END_S:g} s; its output:\n{self.output}"
+            ) from None
 
     def wait_until(self, true: Callable[[], bool]) -> None:
-        """Wait until `true()` holds; fail if the command ends first."""
+        """Wait until `true()` returns True; fail if the command ends first."""
         deadline = time.monotonic() + END_S
         while not true():
-            assert self.process.poll() is None, f"ended too early:\n{self.output}"
-            assert time.monotonic() < deadline, f"timed out:\n{self.output}"
+            assert self.process.poll() is None, f"the command ended too early; its output:\n{self.output}"
+            assert time.monotonic() < deadline, (
+                f"the condition was not met within {END_S:g} s; the output:\n{self.output}"
+            )
             time.sleep(0.01)
 
     def ranks(self) -> list[int]:
-        """Return the process ids of the ranks (Linux)."""
+        """Return the process ids of the ranks; Linux only."""
         pid = self.process.pid
         return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -59,7 +63,7 @@ def only_run(out: Path) -> Path:
 
 
 def losses(run: Path) -> dict[int, float]:
-    """Return the loss of every step of a run."""
+    """Return the loss of every step in a run, by step number."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("}")]

@@ -1,4 +1,4 @@
-"""A small `farandole train` run on the pool's ranks."""
+"""Helpers for small `farandole train` runs on the pool's ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farandole.train.trainer import Trainer
 
 
 def overrides(folder: Path) -> list[str]:
-    """Write a small text to `folder`, and return the overrides to train on it."""
+    """Write a small text to `folder`, and return the overrides for training on this text."""
     lines = (f"{n} bottles of beer on the wall, {n} bottles of beer\n" for n in range(2000))
     (folder / "text.txt").write_text("".join(lines))
     return [f"data.path={folder / 'text.txt'}", f"data.cache={folder / 'cache'}"]
@@ -28,6 +28,6 @@ def world() -> Communicator:
 
 
 def make_trainer(words: list[str], precision: Precision = "fp32") -> Trainer:
-    """Return the trainer of the preset `tiny` with overrides."""
+    """Return a trainer for the preset `tiny` with the overrides `words`."""
     config = load_config("tiny", words)
     return Trainer(config, make_task(config), precision, world(), torch.device("cpu"))

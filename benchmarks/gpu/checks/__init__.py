@@ -1,1 +1,1 @@
-"""The checks, one module per area."""
+"""The checks, with one module per area."""

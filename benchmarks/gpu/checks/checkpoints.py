@@ -1,4 +1,4 @@
-"""Checkpoints that are saved with tensors on one device and loaded to another one."""
+"""Checks of checkpoints that are saved on one device and loaded on another device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _make(context: Context, device: torch.device, zero: int, offload: str) -> An
 
 
 def _contents(trainer: Any) -> dict[str, Tensor]:
-    """Return the weights and, as far as this rank has them, the moments, on the CPU."""
+    """Return the weights by name, on the CPU."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     found = {names[id(p)]: value.detach().cpu().clone() for p, value in trainer.engine.whole_parameters()}
     return found
@@ -53,7 +53,7 @@ def _save(context: Context, trainer: Any, run: Path) -> Path:
 def _across(
     context: Context, name: str, before: tuple[torch.device, int, str], after: tuple[torch.device, int, str]
 ) -> float:
-    """Save in one layout and load in another; return the difference of the losses that follow."""
+    """Save a checkpoint in one layout, load it in another, and return the difference between the next losses."""
     from farandole.train.checkpoint import load
 
     saved = _make(context, *before)
@@ -66,8 +66,14 @@ def _across(
     loaded = _make(context, *after)
     load(loaded, folder, context.comm)
     for key, value in _contents(loaded).items():
-        expect(bool(value.isfinite().all()), f"{name}: {key} is not finite after loading")
-        expect(torch.equal(value, contents[key]), f"{name}: {key} differs after loading")
+        expect(
+            bool(value.isfinite().all()),
+            f"{name}: expected finite values in {key} after loading, got infinities or NaN",
+        )
+        expect(
+            torch.equal(value, contents[key]),
+            f"{name}: expected the saved values of {key} after loading, got other values",
+        )
     found = [loaded.step().loss for _ in range(2)]
     loaded.engine.close()
     difference = max(abs(a - b) for a, b in zip(found, losses, strict=True))
@@ -93,7 +99,7 @@ def _layouts(
 
 @check(needs=_NEEDS, deadline_s=90.0)
 def random_numbers(context: Context) -> Figures:
-    """The generator of the device continues where the checkpoint was saved, and stays as it is where a CPU saved it."""
+    """Check that loading restores the device's random generator, and that a CPU run can load the checkpoint."""
     from farandole.train.checkpoint import load
 
     saved = _make(context, context.device, 0, "none")
@@ -102,14 +108,19 @@ def random_numbers(context: Context) -> Figures:
     folder = _save(context, saved, context.folder / "random-numbers")
     expected = torch.rand(8, device=context.device)
     load(_make(context, context.device, 0, "none"), folder, context.comm)
-    expect(torch.equal(torch.rand(8, device=context.device), expected), "other random numbers after loading")
-    load(_make(context, torch.device("cpu"), 0, "none"), folder, context.comm)  # has no generator of a device
+    expect(
+        torch.equal(torch.rand(8, device=context.device), expected),
+        "expected the same random numbers after loading, got others",
+    )
+    load(
+        _make(context, torch.device("cpu"), 0, "none"), folder, context.comm
+    )  # the CPU run has no device generator
     return {}
 
 
 @check(needs=_NEEDS, deadline_s=90.0)
 def one_rank(context: Context) -> Figures:
-    """Weights and the losses that follow, from and to the CPU, and with states on the host."""
+    """Compare weights and later losses after loading, between devices, stages and offloaded states."""
     return {
         name: (_across(context, name.replace(" ", "-"), *layout), "")
         for name, layout in _layouts(context).items()
@@ -118,7 +129,7 @@ def one_rank(context: Context) -> Figures:
 
 @check(ranks=2, needs=_NEEDS, deadline_s=90.0)
 def two_ranks(context: Context) -> Figures:
-    """The same on two ranks that share a device."""
+    """Compare weights and later losses after loading, on two ranks that share a device."""
     return {
         name: (_across(context, name.replace(" ", "-"), *layout), "")
         for name, layout in _layouts(context).items()

@@ -1,4 +1,4 @@
-"""Collectives among ranks that share a device, against a formula; and their time next to torch's backends."""
+"""Checks of collectives among ranks that share a device: results against formulas, and times against torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 def _inputs(context: Context, dtype: torch.dtype) -> list[Tensor]:
-    """Return the input of every rank, on the CPU."""
+    """Return the inputs of all ranks, on the CPU."""
     size = context.comm.size
     return [
         torch.randint(1, 8, (_COUNT,), generator=torch.Generator().manual_seed(rank)).to(dtype)
@@ -28,7 +28,7 @@ def _all(context: Context) -> Figures:
     if context.on_cuda:
         expect(
             device.index < torch.cuda.device_count(),
-            f"expected one of {torch.cuda.device_count()} devices, got {device}",
+            f"expected one of the {torch.cuda.device_count()} devices, got {device}",
         )
     worst, count = 0.0, 0
 
@@ -106,19 +106,19 @@ def _all(context: Context) -> Figures:
 
 @check(ranks=2, deadline_s=90.0)
 def two_ranks(context: Context) -> Figures:
-    """Every collective and type on two ranks that share a device."""
+    """Compare every collective and type on two ranks that share a device."""
     return _all(context)
 
 
 @check(ranks=4, deadline_s=90.0)
 def four_ranks(context: Context) -> Figures:
-    """Every collective and type on four ranks that share a device."""
+    """Compare every collective and type on four ranks that share a device."""
     return _all(context)
 
 
 @check()
 def next_to_torch(context: Context) -> Figures:
-    """The time of a call next to torch's own backend, on one rank."""
+    """Measure the duration of calls on one rank, and compare it with torch's own backend."""
     plain = dist.new_group(backend="nccl" if context.on_cuda else "gloo")
     figures: Figures = {}
     sizes = {"4 KiB": 1 << 10, "1 MiB": 1 << 18, "64 MiB": 1 << 24} if context.on_cuda else {"4 KiB": 1 << 10}
@@ -143,7 +143,7 @@ def next_to_torch(context: Context) -> Figures:
 
 @check(ranks=2)
 def speed_on_a_shared_device(context: Context) -> Figures:
-    """Bytes per second of collectives through the host, on two ranks."""
+    """Measure the bandwidth of collectives through the host, on two ranks."""
     comm = context.comm
     count = (64 if context.on_cuda else 1) << 18
     tensor = torch.zeros(count, device=context.device)

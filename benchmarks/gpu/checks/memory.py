@@ -1,4 +1,4 @@
-"""Limits and counts of a device's memory, next to those of torch's allocator."""
+"""Checks of memory limits and memory tracking, against torch's allocator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MIB = 1 << 20
 
 
 def _allocate_to_the_limit(context: Context, limit: int) -> int:
-    """Allocate until the limit refuses; return the bytes that there were."""
+    """Allocate until the limit is exceeded, and return the number of allocated bytes."""
     kept: list[Tensor] = []
     with DeviceMemory(limit, torch.device(context.device.type)) as memory:
         try:
@@ -22,25 +22,25 @@ def _allocate_to_the_limit(context: Context, limit: int) -> int:
                 kept.append(torch.ones(limit // 40, device=context.device))
         except OutOfDeviceMemory as error:
             expect(error.limit == limit, f"expected the limit {limit}, got {error.limit}")
-            expect("activations" in str(error), f"expected the kind of memory, got {error}")
+            expect("activations" in str(error), f"expected the message to name activations, got {error}")
         else:
-            raise AssertionError(f"expected a refusal at {limit} bytes, got none for {memory.total}")
+            raise AssertionError(f"expected OutOfDeviceMemory at {limit} bytes, got {memory.total} bytes")
         return memory.total
 
 
 @check()
 def limit(context: Context) -> Figures:
-    """A limit refuses an allocation with the package's error, and ends with its context."""
+    """Exceed a limit, which raises the package's error and ends with its context."""
     limit = (512 if context.on_cuda else 16) * _MIB
     reached = _allocate_to_the_limit(context, limit)
     expect(limit * 0.7 <= reached <= limit, f"expected 70 % to 100 % of {limit} bytes, got {reached}")
-    torch.ones(limit // 2, device=context.device)  # twice the limit: it holds no more
+    torch.ones(limit // 2, device=context.device)  # exceeds the limit, which has ended
     return {"limit": (limit / _MIB, "MiB"), "reached": (reached / _MIB, "MiB")}
 
 
 @check(ranks=2)
 def limits_of_ranks(context: Context) -> Figures:
-    """Each of the ranks that share a device has its own limit."""
+    """Set a different limit on each of the ranks that share a device."""
     limit = (256 if context.on_cuda else 8) * _MIB * (1 + context.comm.rank)
     reached = _allocate_to_the_limit(context, limit)
     expect(limit * 0.6 <= reached <= limit, f"expected 60 % to 100 % of {limit} bytes, got {reached}")
@@ -50,7 +50,7 @@ def limits_of_ranks(context: Context) -> Figures:
 
 @check()
 def counts(context: Context) -> Figures:
-    """The bytes of a training step, next to those that torch's allocator counts."""
+    """Compare the tracked bytes of a training step with torch's allocator."""
     config = small(context)
     with DeviceMemory(None, context.device) as memory:
         before = torch.cuda.memory_allocated(context.device) if context.on_cuda else 0
@@ -68,14 +68,14 @@ def counts(context: Context) -> Figures:
         if context.on_cuda:
             allocated = torch.cuda.memory_allocated(context.device) - before
             figures["allocated"] = (allocated / _MIB, "MiB")
-            # torch's allocator rounds to 512 bytes, and keeps the work space of cuBLAS
+            # torch's allocator rounds to 512 bytes, and keeps cuBLAS workspaces
             expect(abs(counted - allocated) <= 64 * _MIB, f"expected about {allocated} bytes, got {counted}")
     return figures
 
 
 @check()
 def saved_for_backward(context: Context) -> Figures:
-    """The bytes kept for a backward pass: predicted with fake tensors, and measured."""
+    """Compare the predicted and measured bytes that are saved for a backward pass."""
     config = small(context)
     model, tokens = make(context, config), batches(context, config)[0][:, :-1].contiguous()
     predicted = saved_bytes(model, tokens).total
@@ -83,7 +83,7 @@ def saved_for_backward(context: Context) -> Figures:
     expect(predicted == real, f"expected {real} bytes as with real tensors, got {predicted}")
     figures: Figures = {"predicted": (predicted / _MIB, "MiB")}
     if context.on_cuda:
-        model(tokens).sum().backward()  # work space is allocated now
+        model(tokens).sum().backward()  # allocates the workspaces
         model.zero_grad()
         before = torch.cuda.memory_allocated(context.device)
         output = model(tokens)

@@ -1,4 +1,4 @@
-"""Optimizer states and activations on the host, and activations that are computed again."""
+"""Checks of offloaded states, swapped activations and recomputation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def _offloaded(
                 for record in update.state.stream.records:
                     if record.memory is not None:
                         pinned = record.memory.is_pinned()
-                        expect(pinned == context.on_cuda, f"expected pinned: {context.on_cuda}")
+                        expect(
+                            pinned == context.on_cuda,
+                            f"expected pinned memory: {context.on_cuda}, got: {pinned}",
+                        )
 
         found, _, seconds = train_planned(
             context,
@@ -71,43 +74,43 @@ def _offloaded(
 
 @check()
 def host_one_rank(context: Context) -> Figures:
-    """Masters and states in pinned memory, one rank."""
+    """Offload master weights and optimizer states to pinned memory, on one rank."""
     return _offloaded(context, "host", (0, 2))
 
 
 @check(ranks=2, deadline_s=90.0)
 def host(context: Context) -> Figures:
-    """Masters and states in pinned memory, on ranks that share a device, in all stages."""
+    """Offload master weights and optimizer states to pinned memory with all stages, on ranks that share a device."""
     return _offloaded(context, "host", (0, 1, 2, 3))
 
 
 @check(ranks=2)
 def host_bf16(context: Context) -> Figures:
-    """The same with bf16 weights and fp32 masters."""
+    """Offload fp32 master weights and optimizer states to pinned memory, with bf16 weights."""
     return _offloaded(context, "host", (1, 3), "bf16")
 
 
 @check()
 def host_parameters_one_rank(context: Context) -> Figures:
-    """Masters, states, gradients and weights in pinned memory, one rank."""
+    """Offload optimizer states, gradients and all weights to pinned memory, on one rank."""
     return _offloaded(context, "host", (3,), offloaded="parameters")
 
 
 @check(ranks=2)
 def host_gradients(context: Context) -> Figures:
-    """Masters, states and gradients in pinned memory, on ranks that share a device."""
+    """Offload master weights, optimizer states and gradients to pinned memory, on ranks that share a device."""
     return _offloaded(context, "host", (2, 3), offloaded="gradients")
 
 
 @check(ranks=2)
 def host_parameters(context: Context) -> Figures:
-    """Masters, states, gradients and bf16 weights in pinned memory."""
+    """Offload optimizer states, gradients, master weights and bf16 weights to pinned memory."""
     return _offloaded(context, "host", (3,), "bf16", "parameters")
 
 
 @check(ranks=2)
 def disk(context: Context) -> Figures:
-    """Masters and states on a disk."""
+    """Offload master weights and optimizer states to a disk."""
     return _offloaded(context, f"disk:{context.folder}", (2,))
 
 
@@ -122,7 +125,7 @@ def _gradients(context: Context, model: Any, steps: int = 1) -> list[Tensor]:
 
 @check(deadline_s=90.0)
 def recomputation(context: Context) -> Figures:
-    """Gradients with every kind of recomputation are those without."""
+    """Compare the gradients of every recomputation mode with the gradients without recomputation."""
     config = small(context)
     tokens = batches(context, config)[0]
     figures: Figures = {}
@@ -157,7 +160,7 @@ def recomputation(context: Context) -> Figures:
 
 @check(deadline_s=90.0)
 def swap(context: Context) -> Figures:
-    """Gradients with swapped activations are those without, over steps that use pinned memory again."""
+    """Compare gradients with and without swapped activations, over steps that reuse pinned memory."""
     config, steps = small(context), 6 if context.on_cuda else 2
     model = make(context, config)
     reset_peak(context)
@@ -177,7 +180,7 @@ def swap(context: Context) -> Figures:
             float((a - b).abs().max()) > 1e-6 * float(b.abs().max())
             for a, b in zip(found, expected, strict=True)
         )
-    expect(wrong == 0, f"expected equal gradients, got {wrong} of {len(found)} that differ")
+    expect(wrong == 0, f"expected equal gradients, but {wrong} of {len(found)} gradients differ")
     figures = {"written": (written / 2**20, "MiB"), "read": (read / 2**20, "MiB")}
     if context.on_cuda:
         figures |= {"peak": (own, "MiB"), "peak without": (plain, "MiB")}
@@ -186,7 +189,7 @@ def swap(context: Context) -> Figures:
 
 @check(ranks=2)
 def swap_and_recomputation(context: Context) -> Figures:
-    """Both together under stage 3."""
+    """Combine swapping and recomputation with stage 3."""
     place = "host" if context.on_cuda else f"disk:{context.folder}"
     expected, _ = train_alone(context, sgd, config=small(context))
     plan = Plan(zero=3, recompute="block", swap=place)
@@ -198,7 +201,7 @@ def swap_and_recomputation(context: Context) -> Figures:
 
 @check()
 def fused_adamw(context: Context) -> Figures:
-    """AdamW on the host next to AdamW on the device: the losses of some steps."""
+    """Compare losses with AdamW on the host and AdamW on the device."""
     config = small(context)
     _, expected, _ = train_planned(context, Plan(), adamw, config=config)
     _, found, _ = train_planned(context, Plan(offload="host"), adamw, config=config)

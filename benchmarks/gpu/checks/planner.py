@@ -1,4 +1,4 @@
-"""`farandole plan --check`: the predicted memory of ranks next to the measured one."""
+"""Checks of the planner: the predicted memory of ranks against the measured memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.gpu.reference import expect
 from benchmarks.gpu.registry import Context, Figures, check
 
 _TOLERANCE = 0.1
-"""The deviation of the peak that the planner promises."""
+"""The largest allowed relative deviation of the predicted peak."""
 
 
 def _check(context: Context, ranks: int, zero: int) -> Figures:
@@ -20,7 +20,7 @@ def _check(context: Context, ranks: int, zero: int) -> Figures:
 
     os.environ["XDG_CACHE_HOME"] = str(
         context.folder
-    )  # speeds that are measured next to this process are not kept
+    )  # do not keep speeds that are measured while this process runs
     words = ["tiny"]
     if context.on_cuda:
         words += ["model.width=512", "model.layers=8", "model.heads=8", "model.context=512", "batch=16"]
@@ -41,26 +41,27 @@ def _check(context: Context, ranks: int, zero: int) -> Figures:
         errors.append(predicted.peak / peak - 1)
     figures["difference"] = (max(errors, key=abs), "")
     expect(
-        all(abs(error) <= _TOLERANCE for error in errors), f"expected up to {_TOLERANCE:.0%}, got {figures}"
+        all(abs(error) <= _TOLERANCE for error in errors),
+        f"expected a deviation of at most {_TOLERANCE:.0%}, got {figures}",
     )
     return figures
 
 
 @check(needs=("pydantic", "tokenizers"), on_cpu=True, deadline_s=120.0)
 def one_rank(context: Context) -> Figures:
-    """One rank, with everything replicated."""
+    """Compare predicted and measured memory on one rank, with stage 0."""
     return _check(context, 1, 0)
 
 
 @check(needs=("pydantic", "tokenizers"), on_cpu=False, deadline_s=120.0)
 def shared_device(context: Context) -> Figures:
-    """Two ranks that share the device, with stage 2."""
+    """Compare predicted and measured memory on two ranks that share the device, with stage 2."""
     return _check(context, 2, 2)
 
 
 @check(needs=("pydantic", "tokenizers"))
 def step_fits(context: Context) -> Figures:
-    """The estimate of a step's tensors next to those that the engine has in memory."""
+    """Compare the estimated tensor memory of a step with the engine's tensors."""
     from farandole.bench.plan_check import _parts, make_trainer
     from farandole.plan import Plan
     from farandole.planner import Machine, estimate_workload

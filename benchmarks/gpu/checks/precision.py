@@ -1,4 +1,4 @@
-"""bf16, fp16 with a scaled loss, stochastic rounding and fp8."""
+"""Checks of bf16, fp16 with loss scaling, stochastic rounding and fp8."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from farandole.plan import Plan, PlanError
 
 def _losses_close(found: list[float], expected: list[float], tolerance: float) -> float:
     worst = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
-    expect(worst < tolerance, f"expected losses {expected} up to {tolerance:g}, got {found}")
+    expect(
+        worst < tolerance,
+        f"expected losses {expected} with a relative tolerance of {tolerance:g}, got {found}",
+    )
     return worst
 
 
@@ -47,19 +50,19 @@ def _like_fp32(context: Context, precision: Any, tolerance: float) -> Figures:
 
 @check(ranks=2)
 def bf16(context: Context) -> Figures:
-    """Losses with bf16 weights and fp32 masters, next to those of fp32 in plain torch."""
+    """Compare training with bf16 weights and fp32 master weights against plain torch in fp32."""
     return _like_fp32(context, "bf16", 2e-2)
 
 
 @check(ranks=2)
 def fp16(context: Context) -> Figures:
-    """Losses with fp16 weights and a scaled loss, next to those of fp32 in plain torch."""
+    """Compare training with fp16 weights and loss scaling against plain torch in fp32."""
     return _like_fp32(context, "fp16", 2e-2)
 
 
 @check(ranks=2)
 def overflow(context: Context) -> Figures:
-    """A step that overflows is skipped, named, and the scale follows torch's GradScaler."""
+    """Skip and report a step that overflows, and compare the loss scale with torch's GradScaler."""
     comm, model = context.comm, make(context)
     scaler = LossScaler(scale=2.0**16, growth_interval=2)
     engine = Engine(model, comm, zero=1, dtype=torch.float16, scaler=scaler, report=False)
@@ -93,7 +96,7 @@ def overflow(context: Context) -> Figures:
 
 @check()
 def stochastic_rounding(context: Context) -> Figures:
-    """Rounded values are neighbours in bf16, right in expectation, and the same for the same seed."""
+    """Check that rounded values are bf16 neighbours, unbiased, and reproducible with the same seed."""
     count = 1 << (22 if context.on_cuda else 16)
     exact = torch.rand(count, device=context.device) + 1.0
     generators = [torch.Generator(context.device).manual_seed(3) for _ in range(2)]
@@ -105,7 +108,7 @@ def stochastic_rounding(context: Context) -> Figures:
     spacing = 2.0**-7
     expect(
         float(error.abs().max()) <= spacing,
-        f"expected neighbours, got an error of {float(error.abs().max())}",
+        f"expected an error of at most {spacing}, got {float(error.abs().max())}",
     )
     mean = float(error.double().mean())
     bound = 5 * spacing / math.sqrt(6 * count)  # five standard deviations of the mean
@@ -115,7 +118,7 @@ def stochastic_rounding(context: Context) -> Figures:
 
 @check(ranks=2)
 def bf16_without_masters(context: Context) -> Figures:
-    """bf16 weights with stochastic rounding: losses next to those of fp32 in plain torch."""
+    """Compare training with stochastically rounded bf16 weights against plain torch in fp32."""
     config = small(context)
     _, expected = train_alone(context, adamw, config=config)
     plan = Plan(zero=2, precision="bf16", rounding="stochastic")
@@ -128,7 +131,7 @@ def bf16_without_masters(context: Context) -> Figures:
 
 @check(needs=("torchao",), deadline_s=120.0)
 def fp8(context: Context) -> Figures:
-    """Losses with products of 8-bit floats, next to those of bf16."""
+    """Compare training with fp8 matrix products against training in bf16."""
     if context.on_cuda:
         try:
             check_float8(context.device)
@@ -153,7 +156,7 @@ def fp8(context: Context) -> Figures:
 
 @check(needs=("pydantic",))
 def automatic(context: Context) -> Figures:
-    """The choice of `plan.precision=auto`."""
+    """Check the precision that `plan.precision=auto` selects."""
     from farandole.train.precision import choose_precision
 
     choice = choose_precision("auto", context.comm, context.device)

@@ -1,4 +1,4 @@
-"""The way of a tensor: CUDA tensors to NCCL, or to the host where ranks share a device."""
+"""Checks of routing: CUDA tensors use NCCL, or the host if ranks share a device."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _ELEMENTS = 1 << 16
 
 
 def _plain_group(context: Context) -> Any:
-    """Return a group of torch's own backend for the device."""
+    """Return a group with torch's own backend for the device."""
     return dist.new_group(backend="nccl" if context.on_cuda else "gloo")
 
 
 def _calls(context: Context, group: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Call every collective of `torch.distributed` in `group`; return the results by name."""
+    """Call every collective of `torch.distributed` in `group`, and return the results by name."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     generator = torch.Generator().manual_seed(rank)
     values = torch.randint(0, 9, (size, 1024), generator=generator).to(context.device, dtype)
@@ -53,7 +53,7 @@ def _calls(context: Context, group: Any, dtype: torch.dtype) -> dict[str, Tensor
     dist.broadcast(found["broadcast"], size - 1, group=group)
     found["reduce"] = values.clone()
     dist.reduce(found["reduce"], 0, group=group)
-    if rank:  # the others may hold anything
+    if rank:  # the result is undefined on other ranks
         found["reduce"].zero_()
     found["all_gather_into_tensor"] = filled(size)
     dist.all_gather_into_tensor(found["all_gather_into_tensor"].view(-1), values.view(-1), group=group)
@@ -78,12 +78,12 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 @check(deadline_s=90.0)
 def one_rank(context: Context) -> Figures:
-    """Every collective of torch.distributed on one rank, equal to those of torch's backend."""
+    """Compare every collective of torch.distributed with torch's backend, on one rank."""
     world, plain = dist.group.WORLD, _plain_group(context)
     count = 0
     for dtype in _TYPES:
         if not context.on_cuda and dtype in (torch.bfloat16, torch.uint8):
-            continue  # sums of torch's Gloo differ by version
+            continue  # sums of torch's Gloo depend on its version
         own, expected = _calls(context, world, dtype), _calls(context, plain, dtype)
         for name, value in expected.items():
             expect(
@@ -94,7 +94,7 @@ def one_rank(context: Context) -> Figures:
         group: Any = world
         expect(
             group._device_fallback._group is not None,
-            "expected an NCCL group of the first CUDA tensor, got none",
+            "expected that the first CUDA tensor creates an NCCL group, got none",
         )
         expect(group._fallback._group is None, "expected no Gloo group for CUDA tensors, got one")
     average = torch.full((8,), 3.0, device=context.device)
@@ -105,7 +105,7 @@ def one_rank(context: Context) -> Figures:
 
 @check()
 def mixed_groups(context: Context) -> Figures:
-    """Groups with a backend per device: CPU and CUDA tensors in turn."""
+    """Reduce CPU and CUDA tensors alternately in groups with one backend per device."""
     names = (
         ["cpu:gloo,cuda:nccl", "cpu:farandole,cuda:nccl", "farandole"]
         if context.on_cuda
@@ -116,17 +116,21 @@ def mixed_groups(context: Context) -> Figures:
         for device in ("cpu", context.device, "cpu"):
             tensor = torch.arange(1000.0, device=device)
             comm.all_reduce(tensor)
-            expect(torch.equal(tensor.cpu(), torch.arange(1000.0)), f"{name}: a wrong sum on {device}")
+            expect(
+                torch.equal(tensor.cpu(), torch.arange(1000.0)),
+                f"{name}: expected an unchanged sum on {device}, got {tensor[:3]}",
+            )
             work = comm.all_reduce(tensor, async_op=True)
             assert work is not None
             work.wait()
-        expect(comm.all_gather_object("x") == ["x"], f"{name}: a wrong object")
+        gathered = comm.all_gather_object("x")
+        expect(gathered == ["x"], f"{name}: expected the object ['x'], got {gathered}")
     return {"groups": (float(len(names)), "")}
 
 
 @check(on_cpu=False)
 def batch_to_self(context: Context) -> Figures:
-    """A batch of messages of one rank to itself in one NCCL group."""
+    """Send a batch of messages from one rank to itself in one NCCL group."""
     sent = [torch.full((1 << 20,), float(n), device=context.device) for n in range(4)]
     received = [torch.zeros_like(tensor) for tensor in sent]
     with context.comm.batch() as batch:
@@ -141,7 +145,7 @@ def batch_to_self(context: Context) -> Figures:
 
 @check(ranks=2)
 def batch_of_two(context: Context) -> Figures:
-    """`batch_isend_irecv` in which both ranks send first, with messages of 8 MiB."""
+    """Call `batch_isend_irecv` with 8 MiB messages on two ranks that both send first."""
     comm, peer = context.comm, 1 - context.comm.rank
     count = 1 << (21 if context.on_cuda else 18)
     sent = [torch.full((count,), 10.0 * comm.rank + n, device=context.device) for n in range(3)]
@@ -158,7 +162,7 @@ def batch_of_two(context: Context) -> Figures:
 
 @check(ranks=3)
 def message_between_two_of_three(context: Context) -> Figures:
-    """The first message of two ranks does not wait for the third one."""
+    """Send a first message between two ranks, which must not wait for the third rank."""
     comm = context.comm
     tensor = torch.full((1000,), float(comm.rank), device=context.device)
     if comm.rank == 0:
@@ -171,7 +175,7 @@ def message_between_two_of_three(context: Context) -> Figures:
 
 @check()
 def functional(context: Context) -> Figures:
-    """Functional collectives, which torch's compiler and DTensor use."""
+    """Call the functional collectives that torch's compiler and DTensor use."""
     from torch.distributed import _functional_collectives as functional_collectives
 
     group: Any = dist.group.WORLD
@@ -194,7 +198,7 @@ def functional(context: Context) -> Figures:
 def _train(
     context: Context, wrap: Callable[[nn.Module], nn.Module], whole: Callable[[Tensor], Tensor]
 ) -> Figures:
-    """Train a model that torch parallelizes; compare its parameters with those of one process."""
+    """Train a model that torch parallelizes, and compare its parameters with a single process."""
     expected, _ = train_alone(context, sgd)
     comm = context.comm
     model = make(context)
@@ -239,31 +243,31 @@ def _fsdp2(context: Context) -> Figures:
 
 @check()
 def ddp_one_rank(context: Context) -> Figures:
-    """torch's DDP on one rank, over NCCL on a GPU."""
+    """Train with torch's DDP on one rank, over NCCL on a GPU."""
     return _ddp(context)
 
 
 @check(ranks=2)
 def ddp(context: Context) -> Figures:
-    """torch's DDP on ranks that share a device."""
+    """Train with torch's DDP on ranks that share a device."""
     return _ddp(context)
 
 
 @check()
 def fsdp2_one_rank(context: Context) -> Figures:
-    """torch's FSDP2 on one rank, over NCCL on a GPU."""
+    """Train with torch's FSDP2 on one rank, over NCCL on a GPU."""
     return _fsdp2(context)
 
 
 @check(ranks=2)
 def fsdp2(context: Context) -> Figures:
-    """torch's FSDP2 on ranks that share a device."""
+    """Train with torch's FSDP2 on ranks that share a device."""
     return _fsdp2(context)
 
 
 @check(ranks=2, on_cpu=False)
 def side_streams(context: Context) -> Figures:
-    """Tensors that kernels of another stream still write when the collective is called."""
+    """Reduce tensors that kernels on another stream still write when the collective is called."""
     comm, side = context.comm, torch.cuda.Stream(context.device)
     large = torch.randn(4096, 4096, device=context.device)
     wrong = 0
@@ -271,7 +275,7 @@ def side_streams(context: Context) -> Figures:
         side.wait_stream(torch.cuda.current_stream(context.device))
         with torch.cuda.stream(side):
             product = large
-            for _ in range(10):  # some milliseconds in which the tensor below is not there yet
+            for _ in range(10):  # delays the tensor below by some milliseconds
                 product = product @ large * 1e-3
             late = torch.full((_ELEMENTS,), float(turn + comm.rank), device=context.device)
             work = comm.all_reduce(late, async_op=True)
@@ -280,17 +284,17 @@ def side_streams(context: Context) -> Figures:
             wrong += int(not bool((late == 2 * turn + 1).all()))
             del product
         torch.cuda.current_stream(context.device).wait_stream(side)
-    expect(wrong == 0, f"expected 10 right sums, got {10 - wrong}")
+    expect(wrong == 0, f"expected 10 correct sums, got {10 - wrong}")
     return {"sums": (10.0, "")}
 
 
 @check(needs=("mpi4py",))
 def mpi(context: Context) -> Figures:
-    """A communicator over MPI.COMM_SELF: pinned memory, or device addresses for an MPI that takes these."""
+    """Call collectives over MPI.COMM_SELF, with pinned memory or, for a CUDA-aware MPI, device addresses."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise Skip(f"mpi4py finds no MPI library: {error}") from None
+        raise Skip(f"mpi4py cannot load an MPI library: {error}") from None
     from farandole.comm.mpi.cuda import is_aware
 
     comm = Communicator.from_mpi(MPI.COMM_SELF)

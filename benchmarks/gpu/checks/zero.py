@@ -1,4 +1,4 @@
-"""ZeRO on a CUDA device: parameters after some steps are those of one process in plain torch."""
+"""Checks of ZeRO: after some steps, the parameters match a single process in plain torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from farandole.parallel.engine import Engine
 from farandole.plan import Plan
 
 _TOLERANCE = 2e-3
-"""fp32 sums in another order; the GPU may use TF32-free kernels of another shape for a smaller batch."""
+"""fp32 sums have another order, and the GPU may use other kernels for a smaller batch."""
 
 
 def _compare(context: Context, stage: int, accumulate: int = 1) -> Figures:
@@ -38,7 +38,10 @@ def _compare(context: Context, stage: int, accumulate: int = 1) -> Figures:
 
     def inspect(engine: Any, _: Any) -> None:
         gathers = stage == 3 and context.on_cuda and context.comm.size > 1
-        expect((engine._gatherer is not None) == gathers, f"stage {stage}: gathers: expected {gathers}")
+        expect(
+            (engine._gatherer is not None) == gathers,
+            f"stage {stage}: expected gathered weights: {gathers}, got: {not gathers}",
+        )
 
     found, own_losses, seconds = train_planned(
         context, Plan(zero=stage), sgd, config=config, accumulate=accumulate, inspect=inspect
@@ -58,7 +61,7 @@ def _compare(context: Context, stage: int, accumulate: int = 1) -> Figures:
 
 @check()
 def one_rank(context: Context) -> Figures:
-    """All stages on one rank, over NCCL on a GPU."""
+    """Compare all stages on one rank, over NCCL on a GPU."""
     return {
         f"stage {stage} {name}": value
         for stage in range(4)
@@ -68,31 +71,31 @@ def one_rank(context: Context) -> Figures:
 
 @check(ranks=2)
 def stage_0(context: Context) -> Figures:
-    """Replicated states on ranks that share a device."""
+    """Compare replicated states on ranks that share a device."""
     return _compare(context, 0)
 
 
 @check(ranks=2)
 def stage_1(context: Context) -> Figures:
-    """Sharded optimizer states on ranks that share a device."""
+    """Compare sharded optimizer states on ranks that share a device."""
     return _compare(context, 1)
 
 
 @check(ranks=2)
 def stage_2(context: Context) -> Figures:
-    """Sharded gradients on ranks that share a device."""
+    """Compare sharded gradients on ranks that share a device."""
     return _compare(context, 2)
 
 
 @check(ranks=2)
 def stage_3(context: Context) -> Figures:
-    """Sharded weights, gathered block by block on a GPU."""
+    """Compare sharded weights, which are gathered block by block on a GPU."""
     return _compare(context, 3)
 
 
 @check(ranks=2, deadline_s=90.0)
 def accumulation(context: Context) -> Figures:
-    """All stages with two backward passes per step."""
+    """Compare all stages with two backward passes per step."""
     return {
         f"stage {stage} difference": _compare(context, stage, accumulate=2)["difference"]
         for stage in range(4)
@@ -101,7 +104,7 @@ def accumulation(context: Context) -> Figures:
 
 @check(ranks=2)
 def deferred(context: Context) -> Figures:
-    """A model on the meta device, filled block by block, with stage 3."""
+    """Initialize a model on the meta device block by block, and train it with stage 3."""
     whole = make(context)
     values = {name: p.detach().clone() for name, p in whole.named_parameters(remove_duplicate=False)}
     expected = {name: values[name] for name, _ in whole.named_parameters()}
@@ -136,7 +139,7 @@ def deferred(context: Context) -> Figures:
 
 @check(ranks=2)
 def locates_infinity(context: Context) -> Figures:
-    """The rank and the parameter of a gradient that is not finite."""
+    """Locate the rank and the parameter of a gradient that is not finite."""
     model = make(context)
     engine = Engine(model, context.comm, zero=1, watch=True)
     name, parameter = next((n, p) for n, p in model.named_parameters() if p.dim() == 1)

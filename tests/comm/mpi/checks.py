@@ -1,4 +1,4 @@
-"""Checks of the MPI backend in addition to those of the shared-memory backend."""
+"""Checks of the MPI backend, in addition to the checks of the shared-memory backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.comm.test_backend_collectives import check_large
 
 
 def random_collectives(rank: int, size: int, seed: int, turns: int) -> None:
-    """The properties of test_collectives.py, on random types, reductions, counts and roots."""
+    """Check the properties of test_collectives.py with random types, reductions, counts and roots."""
     draw = random.Random(seed)
     counts = [0, 1, 2, 3, 7, 100, 4095, 5000, 70_001]
     for turn in range(turns):
@@ -40,7 +40,7 @@ def random_collectives(rank: int, size: int, seed: int, turns: int) -> None:
 
 
 def every_reduction(rank: int, size: int) -> None:
-    """All types and reductions; the same bits on all ranks, and close to what one process computes."""
+    """Check that all types and reductions give the same bits on all ranks, and match one process."""
     for dtype, count in itertools.product(contract.REDUCIBLE, (5, 30_001)):
         ops = contract.ON_FLOATS if dtype in contract.FLOATS else contract.ON_INTEGERS
         for op in contract.ON_BOOLS if dtype is torch.bool else ops:
@@ -76,7 +76,7 @@ def complex_sums(rank: int, size: int) -> None:
 
 
 def tags_without_order(rank: int, size: int) -> None:
-    """Messages received in another order than they were sent in; small ones, which MPI buffers."""
+    """Receive small messages, which MPI buffers, in a different order than they were sent."""
     if rank == 0:
         for tag in (5, 3, 5, 4):
             dist.send(torch.full((3,), float(tag)), 1, tag=tag)
@@ -93,7 +93,7 @@ def tags_without_order(rank: int, size: int) -> None:
 
 
 def transport(rank: int, size: int) -> None:
-    """Both directions at once, in order per tag, small and large, empty, and a receive that is late."""
+    """Send empty, small and large messages in both directions at once, and one message after a timeout."""
     store = dist.PrefixStore("transport", dist.distributed_c10d._get_default_store())
     way = MpiTransport.connect(store, rank, size, dist.distributed_c10d.default_pg_timeout)
     assert (way.rank, way.size) == (rank, size)
@@ -120,7 +120,7 @@ def transport(rank: int, size: int) -> None:
     assert 0.2 <= time.monotonic() - start < 2
     dist.barrier()
     way.send(torch.ones(2), peer, 8).wait(20.0)
-    late.wait(20.0)  # it was still under way
+    late.wait(20.0)  # the receive was still pending
     with pytest.raises(ValueError, match="expected a contiguous CPU tensor"):
         way.send(torch.ones(4, 4).t(), peer, 1)
     with pytest.raises(ValueError, match=f"expected a peer between 0 and .*, got {size}"):
@@ -130,7 +130,7 @@ def transport(rank: int, size: int) -> None:
 
 
 def deadlines(rank: int, size: int) -> None:
-    """The timeout of a group names those that are missing; then the group is broken, and the others are not."""
+    """Check that a timeout names the missing ranks, and breaks only its own group."""
     from datetime import timedelta
 
     group = dist.new_group(timeout=timedelta(seconds=0.4))
@@ -146,7 +146,7 @@ def deadlines(rank: int, size: int) -> None:
             dist.barrier(group=group)
     dist.barrier()
     if rank > 0:
-        dist.all_reduce(torch.ones(3), group=group)  # comes, late; the work of rank 0 ends behind its back
+        dist.all_reduce(torch.ones(3), group=group)  # late, so that rank 0's pending operation completes
     dist.group.WORLD.set_timeout(timedelta(seconds=0.3))
     with pytest.raises(RankLate, match=r"no rank sent a message within the timeout of 0.3 s to rank \d+"):
         dist.recv(torch.ones(2))
@@ -156,7 +156,7 @@ def deadlines(rank: int, size: int) -> None:
 
 
 def wrong_sizes(rank: int, size: int) -> None:
-    """A message of another size than expected is an error that says so."""
+    """Check that a message of an unexpected size raises an error that states the size."""
     if rank == 0:
         dist.send(torch.ones(3), 1, tag=1)
         dist.send(torch.ones(3), 1, tag=2)
@@ -170,7 +170,7 @@ def wrong_sizes(rank: int, size: int) -> None:
 
 
 def over_mpi4py(rank: int, size: int) -> None:
-    """Communicators over those of mpi4py, and groups divided from them."""
+    """Check communicators over mpi4py communicators, and groups split from them."""
     from mpi4py import MPI
 
     comm = Communicator.from_mpi(MPI.COMM_WORLD, timeout_s=20)
@@ -203,7 +203,7 @@ def over_mpi4py(rank: int, size: int) -> None:
 
 
 def large_counts(rank: int, size: int, count: int) -> None:
-    """More elements than 32 bits count, reduced by MPI and moved."""
+    """Reduce, send and gather more elements than fit in a 32-bit count."""
     check_large(rank, size, count)
     tensor = torch.full((count,), 77, dtype=torch.uint8)
     tensor[-1] = rank

@@ -1,6 +1,6 @@
-"""Jobs that mpiexec starts: many checks in one, as each rank takes seconds to import torch.
+"""Jobs that mpiexec starts; each job runs many checks, because each rank takes seconds to import torch.
 
-The mpiexec next to the interpreter is used, or the one on the path.
+The helpers use the mpiexec next to the interpreter, or else the first one on PATH.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ OF_OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 
 
 needs_mpi = pytest.mark.skipif(
     MPIEXEC is None or importlib.util.find_spec("mpi4py") is None,
-    reason="needs mpi4py and an mpiexec: pip install 'farandole[mpi]' mpich",
+    reason="mpi4py and mpiexec are required: pip install 'farandole[mpi]' mpich",
 )
 
 
 @functools.cache
 def library() -> str:
-    """Which MPI mpi4py loads here."""
+    """Return the name of the MPI library that mpi4py loads."""
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return run.stdout.strip()
@@ -39,7 +39,7 @@ def library() -> str:
 def start(
     size: int, arguments: list[str], *, environ: dict[str, str] | None = None, options: tuple[str, ...] = ()
 ) -> subprocess.Popen[str]:
-    """A Python program on `size` ranks."""
+    """Start a Python program on `size` ranks."""
     crowd = ["--oversubscribe"] if library() == "Open MPI" else []
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **OF_OPEN_MPI, **(environ or {})}
     return subprocess.Popen(
@@ -54,7 +54,7 @@ def start(
 def run_script(
     tmp_path: Path, size: int, text: str, *, environ: dict[str, str] | None = None, timeout_s: float = 30
 ) -> tuple[int, str, str]:
-    """Exit code, output and errors of a script on `size` ranks."""
+    """Run a script on `size` ranks; return its exit code, standard output and standard error."""
     script = tmp_path / "script.py"
     script.write_text(text)
     process = start(size, [str(script)], environ=environ)
@@ -66,19 +66,19 @@ def run_script(
 
 
 Check = tuple[str, str, list[Any]]
-"""Module, function, and its arguments after rank and size."""
+"""A module, a function, and the arguments of the function after rank and size."""
 
 
 @functools.cache
 def outcomes(size: int, checks: str) -> tuple[dict[str, str], str]:
-    """What became of each check, by its number: "" or a traceback; and what the ranks wrote on standard error."""
+    """Run checks; return the tracebacks by check number ("" for success), and the standard error of the ranks."""
     with tempfile.TemporaryDirectory() as folder:
         process = start(size, ["-m", "tests.comm.mpi.job", folder, checks])
         try:
             _, errors = process.communicate(timeout=240)
         except subprocess.TimeoutExpired:
             process.kill()
-            errors = "the job did not end"
+            errors = "the job did not end within 240 s"
         found: dict[str, str] = {}
         for rank in range(size):
             path = Path(folder, f"{rank}.jsonl")

@@ -1,4 +1,4 @@
-"""Helpers for the TensorFlow test programs, and the function that runs a program."""
+"""Helpers for the TensorFlow test programs, including the function that runs a program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.launch.jobs import ROOT, finish, ours, start
 
 LIMIT_S = 300
-"""The time limit of a job.  On two busy cores each rank needs ten seconds to import TensorFlow."""
+"""The time limit for a job; on two busy cores, each rank needs ten seconds to import TensorFlow."""
 
 needs_tensorflow = pytest.mark.skipif(
     importlib.util.find_spec("tensorflow") is None,
@@ -32,7 +32,7 @@ def job(module: str, size: int, *arguments: str, **more: str) -> str:
 
 
 def given(rank: int, shape: tuple[int, ...], dtype: Any = None, seed: int = 0) -> Any:
-    """Return the input of one rank as a numpy array."""
+    """Return one rank's input as a numpy array."""
     generator = np.random.default_rng(1000 * seed + rank)
     kind = np.dtype(np.float32 if dtype is None else dtype.as_numpy_dtype)
     if kind == np.bool_:
@@ -43,7 +43,7 @@ def given(rank: int, shape: tuple[int, ...], dtype: Any = None, seed: int = 0) -
 
 
 def close(result: Any, expected: Any) -> None:
-    """Assert that two arrays have the same shape, and are equal up to the rounding of the result's data type."""
+    """Assert that two arrays have the same shape, and are equal up to rounding in the result's data type."""
     found, expected = np.asarray(result), np.asarray(expected)
     assert found.shape == expected.shape, (found.shape, expected.shape)
     loose = {"float16": 1e-2, "bfloat16": 1e-1, "float64": 1e-12}.get(found.dtype.name, 1e-5)
@@ -64,7 +64,7 @@ def must_fail(pattern: str, call: Callable[[], Any], kind: Any = Exception) -> N
 
 
 def run_checks(program: dict[str, Any]) -> None:
-    """Call the functions of a program whose names begin with `test_`, in the order of definition."""
+    """Call all functions in a program whose names begin with `test_`, in definition order."""
     rank = program["RANK"]
     for name, check in list(program.items()):
         if name.startswith("test_"):

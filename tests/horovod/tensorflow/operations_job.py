@@ -144,7 +144,7 @@ def test_alltoall_and_reducescatter():
 
 
 def test_gradients():
-    """Compare with one process in which all ranks' inputs are leaves and the loss is the average of the losses."""
+    """Compare gradients with one process that uses all ranks' inputs and averages their losses."""
     weights, mine = everyone((6, 2), seed=9), tf.constant(given(RANK, (6, 2)))
 
     def gradient(function, weight):
@@ -176,7 +176,7 @@ def test_gradients():
     into = [[counts[i][rank] for i in range(SIZE)] for rank in range(SIZE)]
     weights = [given(rank, (sum(into[rank]), 2), seed=6) for rank in range(SIZE)]
     parts = [np.split(weights[rank], np.cumsum(into[rank])[:-1])[RANK] for rank in range(SIZE)]
-    sent = tf.constant(given(RANK, (sum(counts[RANK]) + 2, 2)))  # two rows are not sent
+    sent = tf.constant(given(RANK, (sum(counts[RANK]) + 2, 2)))  # the last two rows are not sent
     for result in in_both(gradient(lambda x: hvd.alltoall(x, counts[RANK])[0], weights[RANK]), sent):
         close(result, np.concatenate([*parts, np.zeros((2, 2))]))
 
@@ -193,7 +193,7 @@ def test_gradients():
 
 
 def test_functions_loops_and_branches():
-    """Run nested nodes, which must run in one order, and trace more often on some ranks."""
+    """Run nested nodes, which all ranks must run in the same order, and trace more often on some ranks."""
     state = tf.Variable(1.0)
 
     @tf.function

@@ -1,4 +1,4 @@
-"""Compare training with one process; `test_training` runs this program with one TensorFlow thread per rank."""
+"""Compare training on several ranks with one process; `test_training` runs this program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DATA = [(given(0, (BATCH, 5), tf.float64, s), given(1, (BATCH, 1), tf.float64, s
 
 
 class Deep:
-    """A network of 2 * layers variables with the same values on all ranks."""
+    """A network with 2 * `layers` variables, which have the same values on all ranks."""
 
     def __init__(self, layers=30):
         shapes = [(5, 5), (5,)] * (layers - 1) + [(5, 1), (1,)]
@@ -54,7 +54,7 @@ class Deep:
 
 
 def test_the_tape_of_a_deep_network():
-    """Compare a network of 60 variables with one process on all batches."""
+    """Train a network with 60 variables, and compare it with one process that trains on all batches."""
     alone = Deep()
     step = tf.function(alone.step)
     for inputs, targets in DATA:
@@ -78,7 +78,7 @@ def test_the_tape_of_a_deep_network():
 
             step = tf.function(mine.step) if graph else mine.step
             for inputs, targets in DATA:
-                # scripts reduce the loss with a separate operation
+                # like user scripts, reduce the loss with a separate operation
                 hvd.allreduce(step(share(inputs), share(targets), wrap))
             for found, expected in zip(mine.variables, alone.variables, strict=True):
                 np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12, err_msg=f"{way}, {graph}")
@@ -110,7 +110,7 @@ def test_arguments_and_results_of_the_tape():
         if SIZE == 2 and op == hvd.Adasum:
             expected = (1 - 2 / 2) * 1 + (
                 1 - 2 / 8
-            ) * 2  # the Adasum of parallel gradients 1 and 2, per component
+            ) * 2  # the Adasum of the parallel gradients 1 and 2, for each component
         if SIZE <= 2:
             other = hvd.DistributedGradientTape(_recorded(weights, mine), op=op)
             close(other.gradient(other.loss, weights), [expected] * 2)
@@ -168,7 +168,7 @@ def test_embeddings():
 
 
 def model_of(seed, *layers):
-    """Return a model whose weights depend on the seed only."""
+    """Return a model whose weights depend only on the seed."""
     model = keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(1)])
     for number, variable in enumerate(model.trainable_variables):
         variable.assign(given(seed, variable.shape, tf.float64, 50 + number))
@@ -176,7 +176,7 @@ def model_of(seed, *layers):
 
 
 def fitted(optimizer, epochs=2, seed=0, whole=False, layers=(), callbacks=(), **compiled):
-    """Train a model with Keras on all batches, or on this rank's part of each batch."""
+    """Train a model with Keras on this rank's part of each batch; with `whole`, train on full batches."""
     model = model_of(seed, keras.layers.Dense(6, activation="tanh"), *layers)
     model.compile(optimizer=optimizer, loss="mse", metrics=["mae"], **compiled)
     part = (lambda rows: rows) if whole else share
@@ -345,7 +345,7 @@ def test_learning_rate_callbacks():
         new = 0.1 * 0.5**epoch
         velocity = 0.9 * (new / rate) * velocity - new * 2 * weight
         weight, rate = weight + velocity, new
-    np.testing.assert_allclose(model.get_weights()[0], [[weight]], rtol=1e-6)  # rates are float32
+    np.testing.assert_allclose(model.get_weights()[0], [[weight]], rtol=1e-6)  # learning rates are float32
 
 
 def test_loss_scaling_and_invalid_arguments():

@@ -1,4 +1,4 @@
-"""A training loop with Accelerate."""
+"""Train a model in a loop with Accelerate."""
 
 import torch
 from accelerate import Accelerator

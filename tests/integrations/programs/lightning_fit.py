@@ -1,4 +1,4 @@
-"""A LightningModule under the Trainer of Lightning."""
+"""Train a LightningModule with Lightning's Trainer."""
 
 import lightning
 import torch
@@ -14,7 +14,7 @@ class Classifier(lightning.LightningModule):
         self.layer = nn.Linear(8, 4)
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:
-        """Return the loss of a batch."""
+        """Return the loss on a batch."""
         loss = nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
         self.log("loss", loss, sync_dist=True, on_epoch=True)
         return loss

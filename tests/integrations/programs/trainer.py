@@ -1,4 +1,4 @@
-"""Fine-tuning with the Trainer of Hugging Face."""
+"""Train a model with the Hugging Face Trainer."""
 
 import tempfile
 
