@@ -7,7 +7,7 @@ gathered, reductions and gathers share one order (`call_order`).
 
 The path of a gradient:
 
-    GradientReducer._accumulated    the hook of a parameter, called by autograd
+    GradientReducer._hook           called by autograd when the gradient of a parameter is complete
     Bucket.accumulate               the gradient is in the buffer of its bucket
     Bucket.reduce_async             all gradients of the bucket are complete: the collective starts
     Bucket.wait                     the bucket has the average, or this rank's shard of it

@@ -1,4 +1,4 @@
-"""The engine: trains a model under a plan.
+"""Train a model under a parallelism plan.
 
     engine = farandole.parallelize(model, Plan(zero=2))
     optimizer = engine.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
@@ -14,16 +14,17 @@ or, in a plain loop:
         loss(engine(first)).backward()      # accumulates
     loss(engine(second)).backward()         # buckets are reduced as they fill, and the last one when it returns
 
-In a plain loop each rank's loss is the mean over its own samples.  If all ranks have equally many samples, the gradient equals that of
-a single process with all samples.  Accumulated backward passes add up, as in PyTorch.
+In a plain loop, each rank's loss is the mean over its own samples.  If all ranks have the same number of samples, the
+averaged gradient equals the gradient that one process computes from all samples.  Gradients accumulate over backward
+passes, as in PyTorch.
 
-The engine reads layouts, not axes: the `Layout` of a tensor determines which ranks sum its gradient and which ranks divide it
-(`sharding`).  One engine implements all stages of ZeRO (Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training
-Trillion Parameter Models").
+The engine reads layouts instead of mesh axes: the `Layout` of a tensor determines which ranks reduce its gradient and
+which ranks shard it (`sharding`).  One engine implements all ZeRO stages (Rajbhandari et al., 2020, "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models").
 
-To host a pipeline, `forward_backward` owns the order of forward passes, backward passes and reductions.  A pipeline schedule replaces
-the loop over micro-batches in `global_mean`.  The reducer needs one signal per step, after the last backward pass of a parameter
-(`GradientReducer.end_pass`), and the ranks of the last stage provide sums and counts.
+To support pipelines, `forward_backward` controls the order of forward passes, backward passes and reductions.  A pipeline
+schedule replaces the loop over micro-batches in `global_mean`.  The reducer needs one signal per step, after the last
+backward pass (`GradientReducer.end_pass`).  The ranks in the last stage provide the loss sums and counts.
 """
 
 from __future__ import annotations
@@ -75,40 +76,40 @@ from farandole.plan import Offloaded, Place
 
 
 class Engine:
-    """Trains `model` on the ranks of `comm`.
+    """Trains `model` on the ranks of `comm`; created by `farandole.parallelize`.
 
-    `farandole.parallelize` creates an engine.
+    The constructor broadcasts parameters and buffers from rank 0.  Frozen parameters receive no gradients.  The gradient of
+    a tied parameter is reduced once.  If a parameter has a gradient on some ranks only, the other ranks contribute zeros.
+    If it has no gradient on any rank, its `.grad` remains None.  An engine on a single rank does not communicate.
 
-    The constructor broadcasts the parameters and buffers of rank 0.  Frozen parameters get no gradient, and tied parameters are reduced
-    once.  A parameter without a gradient on some ranks counts as zero there; a parameter without a gradient on all ranks keeps
-    `.grad` None.  A single rank does not communicate.
-
-    With `zero` >= 1 optimizers update this rank's shards of the parameters.  The `.grad` of a parameter then represents its averaged
-    gradient, of which the rank stores a shard (`optimizers.shards`).  Ranks that share memory have a single copy of the weights.
+    With `zero` >= 1, optimizers update this rank's shards of the parameters.  The `.grad` of a parameter is then a
+    placeholder for the averaged gradient, because each rank stores only a shard of the gradient (`optimizers.shards`).
+    Ranks that share memory use one common copy of the weights.
 
     Args:
-        model: the model; its parameters belong to the engine until `close`.
-        comm: the ranks.
-        bucket_bytes: the approximate bytes of parameters that are reduced together.
-        compression: the compression of gradients between hosts, with `zero=0`.
-        zero: the stage of ZeRO: ranks divide 1 optimizer states and master weights, 2 also gradients, 3 also weights.
-        hybrid: divide among the ranks of each host only, so that every host has a complete copy.
-        dtype: the type in which the model computes (bf16, fp16).  The optimizer updates master weights in the original type, with
-            gradients in that type.
-        offload: "host" or "disk:FOLDER", where master weights and optimizer states are stored between steps.
-        offloaded: also offload "gradients" (with `zero` >= 2), or "parameters" (with `zero=3`).
-        initialise: fills a model on the meta device block by block, so that a rank allocates only its shards (`initial_values`).
-        watch: check the gradients of this rank before they are averaged, so that `locate_nonfinite` names the rank.  This
-            costs one pass over each filled bucket.
-        rounding: stochastic rounding of updates to bf16 weights, without master weights.
-        scaler: the loss scaler of fp16 (`loss_scaling`).
-        diagnose: check the outputs of blocks, so that the report of an overflow names the block.
-        report: print a line on rank 0 for each overflow.
-        mesh: the mesh of ranks; by default one data axis.
-        layouts: the layouts of parameters by name; by default every rank has every parameter.
+        model: the model; the engine owns its parameters until `close`.
+        comm: the communicator.
+        bucket_bytes: the approximate size of a gradient bucket in bytes.
+        compression: the compression for gradients between hosts; requires `zero=0`.
+        zero: the ZeRO stage: 1 shards optimizer states and master weights, 2 also gradients, 3 also weights.
+        hybrid: shard only among the ranks of each host, so that every host has a complete copy.
+        dtype: the type in which the model computes (bf16, fp16).  Master weights and their gradients keep the original type
+            of the parameters.
+        offload: "host" or "disk:FOLDER": where master weights and optimizer states are stored between steps.
+        offloaded: "gradients" (with `zero` >= 2) or "parameters" (with `zero=3`) to offload these too.
+        initialise: a function that fills a model on the meta device block by block, so that each rank allocates only its
+            shards (`initial_values`).
+        watch: check each rank's gradients before they are averaged, so that `locate_nonfinite` can name the rank.  The check
+            reads each full bucket once.
+        rounding: stochastic rounding for updates of bf16 weights, instead of master weights.
+        scaler: the loss scaler for fp16 (`loss_scaling`).
+        diagnose: check block outputs, so that an overflow report names the block.
+        report: print one line per overflow on rank 0.
+        mesh: the device mesh; by default a single data axis.
+        layouts: the parameter layouts by name; by default every rank has every parameter.
 
     Raises:
-        TypeError, ValueError: for options that exclude each other, or a model that cannot be compressed.
+        TypeError, ValueError: if an option is invalid, options conflict, or the model's gradients cannot be compressed.
         PlanError: with `hybrid`, if hosts have different numbers of ranks.
     """
 
@@ -139,7 +140,7 @@ class Engine:
         source: WeightSource | None = getattr(model, "weight_source", None) if is_deferred(model) else None
         if is_deferred(model) != (initialise is not None or source is not None):
             raise ValueError(
-                "initialise= fills the blocks of a model that is on the meta device: both are needed, or neither"
+                "initialise= and a model on the meta device require each other: pass both, or omit both"
             )
         self.model, self.comm, self.zero, self.rank = model, comm, zero, comm.rank
         self.rounding = rounding
@@ -224,9 +225,9 @@ class Engine:
             safetensors_files.read_weights(self, source)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Return the output of the model; floating-point inputs are cast to its type."""
+        """Return the model's output; floating-point inputs are cast to the model's type."""
         if self._reducer.all_cleared:
-            self._reducer.begin_step()  # activations use the memory of gradients
+            self._reducer.begin_step()  # frees gradient memory for activations
         if self._dtype is not None:
             inputs, named = cast_floating((inputs, named), self._dtype)
         return self.model(*inputs, **named)
@@ -234,9 +235,9 @@ class Engine:
     # ---- steps and evaluations ----
 
     def backward(self, loss: Tensor) -> None:
-        """Run `loss.backward()`, with the loss scaled if the precision is fp16.
+        """Run `loss.backward()`, with a scaled loss if the precision is fp16.
 
-        The gradients in `.grad` are unscaled after the last backward pass of a step.
+        The gradients are unscaled after the last backward pass of a step.
         """
         if self._reducer.all_cleared:
             self._reducer.begin_step()
@@ -245,71 +246,76 @@ class Engine:
     def forward_backward(
         self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any] = first_of
     ) -> StepLoss:
-        """Compute the gradients of the mean loss over the micro-batches of all ranks; a collective call, once per step.
+        """Compute the gradients of the global mean loss over all micro-batches; call it on all ranks, once per step.
 
             step = engine.forward_backward(batches, lambda logits, batch: (masked_sum(logits, batch), batch.mask.sum()))
 
-        The mean is over the global count, so masks, packed sequences and micro-batches of different sizes have the weight that they have in
-        one process.  Ranks may have different numbers of micro-batches, including none.
+        The sum of all losses is divided by the global count.  Masked tokens, packed sequences and micro-batches of different
+        sizes therefore have the same weight as in a single process.  The number of micro-batches may differ between ranks
+        and may be zero.
 
         Args:
-            batches: the micro-batches of this rank.
-            loss: `loss(output, batch)` returns the sum of the losses of a micro-batch, and the number of summands: samples,
-                or tokens that are not masked.
-            inputs: returns the model's arguments for a micro-batch: a tensor, a tuple, or a mapping of named arguments.  By default
-                the first element of a tuple or list, or the batch itself.
+            batches: this rank's micro-batches.
+            loss: `loss(output, batch)` returns the sum of the losses in a micro-batch and their count: the number of samples
+                or unmasked tokens.
+            inputs: a function that returns the model's arguments for a micro-batch: a tensor, a tuple, or a mapping of named
+                arguments.  The default returns the first element of a tuple or list, or else the batch itself.
 
         Returns:
-            The mean loss and the count over all ranks, equal on all ranks.
+            The global mean loss and the global count, equal on all ranks.
 
         Raises:
-            ValueError: on all ranks, if the count is 0.
-            RuntimeError: if gradients of an earlier call were not cleared.
+            ValueError: on all ranks, if the global count is 0.
+            RuntimeError: if gradients from an earlier call were not cleared.
         """
         if self._reducer.reduced and not self._reducer.all_cleared:
             raise RuntimeError(
-                "forward_backward computes the gradients of a whole step, and there are some already: call optimizer.zero_grad() "
-                "before, and give all micro-batches of a step to one call"
+                "forward_backward computes the gradients of a whole step, but gradients from an earlier call exist: call "
+                "optimizer.zero_grad() before each step, and pass all micro-batches of the step in one call"
             )
         return self._mean.forward_backward(batches, loss, inputs)
 
     def evaluate(
         self, batches: Iterable[Any], metric: Loss, inputs: Callable[[Any], Any] = first_of
     ) -> float:
-        """Return the mean of `metric` over the batches of all ranks, computed in evaluation mode; a collective call.
+        """Return the mean of `metric` over all batches on all ranks, in evaluation mode; a collective call.
 
-        The arguments are those of `forward_backward`.  Ranks may have different numbers of batches.
+        See `forward_backward` for the arguments.  The number of batches may differ between ranks.
         """
         return self._mean.evaluate(batches, metric, inputs)
 
     def join_forward(self) -> None:
-        """Take part in the gathers of the other ranks' forward pass, without inputs."""
+        """Join the other ranks' weight gathers for a forward pass, on a rank without inputs."""
         if self._gatherer is not None:
             self._gatherer.end_pass("forward")
 
     def join_backward(self, *, last: bool) -> None:
-        """Take part in the reductions of the other ranks' backward pass, without gradients; `last` marks the last one of a step."""
+        """Join the other ranks' reductions for a backward pass, on a rank without gradients.
+
+        Args:
+            last: whether this is the last backward pass of the step.
+        """
         self._reducer.join_pass(last=last)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients in backward passes without reducing them.
+        """Return a context in which backward passes accumulate gradients without reducing them.
 
-        With `zero` >= 2 every backward pass is reduced, because no rank has memory for whole gradients.
+        With `zero` >= 2, every backward pass reduces gradients, because no rank has memory for unsharded gradients.
         """
         with self._reducer.no_sync():
             yield
 
     def synchronize(self) -> None:
-        """Reduce the remaining buckets, and wait until every gradient is the average over ranks.
+        """Reduce the remaining buckets, and wait until all gradients are averaged.
 
-        A backward pass outside `no_sync` does this itself.  Call it on ranks that had no backward pass.
+        A backward pass outside `no_sync` calls this method.  Ranks without a backward pass must call it explicitly.
         """
         self._reducer.synchronize()
 
     @property
     def waited_s(self) -> float:
-        """The seconds for which this rank has waited for other ranks; may be set to 0."""
+        """The time in seconds that this rank has spent waiting for other ranks; assign 0 to reset it."""
         return self._reducer.waited_s
 
     @waited_s.setter
@@ -320,17 +326,17 @@ class Engine:
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step of the optimizer was skipped because fp16 gradients overflowed."""
+        """Whether the last optimizer step was skipped because fp16 gradients overflowed."""
         return self.overflow is not None
 
     @property
     def overflow(self) -> Overflow | None:
-        """The overflow for which the last step was skipped, or None."""
+        """The overflow that caused the last step to be skipped, or None."""
         return self._steps.overflow
 
     @property
     def scaler(self) -> LossScaler:
-        """The scale of the loss; 1 unless the precision is fp16."""
+        """The loss scaler; its scale is 1 unless the precision is fp16."""
         return self._steps.scaler
 
     def shards(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
@@ -339,11 +345,11 @@ class Engine:
             yield from shards.stored()
 
     def updated_tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
-        """Yield (parameter, tensor, start) for all tensors for which optimizers may have states: shards and whole parameters."""
+        """Yield (parameter, tensor, start) for all tensors that can have optimizer states: shards and whole parameters."""
         return self._updates.tensors()
 
     def stored_parts(self) -> Iterator[StoredPart]:
-        """Yield the parts that this rank stores of trained parameters, and of frozen parameters in flat buffers."""
+        """Yield this rank's parts of trained parameters, and of frozen parameters in flat buffers."""
         for shards in self.shards_of_buckets:
             for index, (parameter, tensor) in enumerate(zip(shards.parameters, shards.tensors, strict=True)):
                 if tensor is not None:
@@ -357,36 +363,38 @@ class Engine:
                     yield StoredPart(parameter, start, values, weights, trained=False)
 
     def divides(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter is stored in a flat buffer, of which this rank may store no part."""
+        """Return whether a parameter is stored in a flat buffer, which may be sharded."""
         return any(each is parameter for weights in self._weights for each in weights.parameters)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Make `optimizer` update this rank's shards of the model's parameters, and return it.
+        """Make `optimizer` update this rank's shards of the model's parameters, and return `optimizer`.
 
-        If ranks divide parameters, the optimizer must update every element independently, as SGD, Adam and AdamW do, or every parameter, as
-        Muon and Adafactor do (`optimizers.owned_parameters`).  If states are offloaded, it must update every element independently.
-        Existing states must be equal on all ranks.  `step` waits for the averaged gradients and ends when all ranks have the new
-        weights; a closure returns the mean loss over ranks.
+        If the plan shards parameters, the optimizer must update every element independently (SGD, Adam, AdamW) or every
+        parameter independently (Muon, Adafactor; see `optimizers.owned_parameters`).  If states are offloaded, the optimizer
+        must update every element independently.  Existing optimizer states must be equal on all ranks.
 
-        With offload this moves master weights and states, and is a collective call.
+        `optimizer.step()` waits for the averaged gradients and returns when all ranks have the updated weights.  If `step`
+        receives a closure, it returns the mean loss over all ranks.
+
+        With offload, this method moves master weights and states to the offload store and is a collective call.
 
         Raises:
-            TypeError: `optimizer` is a class, or not an optimizer.
-            ValueError: the optimizer would give other results, or has parameters of another model.
-            OffloadError: the disk or host memory has no space for the states.
+            TypeError: if `optimizer` is a class, or not an optimizer.
+            ValueError: if the optimizer would compute different results with shards, or has parameters of another model.
+            OffloadError: if the disk or the host memory has too little space for the states.
         """
         checked: object = optimizer
         if not isinstance(checked, torch.optim.Optimizer):
             given = checked.__name__ if isinstance(checked, type) else type(checked).__name__
             raise TypeError(
-                f"engine.optimizer takes an optimizer, as torch.optim.AdamW(model.parameters()), not {given}"
+                f"engine.optimizer expected an optimizer, such as torch.optim.AdamW(model.parameters()), got {given}"
             )
         if any(given is optimizer for given in self.optimizers):
-            raise ValueError("the optimizer was given to the engine already")
+            raise ValueError("engine.optimizer was already called with this optimizer: call it once per optimizer")
         known = {id(parameter) for parameter in self.model.parameters()}
         if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
-                "the optimizer has parameters that are not the model's: make it from model.parameters()"
+                "the optimizer has parameters that do not belong to the engine's model: create it from model.parameters()"
             )
         self._updates.add(optimizer)
         if any(update.state.weights for update in self.offloaded):
@@ -395,7 +403,7 @@ class Engine:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers of the engine."""
+        """The optimizers passed to `optimizer`."""
         return self._updates.optimizers
 
     @property
@@ -404,7 +412,7 @@ class Engine:
         return self._updates.offloaded
 
     def _before_update(self) -> bool:
-        """Complete the gradients of a step; return whether the step is made."""
+        """Complete the gradients of a step; return False if the step is skipped."""
         self.synchronize()
         self._release_gathered()
         self._whole.check()
@@ -412,7 +420,7 @@ class Engine:
         for shards in self.shards_of_buckets:
             shards.before_update()
         self._steps.decide()
-        for ranks in self._sharing:  # all ranks must have stopped reading weights
+        for ranks in self._sharing:  # all ranks must finish reading weights before the update
             ranks.barrier()
         return not self.skipped
 
@@ -424,7 +432,11 @@ class Engine:
             self._reducer.buffers.average()
 
     def all_gather_parameters(self, *, frozen: bool = False) -> None:
-        """Make all ranks compute with the updated shards, with `frozen` also those of frozen parameters; optimizers call this."""
+        """Distribute the updated shards to all ranks; `optimizer.step` calls this method.
+
+        Args:
+            frozen: also distribute the shards of frozen parameters.
+        """
         self._release_gathered()
         changed = [each for each in self._weights if frozen or each.trained]
         with torch.no_grad():
@@ -439,14 +451,18 @@ class Engine:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Return a context in which each rank can compute with the model alone; all ranks enter and leave it together."""
+        """Return a context with unsharded parameters, in which ranks can run the model independently.
+
+        All ranks must enter and exit the context together.
+        """
         with self._gatherer.whole() if self._gatherer is not None else nullcontext():
             yield
 
     def edit_parameters(self) -> AbstractContextManager[None]:
-        """Return a context in which all ranks may change parameters in place in the same way, under `torch.no_grad()`.
+        """Return a context with unsharded parameters that can be changed in place, under `torch.no_grad()`.
 
-        The parameters are unsharded, and the optimizer continues from the new values.  Each rank needs memory for all parameters.
+        All ranks must make the same changes.  The optimizer continues from the new values.  Each rank needs memory for all
+        parameters.
 
         Raises:
             RuntimeError: if the master weights are offloaded.
@@ -457,14 +473,17 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the model's state with unsharded parameters, for `model.load_state_dict`; a collective call.
 
-        Parameters have the type in which the optimizer updates them or, if its state is offloaded, the type in which the model
+        Parameters have the type of the master weights or, if optimizer states are offloaded, the type in which the model
         computes.
         """
         self._release_gathered()
         return self._whole.state_dict()
 
     def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield every parameter with its whole value, some at a time: all ranks go through them together."""
+        """Yield every parameter with its unsharded value, gathering one bucket at a time.
+
+        All ranks must iterate together.
+        """
         gathered: set[int] = set()
         if self._gatherer is not None:
             for parameters in self._gatherer.one_by_one():
@@ -493,19 +512,24 @@ class Engine:
     ) -> PendingSave:
         """Write the state of the model and its optimizers to a new folder; a collective call.
 
-        The checkpoint contains parameters, buffers, optimizer states and settings, the loss scale, the random generators and `extra`.  The
-        folder gets its final name when it is complete.
+        The checkpoint contains parameters, buffers, optimizer states and settings, the loss scale, the states of the random
+        number generators, and `extra`.  The folder receives its final name when it is complete.
 
         Args:
-            folder: a folder that does not exist, on a file system that all ranks share.
-            extra: values that JSON can represent, such as the position in the data.
-            asynchronous: copy the state to host memory, and write it in a thread while training continues.  `wait` of the returned
-                object, the next `save` or `load`, and `close` block until the checkpoint is on the disk.  Offloaded states are not
-                copied: they are written before `save` returns.
-            on_saved: called on rank 0 when the folder is complete, by the thread that wrote it; an exception makes the save fail.
+            folder: a folder that does not exist yet, on a file system that all ranks share.
+            extra: values that can be serialized as JSON, such as the position in the data.
+            asynchronous: copy the state to host memory, and write the copy in a thread while training continues.  The
+                checkpoint is on disk when the returned object's `wait`, the next `save` or `load`, or `close` returns.
+                Offloaded states are not copied but written before `save` returns.
+            on_saved: a function that the writing thread calls on rank 0 when the folder is complete.  If the function raises
+                an exception, the save fails.
+
+        Returns:
+            The pending save; it is already complete unless `asynchronous` is set.
 
         Raises:
-            CheckpointError: on all ranks, if the folder exists or cannot be written; with `asynchronous`, `wait` raises it.
+            CheckpointError: on all ranks, if the folder exists or cannot be written.  With `asynchronous`, `wait` raises the
+                error.
         """
         self._wait_for_save()
         path = Path(folder).expanduser()
@@ -514,15 +538,16 @@ class Engine:
         return pending
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Restore a checkpoint that `save` wrote under any plan and with any number of ranks; a collective call.
+        """Restore a checkpoint that was saved under any plan and with any number of ranks; a collective call.
 
-        Call `optimizer` for every optimizer first.
+        Call `optimizer` for every optimizer before `load`.
 
         Returns:
-            The `extra` of the checkpoint.
+            The `extra` values passed to `save`.
 
         Raises:
-            CheckpointError: on all ranks, if the checkpoint is damaged or belongs to another model; the engine is unchanged.
+            CheckpointError: on all ranks, if the checkpoint is damaged or belongs to another model.  The engine is then
+                unchanged.
         """
         self._wait_for_save()
         return checkpoint.load(self, Path(folder).expanduser())
@@ -531,8 +556,8 @@ class Engine:
         """Write parameters and buffers to safetensors files in a new folder, for other tools; a collective call.
 
         Args:
-            dtype: the type of floating-point tensors; by default the type that the optimizer updates.
-            file_bytes: the maximum size of a file; a larger model is divided into several files with an index.
+            dtype: the type of floating-point tensors; by default the type of the master weights.
+            file_bytes: the maximum file size in bytes; a larger model is written to several files with an index.
 
         Raises:
             CheckpointError: on all ranks, if the folder exists or cannot be written.
@@ -542,26 +567,27 @@ class Engine:
     def save_pretrained(
         self, folder: str | Path, *, dtype: torch.dtype | None = None, file_bytes: int = 4 << 30
     ) -> None:
-        """Write a new Hugging Face folder, which `transformers` loads; a collective call.
+        """Write a new Hugging Face folder that `transformers` can load; a collective call.
 
-        Adapters of LoRA are added to the weights that are written.  The files of the tokenizer are copied from the folder from which the
+        LoRA adapters are merged into the written weights.  The tokenizer files are copied from the folder from which the
         model was created.  No rank holds the unsharded model.
 
         Args:
-            dtype: the type of floating-point weights; by default the type that the optimizer updates.
-            file_bytes: the maximum size of a file; a larger model has several files and an index.
+            dtype: the type of floating-point weights; by default the type of the master weights.
+            file_bytes: the maximum file size in bytes; a larger model is written to several files with an index.
 
         Raises:
             CheckpointError: on all ranks, if the folder exists or cannot be written.
-            ValueError: if the model has no Hugging Face format, or quantized weights.
+            ValueError: if the model has no Hugging Face format, or has quantized weights.
         """
         safetensors_files.save_pretrained(self, Path(folder).expanduser(), dtype, file_bytes)
 
     def save_adapter(self, folder: str | Path, base_model: str | None = None) -> None:
-        """Write the adapters of LoRA in the format of PEFT; a collective call.
+        """Write the LoRA adapters in PEFT format; a collective call.
 
         Args:
-            base_model: the name of the base model in the configuration; by default the folder from which the model was created.
+            base_model: the base model's name in the PEFT configuration; by default the folder from which the model was
+                created.
 
         Raises:
             CheckpointError: on all ranks, if the adapter cannot be written.
@@ -576,15 +602,15 @@ class Engine:
     def load_weights(self, path: str | Path) -> None:
         """Load parameters and buffers from a safetensors file, or from the files in a folder; a collective call.
 
-        A rank reads only the parts that it stores.  Optimizer states are unchanged.
+        Each rank reads only its own shards.  Optimizer states are unchanged.
 
         Raises:
-            CheckpointError: on all ranks, if files are damaged or belong to another model; the engine is unchanged.
+            CheckpointError: on all ranks, if files are damaged or belong to another model.  The engine is then unchanged.
         """
         safetensors_files.load_weights(self, Path(path).expanduser())
 
     def remember_parameters(self) -> None:
-        """Record that the parameters and the master weights were changed together."""
+        """Accept changes that were made to both the parameters and the master weights."""
         self._whole.remember()
 
     def _wait_for_save(self) -> None:
@@ -593,7 +619,7 @@ class Engine:
             pending.wait()
 
     def metadata(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides tensors."""
+        """Return the non-tensor part of a checkpoint."""
         return {
             "scaler": {"enabled": self.scaler.enabled, **self.scaler.state_dict()},
             "rounding_steps": self.rounding.steps if self.rounding is not None else 0,
@@ -603,7 +629,7 @@ class Engine:
         }
 
     def restore_metadata(self, saved: Mapping[str, Any]) -> None:
-        """Restore the state that `metadata` returned."""
+        """Restore the state returned by `metadata`."""
         scaler = saved["scaler"]
         was_enabled = scaler.get("enabled", scaler["scale"] != 1)  # missing in earlier versions
         if self.scaler.enabled and was_enabled:
@@ -616,7 +642,10 @@ class Engine:
     # ---- gradients ----
 
     def gradients(self) -> list[Tensor]:
-        """Return what this rank has of the averaged gradients; they are then in memory until the next step, where they may be changed."""
+        """Return this rank's averaged gradients, or its shards of them.
+
+        The gradients stay in memory until the next step and can be changed in place.
+        """
         self._norms.clear()
         for bucket in self.buckets:
             if bucket.holds_result:
@@ -624,30 +653,34 @@ class Engine:
         return [gradient for shards in self.shards_of_buckets for _, gradient in shards.set()]
 
     def gradient_norm(self) -> float:
-        """Return the global norm of the averaged gradients of all parameters; equal on all ranks.
+        """Return the global norm of all averaged gradients, equal on all ranks; a collective call.
 
-        With fp16 it is infinite or NaN if the step will be skipped.
+        With fp16, the norm is infinite or NaN if the step will be skipped.
         """
         self._steps.norm = self._norms.total()
         return self._steps.norm
 
     def locate_nonfinite(self, outputs: OutputWatch | None = None) -> OverflowReport:
-        """Return the rank and the parameter of non-finite gradients; a collective call, before the update.
+        """Return a report that names the rank and the parameter with non-finite gradients; a collective call.
+
+        Call it before the update.
 
         Raises:
             RuntimeError: if the engine was created without `watch`.
         """
         if self._steps.watch is None:
-            raise RuntimeError("gradients are not watched: make the engine with watch=True")
+            raise RuntimeError(
+                "locate_nonfinite requires an engine that checks gradients: create the engine with watch=True"
+            )
         return self._steps.watch.locate(self.comm, outputs)
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply every gradient by `factor`, unless an overflow is known, for which they are going to be thrown away."""
+        """Multiply all gradients by `factor`, unless an overflow was found and the step will be skipped."""
         if self._steps.finite:
             self.scale_all(factor)
 
     def scale_all(self, factor: float) -> None:
-        """Multiply every gradient by `factor`, whatever it is."""
+        """Multiply all gradients by `factor`, even after an overflow."""
         self._norms.clear()
         for bucket in self.buckets:
             if bucket.holds_result:
@@ -661,17 +694,17 @@ class Engine:
         return norm
 
     def zero_grad(self) -> None:
-        """Start the next step: every gradient is None.  An optimizer's own `zero_grad` does as well."""
+        """Set all gradients to None to start the next step; equivalent to `optimizer.zero_grad()`."""
         self._reducer.begin_step()
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
-        """Set every `.grad` to None; gradients keep their memory until the next step."""
+        """Set every `.grad` to None; the gradient memory is released in the next step."""
         for shards in self.shards_of_buckets:
             shards.clear_gradients()
 
     def _gradient_norms(self, order: float) -> Iterator[tuple[str, Tensor, int]]:
-        """Yield the name of each parameter, the norm of this rank's part of its gradient, and the number of ranks with this part."""
+        """Yield (parameter name, norm of this rank's part of the gradient, number of ranks with the same part)."""
         for shards in self.shards_of_buckets:
             plan = shards.bucket.plan
             for index, norm in shards.norms(order):
@@ -680,7 +713,7 @@ class Engine:
     # ---- compression ----
 
     def compression_state(self) -> dict[str, Tensor]:
-        """Return what compression remembers on this rank, by name, for a checkpoint; `load_compression` goes on from it."""
+        """Return this rank's compression state by name, for `load_compression`."""
         return {
             f"{number}.{name}": value
             for number, bucket in enumerate(self.buckets)
@@ -689,7 +722,7 @@ class Engine:
         }
 
     def load_compression(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the residuals of this rank from `state`."""
+        """Restore this rank's compression state."""
         for number, bucket in enumerate(self.buckets):
             if bucket.compressor is not None:
                 own = f"{number}."
@@ -698,7 +731,7 @@ class Engine:
                 )
 
     def rescale(self, factor: float) -> None:
-        """Multiply the residuals of compression by `factor`, after a change of the loss scale."""
+        """Multiply the compression residuals by `factor`, after the loss scale has changed."""
         for bucket in self.buckets:
             if bucket.compressor is not None:
                 bucket.compressor.scale_residuals(factor)
@@ -706,13 +739,13 @@ class Engine:
     # ---- other ----
 
     def swap(self, swap: Swap) -> None:
-        """Take over a swap of the model's activations: `close` ends it."""
+        """Attach an activation swap to the engine; `close` also closes the swap."""
         self.swapped = swap
         if self._gatherer is not None:
             self._gatherer.keep_others(swap.pack, swap.unpack)
 
     def close(self) -> None:
-        """Let go of the model: remove the hooks and the gradients."""
+        """Remove the engine's hooks and gradients from the model."""
         self._wait_for_save()
         self._steps.close()
         self._reducer.close()
@@ -728,9 +761,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A rank's part of a parameter: consecutive elements from `start` of the flattened parameter on.
+    """A rank's part of a parameter: consecutive elements of the flattened parameter, beginning at element `start`.
 
-    `values()` returns a view of the elements, which may be changed; for offloaded `weights` only while they are in memory.
+    `values()` returns a mutable view of the elements.  If `weights` are offloaded, the view is valid only while they are in
+    memory.
     """
 
     parameter: nn.Parameter
@@ -745,7 +779,7 @@ def _part_of(weights: FlatWeights, part: slice) -> Tensor:
 
 
 def _gathers(model: nn.Module, shards: Communicator | None) -> bool:
-    """Return whether ranks that divide weights must gather them, because they do not share memory."""
+    """Return whether the ranks in `shards` must gather weights because they do not share memory."""
     return shards is not None and not all(shards.shares_memory(p.device) for p in model.parameters())
 
 
@@ -759,10 +793,15 @@ def _check_options(
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero={zero}: the stages are 0, 1, 2 and 3")
     if compression is not None and not isinstance(compression, Compression):
-        raise TypeError(f"compression={compression!r}: a Compression (Cast, Int8, TopK, PowerSGD), or None")
+        raise TypeError(
+            f"compression={compression!r}: expected a Compression (Cast, Int8, TopK, PowerSGD) or None"
+        )
     if compression is not None and zero:
-        raise ValueError(f"compression and zero={zero}: gradients are compressed with zero=0 only")
+        raise ValueError(f"compression cannot be combined with zero={zero}: use zero=0, or omit compression")
     if rounding is not None and offload != "none":
-        raise ValueError("stochastic rounding and offload: there are no master weights to keep elsewhere")
+        raise ValueError(
+            f"stochastic rounding cannot be combined with offload={offload!r}, because it has no master weights to offload: "
+            f"use offload='none'"
+        )
     if rounding is not None and dtype is not torch.bfloat16:
-        raise ValueError(f"stochastic rounding with dtype={dtype}: it is for torch.bfloat16")
+        raise ValueError(f"stochastic rounding requires dtype=torch.bfloat16, got dtype={dtype}")

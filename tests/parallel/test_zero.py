@@ -188,7 +188,7 @@ def _refusals(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="zero=4: the stages are 0, 1, 2 and 3"):
         Engine(model, _world(), zero=4)
     replica = Engine(model, _world(), zero=1)
-    with pytest.raises(ValueError, match="not the model's"):
+    with pytest.raises(ValueError, match="do not belong to the engine's model"):
         replica.optimizer(torch.optim.SGD(Odd().parameters(), 0.1))
     with pytest.raises(TypeError, match=r"AdamW\(model.parameters\(\)\), not SGD"):
         replica.optimizer(torch.optim.SGD)  # type: ignore[arg-type]

@@ -178,7 +178,9 @@ def _write_vit(config: ViTConfig) -> dict[str, Any]:
 def _vit_table(config: ViTConfig) -> Table:
     modules = (  # transformers 5 has other names in memory than in files
         (r"vit\.encoder\.layer\.", "vit.layers."),
-        (r"attention\.attention\.(q|k|v)(uery|ey|alue)", r"attention.\1_proj"),
+        (r"attention\.attention\.query", "attention.q_proj"),
+        (r"attention\.attention\.key", "attention.k_proj"),
+        (r"attention\.attention\.value", "attention.v_proj"),
         (r"attention\.output\.dense", "attention.o_proj"),
         (r"(\d)\.intermediate\.dense", r"\1.mlp.fc1"),
         (r"(\d)\.output\.dense", r"\1.mlp.fc2"),
