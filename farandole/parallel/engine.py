@@ -390,7 +390,9 @@ class Engine:
                 f"engine.optimizer expected an optimizer, such as torch.optim.AdamW(model.parameters()), got {given}"
             )
         if any(given is optimizer for given in self.optimizers):
-            raise ValueError("engine.optimizer was already called with this optimizer: call it once per optimizer")
+            raise ValueError(
+                "engine.optimizer was already called with this optimizer: call it once per optimizer"
+            )
         known = {id(parameter) for parameter in self.model.parameters()}
         if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
