@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from farandole.data.cache import Progress
 from farandole.data.chat import Chat, prepare_chat
 from farandole.models.generate import generate
+from farandole.models.hf.architecture import decoders
 from farandole.models.sequence import SequenceInfo
 from farandole.train.config import ConfigError, TrainConfig
-from farandole.train.folders import DECODERS, describe_folder, folder_of, model_files, open_folder_model
+from farandole.train.folders import describe_folder, folder_of, model_files, open_folder_model
 from farandole.train.tasks import Mean, Task
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -32,7 +33,7 @@ class ChatTask(Task):
         if not config.model.folder:
             raise ConfigError("task='sft' fine-tunes a model: name its folder with model=FOLDER")
         self._config = config
-        origin = describe_folder(config, DECODERS)
+        origin = describe_folder(config, decoders())
         open_folder_model(config)  # refuses a damaged folder
         self._chat: Chat = prepare_chat(
             config.data.path,

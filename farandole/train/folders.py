@@ -19,9 +19,6 @@ from farandole.models.sequence import Transformer
 from farandole.parallel.engine import Engine
 from farandole.train.config import ConfigError, TrainConfig
 
-DECODERS = ("gpt2", "gptj", "llama", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3")
-"""The families that predict the next token."""
-
 
 def folder_of(config: TrainConfig) -> Path:
     """Return the folder of the model."""

@@ -16,11 +16,12 @@ from farandole.data.wording import counted, short, size
 from farandole.launch.control_groups import available_memory
 from farandole.memory.disk import Bandwidth
 from farandole.models.gpt import GPTConfig
+from farandole.models.hf.architecture import decoders
 from farandole.parallel.lora import add_lora
 from farandole.plan import Plan
 from farandole.planner import Estimate, Machine, Workload, bytes_per_parameter, estimate_workload
 from farandole.train.config import ConfigError, TrainConfig
-from farandole.train.folders import DECODERS, build_language_model, describe_folder
+from farandole.train.folders import build_language_model, describe_folder
 from farandole.train.start import Start
 
 _STAGES = (0, 1, 2, 3)
@@ -38,7 +39,7 @@ def workload_of(config: TrainConfig, ranks: int) -> Workload:
         raise ConfigError(f"task={config.task!r}: the planner estimates task='text' and 'sft' only")
     count, samples = config.micro_batches(ranks)
     if config.model.folder:
-        describe_folder(config, DECODERS)
+        describe_folder(config, decoders())
     with torch.device("meta"):
         model = build_language_model(config)
         tokens = torch.empty(samples, config.model.context, dtype=torch.int64)

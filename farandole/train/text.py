@@ -18,10 +18,10 @@ from farandole.data.text import Text, prepare_text
 from farandole.data.tokenizer import END_OF_TEXT, load_tokenizer
 from farandole.models.generate import generate
 from farandole.models.gpt import build_gpt
+from farandole.models.hf.architecture import decoders
 from farandole.models.hf.pretrained import read_config
 from farandole.train.config import ConfigError, TrainConfig, saved_config
 from farandole.train.folders import (
-    DECODERS,
     build_language_model,
     describe_folder,
     folder_of,
@@ -42,7 +42,7 @@ def open_text(
     vocabulary, tokenizer, end = config.model.vocabulary, tokenizer_file(config), END_OF_TEXT
     if config.model.folder:
         folder = folder_of(config)
-        vocabulary = describe_folder(config, DECODERS).config.vocabulary
+        vocabulary = describe_folder(config, decoders()).config.vocabulary
         tokenizer = folder / TOKENIZER
         found = token_text(read_tokenizer_config(folder), "eos_token")
         if found is None:

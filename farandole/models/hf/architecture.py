@@ -40,6 +40,11 @@ class Architecture:
     matches: Callable[[Any], bool] = lambda config: True
     adapt: Callable[[Any, Collection[str]], Any] = lambda config, names: config
 
+    @property
+    def is_decoder(self) -> bool:
+        """Whether the models predict the next token."""
+        return self.classes[0].endswith(("ForCausalLM", "LMHeadModel"))
+
 
 REGISTRY: dict[str, Architecture] = {}
 """All families by name."""
@@ -48,6 +53,11 @@ REGISTRY: dict[str, Architecture] = {}
 def register(architecture: Architecture) -> None:
     """Add a family, or replace the family of the same name."""
     REGISTRY[architecture.name] = architecture
+
+
+def decoders() -> tuple[str, ...]:
+    """Return the names of all families that predict the next token."""
+    return tuple(name for name, architecture in REGISTRY.items() if architecture.is_decoder)
 
 
 # ---- rotary positions ----
