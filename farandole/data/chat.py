@@ -1,11 +1,11 @@
-"""Conversations as training samples: tokenized once, mapped into memory, and packed into windows.
+"""Conversations as training samples: tokenized once, memory-mapped, and packed into windows.
 
     chat = prepare_chat("chat.jsonl", folder, context=1024)
     tokens, documents, targets = chat.train.read(np.array([0, 5]))       # each (2, 1024) of int64
 
-A record has `messages`, a list of {"role", "content"}, and optionally `tools`; or `prompt` and `completion`, two texts.  Only tokens that the
-assistant wrote are targets.  Several conversations share a window: `documents` numbers them, so that attention does not cross from one to another.  No
-conversation is divided: one that is longer than a window is truncated.
+A record has `messages`, a list of {"role", "content"}, and optionally `tools`; or `prompt` and `completion`, two texts.  Only
+tokens that the assistant wrote are targets.  Several conversations share a window: `documents` numbers them, so that attention
+does not cross from one to another.  Conversations are never split: one that is longer than a window is truncated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from farandole.data.wording import counted
 _log = logging.getLogger(__name__)
 
 IGNORED = -100
-"""The target of tokens that are not trained."""
+"""The target for tokens without a loss."""
 
 FILES = ("tokens.bin", "trained.bin", "ends.bin", "held_out.bin")
 """Token numbers (int32), whether each is trained (uint8), the end of each conversation (int64), and whether it is for validation (uint8)."""
@@ -75,7 +75,7 @@ class Conversations:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return tokens, document numbers and targets of windows, each (len(numbers), context).
 
-        Padding has token 0, a document number of its own, and no targets.
+        Padding has token 0, a separate document number, and no targets.
         """
         shape = (len(numbers), self.context)
         tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
@@ -94,7 +94,7 @@ class Conversations:
 
 
 def pack(lengths: list[int], size: int) -> list[list[int]]:
-    """Assign items to bins of `size`, the longest first, each to the bin with the least sufficient space.
+    """Assign items to bins of `size` by best fit decreasing: longest first, each to the fullest bin with enough space.
 
     The result is deterministic.  Its number of bins is at most 11/9 of the optimum and 6/9 (Johnson et al., 1974, for best fit decreasing).
     """
@@ -167,7 +167,7 @@ def prepare_chat(
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise DataError(f"{folder} has no tokenizer.json: save the tokenizer of the model there")
+        raise DataError(f"{folder} has no tokenizer.json: save the model's tokenizer there")
     try:
         tokenizer = load_tokenizer(file)
     except Exception as error:  # the library raises Exception itself
@@ -195,7 +195,9 @@ def prepare_chat(
     saved = cached_folder((cache or default_cache()) / "chats", key, build, FILES)
     tokens = np.memmap(saved / "tokens.bin", np.int32, "r")
     if int(tokens.max()) >= vocabulary:
-        raise DataError(f"{file} has token {int(tokens.max())}, and the model a vocabulary of {vocabulary}")
+        raise DataError(
+            f"{file} contains token {int(tokens.max())}, but the model's vocabulary has only {vocabulary} tokens"
+        )
     trained = np.memmap(saved / "trained.bin", np.uint8, "r")
     ends = np.fromfile(saved / "ends.bin", np.int64)
     held_out = np.fromfile(saved / "held_out.bin", np.uint8)

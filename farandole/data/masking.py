@@ -65,7 +65,7 @@ class Masking:
         if self.seed < 0:
             raise ValueError(f"expected a non-negative seed, got {self.seed}")
         if len(self._ordinary) == 0:
-            raise ValueError("all tokens of the vocabulary are special: none can be masked")
+            raise ValueError("every token in the vocabulary is special, so no token can be masked")
 
     def mask(
         self, windows: NDArray[np.integer], samples: NDArray[np.int64], epochs: NDArray[np.int64] | int = 0

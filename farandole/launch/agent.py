@@ -61,7 +61,7 @@ class Agent(LocalElasticAgent):
         pids: dict[int, Any] = super()._start_workers(worker_group)
         context = self._pcontext
         if not isinstance(context, SubprocessContext):
-            raise TypeError(f"ranks are started as commands, not in a {type(context).__name__}")
+            raise TypeError(f"expected a command context for ranks, got {type(context).__name__}")
         processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
         self.rank_monitor = RankMonitor(processes, context.error_files)
         for number in SIGNALS:

@@ -63,7 +63,7 @@ def assign_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
         return list(hosts)
     if ranks > slots:
         named = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
-        raise LaunchError(f"--ranks {ranks}: the hosts have {count(slots, 'slot')} together ({named})")
+        raise LaunchError(f"--ranks {ranks}: the hosts have only {count(slots, 'slot')} in total ({named})")
     filled = []
     for host in hosts:
         if ranks > 0:

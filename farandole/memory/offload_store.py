@@ -352,7 +352,7 @@ class DiskStore(OffloadStore):
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         """Return aligned memory, which returns to the kernel when it is freed."""
         if device.type != "cpu":
-            raise ValueError(f"expected a device of the host, got {device}: a disk is read into host memory")
+            raise ValueError(f"expected a CPU device, got {device}: files are read into host memory")
         return aligned_buffer(nbytes)
 
     def write(self, record: Record, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
@@ -428,7 +428,7 @@ class DiskStore(OffloadStore):
             raise OffloadError(f"{what}: the file has been closed")
         if self._process != os.getpid():
             raise OffloadError(
-                f"{what}: the file belongs to process {self._process}, of which this process is a fork"
+                f"{what}: the file belongs to process {self._process} and cannot be used in its forked child"
             )
         flat = memory.dim() == 1 and memory.is_contiguous()
         if (
@@ -454,7 +454,7 @@ def measure_bandwidth(folder: str | os.PathLike[str], limit_bytes: int = _PROBE_
     allowed = min(limit_bytes, free_bytes(require_folder(folder)))
     if allowed < PART_BYTES:
         raise NoSpace(
-            f"measuring the disk of {folder} needs {size(PART_BYTES)}, and {size(allowed)} may be used"
+            f"measuring the disk in {folder} needs {size(PART_BYTES)}, but only {size(allowed)} may be used"
         )
     store = DiskStore(folder, "random bytes")
     try:

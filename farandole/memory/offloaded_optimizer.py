@@ -141,10 +141,12 @@ class OffloadedOptimizer:
     def load(self, unit: int, shards: Sequence[ShardState]) -> None:
         """Set `unit` to the state that `saved` yielded for it.  Raise ValueError if it does not fit."""
         if not 0 <= unit < len(self.units):
-            raise IndexError(f"unit {unit}: there are {counted(len(self.units), 'unit')}, counted from 0")
+            raise IndexError(
+                f"unit {unit} does not exist: there are {counted(len(self.units), 'unit')}, counted from 0"
+            )
         if len(shards) != len(self.units[unit]):
             raise ValueError(
-                f"unit {unit} has {counted(len(self.units[unit]), 'shard')}, {len(shards)} given"
+                f"expected {counted(len(self.units[unit]), 'shard')} for unit {unit}, got {len(shards)}"
             )
         for at, shard in enumerate(shards):
             _check_fits(f"unit {unit}, shard {at}", self._places[unit][at], self.units[unit][at], shard)
@@ -417,10 +419,14 @@ def _check_fits(what: str, places: _ShardLayout, shard: nn.Parameter, given: Sha
     for name, value in {"weights": given.weights, **per_element}.items():
         if not isinstance(value, Tensor) or value.shape != shard.shape:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{what}: {name} is {found}, the shard {tuple(shard.shape)}")
+            raise ValueError(
+                f"{what}: {name} has shape {found}, but the shard has shape {tuple(shard.shape)}"
+            )
     for name, value in per_element.items():
         if value.dtype != places.state[name].dtype:
-            raise ValueError(f"{what}: {name} is {value.dtype}, the record holds {places.state[name].dtype}")
+            raise ValueError(
+                f"{what}: {name} has type {value.dtype}, but the record stores {places.state[name].dtype}"
+            )
 
 
 def _check_element_state(optimizer: str, key: str, value: Tensor, view: Tensor) -> None:

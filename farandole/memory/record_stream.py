@@ -74,7 +74,7 @@ class RecordStream:
     def __init__(self, store: OffloadStore, record_bytes: Sequence[int], buffers: int = 3) -> None:
         if buffers < 2:
             raise ValueError(
-                f"buffers={buffers}: at least 2 are needed, to read one record while another is used"
+                f"expected at least 2 buffers, to read one record while another is in use, got buffers={buffers}"
             )
         self.store = store
         self.record_bytes = tuple(record_bytes)

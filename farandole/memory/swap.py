@@ -69,7 +69,7 @@ def swap_activations(
         if value < 0:
             raise ValueError(f"{name}={value}: expected at least 0")
     if behind_bytes < 1:
-        raise ValueError(f"behind_bytes={behind_bytes}: at least one byte must be allowed to wait")
+        raise ValueError(f"expected behind_bytes of at least 1, got {behind_bytes}")
     if wrapper_of(model, Swap) is not None:
         raise ValueError("the activations of this model are already swapped: close() the existing Swap first")
     store = _store(to, device_of(model))

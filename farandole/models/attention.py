@@ -1,8 +1,8 @@
-"""Attention with grouped heads, causal and document masks, windows and biases, by the fastest implementation for the device.
+"""Attention with grouped heads, causal and document masks, windows and biases, using the fastest implementation for the device.
 
 `torch.nn.functional.scaled_dot_product_attention` (SDPA) is the fastest nearly everywhere.  There are three exceptions on a CPU:
 
-- Training in bf16 or fp16 with sequences that fit in the cache.  The backward pass of the flash kernel takes twice as long as two
+- Training in bf16 or fp16 with sequences that fit into the cache.  The backward pass of the flash kernel takes twice as long as two
   batched matrix products and a softmax (measured with AMX and AVX-512, 128 to 512 positions).
 - Grouped heads.  `enable_gqa` takes 1.5 to 2.5 times as long as repeated keys and values.
 - Packed documents.  One call per document skips the masked part of the scores.

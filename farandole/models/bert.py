@@ -1,4 +1,4 @@
-"""BERT: a bidirectional transformer, trained to restore masked tokens, as a plain `nn.Sequential`.
+"""BERT: a bidirectional transformer that predicts masked tokens, as an `nn.Sequential`.
 
 The blocks follow Devlin et al., 2019, "BERT: Pre-training of Deep Bidirectional Transformers for Language
 Understanding", as in the published weights: normalized token, position and segment embeddings; post-normalized
@@ -9,7 +9,7 @@ next-sentence head, which does not help (Liu et al., 2019, "RoBERTa").  `farando
     logits = model(tokens)                       # (batch, positions) -> (batch, positions, vocabulary)
     total, count = model(tokens, None, targets)  # the summed loss of the targets that are not negative
 
-A model that exceeds the memory is initialized block by block, with the same weights:
+A model that is too large for memory is initialized block by block, with the same weights:
 
     with torch.device("meta"):
         model = build_bert(config)
@@ -39,7 +39,7 @@ EPSILON = 1e-12
 
 @dataclass(frozen=True)
 class BERTConfig:
-    """The shape of a BERT: `layers` blocks of `heads` heads and width `width`.
+    """The configuration of a BERT.
 
     With vocabulary V, context C, segments S, layers L, width D and feed-forward width F the model has exactly
 
@@ -50,9 +50,9 @@ class BERTConfig:
     the logits, whose weight is the token embedding.
 
     Args:
-        feed_forward: the width of the feed-forward network; 0 stands for 4 D.
+        feed_forward: the width of the feed-forward network; 0 selects 4 D.
         padding: the padding token; None if all sequences are full.
-        classes: the number of classes of a classifier; 0 for a head that restores masked tokens.
+        classes: the number of classes of a classifier; 0 for a head that predicts masked tokens.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -164,7 +164,7 @@ class BERTBlock(nn.Module):
 
 
 class MaskedTokenHead(nn.Module):
-    """A transform, and the output projection with a weight (vocabulary, width) that may be shared, and a bias."""
+    """The head for masked tokens: a transform, then an output projection with a bias and a weight (vocabulary, width) that may be shared."""
 
     def __init__(self, config: BERTConfig, weight: Tensor) -> None:
         super().__init__()
@@ -201,10 +201,10 @@ class ClassifierHead(nn.Module):
 
 
 class BERT(Transformer):
-    """A transformer whose padding tokens are not attended to."""
+    """A transformer that masks padding tokens."""
 
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
-        """Return `info` with padding as a document, if the configuration has a padding token."""
+        """Return `info` with padding as a separate document, if the configuration has a padding token."""
         info = super().prepare(inputs, info)
         padding = getattr(self[0], "padding", None)
         if padding is None or info.documents is not None:
@@ -214,7 +214,7 @@ class BERT(Transformer):
 
 
 def bert(config: BERTConfig) -> BERT:
-    """Return a BERT whose weights torch's layers have initialized, with a classifier if `config.classes` is not 0."""
+    """Return a BERT with torch's default initial weights, and with a classifier if `config.classes` is not 0."""
     embedding = BERTEmbedding(config)
     layers = [BERTBlock(config) for _ in range(config.layers)]
     head = ClassifierHead(config) if config.classes else MaskedTokenHead(config, embedding.tokens.weight)

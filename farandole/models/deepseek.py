@@ -1,8 +1,8 @@
 """DeepSeek-V3: multi-head latent attention, mixtures of experts with a shared expert, and multi-token prediction.
 
-DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report".  Queries, keys and values are expanded from low-rank latent vectors.  A part of
-each head without positions is separate from a part with rotary positions, whose key all heads share.  The first layers are dense; the others have a
-mixture of experts (`moe.GroupedRouter`).
+DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report".  Queries, keys and values are expanded from low-rank latent vectors.  Each
+query and key head has a part without positions and a part with rotary positions.  All heads share the key of the second
+part.  The first layers are dense; the others have a mixture of experts (`moe.GroupedRouter`).
 
 With `predicted` > 0 the head has modules that predict further tokens in training (section 2.2 of the report): module k combines the hidden state at
 position i with the embedding of token i + k, runs one more layer, and predicts token i + k + 1 with the same embedding and output weights.
@@ -34,7 +34,7 @@ from farandole.models.sequence import SequenceInfo, Transformer
 
 @dataclass(frozen=True)
 class DeepSeekConfig:
-    """The shape of a DeepSeek-V3.
+    """The configuration of a DeepSeek-V3.
 
     Args:
         inner: the width of the feed-forward network of dense layers.
@@ -143,7 +143,7 @@ def _layer(config: DeepSeekConfig, number: int) -> TransformerBlock:
 
 
 class TokenPrediction(nn.Module):
-    """Predicts one token further: a layer on the concatenation of the next token's embedding and the hidden state."""
+    """Predicts one more token: a layer applied to the concatenation of the next token's embedding and the hidden state."""
 
     def __init__(self, config: DeepSeekConfig) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class TokenPrediction(nn.Module):
 
 
 class PredictionHead(Head):
-    """A head that also trains modules for further tokens; they are unused without `targets`."""
+    """A head with modules that predict further tokens in training; without `targets`, they are unused."""
 
     def __init__(self, config: DeepSeekConfig, embedding: Tensor) -> None:
         norm = partial(RMSNorm, epsilon=config.epsilon)
@@ -173,8 +173,8 @@ class PredictionHead(Head):
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
         """Map (batch, positions, width) to logits, or with `targets` to the summed loss and the number of targets.
 
-        Target i is token i + 1, so the embeddings of further tokens follow from the targets.  The loss of module k has the targets shifted by
-        k positions within a document; its sum counts as much per target as the loss of the next token.
+        Target i is token i + 1, so the targets provide the further tokens for the embedding.  Module k uses the targets shifted by k positions
+        within a document.  Its loss has the same weight per target as the next-token loss.
         """
         if targets is None or not self.predictions:
             return super().forward(x, info, targets)
@@ -197,7 +197,7 @@ class PredictionHead(Head):
 
 
 def deepseek(config: DeepSeekConfig) -> Transformer:
-    """Return a DeepSeek-V3 whose weights torch's layers have initialized."""
+    """Return a DeepSeek-V3 with torch's default initial weights."""
     embedding = Embedding(config.vocabulary, config.width)
     blocks = [_layer(config, number) for number in range(config.layers)]
     if config.predicted:

@@ -23,7 +23,7 @@ def generate(
 ) -> Iterator[int]:
     """Yield `count` tokens that continue `prompt`.
 
-    A `Transformer` keeps keys and values in a cache, if prompt and continuation fit in the context.  The head, the larger part of a
+    A `Transformer` uses a key-value cache if the prompt and the continuation fit into the context.  The head, the largest part of a
     small model, runs only on the last position.
 
     Ranks that gather weights block by block (`zero=3`) generate together: all ranks call this function with the same
@@ -31,7 +31,7 @@ def generate(
 
     Args:
         prompt: at least one token.
-        context: the number of most recent tokens that the model gets.
+        context: the maximum number of tokens that the model sees, counted from the end.
         temperature: the sampling temperature; 0 selects the most likely token.
         top_k: sample from this many most likely tokens; 0 samples from all tokens.
 

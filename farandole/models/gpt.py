@@ -32,7 +32,7 @@ from farandole.models.sequence import Transformer
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT: `layers` blocks of `heads` heads and width `width`, for up to `context` positions.
+    """The configuration of a GPT.
 
     With vocabulary V, layers L, width D and feed-forward width F = 4 D the model has exactly
 
@@ -82,7 +82,7 @@ class GPTConfig:
 
     @property
     def flops_per_token(self) -> int:
-        """Floating-point operations per token of a forward and backward pass.
+        """The floating-point operations per token in a forward and backward pass.
 
         6 per parameter, plus 12 L D C for attention over a context of C positions (Kaplan et al., 2020, "Scaling
         Laws for Neural Language Models", table 1).
@@ -91,7 +91,7 @@ class GPTConfig:
 
 
 def gpt(config: GPTConfig) -> Transformer:
-    """Return a GPT whose weights torch's layers have initialized."""
+    """Return a GPT with torch's default initial weights."""
     norm = partial(nn.LayerNorm, eps=config.epsilon)
     learned = config.positions == "learned"
     rotary = None if learned else Rotary(config.width // config.heads)

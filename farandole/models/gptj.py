@@ -18,7 +18,7 @@ from farandole.models.sequence import SequenceInfo, Transformer
 
 @dataclass(frozen=True)
 class GPTJConfig:
-    """The shape of a GPT-J; `rotary` is the number of rotated values per head, and inner=0 selects 4 times the width."""
+    """The configuration of a GPT-J; `rotary` is the number of rotated values per head, and inner=0 selects 4 times the width."""
 
     vocabulary: int
     layers: int
@@ -66,7 +66,7 @@ class ParallelBlock(nn.Module):
 
 
 def gptj(config: GPTJConfig) -> Transformer:
-    """Return a GPT-J whose weights torch's layers have initialized."""
+    """Return a GPT-J with torch's default initial weights."""
     norm = partial(nn.LayerNorm, eps=config.epsilon)
     embedding = Embedding(config.vocabulary, config.width, dropout=config.embedding_dropout)
     weight = embedding.tokens.weight if config.tied else None

@@ -1,4 +1,4 @@
-"""Layers that the transformers share: normalization, embeddings, self-attention, feed-forward networks, heads and initialization."""
+"""Common transformer layers: normalization, embeddings, self-attention, feed-forward networks, heads and initialization."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class FeedForward(nn.Module):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, which stores its input only and has one pass over it in each direction per chunk."""
+    """silu(gate) * up; stores only its input for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ class Head(nn.Module):
     """The final normalization, and the output projection with a weight (vocabulary, width) that may be shared.
 
     Args:
-        weight: the token embedding for a tied head; by default the head has a weight of its own.
+        weight: the token embedding for a tied head; by default, the head has a separate weight.
     """
 
     def __init__(
@@ -317,8 +317,8 @@ class Head(nn.Module):
 def initialize(model: nn.Module, deviation: float = 0.02) -> None:
     """Initialize weights from a normal distribution, biases to zero, and normalizations to the identity.
 
-    Each block adds to the residual stream twice.  The output projections (`out` and `down`) have the deviation divided by sqrt(2 L), so the
-    variance of the stream does not grow with the number of layers L (Radford et al., 2019).
+    Each block adds to the residual stream twice.  For the output projections (`out` and `down`), the deviation is divided by
+    sqrt(2 L), so the variance of the residual stream does not grow with the number of layers L (Radford et al., 2019).
     """
     layers = sum(isinstance(module, TransformerBlock) for module in model.modules())
     residual = deviation / math.sqrt(2 * max(1, layers))

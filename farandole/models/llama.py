@@ -1,7 +1,7 @@
-"""Llama and its relatives Mistral, Qwen 2 and Qwen 3: decoder-only transformers with rotary positions.
+"""Llama, Mistral, Qwen 2 and Qwen 3: decoder-only transformers with rotary positions.
 
 Touvron et al., 2023, "LLaMA: Open and Efficient Foundation Language Models": RMS normalization before each part, rotary positions, and a
-gated feed-forward network with SiLU.  The relatives differ in their options only:
+gated feed-forward network with SiLU.  The other families differ from Llama only in their options:
 
     Mistral    a sliding window
     Qwen 2     biases in the projections of queries, keys and values; a window in some layers
@@ -34,7 +34,7 @@ from farandole.models.sequence import Transformer
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a Llama.
+    """The configuration of a Llama, Mistral or Qwen.
 
     Args:
         inner: the width of the feed-forward network.
@@ -83,7 +83,7 @@ class LlamaConfig:
 
 
 def llama_attention(config: LlamaConfig, layer: int) -> SelfAttention:
-    """Return the attention of a layer."""
+    """Return the attention module for a layer."""
     return SelfAttention(
         config.width,
         config.heads,
@@ -99,10 +99,10 @@ def llama_attention(config: LlamaConfig, layer: int) -> SelfAttention:
 
 
 def llama(config: LlamaConfig, feed_forward: Callable[[], nn.Module] | None = None) -> Transformer:
-    """Return a Llama whose weights torch's layers have initialized.
+    """Return a Llama with torch's default initial weights.
 
     Args:
-        feed_forward: returns another feed-forward network for each layer.
+        feed_forward: a function that returns the feed-forward network for a layer, instead of the default.
     """
     norm = partial(RMSNorm, epsilon=config.epsilon)
     embedding = Embedding(config.vocabulary, config.width)

@@ -12,7 +12,7 @@ from farandole.models.sequence import Transformer
 
 @dataclass(frozen=True)
 class MixtralConfig(LlamaConfig):
-    """The shape of a Mixtral: `experts` networks of width `inner`, of which `top` process each token."""
+    """The configuration of a Mixtral: each token is processed by `top` of `experts` networks of width `inner`."""
 
     experts: int = 8
     top: int = 2
@@ -20,7 +20,7 @@ class MixtralConfig(LlamaConfig):
 
 
 def mixtral(config: MixtralConfig) -> Transformer:
-    """Return a Mixtral whose weights torch's layers have initialized."""
+    """Return a Mixtral with torch's default initial weights."""
 
     def experts() -> MixtureOfExperts:
         return MixtureOfExperts(

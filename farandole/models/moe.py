@@ -42,8 +42,8 @@ class GroupedRouter(nn.Module):
     The score of an expert is a sigmoid.  A bias, which `balance` adapts, is added to choose experts, but not to their weights.
 
     Args:
-        groups, top_groups: the number of groups of experts, and of groups to choose from; the score of a group is the sum of its two
-            highest scores.
+        groups: the number of expert groups.
+        top_groups: the number of groups to choose from.  A group's score is the sum of its two highest expert scores.
         normalized: whether the weights of the chosen experts are divided by their sum.
         scale: the factor of the weights.
     """
@@ -64,8 +64,7 @@ class GroupedRouter(nn.Module):
         super().__init__()
         if experts % groups or top_groups > groups or top > experts // groups * top_groups:
             raise ValueError(
-                f"experts={experts} in {groups} groups: expected equal groups, and at least {top} experts in "
-                f"{top_groups} of them"
+                f"expected groups of equal size with at least {top} experts in {top_groups} of them, got experts={experts}, groups={groups}"
             )
         self.weight = nn.Parameter(torch.empty(experts, width))
         self.register_buffer("bias", torch.zeros(experts))
@@ -99,7 +98,7 @@ class GroupedRouter(nn.Module):
 
     @torch.no_grad()
     def balance(self, speed: float = 1e-3) -> None:
-        """Increase the bias of experts with less than the mean load since the last call by `speed`, and decrease the others'.
+        """Update the biases: add `speed` for experts whose load since the last call is below the mean, and subtract it for the others.
 
         With several ranks, sum `load` over the ranks first.
         """

@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 STRIDE = 32
-"""Pixels of the image per value of the last feature map in each direction, the smallest useful image size."""
+"""The total stride: image pixels per value of the last feature map, in each direction.  It is the smallest useful image size."""
 
 EXPANSION = {"basic": 1, "bottleneck": 4}
 
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """The shape of a ResNet: four stages of `layers[s]` blocks, of `width` * 2^s channels.
+    """The configuration of a ResNet: stage s has `layers[s]` blocks with `width` * 2^s channels.
 
     A "basic" block has two 3 x 3 convolutions.  A "bottleneck" block has 1 x 1, 3 x 3 and 1 x 1 convolutions, and four
     times the channels between blocks.
@@ -113,7 +113,7 @@ def resnet_config(name: str, classes: int | None = None) -> ResNetConfig:
 
 
 class Stem(nn.Module):
-    """A convolution and pooling that reduce images (batch, 3, height, width) to a quarter of height and width."""
+    """A convolution and a pooling layer that reduce the height and width of images (batch, 3, height, width) to a quarter."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()

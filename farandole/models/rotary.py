@@ -1,15 +1,15 @@
 """Rotary position embeddings (Su et al., 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding").
 
-Pairs of values of each head are rotated by position times a frequency, so the product of a query and a key depends only on their
+Pairs of values in each head are rotated by the position times a frequency, so the product of a query and a key depends only on their
 distance.  Value i is paired with value i + width / 2 as in GPT-NeoX and Llama, or, if `interleaved`, value 2 i with value 2 i + 1 as in the
 paper and GPT-J.
 
-The scalings extend a model to sequences longer than those of its training:
+Scalings extend a model to longer sequences than in its training:
 
     linear    positions are divided by `factor` (Chen et al., 2023, "Extending Context Window of Large Language Models")
     dynamic   the base grows with the length of the sequence (NTK-aware scaling)
-    yarn      low frequencies are divided, high ones kept (Peng et al., 2023, "YaRN")
-    llama3    likewise, with the ramp of Llama 3.1
+        yarn      low frequencies are divided by `factor`, high frequencies are kept (Peng et al., 2023, "YaRN")
+    llama3    the same, with the ramp of Llama 3.1
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from farandole.models.sequence import SequenceInfo
 
 BASE = 10_000.0
-"""The slowest pair rotates once in about 2 pi times this many positions."""
+"""The default base: the slowest pair completes a rotation in about 2 pi times this many positions."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Rotary:
         width: the number of rotated values per head, even.
         scaling: `linear`, `dynamic`, `yarn`, `llama3` or None.
         factor: the extension of the context by the scaling.
-        original: the number of positions of the training before the extension.
+        original: the maximum number of positions in training, before the extension.
         slow, fast: for `yarn`, the numbers of rotations over `original` positions (`beta_slow`, `beta_fast`); for `llama3` the factors of
             the lowest and highest frequency.
         magnitude: the factor of sines and cosines.
@@ -113,7 +113,7 @@ class Rotary:
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation with an explicit backward pass, the inverse rotation, which is half the work of autograd's."""
+    """Rotation with an explicit backward pass, the inverse rotation, which takes half as long as autograd's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:

@@ -1,12 +1,12 @@
-"""Sequences of tokens as transformer blocks see them: positions, documents and a cache of keys and values.
+"""Information about token sequences for transformer blocks: positions, documents and a key-value cache.
 
-Every block is called as `block(hidden, info)`.  The numbers of positions and heads follow from `hidden` and the block's weights, and
-everything else from `info`, so packed documents, padding, generation with a cache, and shards of a sequence need no other model code.
+Every block is called as `block(hidden, info)`.  `hidden` and the block's weights determine the numbers of positions and heads, and `info`
+provides everything else.  Therefore packed documents, padding, generation with a cache, and sequence shards need no special model code.
 
     model = build_gpt(config)
     logits = model(tokens)                                           # positions 0, 1, ...
-    logits = model(tokens, SequenceInfo(documents=documents))        # packed documents, which do not see each other
-    total, count = model(tokens, SequenceInfo(), targets)            # the summed loss, without a tensor of all logits
+    logits = model(tokens, SequenceInfo(documents=documents))        # packed documents without attention between them
+    total, count = model(tokens, SequenceInfo(), targets)            # the summed loss, without storing all logits
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class SequenceInfo:
     Args:
         positions: (positions) or (batch, positions) of int64.  By default they count from 0 in each document, or from the length of
             the cache.
-        documents: (batch, positions) of integers.  A position attends only to positions with the same number.  Padding is one more
-            document, so the hidden states of padding are finite but meaningless.
+        documents: (batch, positions) of integers.  A position attends only to positions with the same number.  Padding is a separate
+            document, so its hidden states are finite but meaningless.
         cache: the keys and values of earlier positions; blocks append their own.
         source: the sequences of the encoder, for a model with an encoder and a decoder.
     """
@@ -42,7 +42,9 @@ class SequenceInfo:
 
     def __post_init__(self) -> None:
         if self.cache is not None and self.documents is not None:
-            raise ValueError("documents with a cache: a cache holds one document per sequence")
+            raise ValueError(
+                "documents and a cache cannot be combined: a cache stores one document per sequence"
+            )
 
     def shared(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return a value that all blocks need, such as a mask, computed on the first call with `key`."""
@@ -88,9 +90,9 @@ class SequenceInfo:
 
 
 class KeyValueCache:
-    """The keys and values of all attention layers for the positions seen so far, for generation without recomputation.
+    """Stores the keys and values of all attention layers for earlier positions, so that generation does not recompute them.
 
-    Memory grows by doubling.  `Transformer.forward` advances `length` after the last block.
+    The allocated length doubles when it is exceeded.  `Transformer.forward` advances `length` after the last block.
     """
 
     def __init__(self) -> None:
@@ -147,5 +149,5 @@ class Transformer(nn.Sequential):
         return hidden
 
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
-        """Return `info` with what follows from the inputs, such as padding, and without values computed for another batch."""
+        """Return `info` with information derived from the inputs, such as padding, and without cached values from other batches."""
         return replace(info, _shared={})

@@ -27,17 +27,17 @@ from farandole.models.loss import head_loss
 from farandole.models.sequence import SequenceInfo, Transformer
 
 Hidden = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Source and target (batch, positions, width), and their biases of the scores (1, heads, positions, positions)."""
+"""The hidden states of source and target (batch, positions, width), and their score biases (1, heads, positions, positions)."""
 
 
 @dataclass(frozen=True)
 class T5Config:
-    """The shape of a T5.
+    """The configuration of a T5.
 
     Args:
         head_width: the width of a head; the heads together may be wider than `width`.
-        buckets: the number of biases per head; distances from `max_distance` on share one.
-        padding: the token to which no position attends.
+        buckets: the number of biases per head; all distances of at least `max_distance` share one bias.
+        padding: the padding token, which is masked.
     """
 
     vocabulary: int
@@ -66,7 +66,7 @@ def shift_right(labels: Tensor, start: int, padding: int = 0) -> Tensor:
 
 
 class RelativeBias(nn.Module):
-    """Biases of the scores by distance: exact for small distances, in logarithmic buckets for larger ones."""
+    """Score biases by distance: one per small distance, and one per logarithmic bucket of larger distances."""
 
     def __init__(self, config: T5Config, causal: bool) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class RelativeBias(nn.Module):
 
 
 class T5Embedding(nn.Module):
-    """The embeddings of source and target tokens, which share one table, and the relative position biases."""
+    """The shared embedding of source and target tokens, and the relative position biases."""
 
     def __init__(self, config: T5Config) -> None:
         super().__init__()
@@ -246,12 +246,12 @@ class T5Head(nn.Module):
 
 
 class T5(Transformer):
-    """A transformer with an encoder and a decoder; padding tokens of the source are not attended to."""
+    """A transformer with an encoder and a decoder that masks padding tokens in the source."""
 
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
         """Return `info` with the padding of the source as a document."""
         if info.cache is not None:
-            raise ValueError("a cache of keys and values with T5, whose decoder has none")
+            raise ValueError("T5 does not support a key-value cache")
         info = super().prepare(inputs, info)
         padding = getattr(self[0], "padding", None)
         if padding is None or info.source is not None:
@@ -260,7 +260,7 @@ class T5(Transformer):
 
 
 def t5(config: T5Config) -> T5:
-    """Return a T5 whose weights torch's layers have initialized."""
+    """Return a T5 with torch's default initial weights."""
     embedding = T5Embedding(config)
     encoder = [EncoderBlock(config) for _ in range(config.encoder_layers)]
     decoder = [DecoderBlock(config) for _ in range(config.decoder_layers)]

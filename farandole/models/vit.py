@@ -20,7 +20,7 @@ from farandole.models.sequence import SequenceInfo, Transformer
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """The shape of a ViT for images of `height` x `image_width` pixels in patches of `patch_height` x `patch_width` pixels."""
+    """The configuration of a ViT for images of `height` x `image_width` pixels and patches of `patch_height` x `patch_width` pixels."""
 
     height: int
     image_width: int
@@ -40,7 +40,7 @@ class ViTConfig:
 
     @property
     def positions(self) -> int:
-        """The number of patches, and the class token."""
+        """The number of positions: all patches and the class token."""
         return 1 + (self.height // self.patch_height) * (self.image_width // self.patch_width)
 
 
@@ -87,7 +87,7 @@ class ImageHead(nn.Module):
 
 
 def vit(config: ViTConfig) -> Transformer:
-    """Return a ViT whose weights torch's layers have initialized."""
+    """Return a ViT with torch's default initial weights."""
     norm = partial(nn.LayerNorm, eps=config.epsilon)
     blocks = [
         TransformerBlock(

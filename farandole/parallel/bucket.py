@@ -306,8 +306,7 @@ class Bucket:
             return  # each pass is reduced, and its result added
         if self._weight is not None:
             raise RuntimeError(
-                "a second backward pass would add to gradients that are already summed over ranks: call optimizer.zero_grad() before "
-                "it, or give all micro-batches of the step to engine.forward_backward"
+                "a second backward pass would add to gradients that are already reduced over ranks: call optimizer.zero_grad() first, or pass all micro-batches of the step to engine.forward_backward"
             )
         if self.shards is not None:
             # the average with the zeros of the other ranks restores it

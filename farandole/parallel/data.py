@@ -219,8 +219,7 @@ class GradientReducer:
                 self._begin_pass()
             elif self._gatherer is None and self._places[number] < queue.next:
                 raise RuntimeError(
-                    f"{self._name(parameter)} got a gradient after its gradients had been reduced in the same backward "
-                    f"pass, or a pass that failed was not followed by zero_grad() of the engine; {_REENTRANT}"
+                    f"{self._name(parameter)} received a gradient after its gradients had been reduced in the same backward pass, or a failed pass was not followed by engine.zero_grad(); {_REENTRANT}"
                 )
             gradient = shards.take_accumulated(index)
             if bucket.in_flight:  # it was reduced in order without this gradient, and is reduced again

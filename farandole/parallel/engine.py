@@ -793,7 +793,7 @@ def _check_options(
     dtype: torch.dtype | None,
 ) -> None:
     if zero not in (0, 1, 2, 3):
-        raise ValueError(f"zero={zero}: the stages are 0, 1, 2 and 3")
+        raise ValueError(f"expected zero=0, 1, 2 or 3, got {zero}")
     if compression is not None and not isinstance(compression, Compression):
         raise TypeError(
             f"compression={compression!r}: expected a Compression (Cast, Int8, TopK, PowerSGD) or None"

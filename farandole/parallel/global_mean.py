@@ -135,6 +135,6 @@ class GlobalMean:
         total, count = values.tolist()
         if not count > 0:
             raise ValueError(
-                "nothing counts: the counts that loss(output, batch) returned on all ranks add up to 0"
+                "the counts that loss(output, batch) returned on all ranks sum to 0: at least one count must be positive"
             )
         return StepLoss(total / count, count)

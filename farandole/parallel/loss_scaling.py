@@ -50,7 +50,7 @@ class LossScaler:
         enabled: bool = True,
     ) -> None:
         if growth_interval < 1:
-            raise ValueError(f"growth_interval={growth_interval}: the scale grows after 1 step or more")
+            raise ValueError(f"expected growth_interval of at least 1 step, got {growth_interval}")
         if not 0 < minimum <= scale:
             raise ValueError(
                 f"scale={scale:g} with minimum={minimum:g}: expected a minimum between 0 and the scale"

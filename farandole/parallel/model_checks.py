@@ -22,12 +22,11 @@ def check_model(model: nn.Module, *, moved: bool) -> None:
             raise ValueError(f"{name} is not initialized: run the model once before parallelize")
         if has_engine(parameter):
             raise ValueError(
-                f"{name} belongs to an engine already: close() that engine before another one is made of the model"
+                f"{name} belongs to an engine already: call close() on that engine before creating another engine for the model"
             )
     if moved and (pair := _overlapping(named)):
         raise ValueError(
-            f"{pair[0]} and {pair[1]} are different parameters in the same memory, and the engine would give each its own: use the same "
-            f"nn.Parameter in both places, or make one of them a copy"
+            f"{pair[0]} and {pair[1]} are different parameters that share memory, but the engine would store them separately: use the same nn.Parameter in both places, or copy one of them"
         )
 
 
@@ -41,8 +40,7 @@ def check_gradients(model: nn.Module, trained: Collection[int]) -> None:
         if parameter.grad is not None and id(parameter) not in trained:
             name = next(name for name, known in model.named_parameters() if known is parameter)
             raise RuntimeError(
-                f"{name} has a gradient that ranks do not average: when the engine was made it was frozen, or not in the model; close() "
-                f"the engine, and make another one after requires_grad_() or the change of the model"
+                f"{name} has a gradient that ranks do not average: it was frozen, or not in the model, when the engine was created; close() the engine, and create a new one after changing requires_grad or the model"
             )
 
 

@@ -74,7 +74,7 @@ def parallelize(
     plan = plan or Plan()
     if comm is None:
         if not dist.is_initialized() or dist.group.WORLD is None:
-            raise RuntimeError("parallelize needs the ranks of a job: call farandole.init() first")
+            raise RuntimeError("parallelize requires a process group: call farandole.init() first")
         comm = Communicator(dist.group.WORLD)
     plan.check(comm.size)
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
@@ -82,12 +82,11 @@ def parallelize(
     if plan.precision == "fp32" and types - {torch.float32, torch.float64}:
         odd = next(n for n, p in model.named_parameters() if p.dtype not in (torch.float32, torch.float64))
         raise PlanError(
-            f"precision='fp32', and {odd} is {dict(model.named_parameters())[odd].dtype}: create the model in fp32, "
-            f"the type of the master weights of lower precisions"
+            f"precision='fp32' requires fp32 parameters, but {odd} has type {dict(model.named_parameters())[odd].dtype}: create the model in fp32, the type of the master weights for lower precisions"
         )
     if diagnose and plan.precision != "fp16":
         raise PlanError(
-            f"diagnose=True with precision={plan.precision!r}: it explains the steps that only precision='fp16' skips"
+            f"diagnose=True requires precision='fp16', got {plan.precision!r}: it explains skipped fp16 steps"
         )
     if plan.lora is not None:
         _add_lora(model, plan.lora)
@@ -118,7 +117,9 @@ def parallelize(
 
 def _add_lora(model: nn.Module, lora: LoRA) -> None:
     if is_deferred(model) and (lora.base is not None or not hasattr(model, "weight_source")):
-        raise PlanError("lora with a model on the meta device: adapters need a model that is in memory")
+        raise PlanError(
+            "LoRA is not supported for a model on the meta device without weights: create the model in memory, or with from_pretrained(folder, lazy=True)"
+        )
     try:
         _log.info("LoRA: %s", add_lora(model, lora))
     except ValueError as error:

@@ -63,8 +63,7 @@ def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
     names = [name for name, module in model.named_modules() if name and _is_suitable(module)]
     if not names:
         raise PlanError(
-            f"precision='fp8': the model has no nn.Linear inside of it whose sizes are multiples of {_UNIT}; "
-            f"nearest plan: precision='bf16'"
+            f"precision='fp8' requires an nn.Linear inside the model whose sizes are multiples of {_UNIT}, but the model has none; nearest plan: precision='bf16'"
         )
     float8.convert_to_float8_training(
         model,

@@ -128,8 +128,7 @@ def data_mesh(ranks: int, hosts: Sequence[object] | None = None) -> Mesh:
         return Mesh.box(ranks, data=ranks)
     if len(set(counts.values())) > 1:
         raise PlanError(
-            f"hybrid=True with {', '.join(map(str, counts.values()))} ranks on the hosts: all need equally many; nearest "
-            f"plan: hybrid=False"
+            f"hybrid=True requires the same number of ranks on each host, but the hosts have {', '.join(map(str, counts.values()))}; nearest plan: hybrid=False"
         )
     factors = {"data": {"hosts": len(counts), "local": ranks // len(counts)}}
     return Mesh.box(by_host(list(map(str, hosts or ()))), data=ranks, factors=factors)

@@ -86,8 +86,7 @@ class FlatWeights(ABC):
         for index, name in enumerate(self.plan.names):
             if not self.is_in_place(index):
                 raise RuntimeError(
-                    f"{name} is no longer in the memory in which the engine updates it: model.to(), .half() and the like come before "
-                    f"parallelize, and values are not assigned to .data; {EDIT}"
+                    f"{name} was moved out of the memory that the engine updates: call model.to(), .half() and similar methods before parallelize, and do not assign to .data; {EDIT}"
                 )
 
     @abstractmethod

@@ -77,7 +77,7 @@ class WholeParameters:
             for name, parameter, version in zip(weight.plan.names, weight.parameters, versions, strict=True):
                 if parameter._version != version:
                     raise RuntimeError(
-                        f"{name} was changed in place, and the optimizer updates another tensor; {EDIT}"
+                        f"{name} was changed in place, but the optimizer updates another tensor; {EDIT}"
                     )
 
     # ---- announced changes ----
@@ -90,7 +90,7 @@ class WholeParameters:
     def masters(self) -> Iterator[None]:
         """Return a context with unsharded parameters in the type of the master weights, in separate memory; a collective call."""
         if self._editing:
-            raise RuntimeError("edit_parameters() within edit_parameters(), or while a state is loaded")
+            raise RuntimeError("edit_parameters() cannot be nested, or called while a state is being loaded")
         self._editing = True
         try:
             with torch.no_grad():
@@ -107,8 +107,7 @@ class WholeParameters:
         """Return a context in which all ranks may change the parameters in place in the same way; master weights get the values."""
         if self._masters_elsewhere and self._weights:
             raise RuntimeError(
-                "the master weights are offloaded, and cannot be changed through the parameters: load values before "
-                "engine.optimizer(...) is called"
+                "the master weights are offloaded and cannot be changed through the parameters: load weights before engine.optimizer(...) is called"
             )
         with self.masters():
             yield
@@ -136,8 +135,7 @@ class WholeParameters:
                 return
             if metadata.get("assign_to_params_buffers"):
                 raise RuntimeError(
-                    "load_state_dict(assign=True) replaces the parameters that the engine updates: call it without assign=True, "
-                    "or before parallelize"
+                    "load_state_dict(assign=True) would replace the parameters that the engine updates: omit assign=True, or load before parallelize"
                 )
             self._context = self.edit()
             self._context.__enter__()
@@ -157,8 +155,7 @@ class WholeParameters:
         def before(module: nn.Module, *_: Any) -> None:
             if id(module) in self._modules and not self._editing and not self._is_whole():
                 raise RuntimeError(
-                    "this rank has a shard of the parameters only: engine.state_dict(), called by all ranks, returns their "
-                    "whole values"
+                    "this rank has only its shards of the parameters: call engine.state_dict() on all ranks to get unsharded values"
                 )
 
         return before
@@ -170,8 +167,7 @@ class _RefusedCopy:
     def __call__(self, memo: Any) -> NoReturn:
         """Refuse."""
         raise RuntimeError(
-            "this rank has a shard of the parameters only, so that the model cannot be copied: make another model, and load what "
-            "engine.state_dict() returns"
+            "the model cannot be copied, because this rank has only its shards of the parameters: create another model, and load the result of engine.state_dict()"
         )
 
     def __reduce__(self) -> NoReturn:

@@ -119,7 +119,7 @@ def _check(plan: Plan, machine: Machine) -> None:
         raise PlanError(f"swap={plan.swap!r} is not available for models on {where}: use swap={works!r}")
     if plan.lora is not None:
         raise PlanError(
-            "the planner does not add LoRA adapters: add them with `parallel.lora.add_lora`, and use a plan without lora"
+            "the planner does not support LoRA in a plan: add adapters with `parallel.lora.add_lora`, and omit lora"
         )
     if plan.offloaded != "optimizer" and plan.offload_folder is not None and not machine.host:
         raise PlanError(
@@ -128,7 +128,7 @@ def _check(plan: Plan, machine: Machine) -> None:
         )
     if plan.precision not in machine.flops:
         raise PlanError(
-            f"Machine(flops=) has no speed for precision={plan.precision!r}, only for {', '.join(machine.flops)}: add it"
+            f"Machine(flops=) has no entry for precision={plan.precision!r}, only for {', '.join(machine.flops)}: add it"
         )
 
 

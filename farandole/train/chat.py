@@ -31,7 +31,7 @@ class ChatTask(Task):
 
     def __init__(self, config: TrainConfig, progress: Progress = lambda what, share: None) -> None:
         if not config.model.folder:
-            raise ConfigError("task='sft' fine-tunes a model: name its folder with model=FOLDER")
+            raise ConfigError("task='sft' fine-tunes a model: set its folder with model=FOLDER")
         self._config = config
         origin = describe_folder(config, decoders())
         open_folder_model(config)  # refuses a damaged folder
@@ -50,7 +50,7 @@ class ChatTask(Task):
         self.units_per_sample = config.model.context
 
     def build(self, config: TrainConfig) -> nn.Module:
-        """Return the model of the folder."""
+        """Return the model in the folder."""
         return open_folder_model(config)
 
     def batch(self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
@@ -59,7 +59,7 @@ class ChatTask(Task):
         return tokens, documents, targets
 
     def inputs(self, batch: Batch) -> tuple[Tensor, SequenceInfo, Tensor]:
-        """Return the tokens, their documents and the targets: the model computes the loss."""
+        """Return tokens, documents and targets; with targets, the model computes the loss."""
         tokens, documents, targets = batch
         return tokens, SequenceInfo(documents=documents), targets
 
@@ -95,5 +95,5 @@ class ChatTask(Task):
         return f"{asked.prompt}\n\n{answer.strip()}"
 
     def files(self) -> Mapping[str, Path]:
-        """Return the configuration and the tokenizer of the model."""
+        """Return the model's configuration and tokenizer files."""
         return model_files(folder_of(self._config))

@@ -31,10 +31,10 @@ _BATCH = 1024
 def ClassifyTask(  # noqa: N802 - makes one of two tasks
     config: TrainConfig, progress: Progress = lambda what, share: None
 ) -> Task:
-    """Return the task for the family of the model."""
+    """Return the task for the model's family."""
     if not config.model.folder:
         raise ConfigError(
-            "task='classify' fine-tunes a model: name the folder of a BERT or ViT with model=FOLDER"
+            "task='classify' fine-tunes a model: set the folder of a BERT or ViT with model=FOLDER"
         )
     origin = describe_folder(config, ("bert", "vit"))
     return (
@@ -103,7 +103,7 @@ class TextClassification(Task):
         largest = max(int(row.max(initial=0)) for row in tokens)
         if largest >= origin.config.vocabulary:
             raise DataError(
-                f"{folder / 'tokenizer.json'} has token {largest}, and the model a vocabulary of {origin.config.vocabulary}"
+                f"{folder / 'tokenizer.json'} contains token {largest}, but the model's vocabulary has only {origin.config.vocabulary} tokens"
             )
         numbers = {name: number for number, name in enumerate(self.classes)}
         labels = np.array([numbers[name] for name in names], np.int64)
@@ -140,20 +140,20 @@ class TextClassification(Task):
         return "classes: " + ", ".join(map(str, self.classes))
 
     def files(self) -> Mapping[str, Path]:
-        """Return the configuration and the tokenizer of the model."""
+        """Return the model's configuration and tokenizer files."""
         return model_files(folder_of(self._config))
 
 
 class ImageClassification(ImagesTask):
-    """A ViT that classifies images, normalized as its folder's `preprocessor_config.json` says."""
+    """A ViT that classifies images, normalized as specified in its `preprocessor_config.json`."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         sizes = describe_folder(config, ("vit",)).config
         if sizes.height != sizes.image_width or sizes.channels != 3:
             raise ConfigError(
-                f"model={config.model.folder} needs images of {sizes.height} x {sizes.image_width} pixels with "
-                f"{sizes.channels} channels: task='classify' trains on square images with 3 channels"
+                f"model={config.model.folder} needs images with {sizes.height} x {sizes.image_width} pixels and {sizes.channels} "
+                f"channels, but task='classify' supports only square images with 3 channels"
             )
         super().__init__(
             config.model_copy(update={"images": config.images.model_copy(update={"size": sizes.height})})
@@ -174,5 +174,5 @@ class ImageClassification(ImagesTask):
         return "classes: " + ", ".join(self.classes)
 
     def files(self) -> Mapping[str, Path]:
-        """Return the configuration of the model."""
+        """Return the model's configuration file."""
         return model_files(folder_of(self._config))

@@ -63,11 +63,11 @@ SYNONYMS = {
     **dict.fromkeys(("eval_steps", "eval_interval"), "evaluate.every"),
     **dict.fromkeys(("logging_steps", "log_interval"), "log.every"),
 }
-"""The names that Hugging Face, Megatron-LM, DeepSpeed, Lightning and nanoGPT have for our keys."""
+"""Equivalent names in Hugging Face, Megatron-LM, DeepSpeed, Lightning and nanoGPT."""
 
 
 class ConfigError(ValueError):
-    """The configuration is invalid; the message has one line per mistake."""
+    """Raised if the configuration is invalid; the message has one line per mistake."""
 
 
 class _Section(BaseModel):
@@ -75,7 +75,7 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """The GPT or BERT to train, or the Hugging Face folder of a model, which determines all sizes but the context."""
+    """The GPT or BERT to train, or a model's Hugging Face folder, which determines all sizes except the context."""
 
     folder: str = ""
     pretrained: bool = True
@@ -105,7 +105,7 @@ class ModelSection(_Section):
         return GPTConfig(**self.sizes())
 
     def sizes(self) -> dict[str, Any]:
-        """Return the sizes of a model that is not of a folder."""
+        """Return the sizes of a model that is not read from a folder."""
         return self.model_dump(exclude={"folder", "pretrained"})
 
 
@@ -148,7 +148,7 @@ class PlanSection(_Section):
         return Plan(**values)
 
     def lora(self) -> LoRA | None:
-        """Return the options of LoRA, or None if all weights are trained."""
+        """Return the LoRA options, or None if all weights are trained."""
         if not self.lora_rank:
             return None
         return LoRA(self.lora_rank, self.lora_alpha, self.lora_targets, self.lora_dropout)
@@ -236,7 +236,9 @@ class TrainConfig(_Section):
     @model_validator(mode="after")
     def _folder_suits_task(self) -> TrainConfig:
         if self.model.folder and self.task not in ("text", "sft", "classify") and ":" not in self.task:
-            raise ValueError(f"model.folder with task={self.task!r}: use task=text, sft or classify")
+            raise ValueError(
+                f"task={self.task!r} does not support a model folder: use task=text, sft or classify"
+            )
         return self
 
     @model_validator(mode="after")
@@ -265,8 +267,7 @@ class TrainConfig(_Section):
         if share % size:
             near_size = max(n for n in range(1, min(size, share) + 1) if share % n == 0)
             raise ConfigError(
-                f"micro_batch={size} does not divide the {share} samples that each of {ranks} ranks has per step; "
-                f"try micro_batch={near_size}"
+                f"micro_batch={size} must divide the {share} samples per rank and step (on {ranks} ranks); try micro_batch={near_size}"
             )
         return share // size, size
 
@@ -328,7 +329,7 @@ def _overridden(values: dict[str, Any], overrides: list[str]) -> TrainConfig:
     named = [key for key in (o.partition("=")[0].strip() for o in overrides) if key in sizes]
     if config.model.folder and named:
         raise ConfigError(
-            f"{named[0]} with model={config.model.folder}: the folder determines the sizes of the model"
+            f"{named[0]} cannot be set with model={config.model.folder}: the folder determines the model's sizes"
         )
     return config
 

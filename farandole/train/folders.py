@@ -1,4 +1,4 @@
-"""Models from Hugging Face folders in training: checks, construction, and the files that belong to a checkpoint."""
+"""Train models from Hugging Face folders: checks, construction, and checkpoint files."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from farandole.train.config import ConfigError, TrainConfig
 
 
 def folder_of(config: TrainConfig) -> Path:
-    """Return the folder of the model."""
+    """Return the model's folder."""
     return Path(config.model.folder).expanduser()
 
 
 def describe_folder(config: TrainConfig, families: tuple[str, ...]) -> Pretrained:
-    """Return the family and the configuration in the folder of the model.
+    """Return the family and the configuration of the model in the folder.
 
     Raises:
-        ConfigError: if the folder is damaged, unsupported or of another family.
+        ConfigError: if the folder is damaged or unsupported, or belongs to another family.
     """
     try:
         origin = read_config(folder_of(config))
@@ -37,13 +37,13 @@ def describe_folder(config: TrainConfig, families: tuple[str, ...]) -> Pretraine
         raise ConfigError(f"model={config.model.folder}: {error}") from None
     if origin.architecture.name not in families:
         raise ConfigError(
-            f"model={config.model.folder} is a {origin.architecture.name}: task={config.task!r} trains {', '.join(families)}"
+            f"model={config.model.folder} is a {origin.architecture.name}, but task={config.task!r} supports only {', '.join(families)}"
         )
     return origin
 
 
 def open_folder_model(config: TrainConfig, **changes: Any) -> Transformer:
-    """Return the model of the folder on the meta device, with its weights to be read by `parallelize`.
+    """Return the model in the folder on the meta device; `parallelize` reads its weights.
 
     With `model.pretrained=false` the weights are random.
 
@@ -65,17 +65,17 @@ def open_folder_model(config: TrainConfig, **changes: Any) -> Transformer:
 
 
 def build_language_model(config: TrainConfig) -> Transformer:
-    """Return the model that task "text" or "sft" trains: of a folder, or a GPT of the section [model]."""
+    """Return the model for task "text" or "sft": from a folder, or a GPT configured by section [model]."""
     return open_folder_model(config) if config.model.folder else build_gpt(config.model.gpt())
 
 
 def model_files(folder: Path) -> Mapping[str, Path]:
-    """Return the files of a model's folder that its checkpoints contain."""
+    """Return the files in a model's folder that are copied to checkpoints."""
     return {name: folder / name for name in (CONFIG, *COPIED) if (folder / name).is_file()}
 
 
 def save_model(engine: Engine, model: nn.Module, run: Path, comm: Communicator) -> Path | None:
-    """Write the trained model as folder RUN/model, if it has a Hugging Face format; a collective call."""
+    """Write the trained model to RUN/model, if it has a Hugging Face format; a collective call."""
     if getattr(model, "pretrained", None) is None:
         return None
     folder = run / "model"

@@ -1,4 +1,4 @@
-"""Task "masked-text": a BERT restores masked tokens."""
+"""Task "masked-text": train a BERT to predict masked tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MaskedTextTask(Task):
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def inputs(self, batch: Batch) -> tuple[Tensor, None, Tensor]:
-        """Return the masked tokens and the targets: the model computes the loss."""
+        """Return masked tokens and targets; with targets, the model computes the loss."""
         return batch[0], None, batch[1]
 
     def loss(self, output: Mean, batch: Batch) -> Mean:

@@ -1,4 +1,4 @@
-"""The metrics of a run, as JSON lines, for TensorBoard, and for Weights & Biases.
+"""Write the metrics of a run as JSON lines, and for TensorBoard and Weights & Biases.
 
 Each line of `metrics.jsonl` is an object with `step` and the metrics of that step:
 
@@ -6,11 +6,11 @@ Each line of `metrics.jsonl` is an object with `step` and the metrics of that st
      "waiting_share": 0.01, "memory_bytes": 412000000, "model_flops_utilization": 0.71, "elapsed_s": 9.1}
     {"step": 100, "validation_loss": 4.2}
 
-`memory_bytes` is the peak of rank 0.  `model_flops_utilization`, for transformers, is the share of the speed of matrix products that was measured on
-all ranks before the first step.
+`memory_bytes` is the peak memory of rank 0.  `model_flops_utilization` (for transformers) is the model's arithmetic per second, divided by the
+matrix-product limit that all ranks measured before the first step.
 
-Other tasks have other units, such as `images_per_s`, and additional metrics, such as `validation_accuracy`.
-fp16 adds `loss_scale`, and for a skipped step `overflow`, a text with the cause.
+Other tasks have other units, such as `images_per_s`, and additional metrics, such as `validation_accuracy`.  fp16 adds `loss_scale`, and for skipped
+steps `overflow`, a text that describes the cause.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class MetricsWriter:
 
 
 def _start_wandb(run: Path, config: Mapping[str, Any]) -> Any:
-    """Start a run of Weights & Biases, or continue the run of the same name.  Raises `ConfigError` if it is not installed."""
+    """Start a Weights & Biases run, or continue the run with the same name.  Raises `ConfigError` if wandb is not installed."""
     try:
         import wandb
     except ImportError:

@@ -1,4 +1,4 @@
-"""The work of a model per token, the speed limit of the ranks, and the memory of a rank."""
+"""A model's arithmetic per token, the ranks' measured arithmetic limit, and a rank's memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from farandole.plan import Precision
 
 _MEASURE_S = 0.2
 _SIZE = {"cpu": 1024, "cuda": 8192}
-"""The size of the matrices whose product is timed."""
+"""The size of the timed matrix product."""
 
 
 def flops_per_token(model: nn.Module, context: int) -> int:
-    """Return the floating-point operations per token of a forward and backward pass of a transformer; 0 for other models.
+    """Return the floating-point operations per token in a transformer's forward and backward pass; 0 for other models.
 
-    6 per weight of a matrix product, and 12 L D C for attention over a context of C positions (Chowdhery et al., 2022, "PaLM",
-    appendix B).  A mixture of experts counts the chosen experts.  Recomputation does not count.  Frozen weights have no gradient, so they count 4.
+    These are 6 per weight in a matrix product, or 4 if the weight is frozen, and 12 L D C for attention over a context of C positions
+    (Chowdhery et al., 2022, "PaLM", appendix B).  In a mixture of experts, only the chosen experts count.  Recomputation is not counted.
     """
     if not isinstance(model, Transformer):
         return 0
@@ -48,7 +48,7 @@ def _per_weight(weight: torch.Tensor) -> int:
 
 
 def measured_flops(precision: Precision, device: torch.device, comm: Communicator) -> float:
-    """Return the operations per second of matrix products on all ranks, measured while all compute; a collective call."""
+    """Measure the floating-point operations per second of matrix products on all ranks at once; a collective call."""
     size = _SIZE.get(device.type, 2048)
     dtype = TYPES[precision]
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
@@ -66,7 +66,7 @@ def measured_flops(precision: Precision, device: torch.device, comm: Communicato
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory of this rank in bytes: of its accelerator, or its resident set."""
+    """Return this rank's peak memory in bytes: on its accelerator, or its peak resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""Tasks: the model, samples and loss of a training.
+"""Tasks: the model, the samples and the loss.
 
 Built-in tasks have names.  `task = "MODULE:FUNCTION"` names a function that takes the configuration and returns a
 `Task`:
@@ -102,7 +102,7 @@ class Task:
 
 
 def make_task(config: TrainConfig, progress: Progress = lambda what, share: None) -> Task:
-    """Return the task of a configuration.
+    """Return the task for a configuration.
 
     Raises:
         ConfigError: if there is no such task, or the task is incomplete.

@@ -47,7 +47,7 @@ def open_text(
         found = token_text(read_tokenizer_config(folder), "eos_token")
         if found is None:
             raise ConfigError(
-                f"model={config.model.folder}: tokenizer_config.json names no eos_token, which ends documents"
+                f"model={config.model.folder}: tokenizer_config.json has no eos_token, which is needed to end documents"
             )
         end = found
     return prepare_text(
@@ -94,7 +94,7 @@ class TextTask(Task):
         return windows[:, :-1], windows[:, 1:]
 
     def inputs(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None, Tensor]:
-        """Return the tokens and the next tokens: the model computes the loss, without a tensor of all logits."""
+        """Return tokens and next tokens; with targets, the model computes the loss in chunks, without storing all logits."""
         return batch[0], None, batch[1]
 
     def loss(self, output: Mean, batch: tuple[Tensor, Tensor]) -> Mean:
@@ -135,7 +135,7 @@ def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]
     config = saved_config(read_metadata(checkpoint).config)
     if config.task not in ("text", "sft"):
         raise CheckpointError(
-            f"checkpoint {checkpoint} is of task={config.task!r}: expected task='text' or 'sft', which can generate text"
+            f"checkpoint {checkpoint} belongs to task={config.task!r}: expected task='text' or 'sft', which can generate text"
         )
     if config.model.folder:
         origin = read_config(checkpoint)

@@ -27,7 +27,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     if paths:
         if not (file.parent / METADATA).is_file():
             raise CheckpointError(
-                f"{file} contains LoRA adapters, and {METADATA} with their scaling is missing"
+                f"{file} contains LoRA adapters, but {METADATA} with their scaling is missing"
             )
         lora = saved_config(read_metadata(file.parent).config).plan.lora()
         assert lora is not None
@@ -55,13 +55,12 @@ def load_initial_weights(model: nn.Module, config: TrainConfig) -> None:
     for name, tensor in expected.items():
         if name in saved and saved[name].shape != tensor.shape:
             raise ConfigError(
-                f"weights={config.weights}: {name} has shape {tuple(saved[name].shape)} in {file}, and "
-                f"{tuple(tensor.shape)} in the model; use the [model] section of the run that saved the weights"
+                f"weights={config.weights}: {name} has shape {tuple(saved[name].shape)} in {file}, but {tuple(tensor.shape)} in the model; use the [model] section of the run that saved the weights"
             )
     parameters = {name for name, _ in model.named_parameters()}
     if odd := sorted((saved.keys() - expected.keys()) | (parameters - saved.keys())):
         raise ConfigError(
-            f"weights={config.weights}: {file} is of another model: missing or unexpected {', '.join(odd[:5])}"
+            f"weights={config.weights}: {file} belongs to another model: missing or unexpected {', '.join(odd[:5])}"
         )
     for name, tensor in saved.items():
         expected[name].copy_(tensor)

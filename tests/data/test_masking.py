@@ -155,7 +155,7 @@ def test_invalid_arguments_are_refused() -> None:
         _masking(share=15)
     with pytest.raises(ValueError, match="got nan"):
         _masking(share=float("nan"))
-    with pytest.raises(ValueError, match="all tokens of the vocabulary are special"):
+    with pytest.raises(ValueError, match="every token in the vocabulary is special"):
         _masking(vocabulary=3)
     with pytest.raises(ValueError, match="expected a non-negative seed, got -1"):
         _masking(-1)

@@ -251,7 +251,7 @@ def _refusals(rank: int, size: int, folder: Path) -> None:
         engine.save(folder / "state")
     with pytest.raises(CheckpointError, match="cannot be written as JSON"):
         engine.save(folder / "other", {"generator": torch.Generator()})
-    with pytest.raises(CheckpointError, match="it is not there, or not a whole checkpoint"):
+    with pytest.raises(CheckpointError, match="it does not exist, or is not a complete engine checkpoint"):
         engine.load(folder / "nowhere")
     (folder / "file").touch()
     dist.barrier()
@@ -260,7 +260,7 @@ def _refusals(rank: int, size: int, folder: Path) -> None:
     before = _contents(engine)
     other = farandole.parallelize(nn.Linear(3, 3))
     with pytest.raises(
-        CheckpointError, match="it has no parameter (weight|bias): it is a checkpoint of another model"
+        CheckpointError, match="it has no parameter (weight|bias): it belongs to another model"
     ):
         other.load(folder / "state")
     momentum = farandole.parallelize(Net())

@@ -98,7 +98,7 @@ def _refused(rank: int, size: int, folder: Path) -> None:
     engine.comm.barrier()
     for name, match in {
         "shape": r"first.weight has shape \(3, 3\) in shape.safetensors, and \(9, 7\)",
-        "more": "it has second.weight: it is of another model",
+        "more": "it has second.weight: it belongs to another model",
         "less": "it has no scale, convolution.weight",
         "cut": "cut.safetensors: truncated: norm.bias ends at byte",
     }.items():

@@ -372,7 +372,7 @@ def test_targets_are_names_globs_and_regular_expressions(targets: Any, count: in
             "attention",
             "1.attention is a SelfAttention.*Linear layers inside: 1.attention.qkv, 1.attention.out",
         ),
-        (lambda: nn.Linear(3, 3), "all-linear", r"itself an nn.Linear, .*nn.Sequential\(model\)"),
+        (lambda: nn.Linear(3, 3), "all-linear", r"a single nn.Linear, .*nn.Sequential\(model\)"),
         (lambda: nn.Sequential(nn.ReLU()), "all-linear", "matches no module; it has no plain nn.Linear"),
         (nn.Sequential, "x", "it has no plain nn.Linear"),
         (lambda: nn.MultiheadAttention(4, 2), "out_proj", "out_proj is a NonDynamically.*without a call"),

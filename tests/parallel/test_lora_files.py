@@ -297,7 +297,7 @@ def test_folders_that_are_no_adapters(tmp_path: Path) -> None:
     refused("adapter_config.json is damaged")
     config.write_text("[1]")
     refused("it is a list, not an object")
-    with pytest.raises(ValueError, match="no LoRA to save"):
+    with pytest.raises(ValueError, match="no LoRA adapters to save"):
         save_adapter(model(), tmp_path / "none")
     assert not (tmp_path / "none").exists()
 

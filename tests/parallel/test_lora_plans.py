@@ -96,7 +96,7 @@ def _refused(rank: int, size: int, lora: LoRA, adapted: bool, meta: bool) -> str
     [
         (LoRA(targets="nothing"), False, False, "LoRA targets: 'nothing' matches no module"),
         (ADAPTERS, True, False, "the model already has LoRA"),
-        (ADAPTERS, False, True, "adapters need a model that is in memory"),
+        (ADAPTERS, False, True, "not supported for a model on the meta device"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(

@@ -110,12 +110,12 @@ def _refusals(rank: int, size: int) -> None:
     model = _model()
     engine = farandole.parallelize(model, Plan(zero=3))
     batches = _batches(rank, 0, (1, 1), fixed=True)
-    with pytest.raises(ValueError, match="add up to 0"):
+    with pytest.raises(ValueError, match="sum to 0"):
         engine.forward_backward(batches, lambda logits, batch: (logits.sum() * 0, 0))
     engine.zero_grad()
     with pytest.raises(ValueError, match=r"a sum and a count, got a sum of shape \(3, 4, 5\)"):
         engine.forward_backward(batches, lambda logits, batch: (logits, 1))
-    with pytest.raises(ValueError, match="add up to 0"):
+    with pytest.raises(ValueError, match="sum to 0"):
         engine.forward_backward([], _loss)
     engine.zero_grad()
     engine.forward_backward(batches, _loss)

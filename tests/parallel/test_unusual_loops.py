@@ -288,7 +288,7 @@ ERRORS = {
     _hooks_after: "call register_post_accumulate_grad_hook before parallelize",
     _two_engines: "belongs to an engine already",
     _given_twice: "was given to the engine already",
-    _foreign_group: "parameters that are not trained by the engine",
+    _foreign_group: "expected parameters that the engine trains",
     _lazy: "0.weight is not initialized",
 }
 

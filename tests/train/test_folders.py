@@ -229,10 +229,10 @@ def test_damaged_folders_and_data_are_refused_before_training(
 def test_invalid_keys_are_refused(folder: Path) -> None:
     command = _sft(folder, "model.width=384")
     assert command.end() == 2
-    assert "the folder determines the sizes of the model" in command.output
+    assert "the folder determines the model's sizes" in command.output
     command = Command(folder, "train", "sft", "data.path=chat.jsonl")
     assert command.end() == 2
-    assert "name its folder with model=FOLDER" in command.output
+    assert "set its folder with model=FOLDER" in command.output
 
 
 def test_plans_for_a_folder(folder: Path) -> None:

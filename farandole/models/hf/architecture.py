@@ -1,4 +1,4 @@
-"""What a family of models consists of: a configuration, a builder, and a table of tensors."""
+"""The parts of a model family: a configuration, a builder, and a tensor table."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Architecture:
 
     Args:
         name: the `model_type` of configurations.
-        classes: the classes of `transformers` that a folder may name; the first is the default, and any other must have the same
+        classes: the `transformers` classes that a configuration may name.  The first is the default; the others must have the same
             tensors.
         config: the type of the model's configuration.
-        read: return the model's configuration from the fields of a configuration.
-        write: return the fields for a model's configuration.
-        build: return the model.
-        table: return the table of tensors.
-        matches: whether a configuration of type `config` is of this family, if several families have this type.
-        adapt: return the configuration for a folder with these tensors, if some are optional.
+                read: a function that converts the fields in `config.json` to the model's configuration.
+        write: a function that converts the model's configuration to fields.
+        build: a function that returns the model.
+        table: a function that returns the tensor table.
+        matches: a function that returns whether a configuration belongs to this family, if several families share a type.
+        adapt: a function that adapts the configuration to the tensors in a folder, if some are optional.
     """
 
     name: str
@@ -64,7 +64,7 @@ def decoders() -> tuple[str, ...]:
 
 
 def read_rotary(fields: Fields, width: int, *, base: float = 10_000.0, interleaved: bool = False) -> Rotary:
-    """Return the rotary positions of a configuration, for heads of `width` values.
+    """Return the rotary positions in a configuration, for heads with `width` values.
 
     Reads `rope_parameters` (transformers 5) or `rope_theta`, `rope_scaling` and `partial_rotary_factor` (earlier).
 
@@ -131,12 +131,12 @@ def _context(fields: Fields) -> int:
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """Return the factor of sines and cosines that YaRN recommends for an extension by `factor`."""
+    """Return YaRN's recommended magnitude of sines and cosines for an extension by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def write_rotary(rotary: Rotary, width: int) -> dict[str, Any]:
-    """Return `rope_parameters`, and the fields for earlier versions of transformers."""
+    """Return `rope_parameters`, and the fields that earlier versions of transformers use."""
     found: dict[str, Any] = {"rope_type": rotary.scaling or "default", "rope_theta": rotary.base}
     if rotary.width != width:
         found["partial_rotary_factor"] = rotary.width / width

@@ -26,7 +26,7 @@ _GELU = tuple(ACTIVATIONS)
 
 
 def one_dropout(fields: Fields, *names: str) -> float:
-    """Return the probability of several fields that must be equal, because the model has one.
+    """Return the common dropout probability in several fields; the model supports only one.
 
     Raises:
         FolderError: if they differ.
@@ -34,7 +34,7 @@ def one_dropout(fields: Fields, *names: str) -> float:
     values = {name: float(fields.take(name, 0.0, kind=float)) for name in names}
     if len(set(values.values())) > 1:
         listed = ", ".join(f"{name}={value}" for name, value in values.items())
-        raise FolderError(f"{fields.where} has {listed}: expected equal probabilities")
+        raise FolderError(f"{fields.where} has {listed}: only equal probabilities are supported")
     return next(iter(values.values()))
 
 
@@ -185,7 +185,7 @@ register(
 
 
 def llama_fields(fields: Fields, *, tied: bool = False) -> dict[str, Any]:
-    """Return the arguments of `LlamaConfig` that all relatives read alike."""
+    """Return the arguments of `LlamaConfig` that all Llama-like families have in common."""
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     head_width = fields.size("head_dim", width // heads)
     return {
@@ -217,7 +217,7 @@ def _read_mistral(fields: Fields) -> LlamaConfig:
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer of a Qwen."""
+    """Return the sliding window of each layer in a Qwen."""
     used = fields.take("use_sliding_window", False, kind=bool)
     window = fields.take("sliding_window", None, kind=int)
     first = fields.take("max_window_layers", layers, kind=int)
@@ -288,7 +288,7 @@ def _write_qwen(config: LlamaConfig) -> dict[str, Any]:
 
 
 def attention_rows(table: Table, config: LlamaConfig, ours: str, theirs: str) -> None:
-    """Add the attention of a layer of Llama or a relative."""
+    """Add the attention tensors in a layer of a Llama-like model."""
     query, key = config.heads * config.head_width, config.kv_heads * config.head_width
     projections = {f"{theirs}.q_proj": query, f"{theirs}.k_proj": key, f"{theirs}.v_proj": key}
     table.linears(f"{ours}.qkv", projections, bias=config.attention_bias)
@@ -299,14 +299,14 @@ def attention_rows(table: Table, config: LlamaConfig, ours: str, theirs: str) ->
 
 
 def gated_rows(table: Table, inner: int, ours: str, theirs: str, *, bias: bool = False) -> None:
-    """Add a gated feed-forward network."""
+    """Add the tensors of a gated feed-forward network."""
     gate_up = {f"{theirs}.gate_proj": inner, f"{theirs}.up_proj": inner}
     table.linears(f"{ours}.gate_up", gate_up, bias=bias)
     table.linear(f"{ours}.down", f"{theirs}.down_proj", bias=bias)
 
 
 def decoder_table(layers: int, tied: bool) -> Table:
-    """Return a table with embedding, normalizations and head of a Llama or a relative."""
+    """Return a table with the embedding, the normalizations and the head of a Llama-like model."""
     ignored = (r".*rotary_emb\.inv_freq", *((r"lm_head\.weight",) if tied else ()))
     table = Table("model.", ignored)
     table.copy("0.tokens.weight", "model.embed_tokens.weight")
@@ -526,7 +526,7 @@ def _deepseek_table(config: DeepSeekConfig) -> Table:
 
 
 def _without_predictions(config: DeepSeekConfig, names: Collection[str]) -> DeepSeekConfig:
-    """Return the configuration without modules that transformers does not save."""
+    """Return the configuration without the prediction modules that transformers does not save."""
     stored = f"model.layers.{config.layers}.eh_proj.weight" in names
     return config if stored else replace(config, predicted=0)
 

@@ -17,13 +17,13 @@ from farandole.models.vit import ViTConfig, vit
 
 
 def classes_of(fields: Fields) -> int:
-    """Return the number of classes of a classifier."""
+    """Return the number of classes in a configuration."""
     labels = fields.take("id2label", None, kind=dict)
     return len(labels) if labels else int(fields.take("num_labels", 2, kind=int))
 
 
 def label_fields(classes: int) -> dict[str, Any]:
-    """Return the names of classes for a configuration."""
+    """Return the configuration fields that name the classes."""
     names = {str(number): f"LABEL_{number}" for number in range(classes)}
     return {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
 
@@ -38,7 +38,7 @@ def _read_bert(fields: Fields) -> BERTConfig:
     fields.skip("directionality", *(name for name in fields.values if name.startswith("pooler_")))
     if not fields.take("tie_word_embeddings", True, kind=bool):
         raise FolderError(
-            f"{fields.where} has tie_word_embeddings=False: the head of a BERT is its embedding"
+            f"{fields.where} has tie_word_embeddings=False: only a BERT whose head is tied to its embedding is supported"
         )
     names = fields.values.get("architectures") or ["BertForMaskedLM"]
     return BERTConfig(
@@ -295,7 +295,7 @@ def _t5_table(config: T5Config) -> Table:
 
 
 def _t5_layer(table: Table, config: T5Config, ours: str, theirs: str, last: int) -> None:
-    """Add self-attention and feed-forward network, which is part `last` of a layer."""
+    """Add a layer's self-attention and its feed-forward network, which is sublayer `last`."""
     inner = config.heads * config.head_width
     attention = f"{theirs}.0.SelfAttention"
     table.linear(f"{ours}.norm_attention", f"{theirs}.0.layer_norm")
@@ -313,7 +313,7 @@ def _t5_layer(table: Table, config: T5Config, ours: str, theirs: str, last: int)
 
 
 def _t5_head(config: T5Config, names: Collection[str]) -> T5Config:
-    """Return the configuration with the head that the folder has: transformers 5 writes that all heads are tied."""
+    """Return the configuration with the folder's actual head: transformers 5 declares every head as tied."""
     return replace(config, tied="lm_head.weight" not in names)
 
 

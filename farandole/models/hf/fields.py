@@ -1,4 +1,4 @@
-"""Read a configuration field by field, so that no field is ignored unnoticed."""
+"""Read a configuration field by field, so that no field is ignored silently."""
 
 from __future__ import annotations
 
@@ -84,15 +84,15 @@ NEUTRAL = frozenset(
         "typical_p",
     }
 )
-"""Fields that do not change the function that a model computes."""
+"""Fields that do not affect a model's results."""
 
 
 class FolderError(ValueError):
-    """A folder cannot be read as a model: a file is missing or damaged, or a feature is not supported.  The message names it."""
+    """Raised if a folder cannot be read as a model: a file is missing or damaged, or a feature is not supported."""
 
 
 class Fields:
-    """The fields of a configuration; `finish` refuses the fields that were not read.
+    """The fields of a configuration; `finish` rejects fields that were not read.
 
     Args:
         values: the fields.
@@ -107,7 +107,7 @@ class Fields:
         """Return a field, or `default` if it is missing or null.
 
         Raises:
-            FolderError: if a field without a default is missing, or a field has another type than `kind`.
+            FolderError: if a field without a default is missing, or if a field does not have type `kind`.
         """
         self._read.add(name)
         value = self.values.get(name)
@@ -135,7 +135,7 @@ class Fields:
         return value
 
     def one_of(self, name: str, *supported: Any) -> Any:
-        """Return a field, of which only some values are supported; the first is the default.
+        """Return a field that must have one of the `supported` values; the first is the default.
 
         Raises:
             FolderError: if it has another value.
@@ -151,7 +151,7 @@ class Fields:
         return value
 
     def skip(self, *names: str) -> None:
-        """Accept fields that have no effect on the model, or repeat others."""
+        """Ignore fields that do not affect the model or that repeat other fields."""
         self._read.update(names)
 
     def finish(self) -> None:

@@ -1,7 +1,7 @@
-"""Read parts of safetensors files at the bandwidth of the disk, and write such files piece by piece.
+"""Read parts of safetensors files at disk bandwidth, and write safetensors files incrementally.
 
-A file has the length of its header (8 bytes), a header in JSON (name -> type, shape and byte offsets), and the tensors.  The safetensors library
-reads a whole tensor or a slice into new memory.  Here the bytes go into the memory where they are needed, in parallel.
+A file consists of the header length (8 bytes), a JSON header (name -> type, shape and byte offsets), and the tensors.  The
+safetensors library reads a tensor or a slice into new memory.  This module reads in parallel, directly into the destination.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from farandole.models.hf.mapping import Box, volume
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _READ_BYTES = 8 << 20
-"""The size of a read: enough for the bandwidth of a disk, and small enough that threads share the work evenly."""
+"""The bytes per read: large enough to reach the disk's bandwidth, and small enough to distribute the work evenly over threads."""
 
 _THREADS = min(4, 2 * (os.cpu_count() or 1))
 
@@ -43,7 +43,7 @@ CODES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""The names of types in the format."""
+"""The type names in safetensors headers."""
 
 _TYPES = {code: dtype for dtype, code in CODES.items()}
 
@@ -119,7 +119,9 @@ def read_header(path: Path) -> dict[str, Entry]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
-                raise FolderError(f"{path} is truncated: its header has {length} bytes, and the file {size}")
+                raise FolderError(
+                    f"{path} is truncated: its header needs {length} bytes, but the file has only {size}"
+                )
             header: dict[str, Any] = json.loads(file.read(length))
     except OSError as error:
         raise FolderError(f"{path} cannot be read: {error.strerror}") from None
@@ -135,7 +137,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             start, end = found["data_offsets"]
             dtype, shape = _TYPES.get(found["dtype"]), tuple(found["shape"])
         except (KeyError, TypeError, ValueError):
-            raise FolderError(f"{path} is damaged: {name} has no type, shape or offsets") from None
+            raise FolderError(f"{path} is damaged: {name} lacks its type, shape or offsets") from None
         if dtype is None:
             raise FolderError(f"{path}: {name} has type {found['dtype']}, which is not supported")
         entry = Entry(path, 8 + length + start, dtype, shape)
@@ -145,7 +147,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             )
         if 8 + length + end > size:
             raise FolderError(
-                f"{path} is truncated: {name} ends at byte {8 + length + end}, and the file at {size}"
+                f"{path} is truncated: {name} ends at byte {8 + length + end}, but the file ends at byte {size}"
             )
         entries[name] = entry
     return entries
@@ -155,7 +157,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def read(reads: Iterable[Read], progress: Callable[[int], None] | None = None) -> None:
-    """Perform reads, in the order of the files, with several threads.
+    """Perform reads with several threads, in file order.
 
     Args:
         progress: called with the number of bytes of each finished read, from the calling thread.
@@ -210,7 +212,7 @@ def _without_gradients(call: Callable[..., None], *arguments: Any) -> None:
 
 
 def _start_if_contiguous(shape: Sequence[int], box: Box) -> int | None:
-    """Return the first element of a box that is contiguous in a tensor of `shape`, else None."""
+    """Return the index of the first element if the box is contiguous in a tensor of `shape`, else None."""
     start, stride, partial = 0, 1, False
     for length, (a, b) in zip(reversed(shape), reversed(box), strict=True):
         if partial and b - a != 1:
@@ -282,7 +284,7 @@ def _strided(mapped: Tensor, each: Read) -> None:
 
 
 def divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Return names in groups of together at most `limit` bytes, or of one name."""
+    """Divide names into groups with a total size of at most `limit` bytes; a larger tensor forms its own group."""
     groups: list[list[str]] = []
     used = 0
     for name, size in sizes.items():
@@ -295,12 +297,12 @@ def divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def file_names(count: int) -> list[str]:
-    """Return the names of `count` files of a model."""
+    """Return the file names for a model in `count` files."""
     return [WEIGHTS] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
 
 
 def index_of(files: Mapping[str, Sequence[str]], nbytes: int) -> str:
-    """Return the index of several files, in JSON."""
+    """Return the JSON index for several files."""
     places = {name: file for file, names in files.items() for name in names}
     return json.dumps(
         {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(places.items()))}, indent=2
@@ -318,7 +320,7 @@ def write_file(
     Args:
         tensors: the type and shape of each tensor.
         values: returns the values of some tensors, called once for each tensor.
-        batch_bytes: the approximate size of the tensors of a call.
+        batch_bytes: the approximate total size of the tensors requested in one call.
 
     Raises:
         OSError: if the file cannot be written.

@@ -1,11 +1,11 @@
-"""The correspondence of a model's tensors to the tensors in a Hugging Face folder, for reading and for writing.
+"""The mapping between a model's tensors and the tensors in a Hugging Face folder, for reading and writing.
 
     table = Table()
     table.copy("0.tokens.weight", "model.embed_tokens.weight")
     table.rows("1.attention.qkv.weight", {"...q_proj.weight": 64, "...k_proj.weight": 16, "...v_proj.weight": 16})
 
-Each tensor of a folder fills a box of one tensor of the model, as it is or transposed.  Therefore any box of a model's tensor can be read without the
-rest, and any tensor of a folder can be written from the boxes that ranks store.
+Each tensor in a folder fills a box of one model tensor, either unchanged or transposed.  Therefore any box of a model tensor can be read separately,
+and any tensor in a folder can be written from the boxes that ranks store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Box = tuple[tuple[int, int], ...]
 """A range `(start, end)` for each dimension of a tensor."""
 
 Index = int | tuple[int, int]
-"""A number in a dimension that the tensor of the folder does not have, or a range `(start, end)`."""
+"""An index into a dimension that the folder's tensor lacks, or a range `(start, end)`."""
 
 
 def volume(box: Box) -> int:
@@ -35,7 +35,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 @dataclass(frozen=True)
 class Part:
-    """The tensor `name` of a folder, which fills the box `index` of a tensor of the model; further dimensions are complete."""
+    """The tensor `name` in a folder, which fills the box `index` of a model tensor.  Dimensions beyond `index` are complete."""
 
     name: str
     index: tuple[Index, ...] = ()
@@ -47,24 +47,24 @@ class Part:
         return (*ranges, *((0, length) for length in shape[len(ranges) :]))
 
     def dropped(self) -> int:
-        """Return the number of leading dimensions that the tensor of the folder does not have."""
+        """Return the number of leading dimensions that the folder's tensor lacks."""
         return sum(isinstance(each, int) for each in self.index)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the tensor of the folder, for a tensor of the model with `shape`."""
+        """Return the shape of the folder's tensor, for a model tensor with `shape`."""
         own = tuple(end - start for start, end in self.box(shape))[self.dropped() :]
         return (*own[:-2], own[-1], own[-2]) if self.transposed else own
 
 
 @dataclass
 class Table:
-    """The parts of each tensor of a model.
+    """The parts of each model tensor.
 
     Args:
-        prefix: the part of all names that a folder of the model without its head omits.
-        ignored: regular expressions of tensors of a folder that the model does not have.
-        renamed: pairs of a regular expression and its replacement, which lead from names of older files to the names of the table.
-        modules: pairs that lead from paths in a folder to paths of modules of `transformers`, if they differ.
+        prefix: the name prefix that is missing in folders without the model's head.
+        ignored: regular expressions for tensors in the folder that the model does not use.
+        renamed: pairs of a regular expression and its replacement, which convert names in older files to the names in the table.
+        modules: pairs which convert paths in a folder to module paths in `transformers`, if they differ.
     """
 
     prefix: str = ""
@@ -76,36 +76,36 @@ class Table:
     _known_parts: int = field(default=0, init=False, repr=False)
 
     def copy(self, ours: str, theirs: str, *, transposed: bool = False) -> None:
-        """Map a tensor to one tensor of the folder."""
+        """Map a tensor to one tensor in the folder."""
         self.parts[ours] = (Part(theirs, (), transposed),)
 
     def rows(self, ours: str, theirs: Mapping[str, int]) -> None:
-        """Map a tensor to the concatenation of tensors with given numbers of rows."""
+        """Map a tensor to a concatenation of tensors with the given numbers of rows."""
         self.parts[ours] = tuple(Part(name, (span,)) for name, span in _spans(theirs))
 
     def stack(self, ours: str, theirs: Sequence[Mapping[str, int]]) -> None:
-        """Map a tensor to a stack, each member of which is a concatenation of tensors with given numbers of rows."""
+        """Map a tensor to a stack of concatenations of tensors with the given numbers of rows."""
         self.parts[ours] = tuple(
             Part(name, (number, span)) for number, rows in enumerate(theirs) for name, span in _spans(rows)
         )
 
     def linear(self, ours: str, theirs: str, *, bias: bool = False, transposed: bool = False) -> None:
-        """Map a linear layer or a normalization to one of the folder."""
+        """Map a linear layer or a normalization to one in the folder."""
         self.copy(f"{ours}.weight", f"{theirs}.weight", transposed=transposed)
         if bias:
             self.copy(f"{ours}.bias", f"{theirs}.bias")
 
     def linears(self, ours: str, theirs: Mapping[str, int], *, bias: bool = False) -> None:
-        """Map a fused linear layer to layers of the folder with given numbers of outputs."""
+        """Map a fused linear layer to several layers in the folder, with the given numbers of outputs."""
         for kind in ("weight", "bias") if bias else ("weight",):
             self.rows(f"{ours}.{kind}", {f"{name}.{kind}": rows for name, rows in theirs.items()})
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether a tensor of the folder has no place in the model."""
+        """Return whether the model does not use a tensor in the folder."""
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
     def standard(self, name: str) -> str:
-        """Return the name in the table for a name of a folder, which may be old or lack the prefix."""
+        """Convert a name in a folder, which may be old or lack the prefix, to the name in the table."""
         for pattern, replacement in self.renamed:
             name = re.sub(pattern, replacement, name)
         if self.prefix and not name.startswith(self.prefix) and self._is_known(self.prefix + name):
@@ -113,7 +113,7 @@ class Table:
         return name
 
     def module(self, path: str) -> str:
-        """Return the path of the module of `transformers` for a path in the folder."""
+        """Convert a path in the folder to the module path in `transformers`."""
         for pattern, replacement in self.modules:
             path = re.sub(pattern, replacement, path)
         return path

@@ -1,4 +1,4 @@
-"""Create a model from a Hugging Face folder, read its weights at once or on demand, and write such folders."""
+"""Create models from Hugging Face folders, with weights read immediately or on demand, and write such folders."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ COPIED = (
     "vocab.json",
     "vocab.txt",
 )
-"""Files of a folder that belong to its tokenizer or its use, and are copied with a model."""
+"""Tokenizer and generation files, which are copied with a model."""
 
 Request = tuple[str, Box, Tensor]
-"""The name of a tensor of the model, a box of it, and the tensor of this shape to read it into."""
+"""The name of a model tensor, a box, and the destination tensor with the shape of the box."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Pretrained:
     Args:
         architecture: the family.
         config: the model's configuration.
-        values: the fields of the folder's configuration, or those for a new folder.
-        folder: the folder that the model was created from, or None.
+        values: the fields in `config.json`, from the original folder or for a new folder.
+        folder: the folder from which the model was created, or None.
     """
 
     architecture: Architecture
@@ -91,11 +91,11 @@ def from_pretrained(
 
     Args:
         folder: a folder with `config.json` and safetensors files.
-        dtype: the type of floating-point weights, by default torch's default type, fp32.
-        lazy: return a model on the meta device.  `farandole.parallelize` then reads only the parts that each rank stores.
-        classes: give the model a classifier with this number of classes.  Weights that the folder does not have are drawn from `seed`.
-        progress: called with the bytes read so far and in total.
-        changes: fields of the model's configuration that do not change its tensors, such as dropout=0.1.
+        dtype: the type of floating-point weights; by default torch's default type, fp32.
+        lazy: return a model on the meta device.  `farandole.parallelize` then reads only the shards that each rank stores.
+        classes: the number of classes for a classifier head.  Weights that are missing in the folder are initialized from `seed`.
+        progress: a callback that receives the bytes read so far and in total.
+        changes: configuration fields that do not affect the tensors, such as dropout=0.1.
 
     Returns:
         A model on torch's default device, in training mode.
@@ -126,7 +126,7 @@ def from_pretrained(
 
 
 def read_config(folder: str | Path) -> Pretrained:
-    """Return the family and the configuration of a folder, without its weights.
+    """Return the family and the configuration of the model in a folder, without reading weights.
 
     Raises:
         FolderError: if `config.json` is missing or damaged, or has an unsupported field.
@@ -179,7 +179,9 @@ def _open(
     values = dict(origin.values)
     if classes is not None:
         if not hasattr(config, "classes"):
-            raise FolderError(f"classes={classes} for a {origin.architecture.name}: expected a bert or vit")
+            raise FolderError(
+                f"classes={classes} is supported for bert and vit only, not for {origin.architecture.name}"
+            )
         config = replace(config, classes=classes)
         written = origin.architecture.write(config)
         values |= {k: v for k, v in written.items() if k in ("architectures", "id2label", "label2id")}
@@ -196,7 +198,7 @@ def _open(
 
 
 def describe(model: nn.Module) -> Pretrained:
-    """Return the family and configuration of a model that `from_pretrained` or a builder of `farandole.models` returned.
+    """Return the family and the configuration of a model created by `from_pretrained` or a builder in `farandole.models`.
 
     Raises:
         ValueError: if the model has no Hugging Face format.
@@ -217,15 +219,15 @@ def describe(model: nn.Module) -> Pretrained:
 
 
 class Weights:
-    """Reads boxes of a model's tensors from a folder.
+    """Reads boxes of model tensors from a folder.
 
     Args:
         model: the model, whose tensors may be on the meta device.
-        seed: the seed of weights that the folder does not have.
-        optional: whether weights of the head may be missing or have another shape.
+        seed: the seed for weights that are missing in the folder.
+        optional: whether weights of the head may be missing or have a different shape.
 
     Raises:
-        FolderError: if tensors are missing, unknown or of another shape.
+        FolderError: if tensors are missing or unknown, or have the wrong shape.
     """
 
     def __init__(
@@ -258,7 +260,7 @@ class Weights:
                 expected = part.shape(self._shapes[ours])
                 if entry.shape != expected:
                     raise FolderError(
-                        f"{entry.file}: {original[part.name]} has shape {list(entry.shape)}, and config.json implies {list(expected)}"
+                        f"{entry.file}: {original[part.name]} has shape {list(entry.shape)}, but config.json requires {list(expected)}"
                     )
                 used.add(part.name)
                 found.append((part, entry))
@@ -270,11 +272,11 @@ class Weights:
         if unknown:
             more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
             raise FolderError(
-                f"{self.folder} has tensors that {origin.architecture.name} does not have: {', '.join(unknown[:4])}{more}"
+                f"{self.folder} has tensors that a {origin.architecture.name} does not have: {', '.join(unknown[:4])}{more}"
             )
 
     def __contains__(self, name: str) -> bool:
-        """Return whether a tensor of the model has values here."""
+        """Return whether the source provides values for a model tensor."""
         return name in self._parts or name in self._drawn
 
     def _fit(self, ours: str, parts: Sequence[Part], stored: Mapping[str, Entry]) -> bool:
@@ -284,11 +286,11 @@ class Weights:
         )
 
     def read(self, requests: Sequence[Request], progress: Callable[[int, int], None] | None = None) -> None:
-        """Read boxes of tensors of the model.
+        """Read boxes of model tensors.
 
         Args:
-            requests: names of tensors, boxes, and tensors of the shapes of the boxes to read into.
-            progress: called with the bytes read so far and in total.
+            requests: tensor names, boxes, and destination tensors with the shapes of the boxes.
+            progress: a callback that receives the bytes read so far and in total.
 
         Raises:
             FolderError: if a file ends early or cannot be read.
@@ -310,7 +312,7 @@ class Weights:
         read(reads, advance)
 
     def _draw(self, name: str) -> Tensor:
-        """Return the initial values of a tensor: zero for biases, one for normalizations, else normal with deviation 0.02."""
+        """Return initial values for a tensor: 0 for biases, 1 for normalizations, and a normal distribution with deviation 0.02 otherwise."""
         shape = self._shapes[name]
         if name.endswith("bias"):
             return torch.zeros(shape)
@@ -340,14 +342,14 @@ def _reads(
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of a model by name, tied ones once."""
+    """Return a model's parameters and persistent buffers by name, with tied tensors listed once."""
     persistent = model.state_dict().keys()
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: tensor for name, tensor in named.items() if name in persistent}
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Give a model on the meta device uninitialized memory; tied tensors remain tied, and other buffers become zero."""
+    """Allocate uninitialized memory for a model on the meta device; tied tensors remain tied, and non-persistent buffers become zero."""
     twins: dict[int, Tensor] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -366,7 +368,7 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """A tensor of a folder to write: the `part` of tensor `ours` of the model, whose shape is `whole`."""
+    """A tensor to write to a folder: the `part` of the model tensor `ours`, which has shape `whole`."""
 
     name: str
     ours: str
@@ -380,18 +382,18 @@ class Written:
 
     @property
     def box(self) -> Box:
-        """The box of the model's tensor."""
+        """The box in the model tensor."""
         return self.part.box(self.whole)
 
     def of_box(self, values: Tensor) -> Tensor:
-        """Return the tensor of the folder for the values of `box`."""
+        """Convert the values in `box` to the folder's tensor."""
         for _ in range(self.part.dropped()):
             values = values[0]
         return values.transpose(-2, -1) if self.part.transposed else values
 
 
 def tensors_to_write(origin: Pretrained, shapes: Mapping[str, tuple[int, ...]]) -> list[Written]:
-    """Return the tensors of a folder, in the order of the model."""
+    """Return the tensors to write to a folder, in model order."""
     return [
         Written(part.name, ours, part, shapes[ours])
         for ours, parts in origin.table.parts.items()
@@ -400,7 +402,7 @@ def tensors_to_write(origin: Pretrained, shapes: Mapping[str, tuple[int, ...]]) 
 
 
 def write_description(origin: Pretrained, folder: Path, dtype: torch.dtype) -> None:
-    """Write `config.json`, and copy the files of the tokenizer from the folder of the model.
+    """Write `config.json`, and copy the tokenizer files from the original folder.
 
     Raises:
         OSError: if a file cannot be written.
@@ -418,7 +420,7 @@ def write_description(origin: Pretrained, folder: Path, dtype: torch.dtype) -> N
 def save_pretrained(
     model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None, file_bytes: int = 4 << 30
 ) -> None:
-    """Write a model in memory as a new Hugging Face folder; for the model of an engine, call `engine.save_pretrained`.
+    """Write a model in memory as a new Hugging Face folder; with an engine, call `engine.save_pretrained` instead.
 
     Args:
         dtype: the type of floating-point weights; by default the type of the first weight.

@@ -178,7 +178,7 @@ def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None
             reader = FileSystemReader(folder)
             saved = reader.read_metadata().state_dict_metadata
         except FileNotFoundError:
-            raise CheckpointError("it is not there, or not a whole checkpoint of an engine") from None
+            raise CheckpointError("it does not exist, or is not a complete engine checkpoint") from None
     with fail_on_all(comm, folder):
         loaded = empty_state(engine, comm.rank, saved)
         _check_optimizers(engine, found)
@@ -199,7 +199,7 @@ def _check_optimizers(engine: Engine, found: Mapping[str, Any]) -> None:
     if engine.optimizers and (own["optimizers"] != found["optimizers"] or counts[0] != counts[1]):
         saved = ", ".join(found["optimizers"]) or "no optimizer"
         raise CheckpointError(
-            f"it has the state of {saved} with {counts[1]} groups, the engine {', '.join(own['optimizers'])} with {counts[0]}"
+            f"it contains the state of {saved} with {counts[1]} parameter groups, but the engine has {', '.join(own['optimizers'])} with {counts[0]}"
         )
 
 

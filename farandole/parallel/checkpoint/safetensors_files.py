@@ -82,7 +82,7 @@ def save_pretrained(engine: Engine, folder: Path, dtype: torch.dtype | None, fil
     ]
     if quantized:
         raise ValueError(
-            f"{quantized[0]} has quantized weights: save_pretrained needs weights in full precision"
+            f"the weights of {quantized[0]} are quantized: save_pretrained requires weights in full precision"
         )
 
     def tensors(saved: _Entries) -> list[Written]:
@@ -305,7 +305,7 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
     if missing or unknown:
         lacks = [f"it has no {', '.join(missing[:4])}"] * bool(missing)
         has = [f"it has {', '.join(unknown[:4])}"] * bool(unknown)
-        raise CheckpointError(f"{' and '.join(lacks + has)}: it is of another model")
+        raise CheckpointError(f"{' and '.join(lacks + has)}: it belongs to another model")
     found = {}
     for stored in stored_tensors(engine):
         name = next((each for each in aliases.get(stored.name, [stored.name]) if each in entries), None)
@@ -314,7 +314,7 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
         entry = entries[name]
         if entry.shape != stored.place.shape:
             raise CheckpointError(
-                f"{name} has shape {entry.shape} in {entry.file.name}, and {stored.place.shape} in this model"
+                f"{name} has shape {entry.shape} in {entry.file.name}, but {stored.place.shape} in this model"
             )
         found[stored.name] = entry
     return _Files(found, path)

@@ -77,11 +77,11 @@ def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -
             if values is None:
                 size = tuple(_described(saved[entry]).size)
                 raise CheckpointError(
-                    f"{entry} has shape {size} in it, and {stored.place.shape} in this model"
+                    f"{entry} has shape {size} in it, but {stored.place.shape} in this model"
                 )
             state[entry] = values
         elif stored.trained:  # earlier versions saved neither buffers nor frozen parameters
-            raise CheckpointError(f"it has no parameter {stored.name}: it is a checkpoint of another model")
+            raise CheckpointError(f"it has no parameter {stored.name}: it belongs to another model")
     keys = _keys_of(saved)
     for stem, place, shard, start, _ in _states(engine):
         for entry in (f"{stem}/{key}" for key in keys[stem]):

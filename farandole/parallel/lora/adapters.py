@@ -91,7 +91,7 @@ def merge(model: nn.Module, untie: bool = False) -> None:
     """
     layers = _layers(model)
     if merged := [path for path, layer in layers.items() if layer.merged]:
-        raise RuntimeError(f"LoRA is already merged, in {merged[0]}")
+        raise RuntimeError(f"LoRA is already merged in {merged[0]}")
     for path, layer in layers.items():
         if not layer.update().isfinite().all():
             raise ValueError(f"the LoRA update of {path} is not finite: the training has diverged")
@@ -116,7 +116,7 @@ def unmerge(model: nn.Module) -> None:
     """
     layers = _layers(model)
     if apart := [path for path, layer in layers.items() if not layer.merged]:
-        raise RuntimeError(f"LoRA is not merged, in {apart[0]}")
+        raise RuntimeError(f"LoRA is not merged in {apart[0]}")
     for layer in layers.values():
         layer.add_to_weight(-1)
         layer.merged = False
@@ -159,7 +159,7 @@ def _layers(model: nn.Module) -> dict[str, LoRALinear]:
     layers = lora_layers(model)
     if not layers:
         raise ValueError(
-            "the model has no LoRA: add_lora(model, LoRA(...)) or load_adapter(model, folder) first"
+            "the model has no LoRA adapters: call add_lora(model, LoRA(...)) or load_adapter(model, folder) first"
         )
     return layers
 

@@ -39,7 +39,7 @@ class LoRALinear(nn.Linear):
         if not self.merged:
             result = self._updated(result, F.dropout(rows, self.lora.dropout, self.training))
         elif self.training and torch.is_grad_enabled():
-            raise RuntimeError("LoRA is merged and cannot be trained: call unmerge(model), or model.eval()")
+            raise RuntimeError("merged LoRA adapters cannot be trained: call unmerge(model), or model.eval()")
         return result.view(*input.shape[:-1], self.out_features)
 
     def _updated(self, result: Tensor, rows: Tensor) -> Tensor:

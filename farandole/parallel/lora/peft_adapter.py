@@ -68,7 +68,7 @@ def save_adapter(
     model = _unwrapped(model)
     layers = lora_layers(model)
     if not layers:
-        raise ValueError("the model has no LoRA to save")
+        raise ValueError("the model has no LoRA adapters to save")
     lora = next(iter(layers.values())).lora
     tensors: dict[str, Tensor] = {}
     values = values or {}
@@ -189,7 +189,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the configuration of the adapter in `folder`, and its tensors by name without the prefix."""
     if not folder.is_dir():
         raise AdapterError(
-            f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}: expected the folder of an adapter"
+            f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}: expected an adapter folder"
         )
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
@@ -204,7 +204,9 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (OSError, ValueError) as error:
         raise AdapterError(f"{folder / CONFIG} is damaged: {error}") from error
     if not isinstance(config, dict):
-        raise AdapterError(f"{folder / CONFIG} is damaged: it is a {type(config).__name__}, not an object")
+        raise AdapterError(
+            f"{folder / CONFIG} is damaged: expected a JSON object, found {type(config).__name__}"
+        )
     try:
         with safe_open(folder / WEIGHTS, "pt") as file:
             named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
@@ -213,7 +215,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     strange = [name for name in named if not name.startswith(PREFIX)]
     if strange or not named:
         found = f"{strange[0]!r} does not begin with {PREFIX!r}" if strange else "it has no tensors"
-        raise AdapterError(f"{folder / WEIGHTS} is not in the format of PEFT: {found}")
+        raise AdapterError(f"{folder / WEIGHTS} is not in PEFT format: {found}")
     return config, {name.removeprefix(PREFIX): tensor for name, tensor in named.items()}
 
 
@@ -302,7 +304,7 @@ class Saved:
         if strange:
             raise AdapterError(f"{self.folder} has unsupported tensors: {_listed(strange)}")
         if not self.a:
-            raise AdapterError(f"{self.folder} adapts no layer: it has no lora_A")
+            raise AdapterError(f"{self.folder} adapts no layer: it contains no lora_A")
 
 
 def lora_of(saved: Saved) -> LoRA:

@@ -40,7 +40,7 @@ def quantized_weights(linears: Mapping[str, nn.Linear], base: str) -> dict[str, 
 
 def _quantized(path: str, weight: Tensor, base: str, torchao: Any) -> Tensor:
     if not weight.isfinite().all():
-        raise ValueError(f"LoRA base={base!r}: the weight of {path} has values that are not finite")
+        raise ValueError(f"LoRA base={base!r}: the weight of {path} contains non-finite values")
     if base == "nf4":
         if weight.numel() % _NF4_UNIT:
             raise ValueError(

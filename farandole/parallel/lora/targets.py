@@ -22,7 +22,7 @@ def find_targets(model: nn.Module, lora: LoRA) -> dict[str, nn.Linear]:
     """
     if isinstance(model, nn.Linear):
         raise ValueError(
-            "the model is itself an nn.Linear, a layer without a name: adapt nn.Sequential(model)"
+            "the model is a single nn.Linear, which has no name: adapt nn.Sequential(model) instead"
         )
     inside_trained = {inner for module in find_trained(model, lora).values() for inner in module.modules()}
     modules = {path: module for path, module in _modules(model).items() if module not in inside_trained}

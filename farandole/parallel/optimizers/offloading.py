@@ -63,8 +63,7 @@ def stores_at(
         return Stores()
     if place.kind == "disk" and accelerator:
         raise OffloadError(
-            f"offloaded={offloaded!r} with offload='disk:{place.folder}' for a model on an accelerator: a disk is read into the "
-            f"memory of the host; offload='host' works, and so does offloaded='optimizer'"
+            f"offloaded={offloaded!r} with offload='disk:{place.folder}' is not supported for models on an accelerator, because a disk is read into host memory: use offload='host' or offloaded='optimizer'"
         )
     sizes = {"gradients": [b.layout.shard_length * b.master_dtype.itemsize for b in plan.trained]}
     if offloaded == "parameters":

@@ -419,8 +419,7 @@ class ShardedGradient(Tensor):
     def _change(self, function: Any, rest: Sequence[Any], kwargs: dict[str, Any]) -> ShardedGradient:
         if any(isinstance(each, Tensor) and each.numel() != 1 for each in rest):
             raise RuntimeError(
-                f"the gradient of {self._name} is changed by a tensor of many elements, and this rank does not have the whole "
-                f"gradient; engine.gradients() returns what it has"
+                f"the gradient of {self._name} cannot be combined with a tensor of many elements, because this rank has only a shard of the gradient; engine.gradients() returns this shard"
             )
         self._norms.clear()
         if self._change_part is not None:
@@ -431,8 +430,7 @@ class ShardedGradient(Tensor):
     def _norm(self, order: float = 2.0) -> Tensor:
         if not order > 0:
             raise RuntimeError(
-                f"norm of order {order} of the gradient of {self._name}: expected an order above 0; "
-                f"engine.gradients() returns what this rank has of all gradients"
+                f"expected an order above 0 for the norm of the gradient of {self._name}, got {order}; engine.gradients() returns this rank's shards of all gradients"
             )
         return self._norms.of(self._name, float(order))
 

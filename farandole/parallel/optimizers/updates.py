@@ -126,13 +126,12 @@ class Updates:
             """Make the optimizer update additional parameters of the model."""
             if fixed:
                 raise RuntimeError(
-                    "add_param_group: the states of this optimizer are offloaded, or on ranks that own whole parameters, so its groups "
-                    "are fixed; give it all groups before engine.optimizer(...)"
+                    "add_param_group is not supported for this optimizer, because its states are offloaded or stored on ranks that own whole parameters: add all groups before engine.optimizer(...)"
                 )
             given = param_group["params"]
             given = [given] if isinstance(given, Tensor) else list(given)
             if any(id(parameter) not in trained for parameter in given):
-                raise ValueError("add_param_group: parameters that are not trained by the engine")
+                raise ValueError("add_param_group: expected parameters that the engine trains")
             shard_of = {id(parameter): shard for parameter, shard, _ in self._tensors_of_shards()}
             plain(changed, {**param_group, "params": [shard_of[id(p)] for p in given if id(p) in shard_of]})
 
@@ -151,8 +150,7 @@ class Updates:
         name, offload = type(optimizer).__name__, self._place.kind
         if offload != "none" and optimizer.state:
             raise ValueError(
-                f"{name} has a state, and with offload={offload!r} states begin where they are kept: give the optimizer here "
-                f"before its first step"
+                f"{name} already has a state, but offload={offload!r} requires an optimizer without one: pass the optimizer to engine.optimizer before its first step"
             )
         members = _members(optimizer)
         plans = [shards.bucket.plan for shards in self._shards]
@@ -179,8 +177,7 @@ class Updates:
             where = f"zero={self._zero}, where each parameter is updated by one rank"
         if reason:
             raise ValueError(
-                f"{name} cannot be used with {where}: {reason}; use zero=0 without offload, or an optimizer that updates each element "
-                f"by itself, as AdamW does"
+                f"{name} cannot be used with {where}: {reason}; use zero=0 without offload, or an elementwise optimizer such as AdamW"
             )
         return False
 

@@ -36,7 +36,7 @@ class ParameterServer:
                 + ("; start more ranks" if comm.size < 2 else f", so servers is 1 to {comm.size - 1}")
             )
         if timeout_s <= 0:
-            raise ValueError(f"timeout_s={timeout_s:g}: a time to wait is more than 0 seconds")
+            raise ValueError(f"expected timeout_s above 0, got {timeout_s:g}")
         self.rank = comm.rank
         self.servers = list(range(servers))
         """The ranks that keep parameters."""
@@ -76,19 +76,16 @@ class ParameterServer:
         """
         if not callable(optimizer):
             raise TypeError(
-                f"optimizer makes the optimizer of a server from its part of the parameters, as in "
-                f"lambda parameters: torch.optim.SGD(parameters, lr=0.1); found a {type(optimizer).__name__}"
+                f"expected optimizer to be a function that returns an optimizer for a server's parameters, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1); it returned a {type(optimizer).__name__}"
             )
         if mode not in ("sync", "async"):
-            raise ValueError(f"mode={mode!r} is neither 'sync' nor 'async'")
+            raise ValueError(f"expected mode='sync' or 'async', got {mode!r}")
         if staleness is not None and mode == "sync":
             raise ValueError(
-                "staleness bounds mode='async'; with mode='sync' no worker is ever ahead: leave it away"
+                "staleness applies to mode='async' only, because workers never run ahead with mode='sync': omit it"
             )
         if staleness is not None and staleness < 0:
-            raise ValueError(
-                f"staleness={staleness}: a worker is ahead by 0 gradients or more; None is no bound"
-            )
+            raise ValueError(f"expected staleness of at least 0, or None for no bound, got {staleness}")
         self.sessions += 1
         return Session(self, model, optimizer, mode, staleness, split)
 

@@ -97,14 +97,14 @@ class Session:
         worker = self._worker()
         if not self._pulled:
             raise RuntimeError(
-                "push() without a pull() since the last one: gradients belong to pulled parameters"
+                "push() must follow a pull(): gradients belong to the parameters that were pulled"
             )
         if self._mode == "async" and weight != 1.0:
-            raise ValueError("weight is for the mean of mode='sync'; with mode='async' scale the loss")
+            raise ValueError("weight applies to mode='sync' only; with mode='async', scale the loss instead")
         if not 0 < weight < float("inf"):
-            raise ValueError(f"weight={weight}: a gradient counts with a finite weight of more than 0")
+            raise ValueError(f"expected a finite weight above 0, got {weight}")
         if any(p.grad is not None and p.grad.layout is not torch.strided for p in self._parameters):
-            raise ValueError("the gradient of a parameter is sparse; parameter servers take dense ones only")
+            raise ValueError("parameter servers do not support sparse gradients")
         self._pulled = False
         worker.push(weight)
 
@@ -129,8 +129,7 @@ class Session:
     def _worker(self) -> Worker:
         if not self.is_worker:
             raise RuntimeError(
-                f"rank {self._roles.rank} is a server (ranks {self._roles.servers}): it does not pull or push; "
-                f"train where session.is_worker"
+                f"rank {self._roles.rank} is a server (servers: ranks {self._roles.servers}), which cannot pull or push: train only if session.is_worker"
             )
         if self._remote is None:
             raise RuntimeError("the session is not open: call pull() and push() within its `with` block")

@@ -62,10 +62,9 @@ def _check(optimizer: torch.optim.Optimizer, packing: Packing) -> None:
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"{kind.__name__} evaluates the model within its step, which a server cannot; use SGD, Adam, AdamW ..."
+            f"{kind.__name__} evaluates the model in its step, which a server cannot do; use SGD, Adam or AdamW"
         )
     if kind.__name__ in SHAPED and not all(piece.whole for piece in packing.pieces):
         raise ValueError(
-            f"{kind.__name__} needs whole tensors, and large ones are split among the servers: "
-            f"session(..., split=False) keeps them whole"
+            f"{kind.__name__} requires unsharded tensors, but large tensors are split among the servers: use session(..., split=False)"
         )
