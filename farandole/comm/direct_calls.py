@@ -116,7 +116,7 @@ class DirectCalls:
         return self._between(self._all_to_all, input, output, input.numel() // self._size, plan)
 
     def barrier(self) -> Work | None:
-        """Wait until every rank has called it."""
+        """Block until every rank has called this method."""
         return self._execute((), None, self._barrier)
 
     # ---- point-to-point ----
@@ -271,7 +271,7 @@ class DirectMethods(DirectCalls):
         return None
 
     def barrier(self) -> Work | None:
-        """Wait until every rank has called it."""
+        """Block until every rank has called this method."""
         return self._run(self._barrier, [], ())
 
     def _run(self, function: Any, tensors: list[Tensor], plan: tuple[int, ...]) -> Work | None:

@@ -149,7 +149,7 @@ class TorchCore:
         return not (self._cpu_only and any(tensor.is_cuda for tensor in tensors))
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a reusable call of an operation that takes only the flags."""
+        """Return a callable that runs the operation again at each call; its argument is `flags`."""
         return partial(getattr(self, operation), *arguments)
 
     def algorithm(self, operation: str, nbytes: int) -> str:
@@ -173,7 +173,7 @@ class TorchCore:
     def reduce(
         self, output: Tensor | None, input: Tensor, reduction: int, root: int, flags: int
     ) -> dist.Work:
-        """Reduce `input` into `output` of rank `root`."""
+        """Reduce `input` over all ranks into `output` on rank `root`."""
         if output is None:
             output = input.clone()  # Gloo overwrites it
         elif output is not input:
@@ -182,7 +182,7 @@ class TorchCore:
         return self.group.reduce([output], options)
 
     def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> dist.Work:
-        """Reduce `inputs` and keep this rank's part."""
+        """Reduce `inputs` over all ranks and store this rank's part in `output`."""
         options = _options(dist.ReduceScatterOptions, reduceOp=_REDUCE_OPS[reduction])
         if len(inputs) == 1:
             method = _first_of(self.group, "reduce_scatter_single", "_reduce_scatter_base")
@@ -196,7 +196,7 @@ class TorchCore:
         return COMPLETED
 
     def all_gather(self, outputs: Parts, input: Tensor, flags: int) -> dist.Work:
-        """Collect every rank's `input` in `outputs`."""
+        """Gather every rank's `input` into `outputs`."""
         if len(outputs) == 1:
             return _first_of(self.group, "all_gather_single", "_allgather_base")(outputs[0], input)
         parts = _padded(outputs)
@@ -207,7 +207,7 @@ class TorchCore:
         return _unpad(outputs, parts)
 
     def broadcast(self, output: Tensor | None, input: Tensor | None, root: int, flags: int) -> dist.Work:
-        """Copy `input` of rank `root` to `output` of the others."""
+        """Copy `input` from rank `root` to `output` on the other ranks."""
         tensor = output if input is None else input
         assert tensor is not None
         return self.group.broadcast([tensor], _options(dist.BroadcastOptions, rootRank=root))
@@ -215,7 +215,7 @@ class TorchCore:
     def gather(
         self, outputs: Sequence[Tensor], input: Tensor, root: int, counts: Sequence[int] | None, flags: int
     ) -> dist.Work:
-        """Collect every rank's `input` in `outputs` of rank `root`."""
+        """Gather every rank's `input` into `outputs` on rank `root`."""
         options = _options(dist.GatherOptions, rootRank=root)
         if counts is None:
             return self.group.gather([list(outputs)] if outputs else [], [input], options)
@@ -226,7 +226,7 @@ class TorchCore:
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
     ) -> dist.Work:
-        """Give rank r the tensor `inputs[r]` of rank `root`."""
+        """Send `inputs[r]` from rank `root` to rank r."""
         options = _options(dist.ScatterOptions, rootRank=root)
         if counts is None:
             return self.group.scatter([output], [list(inputs)] if inputs else [], options)
@@ -257,17 +257,17 @@ class TorchCore:
         return COMPLETED
 
     def barrier(self, flags: int) -> dist.Work:
-        """Wait until every rank has called it."""
+        """Block until every rank has called this method."""
         return self.group.barrier()
 
     # ---- point-to-point ----
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Start to send."""
+        """Start sending `tensor` to rank `peer`."""
         return self.group.send([tensor], peer, tag)
 
     def post_recv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Start to receive; `peer` -1 receives from any rank."""
+        """Start receiving into `tensor` from rank `peer`, or from any rank if `peer` is -1."""
         return self.group.recv([tensor], peer, tag) if peer >= 0 else self.group.recv_anysource([tensor], tag)
 
     def post_batch(self, messages: Sequence[tuple[bool, Tensor, int, int]]) -> list[dist.Work]:
@@ -306,7 +306,7 @@ class TorchCore:
         return f"a call of {self.name}"
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a call waits for the other ranks."""
+        """Set how long a call may wait for other ranks."""
         self._timeout = timeout
         if self._group is not None:
             self._group.set_timeout(timeout)

@@ -31,7 +31,7 @@ class NativeCore(GroupCore):
         self._library = host.core
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Return one tensor that all ranks share."""
+        """Return a tensor in memory shared by all ranks."""
         return self.host.allocate_common(shape, dtype, flags)
 
     # ---- collectives ----
@@ -41,28 +41,28 @@ class NativeCore(GroupCore):
         self._run(_all_reduce(output, input, reduction), flags)
 
     def reduce(self, output: Tensor | None, input: Tensor, reduction: int, root: int, flags: int) -> None:
-        """Reduce `input` into `output` of rank `root`."""
+        """Reduce `input` over all ranks into `output` on rank `root`."""
         if output is not None and output is not input:
             output.copy_(input.view(output.shape))
             input = output
         self._run(_reduce(output, input, reduction, root), flags)
 
     def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> None:
-        """Reduce `inputs` and keep this rank's part."""
+        """Reduce `inputs` over all ranks and store this rank's part in `output`."""
         self._run(_reduce_scatter(output, inputs, reduction), flags)
 
     def all_gather(self, outputs: Parts, input: Tensor, flags: int) -> None:
-        """Collect every rank's `input` in `outputs`."""
+        """Gather every rank's `input` into `outputs`."""
         self._run(_all_gather(outputs, input), flags)
 
     def broadcast(self, output: Tensor | None, input: Tensor | None, root: int, flags: int) -> None:
-        """Copy `input` of rank `root` to `output` of the others."""
+        """Copy `input` from rank `root` to `output` on the other ranks."""
         self._run(_broadcast(output, input, root), flags)
 
     def gather(
         self, outputs: Sequence[Tensor], input: Tensor, root: int, counts: Sequence[int] | None, flags: int
     ) -> None:
-        """Collect every rank's `input` in `outputs` of rank `root`."""
+        """Gather every rank's `input` into `outputs` on rank `root`."""
         if counts is None:
             arguments = input.data_ptr(), pointers_to(outputs), input.numel(), TYPES[input.dtype], root
             self._run(("frd_gather", arguments), flags)
@@ -74,7 +74,7 @@ class NativeCore(GroupCore):
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
     ) -> None:
-        """Give rank r the tensor `inputs[r]` of rank `root`."""
+        """Send `inputs[r]` from rank `root` to rank r."""
         if counts is None:
             arguments = pointers_to(inputs), output.data_ptr(), output.numel(), TYPES[output.dtype], root
             self._run(("frd_scatter", arguments), flags)
@@ -92,7 +92,7 @@ class NativeCore(GroupCore):
         self._run(_scan(output, input, reduction, exclusive), flags)
 
     def barrier(self, flags: int) -> None:
-        """Wait until every rank has called it."""
+        """Block until every rank has called this method."""
         self._run(("frd_barrier", ()), flags)
 
     def agree(self, call: CallRecord, flags: int) -> None:

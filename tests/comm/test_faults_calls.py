@@ -50,7 +50,7 @@ def check_disagreements(rank: int, size: int) -> None:
         (reduce(), reduce(dtype=torch.int64), r"4 x int64\) where .* 4 x float32", "element type"),
         (reduce(), reduce(op=dist.ReduceOp.MAX), r"all_reduce\(max, .* where .* all_reduce\(sum", "reduction"),
         (broadcast(0), broadcast(other_root + 1), r"from rank 1\) where .* from rank 0", "root"),
-        (exchange(0), exchange(1), r"sends 2 elements to rank 0 \(process \d+\), which expects 1 from it, in all_to_all", ""),
+        (exchange(0), exchange(1), r"sent 2 elements to rank 0 \(process \d+\), which expected 1, in all_to_all", ""),
     ]  # fmt: skip
     for usual, other, saying, difference in cases:
         group = dist.new_group()
@@ -131,7 +131,7 @@ def check_late(rank: int, size: int) -> None:
     if rank == 1:
         with pytest.raises(
             CommunicationError,
-            match=rf"^rank 0 \(process {pids[0]}\) did not send the message of rank 1 .* within the timeout of 0.5 s",
+            match=rf"^rank 0 \(process {pids[0]}\) did not send the message that rank 1 .* expected .* within the timeout of 0.5 s",
         ):
             dist.recv(torch.ones(2), 0, group)
     dist.barrier()

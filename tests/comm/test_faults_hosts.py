@@ -110,7 +110,7 @@ def test_uneven_exchanges_are_named(layout):
         ends = [job.end(rank) for rank in range(size)]
     assert {end.kind for end in ends} == {"CallMismatch"}, [end.trace for end in ends]
     for end in ends:
-        assert re.search(rf"^rank 0 .* sends 4 elements to rank {size - 1} .* expects 3", end.text), end.text
+        assert re.search(rf"^rank 0 .* sent 4 elements to rank {size - 1} .* expected 3", end.text), end.text
 
 
 def late(rank: int, size: int, tell: Callable) -> None:

@@ -160,7 +160,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     # ---- shutdown ----
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a call waits for the other ranks."""
+        """Set how long a call may wait for other ranks."""
         self._timeout = timeout
         self._dispatcher.core.set_timeout(timeout)
         self._fallback.set_timeout(timeout)
@@ -433,7 +433,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """Wait until every rank has called it."""
+        """Block until every rank has called this method."""
         path = self._path(opts, timeout)
         if path and (work := path.barrier()):
             return work

@@ -77,7 +77,7 @@ class HierarchicalCore(GroupCore):
     # ---- collectives ----
 
     def barrier(self, flags: int) -> None:
-        """Wait until every rank has called it."""
+        """Block until every rank has called this method."""
         with self._declared(flags, Operation.BARRIER):
             token = torch.zeros(1, dtype=torch.uint8, device="cpu")
             self._all_reduce(token, REDUCTION_NAMES.index("max"), flags)
@@ -101,13 +101,13 @@ class HierarchicalCore(GroupCore):
                 flat.copy_(wide)
 
     def reduce(self, output: Tensor | None, input: Tensor, reduction: int, root: int, flags: int) -> None:
-        """Reduce `input` into `output` of rank `root`."""
+        """Reduce `input` over all ranks into `output` on rank `root`."""
         flat = input.view(-1)
         with self._declared(flags, Operation.REDUCE, flat, op=reduction, root=root):
             self._reduce(flat, flat if output is None else output.view(-1), reduction, root, flags)
 
     def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> None:
-        """Reduce `inputs` and keep this rank's part."""
+        """Reduce `inputs` over all ranks and store this rank's part in `output`."""
         own = output.view(-1)
         if len(inputs) == 1:
             source, counts, uneven = inputs[0].view(-1), [own.numel()] * self.size, []
@@ -119,7 +119,7 @@ class HierarchicalCore(GroupCore):
             self._reduce_scatter(source, counts, own, reduction, flags)
 
     def all_gather(self, outputs: Parts, input: Tensor, flags: int) -> None:
-        """Collect every rank's `input` in `outputs`."""
+        """Gather every rank's `input` into `outputs`."""
         source = input.view(-1)
         if len(outputs) == 1:
             counts = [source.numel()] * self.size
@@ -132,7 +132,7 @@ class HierarchicalCore(GroupCore):
             self._all_gather(source, counts, targets, flags)
 
     def broadcast(self, output: Tensor | None, input: Tensor | None, root: int, flags: int) -> None:
-        """Copy `input` of rank `root` to `output` of the others."""
+        """Copy `input` from rank `root` to `output` on the other ranks."""
         tensor = output if input is None else input
         assert tensor is not None
         with self._declared(flags, Operation.BROADCAST, tensor, root=root):
@@ -141,7 +141,7 @@ class HierarchicalCore(GroupCore):
     def gather(
         self, outputs: Sequence[Tensor], input: Tensor, root: int, counts: Sequence[int] | None, flags: int
     ) -> None:
-        """Collect every rank's `input` in `outputs` of rank `root`."""
+        """Gather every rank's `input` into `outputs` on rank `root`."""
         record = _record_of(input, counts)
         with self._declared(flags, Operation.GATHER, root=root, record=record):
             everyones = [input.numel()] * self.size if counts is None else counts
@@ -150,7 +150,7 @@ class HierarchicalCore(GroupCore):
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
     ) -> None:
-        """Give rank r the tensor `inputs[r]` of rank `root`."""
+        """Send `inputs[r]` from rank `root` to rank r."""
         record = _record_of(output, counts)
         with self._declared(flags, Operation.SCATTER, root=root, record=record):
             everyones = [output.numel()] * self.size if counts is None else counts

@@ -109,7 +109,7 @@ class MpiCore(GroupCore):
             self._collective(flags, "Allreduce", target.nbytes, sends, self._buffer(target, kind), op)
 
     def reduce(self, output: Tensor | None, input: Tensor, reduction: int, root: int, flags: int) -> None:
-        """Reduce `input` into `output` of rank `root`."""
+        """Reduce `input` over all ranks into `output` on rank `root`."""
         self._begin(flags, Operation.REDUCE, input, reduction, input.numel(), root)
         plan = self._reductions.get((input.dtype, reduction))
         if plan is None:
@@ -124,7 +124,7 @@ class MpiCore(GroupCore):
             self._collective(flags, "Reduce", source.nbytes, sends, receives, op, root)
 
     def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> None:
-        """Reduce `inputs` and keep this rank's part."""
+        """Reduce `inputs` over all ranks and store this rank's part in `output`."""
         source, counts = self._whole(inputs), self._counts(inputs)
         self._begin(flags, Operation.REDUCE_SCATTER, output, reduction, source.numel())
         plan = self._reductions.get((output.dtype, reduction))
@@ -207,12 +207,12 @@ class MpiCore(GroupCore):
     # ---- data movement ----
 
     def barrier(self, flags: int) -> None:
-        """Wait until every rank has called it."""
+        """Block until every rank has called this method."""
         self._begin(flags, Operation.BARRIER)
         self._collective(flags, "Barrier", 0)
 
     def broadcast(self, output: Tensor | None, input: Tensor | None, root: int, flags: int) -> None:
-        """Copy `input` of rank `root` to `output` of the others."""
+        """Copy `input` from rank `root` to `output` on the other ranks."""
         tensor = output if input is None else input
         assert tensor is not None
         self._begin(flags, Operation.BROADCAST, tensor, 0, tensor.numel(), root)
@@ -220,7 +220,7 @@ class MpiCore(GroupCore):
             self._collective(flags, "Bcast", piece.nbytes, self._buffer(piece), root)
 
     def all_gather(self, outputs: Parts, input: Tensor, flags: int) -> None:
-        """Collect every rank's `input` in `outputs`."""
+        """Gather every rank's `input` into `outputs`."""
         counts = self._counts(outputs)
         self._begin(
             flags, Operation.ALL_GATHER, input, 0, input.numel() if len(outputs) == 1 else sum(counts)
@@ -244,7 +244,7 @@ class MpiCore(GroupCore):
     def gather(
         self, outputs: Sequence[Tensor], input: Tensor, root: int, counts: Sequence[int] | None, flags: int
     ) -> None:
-        """Collect every rank's `input` in `outputs` of rank `root`."""
+        """Gather every rank's `input` into `outputs` on rank `root`."""
         sizes = list(counts or [input.numel()] * self.size)
         self._begin(flags, Operation.GATHER, input, 0, sum(sizes) if counts else input.numel(), root)
         with self._collected(outputs) as whole:
@@ -261,7 +261,7 @@ class MpiCore(GroupCore):
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
     ) -> None:
-        """Give rank r the tensor `inputs[r]` of rank `root`."""
+        """Send `inputs[r]` from rank `root` to rank r."""
         sizes = list(counts or [output.numel()] * self.size)
         self._begin(flags, Operation.SCATTER, output, 0, sum(sizes) if counts else output.numel(), root)
         is_root = self.rank == root

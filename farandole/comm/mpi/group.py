@@ -124,11 +124,11 @@ class MpiGroup:
         return MpiGroup(comm, mpi_engine, membership, store, timedelta(seconds=self.timeout_s))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a call waits for the other ranks."""
+        """Set how long a call may wait for other ranks."""
         self.timeout_s = timeout.total_seconds()
 
     def within(self, timeout_s: float, call: Callable[[int], None]) -> Callable[[int], None]:
-        """Return a call with its own timeout, in seconds."""
+        """Return `call` with a separate timeout, in seconds."""
 
         def timed(flags: int) -> None:
             self._call_timeout_s = timeout_s
@@ -235,7 +235,7 @@ class MpiGroup:
         """Return the stall warning on the first waiting rank, "" on the other ranks."""
         if set(range(self.rank)) - set(self.waiting.missing(self._index)):
             return ""
-        return f"{self.membership.rank(self.rank)} waits in {self.whereabouts()}"
+        return f"{self.membership.rank(self.rank)} is waiting in {self.whereabouts()}"
 
     def compare(self, background: bool) -> None:
         """Raise `CallMismatch` unless all ranks make the same call (with TORCH_DISTRIBUTED_DEBUG=DETAIL)."""

@@ -113,7 +113,7 @@ class MpiMessage:
     def _stalled(self) -> str:
         group = self._group
         text = describe_stalled_message(self.call, group.rank, group.waiting.message, group.membership)
-        return f"{self._who()} waits in {text}" if text else ""
+        return f"{self._who()} is waiting in {text}" if text else ""
 
     def _who(self) -> str:
         return self._group.membership.rank(self._group.rank)

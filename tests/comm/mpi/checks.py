@@ -114,7 +114,7 @@ def transport(rank: int, size: int) -> None:
     start = time.monotonic()
     with pytest.raises(
         RankLate,
-        match=rf"rank {source} \(process \d+\) did not send the message of .* within the timeout of 0.2 s",
+        match=rf"rank {source} \(process \d+\) did not send the message that .* expected in .* within the timeout of 0.2 s",
     ):
         late.wait(0.2)
     assert 0.2 <= time.monotonic() - start < 2

@@ -282,27 +282,30 @@ time.sleep(2)  # mpirun ends the other ranks when one has ended
 @needs_mpi
 def test_a_waiting_rank_names_the_late_ranks(tmp_path):
     _, out, errors = run_script(tmp_path, 3, STALLED, timeout_s=90)
-    first, *meanwhile, last = [line for line in errors.splitlines() if " waits in " in line]
+    first, *meanwhile, last = [line for line in errors.splitlines() if " is waiting in " in line]
     process = r"\(process \d+\)"
     absent = rf"rank {{}} {process} has not recorded its arrival"
     assert re.fullmatch(
-        rf"farandole: rank 0 {process} waits in all_reduce\(sum, 5 x float32\), call number 1 of the default group; "
+        rf"farandole: rank 0 {process} is waiting in all_reduce\(sum, 5 x float32\), call number 1 of the default group; "
         + absent.format(2),
         first,
     )
     of_barrier, of_message = sorted(meanwhile, key=lambda line: "recv" in line)
     assert re.search(absent.format(0), of_barrier) and re.search(absent.format(1), of_barrier)
-    assert re.fullmatch(rf"farandole: rank 1 {process} waits in recv\(3 x float32, from rank 0\)", of_message)
+    assert re.fullmatch(
+        rf"farandole: rank 1 {process} is waiting in recv\(3 x float32, from rank 0\)", of_message
+    )
     cycle = "; ".join(
-        rf"rank {rank} {process} waits in send\(1000000 x float32, to rank {(rank + 1) % 3}\)"
+        rf"rank {rank} {process} is waiting in send\(1000000 x float32, to rank {(rank + 1) % 3}\)"
         for rank in range(3)
     )
     assert re.fullmatch(
-        rf"farandole: {cycle}: these ranks wait for each other; post one of the receives first, .*", last
+        rf"farandole: {cycle}: these ranks are waiting for each other; post one of the receives first, .*",
+        last,
     )
     for rank in range(3):
         assert re.search(
-            rf"rank {(rank + 1) % 3} {process} did not receive the message of rank {rank} {process} in "
+            rf"rank {(rank + 1) % 3} {process} did not receive the message that rank {rank} {process} sent in "
             rf"send\(1000000 x float32, to rank {(rank + 1) % 3}\) of the default group within the timeout of 7 s; its current call is unknown on this host",
             out,
         ), out
