@@ -1,4 +1,4 @@
-"""Operations among the ranks of one host, which pass tensors to the C core as addresses and counts."""
+"""Operations among the ranks on one host; tensors are passed to the C core as addresses and counts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from farandole.comm.host_group import HostGroup
 from farandole.native import Call as CallRecord
 
 Native = tuple[str, tuple[Any, ...]]
-"""A C function of native/core.h and its arguments between the group and the flags."""
+"""A C function from native/core.h, and its arguments between the group and the flags."""
 
 
 class NativeCore(GroupCore):
-    """The operations among the ranks of a group on this host; rank numbers refer to this host only."""
+    """Runs operations among the ranks of a group on this host; rank numbers refer to this host only."""
 
     shares_memory = True
 
@@ -96,7 +96,7 @@ class NativeCore(GroupCore):
         self._run(("frd_barrier", ()), flags)
 
     def agree(self, call: CallRecord, flags: int) -> None:
-        """Compare a call with the calls of the other ranks."""
+        """Check that the other ranks of this host make the same call."""
         self.check(self._library.frd_declare(self.host.handle, byref(call), flags))
         self._library.frd_undeclare(self.host.handle)
 
@@ -104,17 +104,17 @@ class NativeCore(GroupCore):
         name, arguments = native
         self.check(getattr(self._library, name)(self.host.handle, *arguments, flags))
 
-    # ---- calls that are made many times ----
+    # ---- reusable calls ----
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a reusable call of an operation that takes only the flags; other arguments are converted once."""
+        """Return a callable that runs the operation again at each call; its argument is `flags`."""
         native = self._native(operation, arguments)
         if native is None:
             return super().prepare(operation, *arguments)
         name, values = native
         function = self._library[
             name
-        ]  # a new function object without argument types, which skips the conversion of arguments
+        ]  # a new function object without argument types, so ctypes does not convert arguments
         kinds = getattr(self._library, name).argtypes[1:-1]
         converted = [
             value if isinstance(value, Array) or kind is c_int else kind(value)
@@ -123,7 +123,7 @@ class NativeCore(GroupCore):
         return partial(function, c_void_p(self.host.handle), *converted)
 
     def _native(self, operation: str, arguments: tuple[Any, ...]) -> Native | None:
-        """Return the C call of an operation; None if the operation needs several calls."""
+        """Return the C call for an operation, or None if the operation needs several calls."""
         match operation, arguments:
             case "barrier", _:
                 return "frd_barrier", ()

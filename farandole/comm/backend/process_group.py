@@ -330,7 +330,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         inputs, opts = tensors_of("all_gather_coalesced", inputs), options_of(opts, AllgatherOptions)
         for parts in outputs:
             same_count(
-                "all_gather_coalesced", "the list of a rank", len(parts), "the input list", len(inputs)
+                "all_gather_coalesced", "a rank's output list", len(parts), "the input list", len(inputs)
             )
         pairs = [
             (tensor_list(parts), [input])
@@ -381,7 +381,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         if self._rank != opts.rootRank:
             return self.gather([], [input], opts, timeout)
         all_inputs = input.numel() * self._size
-        same_count("gather", "the output", output.numel(), "inputs of all", all_inputs)
+        same_count("gather", "the output", output.numel(), "all inputs together", all_inputs)
         parts = [part.view(input.shape) for part in output.view(self._size, input.numel())]
         return self.gather([parts], [input], opts, timeout)
 
