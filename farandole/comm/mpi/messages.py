@@ -1,4 +1,4 @@
-"""Point-to-point messages through MPI, as `messages.MessagePassing`."""
+"""Point-to-point messages through MPI, an implementation of `messages.MessagePassing`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MpiMessage:
         return bool(self.call.operation == Operation.SEND)
 
     def advance(self) -> bool:
-        """Test the message under the lock of the engine; return whether it has completed or failed."""
+        """Test the message while holding the engine's lock; return whether it has completed or failed."""
         if self.complete:
             return True
         mpi = self._way.mpi
@@ -69,18 +69,18 @@ class MpiMessage:
         )
 
     def test(self) -> bool:
-        """Call `advance` from a thread that does not hold the lock."""
+        """Acquire the lock and call `advance`."""
         with self._way.lock:
             return self.advance()
 
     def cancel(self) -> None:
-        """Cancel a receive; a send cannot be cancelled and stays with the engine."""
+        """Cancel a receive; a send cannot be cancelled and remains with the engine."""
         with self._way.lock:
             if not self.sends and not self.advance():
                 self._request.Cancel()
 
     def wait(self, seconds: float, *, background: bool) -> bool:
-        """Test the message until it is complete; return False after `seconds`."""
+        """Test the message until it is complete; return False if `seconds` pass first."""
         tested, started = _Tested(self), time.monotonic()
         if self._way.complete_soon(tested):
             return True
@@ -103,7 +103,7 @@ class MpiMessage:
                 waiting.record_message(None)
 
     def late(self, timeout_s: float) -> CommunicationError:
-        """Return the error of a message that did not complete within the timeout."""
+        """Return the exception for a message that did not complete within the timeout."""
         group = self._group
         failure = Failure(
             status=Status.LATE, culprit=max(0, self.call.root), reporter=group.rank, reporter_call=self.call
@@ -123,32 +123,32 @@ class MpiMessage:
 
 
 class _Tested:
-    """An adapter with which the engine tests a message like a request."""
+    """An adapter that lets the engine test a message like a request."""
 
     def __init__(self, message: MpiMessage) -> None:
         self.Test = message.advance
 
 
 class Messages:
-    """Sends and receives of one group: see `messages.MessagePassing`."""
+    """Sends and receives within one group; see `messages.MessagePassing`."""
 
     def __init__(self, group: MpiGroup) -> None:
         self.group = group
 
     def post_send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> MpiMessage:
-        """Post a send of `nbytes` to rank `peer`."""
+        """Post a send of `nbytes` bytes to rank `peer`."""
         return self._post(self.group.comm.Isend, Operation.SEND, address, nbytes, kind, peer, tag)
 
     def post_recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> MpiMessage:
-        """Post a receive of `nbytes` from rank `peer`, or from any rank (-1)."""
+        """Post a receive of `nbytes` bytes from rank `peer`, or from any rank if `peer` is -1."""
         return self._post(self.group.comm.Irecv, Operation.RECV, address, nbytes, kind, peer, tag)
 
     def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
-        """Send bytes to a rank; block until they may be changed; return 0, or raise."""
+        """Send `nbytes` bytes and block until they may be modified; return 0 or raise an exception."""
         return self._finish(self.post_send(address, nbytes, kind, peer, tag), flags)
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
-        """Receive this many bytes from a rank; block until they have arrived; return 0, or raise."""
+        """Receive `nbytes` bytes and block until they have arrived; return 0 or raise an exception."""
         return self._finish(self.post_recv(address, nbytes, kind, peer, tag), flags)
 
     def _finish(self, message: MpiMessage, flags: int) -> int:
@@ -173,11 +173,11 @@ class Messages:
         return message
 
     def test_message(self, message: MpiMessage) -> Any:
-        """Return `Status.PENDING`, or the message itself."""
+        """Return `Status.PENDING`, or the message as its outcome."""
         return message if message.test() else Status.PENDING
 
     def wait_message(self, message: MpiMessage, seconds: float, flags: int) -> Any:
-        """Wait for the message and return it; at the timeout raise, or return `Status.PENDING` with `TRY`."""
+        """Wait for the message and return it; on timeout raise, or return `Status.PENDING` if `flags` contains `TRY`."""
         if message.wait(seconds, background=bool(flags & BACKGROUND)):
             return message
         return Status.PENDING if flags & TRY else message.late(seconds)
@@ -187,7 +187,7 @@ class Messages:
         message.cancel()
 
     def source_of(self, outcome: Any) -> int:
-        """Return the source rank of a complete message; raise the error of a failed one."""
+        """Return the source rank of a completed message; raise an exception if the message failed."""
         error = outcome.outcome if isinstance(outcome, MpiMessage) else outcome
         if error is not None:
             raise error

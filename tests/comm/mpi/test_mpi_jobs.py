@@ -122,8 +122,8 @@ def test_a_wrong_launcher_is_named_with_the_remedy(tmp_path):
     status, err = alone("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
     assert status != 0
     assert re.search(
-        r"torchrun .*started 2 ranks \(WORLD_SIZE=2\), but mpi4py has loaded \w+.*, which finds a single rank; "
-        r"start with that library.s own mpiexec.*; under this launcher use the backend farandole",
+        r"torchrun .*started 2 ranks \(WORLD_SIZE=2\), but mpi4py has loaded \w+.*, which reports a single rank; "
+        r"start the ranks with that library.s own mpiexec.*, or use the backend farandole with this launcher",
         err,
     ), err
 
@@ -164,7 +164,7 @@ dist.init_process_group("farandole-mpi")
     ("case", "words"),
     [
         ("no mpi4py", r"needs mpi4py 4 or later and an MPI library; run pip install 'farandole\[mpi\]'"),
-        ("one thread", "MPI initialised for one thread.*mpi4py.rc.thread_level = 'serialized'"),
+        ("one thread", "MPI initialized for one thread.*mpi4py.rc.thread_level = 'serialized'"),
     ],
 )
 def test_errors_name_missing_requirements(tmp_path, case, words):
@@ -248,8 +248,8 @@ def test_a_call_that_blocks_inside_mpi_ends_at_its_deadline(tmp_path):
     code, out, errors = run_script(tmp_path, 2, BLOCKED, timeout_s=60)
     assert code != 0 and "".join(out.split()) == "22"
     assert re.search(
-        r"farandole: .* within the timeout of 3 s.*all_reduce\(sum, 1048576 x float32\).*; MPI does not return from the call, "
-        r"so this process ends",
+        r"farandole: .* within the timeout of 3 s.*all_reduce\(sum, 1048576 x float32\).*; the MPI call cannot be interrupted, "
+        r"so this process exits",
         errors,
     ), errors
     assert time.monotonic() - start < 40
