@@ -35,7 +35,7 @@ YIELDING_S = 0.005
 MOVED_PER_S = 50e6
 NAP_S, LONG_NAP_S = 50e-6, 500e-6
 BACKGROUND_NAP_S = 20e-6
-"""Seconds for which the background thread sleeps between tests, with the interpreter lock released."""
+"""Seconds for which a thread sleeps between tests for a background call, with the interpreter lock released."""
 BURST = 16
 """Tests between two sleeps; MPICH transfers 16 KiB in each test."""
 IDLE_S = 1.0
