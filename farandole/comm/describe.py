@@ -97,7 +97,7 @@ def failure_to_error(
         return _late(failure, membership, timeout_s)
     if status is Status.MISMATCH:
         return CallMismatch(
-            f"{culprit} called {describe_call(theirs, membership)} where {_witness(failure, membership)} "
+            f"{culprit} called {describe_call(theirs, membership)}, but {_witness(failure, membership)} "
             f"{_numbered(reported, membership)}: {_difference(theirs, reported)}"
         )
     if status in (Status.COUNT_MISMATCH, Status.PART_COUNT_MISMATCH):
@@ -112,12 +112,12 @@ def failure_to_error(
     if status is Status.SILENT:
         host = membership.hosts[failure.culprit]
         return RankDied(
-            f"{culprit} cannot be reached: {host} has not responded for {SILENCE_S:g} s, so the host or the link to the "
-            f"host is down; {waiting}"
+            f"{culprit} cannot be reached: {host} has not responded for {SILENCE_S:g} s, so the host or its network "
+            f"link is down; {waiting}"
         )
     if status is Status.INTERRUPTED:
         return CommunicationError(
-            f"{culprit} was interrupted (Ctrl-C or the handler of another signal) in {_numbered(reported, membership)}"
+            f"{culprit} was interrupted (Ctrl-C or another signal) in {_numbered(reported, membership)}"
         )
     return CommunicationError(f"{culprit}: {status.name.lower()}; {waiting}")
 

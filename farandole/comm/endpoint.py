@@ -125,7 +125,7 @@ class Endpoint:
                 handle = core.frd_endpoint_open(rank, size)
                 base = core.frd_group_reserve()
                 if not handle or not base:
-                    raise OSError("cannot allocate the endpoint of this process: out of memory")
+                    raise OSError("cannot allocate the endpoint of this process: out of memory; free memory")
                 own = Process(
                     host_identity(), gethostname(), os.getpid(), segment.name, arena_bytes,
                     core.frd_endpoint_block(handle), base, visible_devices(),
@@ -367,7 +367,7 @@ class Endpoint:
             (ctypes.c_uint64 * size)(*blocks),
         )
         if not handle:
-            raise MemoryError("cannot allocate a group: out of memory")
+            raise MemoryError("cannot allocate a group: out of memory; free memory or destroy unused groups")
         return handle
 
     # ---- messages within the group of all ranks, which remains usable after errors ----
@@ -381,7 +381,7 @@ class Endpoint:
         post = self.core.frd_post_send if sends else self.core.frd_post_recv
         message = post(self._base, buffer, len(data), _BYTE, peer, tag)
         if message is not None and message < LAST_STATUS:
-            raise MemoryError("cannot allocate a message: out of memory")
+            raise MemoryError("cannot allocate a message: out of memory; free memory")
         return message, buffer
 
     def _wait(

@@ -224,7 +224,7 @@ def reduction_number(op: Any, dtype: torch.dtype) -> int:
         number = REDUCTIONS.get(hash(op))
     if number is None:
         name = getattr(op, "op", op)  # printing the `ReduceOp` itself would show its address
-        raise ValueError(f"expected a reduction, one of {', '.join(REDUCTION_NAMES)}, got {name}")
+        raise ValueError(f"expected the reduction to be one of {', '.join(REDUCTION_NAMES)}, got {name}")
     name = REDUCTION_NAMES[number]
     exists = name in ("sum", "avg") if dtype.is_complex else reducible(dtype, number)
     if not exists:

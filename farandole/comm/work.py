@@ -347,7 +347,7 @@ class WorkQueue:
         if self.holder == _thread.get_ident() and not self.is_mine():
             raise CommunicationError(
                 f"a signal handler called the group whose call it interrupted ({self.whereabouts()}), and the interrupted "
-                f"call waits for the handler; set a flag in the handler and call the group later, or use another group"
+                f"call is waiting for the handler; set a flag in the handler and call the group later, or use another group"
             )
 
     def help(self) -> bool:

@@ -234,7 +234,7 @@ def check_refusals(rank: int, size: int) -> None:
         dist.all_to_all_single(torch.zeros(8), torch.zeros(8), [4, 4], [1, 9])
     with pytest.raises(ValueError, match="got RedOpType.PREMUL_SUM$"):
         dist.all_reduce(torch.zeros(8), dist._make_nccl_premul_sum(2.0))
-    with pytest.raises(ValueError, match="expected the rank of another process"):
+    with pytest.raises(ValueError, match="expected a peer other than this rank"):
         dist.group.WORLD.send([torch.zeros(2)], rank, 0)
     mesh = init_device_mesh("cpu", (size,))
     with pytest.raises(TypeError, match="expected a tensor that owns its memory, got DTensor.*to_local"):

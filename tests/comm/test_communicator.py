@@ -253,7 +253,7 @@ def check_arrays(rank: int, size: int) -> None:
         array[:] = rank
         op()
         assert (array == size - 1).all(), name
-        with pytest.raises(ValueError, match="expected a writable array"):
+        with pytest.raises(ValueError, match="expected a writable output array"):
             comm.all_reduce(constant)
         with pytest.raises(TypeError, match="expected a tensor or a NumPy array, got float"):
             comm.all_reduce(1.0)
@@ -326,7 +326,7 @@ def check_invalid(rank: int, size: int) -> None:
     three, four = torch.zeros(3), torch.zeros(4)
     for name, comm in communicators(rank, size):
         cases = [
-            (lambda comm: comm.all_reduce(three, "mean"), "expected a reduction, one of sum.*, got mean"),
+            (lambda comm: comm.all_reduce(three, "mean"), "expected the reduction to be one of sum.*, got mean"),
             (lambda comm: comm.all_reduce(three, "and"), "reduction and does not support torch.float32"),
             (lambda comm: comm.all_reduce(three, output=four), "got 3 for the input and 4 for the output"),
             (lambda comm: comm.all_reduce(three, output=three.long()), "expected tensors of one type, got"),

@@ -237,7 +237,7 @@ def refusals(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="another group"):
         Communicator(other).all_reduce(torch.zeros(5), compression=compressor)
     gloo = dist.new_group(backend="gloo")
-    with pytest.raises(ValueError, match="backend 'farandole', got a group of gloo"):
+    with pytest.raises(ValueError, match="backend 'farandole', got a group with gloo"):
         Communicator(gloo).all_reduce(torch.zeros(5), compression=Cast())
     with pytest.raises(CallMismatch, match="differ in compression"):
         comm.all_reduce(torch.zeros(5), compression=Cast([torch.bfloat16, torch.float16][rank]))

@@ -49,7 +49,7 @@ def check_disagreements(rank: int, size: int) -> None:
         (reduce(), reduce(LARGE), r"4000000 x float32\) where .*, 4 x", "number of elements"),
         (reduce(), reduce(dtype=torch.int64), r"4 x int64\) where .* 4 x float32", "element type"),
         (reduce(), reduce(op=dist.ReduceOp.MAX), r"all_reduce\(max, .* where .* all_reduce\(sum", "reduction"),
-        (broadcast(0), broadcast(other_root + 1), r"from rank 1\) where .* from rank 0", "root"),
+        (broadcast(0), broadcast(other_root + 1), r"from rank 1\), but .* from rank 0", "root"),
         (exchange(0), exchange(1), r"sent 2 elements to rank 0 \(process \d+\), which expected 1, in all_to_all", ""),
     ]  # fmt: skip
     for usual, other, saying, difference in cases:
@@ -96,7 +96,7 @@ def check_messages_disagree(rank: int, size: int) -> None:
             time.sleep(0 if receive_first else 0.1)
             with pytest.raises(
                 CallMismatch,
-                match=r"^rank 0 \(process \d+\) called send\(4 x float32, to rank 1\) where rank 1 \(process \d+\) called "
+                match=r"^rank 0 \(process \d+\) called send\(4 x float32, to rank 1\), but rank 1 \(process \d+\) called "
                 r"recv\(3 x float32, from rank 0\) of group .*: they differ in number of elements",
             ):
                 dist.recv(torch.ones(3), 0, group)

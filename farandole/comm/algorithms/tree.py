@@ -11,7 +11,7 @@ from farandole.comm.algorithms.steps import Combine, Steps
 from farandole.comm.transport import Transport
 
 CHAIN_BYTES = 1 << 16
-"""The size in bytes from which a chain is used, because transmission takes longer than the latency."""
+"""The message size in bytes above which the transmission time exceeds the latency, so that a chain is faster."""
 
 
 def broadcast(transport: Transport, tensor: Tensor, root: int) -> Steps:

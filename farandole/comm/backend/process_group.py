@@ -551,7 +551,7 @@ def _copy_back(tensors: Sequence[Tensor], copies: Sequence[Tensor], flags: int) 
 
 
 def _in_turn(calls: Sequence[Call]) -> Call:
-    """Return a call that runs several calls in order."""
+    """Return a callable that runs several calls in order."""
     if len(calls) == 1:
         return calls[0]
 

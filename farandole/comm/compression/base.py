@@ -81,7 +81,7 @@ class Compressor(ABC):
             )
 
     def windows(self, leaders: int, length: int) -> Iterator[list[int]]:
-        """Split the tensor into windows of at most `length` elements; yield the bounds of the leaders' shares."""
+        """Split the tensor into windows of about `length` elements; yield the bounds of the leaders' shares."""
         end = self.count - self.exact
         for start in range(0, end, length):
             size = min(length, end - start)

@@ -168,7 +168,7 @@ class HierarchicalCore(GroupCore):
             )
 
     def agree(self, call: CallRecord, flags: int) -> None:
-        """Compare a call with the calls of the other ranks."""
+        """Check that all ranks make the same call."""
         with self._declared(flags, Operation(call.operation), op=call.op, root=call.root, record=call):
             pass
 

@@ -56,13 +56,13 @@ class MpiMessage:
         if not self._status.Is_cancelled() and received != self._nbytes:
             sender = self._group.membership.rank(self.source)
             self.outcome = CallMismatch(
-                f"{sender} sent {received} bytes where {self._who()} called {self._in_words()}, which receives {self._nbytes} bytes"
+                f"{sender} sent {received} bytes, but {self._who()} called {self._in_words()}, which receives {self._nbytes} bytes"
             )
 
     def _failure(self, error: Any) -> CommunicationError:
         if error.Get_error_class() == self._way.mpi.ERR_TRUNCATE:
             return CallMismatch(
-                f"a longer message arrived where {self._who()} called {self._in_words()}, which receives {self._nbytes} bytes"
+                f"a longer message arrived, but {self._who()} called {self._in_words()}, which receives {self._nbytes} bytes"
             )
         return CommunicationError(
             f"MPI failed on {self._who()} in {self._in_words()}: {error.Get_error_string()}"
@@ -162,7 +162,7 @@ class Messages:
         largest = group.comm.Get_attr(engine.mpi.TAG_UB) - 1
         if not 0 <= tag <= largest:
             raise ValueError(
-                f"expected a tag between 0 and {largest}, the largest tag of this MPI, got {tag}"
+                f"expected a tag between 0 and {largest}, the largest tag of the MPI library, got {tag}"
             )
         call = Call(operation=operation, type=kind, count=nbytes // (kind >> 8), root=peer, layout=tag)
         source = engine.mpi.ANY_SOURCE if peer < 0 else peer

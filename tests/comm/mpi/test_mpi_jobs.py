@@ -212,7 +212,7 @@ except RuntimeError as error:
     assert code == 0, errors
     assert out.count("CallMismatch") == 2
     assert re.search(
-        r"rank 1 \(process \d+\) called broadcast\(7 x float32, from rank 0\) where rank 0", out
+        r"rank 1 \(process \d+\) called broadcast\(7 x float32, from rank 0\), but rank 0", out
     ), out
 
 
@@ -306,6 +306,6 @@ def test_a_waiting_rank_names_the_late_ranks(tmp_path):
     for rank in range(3):
         assert re.search(
             rf"rank {(rank + 1) % 3} {process} did not receive the message that rank {rank} {process} sent in "
-            rf"send\(1000000 x float32, to rank {(rank + 1) % 3}\) of the default group within the timeout of 7 s; its current call is unknown on this host",
+            rf"send\(1000000 x float32, to rank {(rank + 1) % 3}\) of the default group within the timeout of 7 s; its current call is unknown to this host",
             out,
         ), out
