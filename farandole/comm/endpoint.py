@@ -314,9 +314,8 @@ class Endpoint:
         deadline = time.monotonic() + timeout.total_seconds()
         record = struct.Struct("=QII")  # block, signature, number of members
         mine = record.pack(block, signature, len(members))
-        answer = struct.Struct(
-            f"=Qii{len(members)}Q"
-        )  # context, rank that differs, kind of difference, blocks
+        # context, rank that differs, kind of difference, blocks
+        answer = struct.Struct(f"=Qii{len(members)}Q")
         if self.rank != leader:
             sent = self._post(mine, leader, tag, sends=True)
             reply = bytearray(answer.size)

@@ -112,9 +112,8 @@ class NativeCore(GroupCore):
         if native is None:
             return super().prepare(operation, *arguments)
         name, values = native
-        function = self._library[
-            name
-        ]  # a new function object without argument types, so ctypes does not convert arguments
+        # a new function object without argument types, so ctypes does not convert arguments
+        function = self._library[name]
         kinds = getattr(self._library, name).argtypes[1:-1]
         converted = [
             value if isinstance(value, Array) or kind is c_int else kind(value)

@@ -136,9 +136,7 @@ class QueuedWork(FarandoleWork):
         super().__init__(tensors)
         self._queue = queue
         self._call: Call | None = call
-        self._inference = (
-            torch.is_inference_mode_enabled()
-        )  # inference tensors can only be written in that mode
+        self._inference = torch.is_inference_mode_enabled()  # required for writing inference tensors
         self._running = _thread.allocate_lock()  # held until the call is complete
         self._running.acquire()
         self._complete = False
@@ -168,9 +166,8 @@ class QueuedWork(FarandoleWork):
         self._running.release()
         if outcome is not None:
             self._queue.run_callbacks(outcome)
-        del (
-            self
-        )  # the error's traceback keeps this frame alive, which must not keep the work alive: see `_unseen`
+        # the error's traceback keeps this frame alive, which must not keep the work alive: see `_unseen`
+        del self
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call is complete or `timeout` expires; raise the error if the call failed."""
@@ -388,9 +385,8 @@ class WorkQueue:
     def invalidate(self, reason: str) -> None:
         """Fail later calls in a forked child and drop the queued calls."""
         self.closed, self.invalid = True, reason
-        self._running.acquire(
-            False
-        )  # the lock may be held by a thread of the parent, which does not exist in this process
+        # the lock may be held by a thread of the parent, which does not exist in this process
+        self._running.acquire(False)
         self.waiting.clear()
         self._tickets = self._thread = None
 
