@@ -38,16 +38,15 @@ class Communicator:
         gradients = comm.empty(1_000_000)          # shared memory: reduced in place, no copies
         comm.all_reduce(gradients, "avg")
 
-    Each `*_init` method validates its arguments once and returns a `PersistentOperation` `op`.  Each call of `op()` runs
-    the operation.
+    Each `*_init` method validates its arguments once and returns a `PersistentOperation`, which runs the operation at
+    each call.
 
     Args:
-        group: A process group of any backend.  Calls through all communicators over one `farandole` group run in the order
-            in which they are issued.
+        group: A process group of any backend.  Communicators over the same `farandole` group share one call order.
     """
 
     group: dist.ProcessGroup
-    """The torch process group.  Communicators created by `from_mpi`, and groups split from them, lack this attribute."""
+    """The torch process group; communicators from `from_mpi`, and their subgroups, lack this attribute."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         ours: Communicator | None = getattr(group, "communicator", None)
@@ -110,7 +109,8 @@ class Communicator:
             return Communicator.over(Dispatcher(core, f"{self.dispatcher.name}, ranks {list(members)}"))
         if group is None or not in_order:
             raise NotImplementedError(
-                f"expected members in increasing order of rank, got {list(members)}; sort them: torch cannot reorder the ranks of "
+                f"expected members in increasing order of rank, got {list(members)}; sort them: torch cannot reorder "
+                "the ranks of "
                 "this backend"
             )
         return Communicator(local_group(group, world))
@@ -142,8 +142,8 @@ class Communicator:
         example with `barrier`.
 
         Returns:
-            The tensor, or None if the ranks do not share memory (because the group uses another backend or spans several
-            hosts, or `device` is not the CPU).
+            The tensor, or None if the ranks do not share memory (because the group uses another backend, spans
+            several hosts, or `device` is not the CPU).
         """
         if not self.shares_memory(device):
             return None
@@ -163,8 +163,8 @@ class Communicator:
             nbytes: The size of this rank's input.
 
         Returns:
-            The inter-node algorithm if the group spans several hosts, "shared memory" if it is on one host, or the name of
-            the library that selects the algorithm.
+            The inter-node algorithm if the group spans several hosts, "shared memory" if it is on one host, or the
+            name of the library that selects the algorithm.
         """
         if not hasattr(self, f"{operation}_init"):
             raise ValueError(f"expected the name of a collective, such as 'all_reduce', got {operation!r}")
@@ -201,7 +201,8 @@ class Communicator:
         if compression is not None:
             if output is not None:
                 raise ValueError(
-                    "all_reduce: expected `output` or `compression`, got both; copy `tensor` to `output` and reduce `output`"
+                    "all_reduce: expected `output` or `compression`, got both; copy `tensor` to `output` and reduce "
+                    "`output`"
                 )
             return compressed_all_reduce(self, written(tensor), op, compression, async_op)
         return self._reducing(table.ALL_REDUCE, *_in_place(tensor, output), op, async_op=async_op)
@@ -305,7 +306,7 @@ class Communicator:
     ) -> dist.Work | None:
         """Send part j of `input` to rank j and receive part i of `output` from rank i.
 
-        Tensors are split along dimension 0, evenly or by the given numbers of rows.  A list contains one tensor per rank.
+        Tensors are split along dimension 0, evenly or by the given numbers of rows.  Lists contain one tensor per rank.
         """
         even = not (output_splits or input_splits)
         if even and (work := self._path(async_op).all_to_all(output, input)):
@@ -525,5 +526,6 @@ def _in_place(tensor: Array, output: Array | None = None) -> tuple[list[Tensor],
 def _no_average(op: str) -> None:
     if op == "avg":
         raise ValueError(
-            "scan: expected the reduction sum, product, min, max, and, or, or xor, got avg; use sum and divide the result"
+            "scan: expected the reduction sum, product, min, max, and, or, or xor, got avg; use sum and divide the "
+            "result"
         )

@@ -3,7 +3,7 @@
 | implementation | group | file |
 | --- | --- | --- |
 | `NativeCore` | ranks on one host, over shared memory | `native_core.py` |
-| `HierarchicalCore` | ranks on several hosts: shared memory within a host, messages between hosts | `hierarchical/core.py` |
+| `HierarchicalCore` | ranks on several hosts, over shared memory and messages | `hierarchical/core.py` |
 | `MpiCore` | an MPI communicator | `mpi/core.py` |
 | `TorchCore` | any torch process group, such as NCCL, or Gloo if the C core is missing | `fallback.py` |
 """

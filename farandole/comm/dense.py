@@ -34,7 +34,8 @@ def separate_elements(call: str, outputs: Sequence[Tensor]) -> None:
             not stride and length > 1 for stride, length in zip(output.stride(), output.shape, strict=True)
         ):
             raise ValueError(
-                f"{call}: expected an output whose elements do not overlap, got shape {list(output.shape)} with strides "
+                f"{call}: expected an output whose elements do not overlap, got shape {list(output.shape)} with "
+                "strides "
                 f"{list(output.stride())}; pass output.clone()"
             )
 
@@ -48,7 +49,8 @@ def plain(tensor: Tensor) -> Tensor:
     wait = getattr(tensor, "trigger_wait", None)  # AsyncCollectiveTensor
     if wait is None:
         raise TypeError(
-            f"expected a tensor that owns its memory, got {type(tensor).__name__}, which wraps another tensor; pass the "
+            f"expected a tensor that owns its memory, got {type(tensor).__name__}, which wraps another tensor; pass "
+            "the "
             f"wrapped tensor (for a DTensor, tensor.to_local())"
         )
     inner: Tensor = wait()

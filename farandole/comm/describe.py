@@ -107,7 +107,8 @@ def failure_to_error(
         )
     if status is Status.CLOSED:
         return RankDied(
-            f"{culprit} died or lost its network connection: the connection to {membership.rank(failure.reporter)} was closed; {waiting}"
+            f"{culprit} died or lost its network connection: the connection to {membership.rank(failure.reporter)} "
+            f"was closed; {waiting}"
         )
     if status is Status.SILENT:
         host = membership.hosts[failure.culprit]
@@ -211,7 +212,8 @@ def _late(failure: Failure, membership: Membership, timeout_s: float) -> RankLat
             f"receive the message that {waiter} sent" if sent else f"send the message that {waiter} expected"
         )
         return RankLate(
-            f"{who} did not {failed} in {_numbered(reported, membership)} within the timeout of {timeout_s:g} s; {doing}"
+            f"{who} did not {failed} in {_numbered(reported, membership)} within the timeout of {timeout_s:g} s; "
+            f"{doing}"
         )
     others = f" and {failure.missing - 1} more" if failure.missing > 1 else ""
     return RankLate(

@@ -49,7 +49,7 @@ REDUCTIONS: dict[int, int] = {hash(op): number for number, op in enumerate(REDUC
 
 
 def reducible(dtype: torch.dtype, reduction: int) -> bool:
-    """Return whether the C core supports a reduction for a type: no bitwise operations on floats, no averages of bools."""
+    """Return whether the C core supports a reduction for a type; floats have no bitwise reductions."""
     if dtype not in _REDUCIBLE:
         return False
     name = REDUCTION_NAMES[reduction]

@@ -40,7 +40,7 @@ from farandole.comm.interfaces import is_loopback, own_address, socket_address
 from farandole.native import LAST_STATUS, TRY, Status
 
 ARENA_BYTES = 1 << 38
-"""Address space of an arena in bytes; only used pages consume memory.  With 256 ranks on a host, each maps 2^46 bytes."""
+"""Address space of an arena in bytes; only used pages consume memory.  256 ranks on a host map 2^46 bytes each."""
 LEAST_ARENA_BYTES = 1 << 26
 _BYTE = 1 << 8 | 5
 
@@ -68,7 +68,7 @@ class Process:
 
 @functools.cache
 def _arena(process: int) -> tuple[Segment, int]:
-    """Return the arena of this process and its size, created at the first call; a forked child creates another arena."""
+    """Return the arena of this process, created at the first call, and its size; a forked child creates another."""
     core, size = native.library(), ARENA_BYTES
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)]
     for limit in limits:
@@ -207,7 +207,8 @@ class Endpoint:
         if lonely and len(lonely) < size:
             process = self.processes[lonely[0]]
             raise OSError(
-                f"rank {lonely[0]} (process {process.pid} on {process.name}) has no address that other hosts can reach; "
+                f"rank {lonely[0]} (process {process.pid} on {process.name}) has no address that other hosts can "
+                "reach; "
                 f"enable a network interface on that host, or set GLOO_SOCKET_IFNAME to the name of an interface"
             )
         own, secret = socket_address(self.address, 0), derive(key or "", f"session {places[0]['session']}")
@@ -265,7 +266,8 @@ class Endpoint:
             block = self.core.frd_group_reserve()
             if not block:
                 raise MemoryError(
-                    "cannot allocate shared memory for a group; destroy unused groups or free tensors created by `Communicator.empty`"
+                    "cannot allocate shared memory for a group; destroy unused groups or free tensors created by "
+                    "`Communicator.empty`"
                 )
             try:
                 context, blocks = self._agree(members, name, who, timeout, block, signature)

@@ -66,7 +66,8 @@ def torch_device_group(
     """Return an NCCL group for CUDA tensors; NCCL connects ranks on the first call."""
     if not has_nccl():
         raise RuntimeError(
-            f"group {name!r}: expected CPU tensors, got CUDA tensors, and this torch has no NCCL; copy the tensors to the CPU"
+            f"group {name!r}: expected CPU tensors, got CUDA tensors, and this torch has no NCCL; copy the tensors "
+            "to the CPU"
         )
     kinds = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(dist.PrefixStore("torch-cuda/", store), rank, size)
@@ -80,9 +81,9 @@ def torch_device_group(
 def local_group(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
     """Return a torch group over the global ranks `ranks`, members of `parent`; only these ranks call this.
 
-    `new_group(use_local_synchronization=True)` includes the rank's number of groups in the name of the new group.  Ranks
-    with different numbers of groups would wait for each other under different names.  This function therefore counts
-    only groups of the same ranks.
+    `new_group(use_local_synchronization=True)` derives the group name from the rank's number of groups.  Ranks with
+    different numbers of groups would wait for each other under different names.  This function therefore counts only
+    groups of the same ranks.
     """
     assert dist.group.WORLD is not None
     made = _made.setdefault(dist.group.WORLD, Counter())

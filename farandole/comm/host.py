@@ -75,10 +75,12 @@ def open_segment(name: SegmentName) -> int:
         os.close(descriptor)
         if found.st_ino != name.inode:
             raise OSError(
-                f"cannot map the memory of process {name.pid}: the process has closed the file; check whether the process failed"
+                f"cannot map the memory of process {name.pid}: the process has closed the file; check whether the "
+                "process failed"
             )
         raise OSError(
-            f"cannot map the memory of process {name.pid}: expected the owner to be user {user}, got user {found.st_uid}; run all ranks as one user"
+            f"cannot map the memory of process {name.pid}: expected the owner to be user {user}, got user "
+            f"{found.st_uid}; run all ranks as one user"
         )
     return descriptor
 
@@ -128,7 +130,8 @@ class Rendezvous:
                 if rank != self._rank and not self.store.check([key if rank else everything])
             ]
             raise RankLate(
-                f"cannot create {self._who}: rank {', '.join(missing)} of {self._size} did not arrive within the timeout of "
+                f"cannot create {self._who}: rank {', '.join(missing)} of {self._size} did not arrive within the "
+                "timeout of "
                 f"{self._timeout.total_seconds():g} s"
             ) from error
         texts = json.loads(self.store.get(everything))

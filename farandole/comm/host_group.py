@@ -271,7 +271,8 @@ class HostGroup:
         if not address:
             raise OSError(
                 f"cannot allocate {length} bytes of shared memory: {self.core.frd_arena_used()} of the "
-                f"{self.core.frd_arena_bytes()} bytes of this process's arena are in use; free tensors created by `empty`"
+                f"{self.core.frd_arena_bytes()} bytes of this process's arena are in use; free tensors created by "
+                "`empty`"
             )
         part = (ctypes.c_char * length).from_address(address)
         weakref.finalize(part, self.core.frd_free, address).atexit = False

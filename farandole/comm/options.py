@@ -24,11 +24,11 @@ class Options:
     algorithm: Algorithms = "auto"
     """The all-reduce algorithm between leaders; `auto` selects the one measured to be fastest for each size."""
     exchange: Exchanges = "auto"
-    """How all-to-all, gather and scatter exchange messages between hosts: `aggregated` sends one message per pair of hosts,
+    """How all-to-all, gather and scatter send messages between hosts: `aggregated` sends one message per pair of hosts,
     `direct` sends one message per pair of ranks, and `auto` aggregates small messages."""
     table: str | None = None
-    """The table of measurements for `auto`: a file written by `farandole tune --output`, with equal content on all hosts.
-    By default the package's table is used."""
+    """The table of measurements for `auto`: a file written by `farandole tune --output`, equal on all hosts; by default
+    the package's table."""
     interface: str | None = None
     """The network interface.  The default is torch's environment variable GLOO_SOCKET_IFNAME if it is set, else the
     interface that reaches the job's store."""

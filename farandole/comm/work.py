@@ -343,8 +343,10 @@ class WorkQueue:
         """Raise CommunicationError if this signal handler interrupted a call of this queue and would deadlock."""
         if self.holder == _thread.get_ident() and not self.is_mine():
             raise CommunicationError(
-                f"a signal handler called the group whose call it interrupted ({self.whereabouts()}), and the interrupted "
-                f"call is waiting for the handler; set a flag in the handler and call the group later, or use another group"
+                f"a signal handler called the group whose call it interrupted ({self.whereabouts()}), and the "
+                "interrupted "
+                "call is waiting for the handler; set a flag in the handler and call the group later, or use "
+                "another group"
             )
 
     def help(self) -> bool:
@@ -405,7 +407,7 @@ class WorkQueue:
         return True
 
     def _main(self, tickets: Tickets | PlainTickets) -> None:
-        # torch applies `set_num_threads` to a thread when the thread first calls `get_num_threads`; matrix products do not
+        # torch applies `set_num_threads` at a thread's first `get_num_threads`, which matrix products do not call
         torch.get_num_threads()
         while tickets.wait():
             with self._running:

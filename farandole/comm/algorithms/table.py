@@ -158,7 +158,8 @@ class Table:
             ) from error
         if not complete:
             raise TableError(
-                f"{name}: expected measurements for {', '.join(COSTS)}, got only some of them; create the table again with farandole tune"
+                f"{name}: expected measurements for {', '.join(COSTS)}, got only some of them; create the table "
+                "again with farandole tune"
             )
         return Table(links)
 

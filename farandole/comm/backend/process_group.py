@@ -203,7 +203,8 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def _native_host(self) -> Any:
         if self._host is None:
             raise RuntimeError(
-                f"group {self._group_name!r}: this operation needs the C core, but the group communicates through Gloo; see `farandole info` for the reason"
+                f"group {self._group_name!r}: this operation needs the C core, but the group communicates through "
+                "Gloo; see `farandole info` for the reason"
             )
         return self._host
 

@@ -41,7 +41,8 @@ class Compression(ABC):
         starts = [first for first, _ in parameters]
         if any(a > b for a, b in zip([0, *ends], [*starts, count - exact], strict=True)):
             raise ValueError(
-                f"expected parameters in increasing order within the first {count - exact} elements, which are compressed, "
+                f"expected parameters in increasing order within the first {count - exact} elements, which are "
+                "compressed, "
                 f"got {list(parameters)}"
             )
         return self._compressor(count, parameters, exact)
@@ -72,12 +73,14 @@ class Compressor(ABC):
         before, op_before = self._use
         if before() is not group:
             raise ValueError(
-                "expected a compressor for this group, got one that belongs to another group; create a compressor for this "
+                "expected a compressor for this group, got one that belongs to another group; create a compressor "
+                "for this "
                 "group with `for_tensor`"
             )
         if op != op_before:
             raise ValueError(
-                f"expected reduction {op_before!r}, as in earlier calls with this compressor, got {op!r}; create another compressor"
+                f"expected reduction {op_before!r}, as in earlier calls with this compressor, got {op!r}; create "
+                "another compressor"
             )
 
     def windows(self, leaders: int, length: int) -> Iterator[list[int]]:

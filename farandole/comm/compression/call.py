@@ -26,7 +26,8 @@ def check(comm: Communicator, tensor: Tensor) -> None:
     if tensor.dtype not in SUPPORTED:
         names = ", ".join(str(kind) for kind in SUPPORTED)
         raise TypeError(
-            f"compression: expected one of {names}, got {tensor.dtype}; convert the tensor or reduce without compression"
+            f"compression: expected one of {names}, got {tensor.dtype}; convert the tensor or reduce without "
+            "compression"
         )
     dispatcher = comm.dispatcher
     if isinstance(dispatcher.core, TorchCore):
@@ -55,7 +56,8 @@ def compressed_all_reduce(
     if isinstance(compression, Compression):
         if compression.error_feedback:
             raise ValueError(
-                f"compression: expected a compressor, because {compression} uses error feedback, got only the settings; "
+                f"compression: expected a compressor, because {compression} uses error feedback, got only the "
+                "settings; "
                 f"create a compressor once with for_tensor({tensor.numel()}), or set error_feedback=False"
             )
         compression = compression.for_tensor(tensor.numel())
@@ -65,7 +67,8 @@ def compressed_all_reduce(
         )
     if tensor.numel() != compression.count:
         raise ValueError(
-            f"compression: expected {compression.count} elements, as passed to for_tensor, got {tensor.numel()}; create another compressor"
+            f"compression: expected {compression.count} elements, as passed to for_tensor, got {tensor.numel()}; "
+            "create another compressor"
         )
     core, compressor = comm.dispatcher.core, compression
     if not isinstance(core, HierarchicalCore):

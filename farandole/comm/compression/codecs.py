@@ -71,7 +71,7 @@ class Codec:
     def encode(
         self, x: Tensor, factor: float, residual: Tensor | None, decoded: Tensor | None = None
     ) -> Tensor:
-        """Return the encoded x * factor + residual; store the error in `residual` and the decoded values in `decoded`."""
+        """Return the encoded x * factor + residual; store the error in `residual`, decoded values in `decoded`."""
         message = self.message(x.numel())
         status = native.library().frd_encode(
             TYPES[self.dtype],

@@ -374,7 +374,7 @@ class MpiCore(GroupCore):
             self.group.finish(request, transfer, background=bool(flags & BACKGROUND))
 
     def _block(self, background: bool, call: Callable[..., Any], arguments: Sequence[Any]) -> bool:
-        """Make a blocking call if all ranks have arrived and may block; return whether the call ran (see `engine.py`)."""
+        """Make a blocking call if all ranks have arrived and may block (see `engine.py`); return whether it ran."""
         alone = not background and self.engine.try_alone()
         try:
             agreed = (ctypes.c_byte * 1)(alone)

@@ -86,11 +86,13 @@ class MpiGroup:
             libraries = sorted({text.split(maxsplit=3)[3] for text in told})
             if len(libraries) > 1:
                 raise MpiUnavailable(
-                    f"expected one MPI library for all ranks of {name}, got {', '.join(libraries)}; load the same library on all hosts"
+                    f"expected one MPI library for all ranks of {name}, got {', '.join(libraries)}; load the same "
+                    "library on all hosts"
                 )
             if len(set(numbers)) < size or world.Get_size() < size:
                 raise MpiUnavailable(
-                    f"expected {size} MPI ranks for {name}, got {world.Get_size()} in {libraries[0]}; start the ranks with "
+                    f"expected {size} MPI ranks for {name}, got {world.Get_size()} in {libraries[0]}; start the "
+                    "ranks with "
                     "mpiexec"
                 )
             tag = sum((i + 1) * number for i, number in enumerate(numbers)) % 32768
@@ -214,7 +216,8 @@ class MpiGroup:
             raise self._failed(error) from error
         except BaseException:
             self._broken = CommunicationError(
-                f"{self.membership.group} was interrupted in {self._in_words()} and cannot be used again; destroy the group and create a new one"
+                f"{self.membership.group} was interrupted in {self._in_words()} and cannot be used again; destroy "
+                "the group and create a new one"
             )
             self.engine.abandon(request)
             raise
@@ -302,7 +305,8 @@ class MpiGroup:
             )
         names = ", ".join(self.membership.rank(rank) for rank in missing)
         return RankLate(
-            f"{names} did not arrive within the timeout of {seconds:g} s; {self.membership.rank(self.rank)} was waiting {waiting}"
+            f"{names} did not arrive within the timeout of {seconds:g} s; {self.membership.rank(self.rank)} was "
+            f"waiting {waiting}"
         )
 
 

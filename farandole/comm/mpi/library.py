@@ -41,7 +41,8 @@ def load() -> Any:
         import mpi4py
     except ImportError as error:
         raise MpiUnavailable(
-            "the backend farandole-mpi needs mpi4py 4 or later and an MPI library; run pip install 'farandole[mpi]', then "
+            "the backend farandole-mpi needs mpi4py 4 or later and an MPI library; run pip install 'farandole[mpi]', "
+            "then "
             "load the cluster's MPI module or run pip install mpich"
         ) from error
     if "mpi4py.MPI" not in sys.modules:
@@ -50,12 +51,14 @@ def load() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise MpiUnavailable(
-            f"mpi4py is installed but cannot find an MPI library: {error}; load the cluster's MPI module, set MPI4PY_LIBMPI to "
+            f"mpi4py is installed but cannot find an MPI library: {error}; load the cluster's MPI module, set "
+            "MPI4PY_LIBMPI to "
             f"the path of libmpi.so, or run pip install mpich"
         ) from error
     if MPI.Is_finalized():
         raise MpiUnavailable(
-            "MPI cannot be initialized again, because this program has already finalized it; remove the call of MPI.Finalize()"
+            "MPI cannot be initialized again, because this program has already finalized it; remove the call of "
+            "MPI.Finalize()"
         )
     if not MPI.Is_initialized():
         _warn_of_launcher(os.environ, describe_library(MPI))
@@ -125,5 +128,6 @@ def _remedy(variable: str) -> str:
         return f"use srun --mpi=pmix (or pmi2; see `srun --mpi=list`), or {start}"
     return (
         f"{start}, or let mpi4py load the launcher's library: set MPI4PY_LIBMPI=/path/to/libmpi.so, or "
-        f"MPI4PY_MPIABI=openmpi (mpich) if both are installed; the backend farandole works without MPI (`farandole launch`)"
+        "MPI4PY_MPIABI=openmpi (mpich) if both are installed; the backend farandole works without MPI (`farandole "
+        "launch`)"
     )

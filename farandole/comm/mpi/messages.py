@@ -56,13 +56,15 @@ class MpiMessage:
         if not self._status.Is_cancelled() and received != self._nbytes:
             sender = self._group.membership.rank(self.source)
             self.outcome = CallMismatch(
-                f"{sender} sent {received} bytes, but {self._who()} called {self._in_words()}, which receives {self._nbytes} bytes"
+                f"{sender} sent {received} bytes, but {self._who()} called {self._in_words()}, which receives "
+                f"{self._nbytes} bytes"
             )
 
     def _failure(self, error: Any) -> CommunicationError:
         if error.Get_error_class() == self._way.mpi.ERR_TRUNCATE:
             return CallMismatch(
-                f"a longer message arrived, but {self._who()} called {self._in_words()}, which receives {self._nbytes} bytes"
+                f"a longer message arrived, but {self._who()} called {self._in_words()}, which receives "
+                f"{self._nbytes} bytes"
             )
         return CommunicationError(
             f"MPI failed on {self._who()} in {self._in_words()}: {error.Get_error_string()}"
@@ -177,7 +179,7 @@ class Messages:
         return message if message.test() else Status.PENDING
 
     def wait_message(self, message: MpiMessage, seconds: float, flags: int) -> Any:
-        """Wait for the message and return it; on timeout raise, or return `Status.PENDING` if `flags` contains `TRY`."""
+        """Wait for the message and return it; on timeout raise, or with `TRY` in `flags` return `Status.PENDING`."""
         if message.wait(seconds, background=bool(flags & BACKGROUND)):
             return message
         return Status.PENDING if flags & TRY else message.late(seconds)

@@ -66,7 +66,8 @@ class MpiTransport:
     def _begin(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> MpiPending:
         if not tensor.is_cpu or not tensor.is_contiguous():
             raise ValueError(
-                f"expected a contiguous CPU tensor, got a {tensor.device} tensor with strides {tensor.stride()}; pass tensor.cpu().contiguous()"
+                f"expected a contiguous CPU tensor, got a {tensor.device} tensor with strides {tensor.stride()}; "
+                "pass tensor.cpu().contiguous()"
             )
         if not 0 <= peer < self.size or peer == self.rank:
             raise ValueError(
