@@ -1,4 +1,4 @@
-"""Communicators, which provide collectives among ranks, and the `torch.distributed` backend `farandole`."""
+"""Communicators for collectives and messages, and the `torch.distributed` backend `farandole`."""
 
 from farandole._autoload import register
 from farandole.comm.communicator import Communicator

@@ -1,4 +1,4 @@
-"""Support for ranks that share a CUDA device: NCCL refuses such ranks, so their tensors are copied to the host."""
+"""Detection of ranks that share a CUDA device; NCCL rejects such ranks, so their tensors are copied to the host."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from farandole.comm import dense
 
 
 def visible_devices() -> list[str]:
-    """Return a name for each CUDA device that this process sees, without initializing CUDA.
+    """Return the names of the CUDA devices that are visible to this process, without initializing CUDA.
 
-    A device has the same name in all processes of a host if CUDA_VISIBLE_DEVICES uses the same notation in all of them.
+    All processes on a host use the same name for a device if they use the same notation in CUDA_VISIBLE_DEVICES.
     """
     count = torch.cuda.device_count()
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if count else []
@@ -23,7 +23,7 @@ def visible_devices() -> list[str]:
 
 
 def must_share(hosts: Iterable[Sequence[Sequence[str]]]) -> bool:
-    """Return whether a host has fewer devices than ranks; `hosts` lists the devices of each rank of each host."""
+    """Return whether any host has fewer devices than ranks; `hosts[h][r]` lists the devices visible to a rank."""
     for ranks in hosts:
         visible = {name for names in ranks for name in names}
         if visible and len(visible) < len(ranks):
@@ -37,17 +37,17 @@ def lacks_nccl() -> bool:
 
 
 def wait_for_kernels(tensors: Iterable[Tensor]) -> None:
-    """Wait until the kernels that write CUDA tensors have run, on the current streams of their devices."""
+    """Synchronize the current streams of the CUDA devices that hold the tensors."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
 
 def staged(tensors: Sequence[Tensor]) -> bool:
-    """Return whether tensors can be communicated through copies on the host; wait until kernels have written them.
+    """Return whether tensors can be communicated through host copies, after waiting for pending kernels.
 
-    The thread that runs the call makes the copies, and this thread does not know the caller's stream.
+    The wait is necessary because another thread, which does not use the caller's stream, may make the copies.
     """
-    if "cuda" in dense.reachable:  # a CUDA-aware MPI is in use; the C core does not accept device addresses
+    if "cuda" in dense.reachable:  # set for a CUDA-aware MPI, which needs no host copies
         return False
     if any(t.layout is not torch.strided or not (t.is_cpu or t.is_cuda) for t in tensors):
         return False

@@ -1,4 +1,4 @@
-"""Conversion of NumPy arrays to tensors in the same memory."""
+"""Conversion of NumPy arrays to tensors that share their memory."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import torch
 from torch import Tensor
 
 Array = Tensor | np.ndarray[Any, Any]
-"""A tensor, or a NumPy array that is used in place."""
+"""A tensor or a NumPy array; arrays are read and written in place."""
 
 
 def read(value: Array) -> Tensor:
-    """Return a tensor that shares memory with an array; a read-only array is copied."""
+    """Return a tensor that shares memory with an input array; copy a read-only array."""
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, np.ndarray):
         raise TypeError(
-            f"expected a tensor or a NumPy array, got {type(value).__name__}; try torch.as_tensor"
+            f"expected a tensor or a NumPy array, got {type(value).__name__}; convert it with torch.as_tensor"
         )
     return torch.from_numpy(value if value.flags.writeable else value.copy())
 
 
 def written(value: Array) -> Tensor:
-    """Return a tensor that shares memory with an array for results."""
+    """Return a tensor that shares memory with an output array."""
     if isinstance(value, np.ndarray) and not value.flags.writeable:
-        raise ValueError("expected a writable array for results, got a read-only one; pass a copy")
+        raise ValueError("expected a writable output array, got a read-only array; pass a copy")
     return read(value)
 
 
 def read_list(values: Array | Sequence[Array]) -> list[Tensor]:
-    """Return the tensors of one array or of a list of arrays."""
+    """Convert one input array or a list of input arrays to a list of tensors."""
     return [read(each) for each in values] if isinstance(values, (list, tuple)) else [read(values)]  # type: ignore[arg-type]
 
 
 def written_list(values: Array | Sequence[Array]) -> list[Tensor]:
-    """Return the tensors of one array or of a list of arrays, for results."""
+    """Convert one output array or a list of output arrays to a list of tensors."""
     return [written(each) for each in values] if isinstance(values, (list, tuple)) else [written(values)]  # type: ignore[arg-type]

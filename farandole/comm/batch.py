@@ -1,4 +1,4 @@
-"""Messages that are posted together."""
+"""Batches of point-to-point messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Batch:
-    """A batch of messages that are posted together; see `Communicator.batch`."""
+    """Messages that are posted together; see `Communicator.batch`."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -31,7 +31,7 @@ class Batch:
         self._messages.append((False, written(tensor), source, tag))
 
     def start(self) -> list[dist.Work]:
-        """Post the messages and return one work per message, or one per device for NCCL."""
+        """Post the messages; return one work object per message, or one per device for NCCL."""
         messages, self._messages = self._messages, []
         if not any(tensor.is_cuda for _, tensor, _, _ in messages):
             return self._post(messages)
@@ -43,7 +43,7 @@ class Batch:
         ]
 
     def _post(self, messages: list[tuple[bool, Tensor, int, int]]) -> list[dist.Work]:
-        """Post the messages of one device."""
+        """Post the messages for one device."""
         dispatcher = self._comm.dispatcher
         core = dispatcher.core_for([tensor for _, tensor, _, _ in messages])
         if not isinstance(core, TorchCore) or not messages:

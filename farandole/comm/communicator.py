@@ -1,4 +1,4 @@
-"""The communicator: a group of ranks and the operations among them."""
+"""Communicators, which run collectives and point-to-point messages within a group of ranks."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ __all__ = ["Array", "Batch", "Communicator", "PersistentOperation", "ReduceName"
 
 
 class Communicator:
-    """The operations among the ranks of one group.
+    """Collectives and point-to-point messages within one group of ranks.
 
-    All ranks call the collectives of a group in the same order.  Methods block.  With `async_op=True` they return a
-    `torch.distributed.Work` immediately, and the tensors are in use until its `wait()` returns.  Every method accepts
-    NumPy arrays instead of tensors and writes the results to the arrays.
+    All ranks must call the group's collectives in the same order.  By default, methods block until the result is
+    ready.  With `async_op=True` they return a `torch.distributed.Work` immediately; do not modify the tensors before
+    its `wait()` has returned.  Every method also accepts NumPy arrays and writes results to them in place.
 
         comm = farandole.init().comm
         gradients = comm.empty(1_000_000)          # shared memory: reduced in place, no copies
         comm.all_reduce(gradients, "avg")
 
-    Each `*_init` method validates an operation once and returns a `PersistentOperation`, which runs at each call
-    `op()`.
+    Each `*_init` method validates its arguments once and returns a `PersistentOperation`, which runs the operation at
+    each call.
 
     Args:
-        group: A process group of any backend.  Communicators over the same `farandole` group share one order of calls.
+        group: A process group of any backend.  Communicators over the same `farandole` group share one call order.
     """
 
     group: dist.ProcessGroup
-    """The process group of torch; absent from communicators created by `from_mpi` and from their `split`."""
+    """The torch process group; communicators from `from_mpi`, and their subgroups, lack this attribute."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         ours: Communicator | None = getattr(group, "communicator", None)
@@ -59,18 +59,18 @@ class Communicator:
 
     @classmethod
     def over(cls, dispatcher: Dispatcher) -> Communicator:
-        """Return a communicator without a process group of torch."""
+        """Return a communicator without a torch process group."""
         comm = cls.__new__(cls)
         comm._adopt(dispatcher)
         return comm
 
     @classmethod
     def from_mpi(cls, comm: Intracomm, timeout_s: float = 1800.0) -> Communicator:
-        """Duplicate an mpi4py communicator and return a communicator over its ranks; a collective call.
+        """Return a communicator over a duplicate of an mpi4py communicator; a collective call.
 
         Args:
-            comm: The communicator of mpi4py.
-            timeout_s: How long a call waits for the other ranks, in seconds.
+            comm: The mpi4py communicator.
+            timeout_s: How long a call may wait for other ranks, in seconds.
         """
         from farandole.comm.mpi.backend import core_over  # loads MPI
 
@@ -84,7 +84,7 @@ class Communicator:
     # ---- groups ----
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Divide the ranks into groups of equal `color`, ordered by `key` and rank; a collective call.
+        """Split the ranks into groups of equal `color`, ordered by `key`, then by rank; a collective call.
 
         Returns:
             The communicator of this rank's group, or None if `color` is None.
@@ -99,22 +99,24 @@ class Communicator:
         return self.create_group(members)
 
     def create_group(self, members: Sequence[int]) -> Communicator:
-        """Return a communicator among `members`, ranks of this communicator; only these ranks call the method."""
+        """Return a communicator over the ranks `members` of this communicator; only these ranks call the method."""
         group: dist.ProcessGroup | None = getattr(self, "group", None)
         world = [] if group is None else [dist.get_global_rank(group, rank) for rank in members]
         in_order = group is not None and world == sorted(world)
-        # a torch group uses NCCL for CUDA tensors; every other group copies CUDA tensors to the host
+        # only a torch group uses NCCL for CUDA tensors; other groups copy CUDA tensors to the host
         core = None if in_order and has_nccl() else self.dispatcher.core.subgroup(members)
         if core is not None:
             return Communicator.over(Dispatcher(core, f"{self.dispatcher.name}, ranks {list(members)}"))
         if group is None or not in_order:
             raise NotImplementedError(
-                "expected members in increasing order of rank, got another order; torch cannot reorder the ranks of this backend"
+                f"expected members in increasing order of rank, got {list(members)}; sort them: torch cannot reorder "
+                "the ranks of "
+                "this backend"
             )
         return Communicator(local_group(group, world))
 
     def close(self) -> None:
-        """Leave a group created by `split`, `create_group` or `from_mpi`; torch destroys its own groups."""
+        """Close a group created by `split`, `create_group` or `from_mpi`; torch itself destroys other groups."""
         self.dispatcher.close()
 
     # ---- memory ----
@@ -122,10 +124,10 @@ class Communicator:
     def empty(
         self, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> Tensor:
-        """Return an uninitialized tensor in memory that the ranks of this group share; a collective call.
+        """Return an uninitialized tensor in shared memory, separate for each rank; a collective call.
 
-        Every rank passes the same shape and type.  If the group cannot share memory (another backend, several hosts, a
-        device other than the CPU), the tensor is in private memory.
+        Every rank passes the same shape and type.  If the group cannot share memory (because it uses another backend,
+        spans several hosts, or `device` is not the CPU), the tensor is in private memory.
         """
         if self.dispatcher.core.returns_work or (device is not None and device.type != "cpu"):
             return torch.empty(*shape, dtype=dtype, device=device)
@@ -134,14 +136,14 @@ class Communicator:
     def common(
         self, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> Tensor | None:
-        """Return one uninitialized tensor that all ranks share; a collective call.
+        """Return an uninitialized tensor whose memory all ranks share; a collective call.
 
-        A write of one rank is visible to all ranks, so the callers synchronize, for example with `barrier`.  Every rank
-        passes the same shape and type.
+        Every rank passes the same shape and type.  All ranks see the writes of one rank, so synchronize accesses, for
+        example with `barrier`.
 
         Returns:
-            The tensor, or None if the ranks do not share memory (another backend, several hosts, a device other than
-            the CPU).
+            The tensor, or None if the ranks do not share memory (because the group uses another backend, spans
+            several hosts, or `device` is not the CPU).
         """
         if not self.shares_memory(device):
             return None
@@ -154,15 +156,15 @@ class Communicator:
         return (device is None or device.type == "cpu") and self.dispatcher.core.shares_memory
 
     def algorithm(self, operation: str, nbytes: int) -> str:
-        """Return the algorithm of an operation on `nbytes` bytes per rank.
+        """Return the name of the algorithm used for an operation on `nbytes` bytes per rank.
 
         Args:
             operation: The name of a collective method, such as "all_reduce".
             nbytes: The size of this rank's input.
 
         Returns:
-            The name of the algorithm between hosts for a group on several hosts, "shared memory" for a group on one
-            host, or the name of the library that selects the algorithm.
+            The inter-node algorithm if the group spans several hosts, "shared memory" if it is on one host, or the
+            name of the library that selects the algorithm.
         """
         if not hasattr(self, f"{operation}_init"):
             raise ValueError(f"expected the name of a collective, such as 'all_reduce', got {operation!r}")
@@ -182,15 +184,15 @@ class Communicator:
         """Reduce `tensor` over all ranks, in place or into `output`.
 
         Args:
-            tensor: The values of this rank.
+            tensor: This rank's values.
             op: The reduction.
             output: A tensor of the same size and type for the results; by default `tensor`.
-            compression: How values are compressed between hosts, for a sum or an average of fp32, bf16 or fp16: a
-                `Compressor` of this tensor (`Int8().for_tensor(n)`), or settings without error feedback.
-            async_op: Return the work immediately.
+            compression: The compression between hosts, for a sum or an average of fp32, bf16 or fp16 values: a
+                `Compressor` created for this tensor (`Int8().for_tensor(n)`), or settings without error feedback.
+            async_op: Return a work object immediately.
 
         Returns:
-            The work with `async_op`, else None.
+            The work object if `async_op` is set, else None.
         """
         if output is None and compression is None:
             work: dist.Work | None = self._path(async_op).all_reduce(tensor, op)
@@ -199,7 +201,8 @@ class Communicator:
         if compression is not None:
             if output is not None:
                 raise ValueError(
-                    "all_reduce: expected one of `output` and `compression`, got both; copy first"
+                    "all_reduce: expected `output` or `compression`, got both; copy `tensor` to `output` and reduce "
+                    "`output`"
                 )
             return compressed_all_reduce(self, written(tensor), op, compression, async_op)
         return self._reducing(table.ALL_REDUCE, *_in_place(tensor, output), op, async_op=async_op)
@@ -207,7 +210,7 @@ class Communicator:
     def reduce(
         self, tensor: Array, root: int = 0, op: ReduceName = "sum", *, async_op: bool = False
     ) -> dist.Work | None:
-        """Reduce `tensor` over all ranks into the tensor of rank `root`; the other tensors keep their values."""
+        """Reduce `tensor` over all ranks into the tensor on rank `root`; the other tensors keep their values."""
         return self._reducing(table.REDUCE, *_in_place(tensor), op, root, async_op=async_op)
 
     def reduce_scatter(
@@ -234,7 +237,7 @@ class Communicator:
     ) -> dist.Work | None:
         """Reduce the tensors of ranks 0 to `rank`, in place or into `output` (MPI_Scan).
 
-        With `exclusive` the reduction excludes this rank's tensor, and rank 0 keeps its values (MPI_Exscan).
+        If `exclusive` is set, the reduction excludes this rank's tensor, and rank 0 keeps its values (MPI_Exscan).
         """
         _no_average(op)
         return self._reducing(table.SCAN, *_in_place(tensor, output), op, exclusive, async_op=async_op)
@@ -244,7 +247,7 @@ class Communicator:
     def all_gather(
         self, output: Array | Sequence[Array], input: Array, *, async_op: bool = False
     ) -> dist.Work | None:
-        """Collect every rank's `input` in `output`, in rank order.
+        """Gather every rank's `input` into `output`, in rank order.
 
         `output` is `size` times as large as `input`, or is a list with one tensor of any length per rank.
         """
@@ -253,7 +256,7 @@ class Communicator:
         return self._run(table.ALL_GATHER, written_list(output), [read(input)], async_op=async_op)
 
     def broadcast(self, tensor: Array, root: int = 0, *, async_op: bool = False) -> dist.Work | None:
-        """Copy the `tensor` of rank `root` to all ranks."""
+        """Copy `tensor` from rank `root` to all other ranks."""
         if work := self._path(async_op).broadcast(tensor, root):
             return work if async_op else None
         return self._run(table.BROADCAST, *self._broadcast_pair(tensor, root), root, async_op=async_op)
@@ -267,9 +270,9 @@ class Communicator:
         counts: Sequence[int] | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Collect every rank's `tensor` in `outputs` of rank `root`; `outputs` is None on other ranks.
+        """Gather every rank's `tensor` into `outputs` on rank `root`; `outputs` is None on other ranks.
 
-        Tensors of different lengths need `counts`, the number of elements of each rank, on all ranks.
+        If lengths differ, all ranks must pass `counts`, the number of elements per rank.
         """
         return self._run(
             table.GATHER, written_list(outputs or []), [read(tensor)], root, counts, async_op=async_op
@@ -284,9 +287,9 @@ class Communicator:
         counts: Sequence[int] | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Send the tensor `inputs[i]` of rank `root` to `tensor` of rank i; `inputs` is None on other ranks.
+        """Send `inputs[i]` from rank `root` to `tensor` on rank i; `inputs` is None on other ranks.
 
-        Tensors of different lengths need `counts`, the number of elements of each rank, on all ranks.
+        If lengths differ, all ranks must pass `counts`, the number of elements per rank.
         """
         return self._run(
             table.SCATTER, [written(tensor)], read_list(inputs or []), root, counts, async_op=async_op
@@ -303,7 +306,7 @@ class Communicator:
     ) -> dist.Work | None:
         """Send part j of `input` to rank j and receive part i of `output` from rank i.
 
-        Tensors are split along dimension 0, evenly or by the given numbers of rows; lists have one tensor per rank.
+        Tensors are split along dimension 0, evenly or by the given numbers of rows.  Lists contain one tensor per rank.
         """
         even = not (output_splits or input_splits)
         if even and (work := self._path(async_op).all_to_all(output, input)):
@@ -312,7 +315,7 @@ class Communicator:
         return self._run(table.ALL_TO_ALL, *pair, async_op=async_op)
 
     def barrier(self, *, async_op: bool = False) -> dist.Work | None:
-        """Wait until every rank of the group has called `barrier`."""
+        """Block until every rank of the group has called `barrier`."""
         if work := self._path(async_op).barrier():
             return work if async_op else None
         return self._run(table.BARRIER, [], [], async_op=async_op)
@@ -394,13 +397,13 @@ class Communicator:
     # ---- point-to-point ----
 
     def isend(self, tensor: Array, to: int, tag: int = 0) -> dist.Work:
-        """Start to send `tensor` to rank `to`; the tensor may be changed after `wait()`."""
+        """Start sending `tensor` to rank `to`; do not modify the tensor before `wait()` has returned."""
         if isinstance(tensor, Tensor) and (work := self._direct.post(tensor, to, tag, sends=True)):
             return work
         return self.post(read(tensor), to, tag, sends=True)
 
     def irecv(self, tensor: Array, source: int | None = None, tag: int = 0) -> dist.Work:
-        """Start to receive into `tensor` from rank `source`, or from any rank if `source` is None."""
+        """Start receiving into `tensor` from rank `source`, or from any rank if `source` is None."""
         work = None
         if source is not None and isinstance(tensor, Tensor):
             work = self._direct.post(tensor, source, tag, sends=False)
@@ -409,7 +412,7 @@ class Communicator:
         return self.post(written(tensor), source or 0, tag, sends=False, any_rank=source is None)
 
     def send(self, tensor: Array, to: int, tag: int = 0) -> None:
-        """Send `tensor` to rank `to`; block until the tensor may be changed."""
+        """Send `tensor` to rank `to`; block until the tensor may be modified."""
         if isinstance(tensor, Tensor) and self._direct.send(tensor, to, tag):
             return
         self.isend(tensor, to, tag).wait()
@@ -423,7 +426,7 @@ class Communicator:
         return int(work._source_rank()) if source is None else source
 
     def batch(self) -> Batch:
-        """Return a context that collects messages, posts them together at its end and waits for them.
+        """Return a context manager that collects messages, posts them together on exit and waits for them.
 
         with comm.batch() as batch:
             batch.send(halo, right)
@@ -432,7 +435,7 @@ class Communicator:
         return Batch(self)
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool, any_rank: bool = False) -> dist.Work:
-        """Post a send or a receive; with `any_rank` a receive from any rank."""
+        """Post a send or a receive; `any_rank` receives from any rank."""
         if any_rank:
             peer = -1
         else:
@@ -441,7 +444,7 @@ class Communicator:
         core = self.dispatcher.core_for([tensor])
         if peer == self.rank and not core.returns_work:
             raise ValueError(
-                f"expected the rank of another process, got this rank, {peer}; copy the tensor instead"
+                f"expected a peer other than this rank, got {peer}, which is this rank; copy the tensor instead"
             )
         return core.post_send(tensor, peer, tag) if sends else core.post_recv(tensor, peer, tag)
 
@@ -513,7 +516,7 @@ class Communicator:
 
 
 def _in_place(tensor: Array, output: Array | None = None) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs and inputs of an operation that writes `output`, by default its input."""
+    """Return the outputs and inputs of an operation that writes to `output`, by default in place."""
     if output is not None:
         return [written(output)], [read(tensor)]
     both = written(tensor)
@@ -523,5 +526,6 @@ def _in_place(tensor: Array, output: Array | None = None) -> tuple[list[Tensor],
 def _no_average(op: str) -> None:
     if op == "avg":
         raise ValueError(
-            "scan: expected one of sum, product, min, max, and, or, xor, got avg; use sum and divide the result"
+            "scan: expected the reduction sum, product, min, max, and, or, or xor, got avg; use sum and divide the "
+            "result"
         )

@@ -1,11 +1,11 @@
 """The interface between a communicator and its implementations.
 
-| implementation | ranks | file |
+| implementation | group | file |
 | --- | --- | --- |
-| `NativeCore` | on one host, over shared memory | `native_core.py` |
-| `HierarchicalCore` | on several hosts: shared memory inside a host, messages between hosts | `hierarchical/core.py` |
-| `MpiCore` | of an MPI communicator | `mpi/core.py` |
-| `TorchCore` | of any `torch.distributed` process group: Gloo where the C core is missing, NCCL | `fallback.py` |
+| `NativeCore` | ranks on one host, over shared memory | `native_core.py` |
+| `HierarchicalCore` | ranks on several hosts, over shared memory and messages | `hierarchical/core.py` |
+| `MpiCore` | an MPI communicator | `mpi/core.py` |
+| `TorchCore` | any torch process group, such as NCCL, or Gloo if the C core is missing | `fallback.py` |
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ Parts = Sequence[Tensor]
 
 
 class Core(Protocol):
-    """The operations of one group of ranks, on dense tensors.
+    """The interface of implementations: operations on dense tensors within one group of ranks.
 
-    Every method blocks until this rank's part is complete.  The methods of an implementation with `returns_work` return
-    a pending `torch.distributed.Work` instead.  Reductions are indices into `dtypes.REDUCTION_NAMES`, and reduced
-    tensors are real.  The last argument, `flags`, holds flags of `farandole.native`.  The caller runs one collective at
-    a time and has validated the arguments (`operations.py`).
+    Every method blocks until this rank's part is complete, or returns a pending `torch.distributed.Work` if
+    `returns_work` is set.  Reductions are indices into `dtypes.REDUCTION_NAMES`, and reduced tensors are real.  The
+    last argument, `flags`, is a combination of `farandole.native` flags.  The caller runs one collective at a time and
+    validates the arguments (`operations.py`).
     """
 
     name: str
     rank: int
     size: int
     returns_work: bool
-    completes_at_exit: bool  # whether pending calls can still complete at program exit
+    completes_at_exit: bool  # whether pending calls can complete during program exit
 
     def supports(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the implementation supports the devices and layouts of these tensors."""
+        """Return whether the implementation supports the tensors' devices and layouts."""
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a reusable call of an operation that takes only the flags.
+        """Return a callable that runs the operation again at each call; its argument is `flags`.
 
-        The caller passes a result other than None or 0 to `check`.
+        The caller passes results other than None and 0 to `check`.
         """
 
     def algorithm(self, operation: str, nbytes: int) -> str:
-        """Return the algorithm of an operation on `nbytes` bytes per rank, as text for users."""
+        """Return the name of the algorithm for an operation on `nbytes` bytes per rank, for users."""
 
     def check(self, status: Any) -> None:
-        """Raise the error for a result of a call returned by `prepare`."""
+        """Raise the exception for a result returned by a callable from `prepare`."""
 
     # ---- collectives ----
 
@@ -67,29 +67,32 @@ class Core(Protocol):
         """Reduce `input` over all ranks into `output`, which may be `input` itself."""
 
     def reduce(self, output: Tensor | None, input: Tensor, reduction: int, root: int, flags: int) -> Any:
-        """Reduce `input` into `output` of rank `root`, which may be its `input`; `output` is None on other ranks."""
+        """Reduce `input` into `output` on rank `root`, which may be its `input`; `output` is None on other ranks."""
 
     def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> Any:
-        """Reduce `inputs` and keep this rank's part; parts of different ranks may differ in length."""
+        """Reduce `inputs` over all ranks and store this rank's part in `output`; part lengths may differ."""
 
     def all_gather(self, outputs: Parts, input: Tensor, flags: int) -> Any:
-        """Collect every rank's `input` in `outputs`; inputs of different ranks may differ in length."""
+        """Gather every rank's `input` into `outputs`; lengths may differ between ranks."""
 
     def broadcast(self, output: Tensor | None, input: Tensor | None, root: int, flags: int) -> Any:
-        """Copy `input` of rank `root` to `output` of the other ranks; the unused argument of a rank is None."""
+        """Copy `input` from rank `root` to `output` on the other ranks; the unused argument is None."""
 
     def gather(
         self, outputs: Sequence[Tensor], input: Tensor, root: int, counts: Sequence[int] | None, flags: int
     ) -> Any:
-        """Collect every rank's `input` in `outputs` of rank `root`, `counts[r]` elements from rank r.
+        """Gather every rank's `input` into `outputs` on rank `root`, with `counts[r]` elements from rank r.
 
-        Without `counts` all lengths are equal.
+        If `counts` is None, all lengths are equal.
         """
 
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
     ) -> Any:
-        """Send `inputs[r]` of rank `root`, with `counts[r]` elements, to rank r; without `counts` lengths are equal."""
+        """Send `inputs[r]`, with `counts[r]` elements, from rank `root` to rank r.
+
+        If `counts` is None, all lengths are equal.
+        """
 
     def all_to_all(self, outputs: Parts, inputs: Parts, flags: int) -> Any:
         """Send input j to rank j and receive output i from rank i."""
@@ -98,15 +101,15 @@ class Core(Protocol):
         """Reduce the inputs of ranks 0 to `rank`, or to `rank - 1` if `exclusive` (rank 0 keeps its output)."""
 
     def barrier(self, flags: int) -> Any:
-        """Wait until every rank has called it."""
+        """Block until every rank has called this method."""
 
     # ---- point-to-point ----
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Start to send."""
+        """Start sending `tensor` to rank `peer`."""
 
     def post_recv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Start to receive; `peer` -1 receives from any rank."""
+        """Start receiving into `tensor` from rank `peer`, or from any rank if `peer` is -1."""
 
     # ---- memory ----
 
@@ -115,53 +118,53 @@ class Core(Protocol):
         """Whether `allocate_common` is supported."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Return a tensor in the memory with the fastest operations; a collective call."""
+        """Return a tensor in the memory in which operations are fastest; a collective call."""
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Return one tensor that all ranks share; a collective call."""
+        """Return a tensor whose memory all ranks share; a collective call."""
 
     # ---- state and shutdown ----
 
     def subgroup(self, members: Sequence[int]) -> Core | None:
-        """Return an implementation among `members`, called by these ranks; None if torch must create the group."""
+        """Return an implementation for `members`, called by these ranks; None if torch must create the group."""
 
     @property
     def closed(self) -> bool:
         """Whether the group was destroyed."""
 
     def whereabouts(self) -> str:
-        """Describe the current call and the ranks for which it waits."""
+        """Describe the current call and the ranks that it is waiting for."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a call waits for the other ranks."""
+        """Set how long a call may wait for other ranks."""
 
     def within(self, timeout_s: float, call: Call) -> Call:
-        """Return a call with its own timeout, in seconds."""
+        """Return `call` with a separate timeout, in seconds."""
 
     def leave(self, note: str) -> None:
-        """Notify the other ranks that this rank makes no further call."""
+        """Notify the other ranks that this rank will make no further calls."""
 
     def give_up(self) -> None:
-        """Make the pending calls of this process fail."""
+        """Fail the pending calls of this process."""
 
     def rest(self, patience_s: float) -> bool:
-        """Complete or cancel pending messages; return whether none is pending after `patience_s`."""
+        """Complete or cancel pending messages; return whether all are complete within `patience_s` seconds."""
 
     def close(self) -> None:
-        """Release the resources; no call may be pending."""
+        """Release all resources; no call may be pending."""
 
 
 class GroupCore:
-    """The base class of all implementations over a `HostGroup` or an `MpiGroup`."""
+    """The base class of implementations over a `HostGroup` or an `MpiGroup`."""
 
     name = "farandole"
     returns_work = False
     completes_at_exit = False
     shares_memory = False
     takes_devices = False
-    """Whether CUDA tensors are supported, through copies on the host."""
+    """Whether CUDA tensors are supported by copying them to the host."""
     form_subgroup: Callable[[Sequence[int]], Any]
-    """Set by `backend.form`."""
+    """Creates subgroups; set by `backend.form`."""
 
     def __init__(self, host: HostGroup) -> None:
         self.host = host
@@ -186,11 +189,11 @@ class GroupCore:
         return self.takes_devices and staged(tensors)
 
     def algorithm(self, operation: str, nbytes: int) -> str:
-        """Return "shared memory": there is no choice of algorithms."""
+        """Return "shared memory", the only algorithm within a host."""
         return "shared memory"
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a reusable call of an operation that takes only the flags."""
+        """Return a callable that runs the operation again at each call; its argument is `flags`."""
         method = partial(getattr(self, operation), *arguments)
 
         def call(flags: int) -> None:
@@ -208,37 +211,39 @@ class GroupCore:
             output.copy_(reduce_rows(rows[: last + 1], reduction).view(output.shape))
 
     def agree(self, call: CallRecord, flags: int) -> None:
-        """Compare a call with the calls of the other ranks before a torch process group serves the call.
+        """Check that the other ranks make the same call before a torch process group runs it.
 
-        Groups over MPI do not compare calls.
+        MPI groups do not compare calls.
         """
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Start to send."""
+        """Start sending `tensor` to rank `peer`."""
         return self.messages.post(tensor, peer, tag, sends=True)
 
     def post_recv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Start to receive; `peer` -1 receives from any rank."""
+        """Start receiving into `tensor` from rank `peer`, or from any rank if `peer` is -1."""
         return self.messages.post(tensor, peer, tag, sends=False)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Return a tensor in memory that the ranks of this host share."""
+        """Return a tensor in memory shared by the ranks of this host."""
         return self.host.allocate(shape, dtype, flags)
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Raise CommunicationError: the ranks do not share memory."""
-        raise CommunicationError("the ranks of this group do not share memory; use `empty` instead")
+        raise CommunicationError(
+            "cannot allocate a shared tensor: the ranks of this group do not share memory; use `empty` instead"
+        )
 
     def subgroup(self, members: Sequence[int]) -> Core | None:
-        """Return an implementation among `members` over the same endpoint."""
+        """Return an implementation for `members` over the same endpoint."""
         core: Core = self.form_subgroup(members)
         return core
 
     def invalidate(self, reason: str) -> None:
-        """Drop the group in a forked child, whose handle belongs to the parent."""
+        """Invalidate the group in a forked child, because its handle belongs to the parent."""
         self.host.handle = None
         self.messages.invalidate(reason)
 
     def rest(self, patience_s: float) -> bool:
-        """Complete or withdraw messages under way; return whether none is left after `patience_s`."""
+        """Complete or cancel pending messages; return whether all are complete within `patience_s` seconds."""
         return self.messages.close(patience_s)

@@ -1,4 +1,4 @@
-"""Dense tensors, whose values are contiguous in memory, and copies of other tensors to dense ones and back."""
+"""Conversion between arbitrary tensors and dense tensors, whose values are contiguous in memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 reachable = {"cpu"}
-"""The devices whose memory the library can address; tensors on other devices are copied to the host and back."""
+"""The devices whose memory the communication library can address; other tensors are copied to the host and back."""
 
 
 def is_dense(tensor: Tensor, any_device: bool = False) -> bool:
-    """Return whether a tensor is contiguous and addressable, without a lazy sign or conjugation."""
+    """Return whether a tensor is contiguous and addressable, with no lazy negation or conjugation."""
     if any_device and tensor.layout is not torch.strided:
-        return True  # torch's own groups take sparse tensors
+        return True  # torch's own groups accept sparse tensors
     return (
         (tensor.is_cpu or any_device or tensor.device.type in reachable)
         and tensor.is_contiguous()
@@ -34,13 +34,14 @@ def separate_elements(call: str, outputs: Sequence[Tensor]) -> None:
             not stride and length > 1 for stride, length in zip(output.stride(), output.shape, strict=True)
         ):
             raise ValueError(
-                f"{call}: expected an output whose elements do not overlap, got shape {list(output.shape)} with strides "
+                f"{call}: expected an output whose elements do not overlap, got shape {list(output.shape)} with "
+                "strides "
                 f"{list(output.stride())}; pass output.clone()"
             )
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the tensor that owns the memory: the tensor itself, or the result of a functional collective."""
+    """Return the tensor itself, or the tensor inside the result of a functional collective."""
     if type(tensor) is Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
         return tensor
     if not tensor.numel() or tensor.data_ptr():
@@ -48,15 +49,16 @@ def plain(tensor: Tensor) -> Tensor:
     wait = getattr(tensor, "trigger_wait", None)  # AsyncCollectiveTensor
     if wait is None:
         raise TypeError(
-            f"expected a tensor with memory of its own, got {type(tensor).__name__}, which wraps another tensor; pass the "
-            f"wrapped tensor (of a DTensor: to_local())"
+            f"expected a tensor that owns its memory, got {type(tensor).__name__}, which wraps another tensor; pass "
+            "the "
+            f"wrapped tensor (for a DTensor, tensor.to_local())"
         )
     inner: Tensor = wait()
     return inner
 
 
 def readable(tensor: Tensor, any_device: bool = False) -> Tensor:
-    """Return a dense tensor with the same values; the tensor itself if it is dense."""
+    """Return the tensor if it is dense, else a dense copy."""
     if is_dense(tensor, any_device):
         return tensor
     values = tensor.resolve_conj().resolve_neg()
@@ -66,7 +68,7 @@ def readable(tensor: Tensor, any_device: bool = False) -> Tensor:
 
 
 def writable(tensor: Tensor, any_device: bool = False) -> Tensor:
-    """Return a dense tensor of the same shape for `copy_back`; the tensor itself if it is dense."""
+    """Return the tensor if it is dense, else an uninitialized dense buffer of the same shape for `copy_back`."""
     if is_dense(tensor, any_device):
         return tensor
     if any_device or tensor.device.type in reachable:
@@ -75,14 +77,14 @@ def writable(tensor: Tensor, any_device: bool = False) -> Tensor:
 
 
 def copy_back(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    """Copy buffers returned by `writable` to their tensors."""
+    """Copy the buffers returned by `writable` to their tensors."""
     for tensor, buffer in zip(tensors, buffers, strict=True):
         if buffer is not tensor:
             tensor.copy_(buffer)
 
 
 def separate_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors; a tensor that overlaps an earlier one is replaced by a copy."""
+    """Return the tensors, with each tensor that overlaps an earlier one replaced by a copy."""
     taken: list[tuple[int, int]] = []
     separate = []
     for tensor in tensors:
@@ -101,20 +103,20 @@ def separate_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return complex numbers as pairs of real numbers."""
+    """Return a complex tensor viewed as pairs of real numbers, and other tensors unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a dense tensor."""
+    """Return a dense tensor viewed as bytes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def pointers_to(tensors: Sequence[Tensor]) -> Any:
-    """Return a C array of the addresses of dense tensors."""
+    """Return a C array with the addresses of dense tensors."""
     return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
 
 
 def counts_of(tensors: Sequence[Tensor]) -> Any:
-    """Return a C array of the element counts of tensors."""
+    """Return a C array with the element counts of tensors."""
     return (ctypes.c_size_t * len(tensors))(*[tensor.numel() for tensor in tensors])

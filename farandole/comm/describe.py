@@ -1,4 +1,4 @@
-"""Convert the record of a failure into an error message."""
+"""Conversion of failure records to error messages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _ROOTED = {
 }
 _MESSAGES = (Operation.SEND, Operation.RECV)
 SPARSE_LAYOUT = 1 << 63
-"""The `layout` of the call record of a sparse tensor, which torch communicates after the ranks have agreed."""
+"""The `layout` in call records for sparse tensors, which torch communicates after the ranks have agreed on the call."""
 
 
 class Membership:
-    """The names of a group's ranks in messages: global ranks, process ids, hosts."""
+    """How error messages identify the ranks of a group: by global rank, process ID and host."""
 
     def __init__(
         self,
@@ -38,10 +38,10 @@ class Membership:
         self.pids = list(pids)
         self.hosts = list(hosts)
         self._several = len(set(hosts)) > 1
-        self._shares_calls = shares_calls  # whether the ranks of a host know each other's calls
+        self._shares_calls = shares_calls  # whether ranks on one host see each other's calls
 
     def rank(self, rank: int) -> str:
-        """Return `rank 3 (process 4711)`, with the host if the group has several hosts."""
+        """Return `rank 3 (process 4711)`, with the host name if the group spans several hosts."""
         where = f" on {self.hosts[rank]}" if self._several else ""
         return f"rank {self.ranks[rank]} (process {self.pids[rank]}{where})"
 
@@ -76,7 +76,7 @@ def describe_call(call: Call, membership: Membership) -> str:
 def failure_to_error(
     failure: Failure, reader: int, membership: Membership, timeout_s: float
 ) -> CommunicationError:
-    """Return the exception of a broken group for rank `reader`, from the failure record that all ranks share."""
+    """Return the exception to raise on rank `reader` for the failure record of a broken group."""
     status = Status(failure.status or Status.DIED)
     culprit = membership.rank(failure.culprit)
     if failure.culprit == reader and status is Status.LEFT:
@@ -97,27 +97,28 @@ def failure_to_error(
         return _late(failure, membership, timeout_s)
     if status is Status.MISMATCH:
         return CallMismatch(
-            f"{culprit} called {describe_call(theirs, membership)} where {_witness(failure, membership)} "
+            f"{culprit} called {describe_call(theirs, membership)}, but {_witness(failure, membership)} "
             f"{_numbered(reported, membership)}: {_difference(theirs, reported)}"
         )
     if status in (Status.COUNT_MISMATCH, Status.PART_COUNT_MISMATCH):
         return CallMismatch(
-            f"{culprit} sends {reported.count} elements to {membership.rank(reported.root)}, which expects "
-            f"{reported.layout} from it, in {_numbered(theirs, membership)}"
+            f"{culprit} sent {reported.count} elements to {membership.rank(reported.root)}, which expected "
+            f"{reported.layout}, in {_numbered(theirs, membership)}"
         )
     if status is Status.CLOSED:
         return RankDied(
-            f"{culprit} died or lost its network: its connection to {membership.rank(failure.reporter)} was closed; {waiting}"
+            f"{culprit} died or lost its network connection: the connection to {membership.rank(failure.reporter)} "
+            f"was closed; {waiting}"
         )
     if status is Status.SILENT:
         host = membership.hosts[failure.culprit]
         return RankDied(
-            f"{culprit} cannot be reached: {host} has not responded for {SILENCE_S:g} s, so the host or the link to the "
-            f"host is down; {waiting}"
+            f"{culprit} cannot be reached: {host} has not responded for {SILENCE_S:g} s, so the host or its network "
+            f"link is down; {waiting}"
         )
     if status is Status.INTERRUPTED:
         return CommunicationError(
-            f"{culprit} was interrupted (Ctrl-C or the handler of another signal) in {_numbered(reported, membership)}"
+            f"{culprit} was interrupted (Ctrl-C or another signal) in {_numbered(reported, membership)}"
         )
     return CommunicationError(f"{culprit}: {status.name.lower()}; {waiting}")
 
@@ -125,7 +126,7 @@ def failure_to_error(
 def with_own_call(
     error: CommunicationError, failure: Failure, own: Call, membership: Membership
 ) -> CommunicationError:
-    """Return the error; add the reader's call unless the record already contains that call."""
+    """Return the error with the reader's call added, unless the failure record contains that call."""
     known = failure.culprit_call, failure.reporter_call
     if not own.operation or any(same_call(own, call) for call in known):
         return error
@@ -133,13 +134,13 @@ def with_own_call(
 
 
 def same_call(a: Call, b: Call) -> bool:
-    """Return whether two ranks make the same call."""
+    """Return whether two call records match."""
     names = ("index", "operation", "type", "op", "root", "count", "layout")
     return all(getattr(a, name) == getattr(b, name) for name in names)
 
 
 def describe_whereabouts(calls: Mapping[int, Call], reader: int, membership: Membership) -> str:
-    """Return the ranks for which rank `reader` waits, from the last calls of the ranks of its host."""
+    """Describe the call of rank `reader` and the ranks on its host that have not arrived."""
     own = calls[reader]
     behind = [
         f"{membership.rank(rank)} has not arrived (its last call was {describe_call(call, membership)})"
@@ -147,28 +148,28 @@ def describe_whereabouts(calls: Mapping[int, Call], reader: int, membership: Mem
         if call.index < own.index
     ]
     what = f"{_numbered(own, membership)}, " if own.operation else ""
-    return what + ("; ".join(behind) if behind else "which all ranks have started")
+    return what + ("; ".join(behind) if behind else "which all ranks of this host have started")
 
 
 def describe_stalled_message(
     own: Call, reader: int, waited_message: Callable[[int], Call | None], membership: Membership
 ) -> str:
-    """Describe a stalled message and, in a cycle, the calls of all ranks that wait for each other.
+    """Describe a stalled message and, for a deadlock, the calls of all ranks in the cycle.
 
-    `waited_message(rank)` returns the message for which a rank waits.  Only the lowest rank of a cycle describes the
-    cycle; the other ranks return "".
+    `waited_message(rank)` returns the message that a rank is waiting for.  Only the lowest rank in a cycle describes
+    it; the other ranks return "".
     """
     text, ranks, call = describe_call(own, membership), [reader], own
     while (peer := call.root) >= 0 and peer not in ranks:
         theirs = waited_message(peer)
         if theirs is None:
             return text
-        text += f"; {membership.rank(peer)} waits in {describe_call(theirs, membership)}"
+        text += f"; {membership.rank(peer)} is waiting in {describe_call(theirs, membership)}"
         ranks.append(peer)
         call = theirs
     if call.root != reader:
         return text
-    advice = "these ranks wait for each other; post one of the receives first, or use isend and irecv"
+    advice = "these ranks are waiting for each other; post one of the receives first, or use isend and irecv"
     return f"{text}: {advice}" if reader == min(ranks) else ""
 
 
@@ -199,17 +200,20 @@ def _late(failure: Failure, membership: Membership, timeout_s: float) -> RankLat
         else "it has made no call"
     )
     if not membership.knows_calls(failure.reporter, failure.culprit):
-        doing = "its current call is unknown on this host"
+        doing = "its current call is unknown to this host"
     if reported.operation in _MESSAGES:
         if reported.root < 0:
             return RankLate(
                 f"no rank sent a message within the timeout of {timeout_s:g} s to {waiter}, which was waiting in "
                 f"{_numbered(reported, membership)}"
             )
-        verb = "receive" if reported.operation == Operation.SEND else "send"
+        sent = reported.operation == Operation.SEND
+        failed = (
+            f"receive the message that {waiter} sent" if sent else f"send the message that {waiter} expected"
+        )
         return RankLate(
-            f"{who} did not {verb} the message of {waiter} in {_numbered(reported, membership)} within the timeout of "
-            f"{timeout_s:g} s; {doing}"
+            f"{who} did not {failed} in {_numbered(reported, membership)} within the timeout of {timeout_s:g} s; "
+            f"{doing}"
         )
     others = f" and {failure.missing - 1} more" if failure.missing > 1 else ""
     return RankLate(
@@ -220,7 +224,7 @@ def _late(failure: Failure, membership: Membership, timeout_s: float) -> RankLat
 
 def _witness(failure: Failure, membership: Membership) -> str:
     if failure.reporter == failure.culprit:
-        return "the others called"
+        return "the other ranks called"
     return f"{membership.rank(failure.reporter)} called"
 
 
@@ -228,7 +232,7 @@ def _difference(a: Call, b: Call) -> str:
     if a.operation != b.operation and not (a.operation in _MESSAGES and b.operation in _MESSAGES):
         return "the operations differ"
     if a.layout != b.layout and SPARSE_LAYOUT in (a.layout, b.layout):
-        return "one tensor is sparse, the other dense"
+        return "one tensor is sparse and the other is dense"
     reduces_all = a.operation == Operation.ALL_REDUCE
     layout = "compression" if reduces_all else "split of the elements among the ranks"
     parts = {

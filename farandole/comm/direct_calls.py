@@ -1,7 +1,7 @@
-"""The fast path from a call in Python to the C core.
+"""The fast path from Python calls to the C core.
 
-`operations.py` validates, prepares and dispatches every case.  For a small tensor this takes longer than the operation
-itself, so the common case calls the C functions directly.
+`operations.py` handles every case, but for small tensors its validation and dispatch take longer than the operation
+itself.  The fast path therefore calls the C functions directly in the common case.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _STRIDED = torch.strided
 class DirectCalls:
     """Blocking operations on dense tensors.
 
-    A method returns None without effect if the fast path does not apply: other calls are pending, or a tensor is not a
-    plain dense CPU tensor of the expected size.  `Operation.call` then runs the call or raises the error.  A reduction
-    is a name or the hash of a torch `ReduceOp` (comparing two `ReduceOp`s takes a microsecond).
+    A method returns None and does nothing if other calls are pending or a tensor is not a plain dense CPU tensor of the
+    expected size.  `Operation.call` then runs the call or raises the exception.  A reduction is given by name or by the
+    hash of a torch `ReduceOp`, because comparing two `ReduceOp`s takes a microsecond.
     """
 
     _group: Any = None
@@ -52,10 +52,9 @@ class DirectCalls:
     _all_to_all: Any
 
     def __init__(self, core: NativeCore, queue: WorkQueue) -> None:
-        library = (
-            core.host.core
-        )  # indexing returns functions without argument types, which skip the conversion of arguments
-        self._group = c_void_p(core.host.handle)  # freed only after the queue has been closed
+        # indexing returns functions without argument types, so ctypes does not convert arguments
+        library = core.host.core
+        self._group = c_void_p(core.host.handle)  # freed only after the queue is closed
         self._size, self._check = core.size, core.check
         self._queue, self._enter, self._leave = queue, queue.enter, queue.leave
         self._ranks, self._rank, self._messages = range(core.size), core.rank, core.messages
@@ -73,28 +72,28 @@ class DirectCalls:
         return None if plan is None else self._in_place(self._all_reduce, tensor, plan)
 
     def reduce(self, tensor: Tensor, reduction: object, root: int) -> Work | None:
-        """Reduce `tensor` into the tensor of rank `root`."""
+        """Reduce `tensor` over all ranks into the tensor on rank `root`."""
         plan = _REDUCING.get((getattr(tensor, "dtype", None), reduction))
         if plan is None or root not in self._ranks:
             return None
         return self._in_place(self._reduce, tensor, (*plan, root))
 
     def broadcast(self, tensor: Tensor, root: int) -> Work | None:
-        """Copy the `tensor` of rank `root` to all ranks."""
+        """Copy `tensor` from rank `root` to all other ranks."""
         plan = _MOVING.get(getattr(tensor, "dtype", None))
         if plan is None or root not in self._ranks:
             return None
         return self._in_place(self._broadcast, tensor, (*plan, root))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, reduction: object) -> Work | None:
-        """Reduce `input` and keep this rank's equal part."""
+        """Reduce `input` over all ranks and store this rank's equal part in `output`."""
         plan = _REDUCING.get((getattr(input, "dtype", None), reduction))
         if plan is None or not isinstance(output, Tensor) or input.numel() != output.numel() * self._size:
             return None
         return self._between(self._reduce_scatter, input, output, output.numel(), plan)
 
     def all_gather(self, output: Tensor | Sequence[Tensor], input: Tensor) -> Work | None:
-        """Concatenate every rank's `input` in `output`, or collect them in a list."""
+        """Gather every rank's `input` into `output`, which is a tensor or a list of tensors."""
         plan = _MOVING.get(getattr(input, "dtype", None))
         if plan is None:
             return None
@@ -116,19 +115,19 @@ class DirectCalls:
         return self._between(self._all_to_all, input, output, input.numel() // self._size, plan)
 
     def barrier(self) -> Work | None:
-        """Wait until every rank has called it."""
+        """Block until every rank has called this method."""
         return self._execute((), None, self._barrier)
 
     # ---- point-to-point ----
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> bool:
-        """Send `tensor`, and block until it may be changed."""
+        """Send `tensor` and return True after it may be modified; return False if the fast path does not apply."""
         return self._is_message(tensor, peer) and self._messages.send(
             tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag
         )
 
     def recv(self, tensor: Tensor, peer: int, tag: int) -> bool:
-        """Receive into `tensor`, and block until it has arrived."""
+        """Receive into `tensor` and return True on arrival; return False if the fast path does not apply."""
         return self._is_message(tensor, peer) and self._messages.recv(
             tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag
         )
@@ -158,7 +157,7 @@ class DirectCalls:
     def _in_place(self, function: Any, tensor: Tensor, plan: tuple[int, ...]) -> Work | None:
         address = tensor.data_ptr() if tensor.is_cpu and tensor.layout is _STRIDED else 0
         if not address or not tensor.is_contiguous() or tensor.is_neg():
-            return None  # an address of 0: no elements, or a wrapper of another tensor
+            return None  # a tensor at address 0 is empty or wraps another tensor
         count = c_size_t(tensor.numel())
         return self._execute((tensor,), None, function, c_void_p(address), count, *plan)
 
@@ -205,12 +204,12 @@ class DirectCalls:
     def _execute(
         self, outputs: Sequence[Tensor], input: Tensor | None, function: Any, *arguments: Any
     ) -> Work | None:
-        """Call a C function unless other calls wait or run."""
+        """Call a C function unless other calls are pending."""
         if not self._enter():
             return None
         try:
             status = function(self._group, *arguments, flags_here())
-            # check while this thread holds the queue: another thread may destroy the group later
+            # check before releasing the queue, because another thread may then destroy the group
             if status:
                 self._check(status)
         finally:
@@ -219,7 +218,7 @@ class DirectCalls:
 
 
 class AsyncDirectCalls(DirectCalls):
-    """The fast path of asynchronous operations, whose methods return pending work."""
+    """The fast path for asynchronous operations; its methods return pending work."""
 
     def _execute(
         self, outputs: Sequence[Tensor], input: Tensor | None, function: Any, *arguments: Any
@@ -237,10 +236,10 @@ class AsyncDirectCalls(DirectCalls):
 
 
 class DirectMethods(DirectCalls):
-    """The fast path over an implementation that takes tensors instead of addresses."""
+    """The fast path for implementations that accept tensors instead of addresses."""
 
     def __init__(self, core: GroupCore, queue: WorkQueue) -> None:
-        own: Any = core  # with the operations of `Core`
+        own: Any = core  # the methods of `Core`
         self._size, self._check = core.size, core.check
         self._queue, self._enter, self._leave = queue, queue.enter, queue.leave
         self._ranks, self._rank, self._messages = range(core.size), core.rank, core.messages
@@ -271,7 +270,7 @@ class DirectMethods(DirectCalls):
         return None
 
     def barrier(self) -> Work | None:
-        """Wait until every rank has called it."""
+        """Block until every rank has called this method."""
         return self._run(self._barrier, [], ())
 
     def _run(self, function: Any, tensors: list[Tensor], plan: tuple[int, ...]) -> Work | None:
@@ -290,7 +289,7 @@ class DirectMethods(DirectCalls):
 
 
 class NoDirectCalls:
-    """The fast path of an implementation that has none."""
+    """A fast path that never applies, for implementations without one."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None

@@ -1,4 +1,4 @@
-"""The dispatcher, which runs the operations of one group in order until the group is destroyed."""
+"""The dispatcher, which runs a group's operations in order until the group is destroyed."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from farandole.comm.operations import Operation
 from farandole.comm.work import Call, WorkQueue, flags_here
 
 PATIENCE_S = 1.0
-"""How long, in seconds, destroying a group waits for pending work."""
+"""Seconds for which destroying a group waits for pending work."""
 
 
 class Dispatcher:
-    """Passes each call to an implementation that supports it, through the work queue of the group.
+    """Passes each call through the group's work queue to an implementation that supports it.
 
     Args:
         core: The implementation for the group.
-        name: Of the group, for messages.
-        fallback: A torch process group over the same ranks, for CPU tensors that `core` does not support.
-        device_fallback: The same for CUDA tensors.
+        name: The name of the group in error messages.
+        fallback: The torch process group for CPU tensors that `core` does not support.
+        device_fallback: The torch process group for CUDA tensors that `core` does not support.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Dispatcher:
             self.direct, self.direct_async = DirectCalls(core, self.queue), AsyncDirectCalls(core, self.queue)
         elif isinstance(core, GroupCore):
             self.direct = DirectMethods(core, self.queue)
-        self._invalid: str | None = None  # why, in a forked child
+        self._invalid: str | None = None  # the reason, in a forked child
         if not isinstance(core, TorchCore):
             leave_at_end(self)
             invalidate_after_fork(self)
@@ -59,7 +59,7 @@ class Dispatcher:
     # ---- calls ----
 
     def serves(self, *tensors: Sequence[Tensor]) -> bool:
-        """Return whether `core` supports all tensors; raise RuntimeError if the group was destroyed."""
+        """Return whether `core` supports the tensors; raise RuntimeError if the group was destroyed."""
         if self._invalid:
             raise CommunicationError(f"group {self.name!r}: {self._invalid}")
         if self.core.closed:
@@ -67,7 +67,7 @@ class Dispatcher:
         return all(self.core.supports(each) for each in tensors)
 
     def core_for(self, *tensors: Sequence[Tensor]) -> Core:
-        """Return the implementation that supports all tensors."""
+        """Return the implementation that supports the tensors."""
         if self.serves(*tensors) or self.fallback is None:
             return self.core
         return self.fallback_for(tensor for each in tensors for tensor in each)
@@ -77,7 +77,7 @@ class Dispatcher:
         chosen = self.fallback
         if self.device_fallback is not None and any(tensor.is_cuda for tensor in tensors):
             chosen = self.device_fallback
-        assert chosen is not None  # groups of torch have one
+        assert chosen is not None
         return chosen
 
     def run(
@@ -88,7 +88,7 @@ class Dispatcher:
         *constants: Any,
         async_op: bool = False,
     ) -> dist.Work:
-        """Run an operation after all earlier ones; with `async_op` return its work immediately."""
+        """Run an operation after all earlier operations; return its work immediately if `async_op` is set."""
         core = self.core_for(outputs, inputs)
         return self.issue(operation.call(core, outputs, inputs, *constants), outputs, async_op, core=core)
 
@@ -127,18 +127,18 @@ class Dispatcher:
         return made[0]
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor in the memory with the fastest operations; a collective call."""
+        """Return a tensor in the memory in which operations are fastest; a collective call."""
         core = self.core_for()
         if core.returns_work:
             return torch.empty(*shape, dtype=dtype, device="cpu")
         return self.made(lambda flags: core.allocate(shape, dtype, flags))
 
-    # ---- life ----
+    # ---- shutdown ----
 
     def close(self) -> None:
-        """Leave the group and notify the ranks that wait for this one.
+        """Leave the group and notify the ranks that are waiting for this rank.
 
-        Pending work completes if the other ranks take part within `PATIENCE_S`; otherwise it fails.
+        Pending work fails unless it completes within `PATIENCE_S`.
         """
         if self._invalid:
             return
@@ -147,21 +147,21 @@ class Dispatcher:
             if not at_rest:
                 self.core.give_up()
                 at_rest = self._rest(PATIENCE_S)
-            if at_rest:  # otherwise a thread still runs a callback that needs the memory
+            if at_rest:  # otherwise a callback on another thread may use the memory
                 self.core.close()
         for fallback in (self.fallback, self.device_fallback):
             if fallback is not None:
                 fallback.close()
 
     def abort(self) -> None:
-        """Leave the group immediately; pending calls of all threads fail."""
+        """Leave the group immediately and fail the pending calls of all threads."""
         if self._invalid:
             return
         self.core.give_up()
         self.close()
 
     def abandon(self, note: str, patience_s: float) -> None:
-        """Notify the other ranks of the end of the program and stop the threads; the process exit frees the memory."""
+        """Leave the group at program exit: notify the other ranks and stop the threads, but keep the memory."""
         if self._invalid:
             return
         if self.core.completes_at_exit:
@@ -173,26 +173,26 @@ class Dispatcher:
         self._rest(patience_s)
 
     def invalidate(self, reason: str) -> None:
-        """Refuse calls of a forked child."""
+        """Reject later calls in a forked child."""
         self._invalid = reason
         self.queue.invalidate(reason)
         if isinstance(self.core, GroupCore):
             self.core.invalidate(reason)
 
     def _rest(self, patience_s: float) -> bool:
-        """Wait up to `patience_s` each for calls and for messages; return whether none is pending."""
+        """Wait up to `patience_s` each for calls and for messages; return whether all are complete."""
         return self.queue.close(patience_s) and self.core.rest(patience_s)
 
 
 class PersistentOperation:
-    """An operation with fixed arguments, which are validated and converted once (`*_init` of MPI-4).
+    """An operation whose arguments are validated and converted once (MPI-4 persistent collectives).
 
     op = comm.all_reduce_init(buffer)
     op()                    # blocks
-    work = op.start()       # returns at once
+    work = op.start()       # returns immediately
 
-    The operation keeps its tensors alive and uses their memory at every run.  After `resize_` or `set_` of a tensor,
-    create a new operation.
+    The operation keeps its tensors alive and uses their memory in every run.  Create a new operation after calling
+    `resize_` or `set_` on a tensor.
     """
 
     __slots__ = (
@@ -222,8 +222,8 @@ class PersistentOperation:
         self._on_device = any(tensor.is_cuda for tensor in (*outputs, *inputs))
 
     def __call__(self) -> None:
-        """Run the operation after all earlier ones and return when this rank's part is complete."""
-        if self._waiting or not self._queue.acquire(False):  # as `WorkQueue.enter`, without a call
+        """Run the operation after all earlier operations; block until this rank's part is complete."""
+        if self._waiting or not self._queue.acquire(False):  # `WorkQueue.enter`, inlined
             self._in_turn(async_op=False)
             return
         self._queue.holder = _thread.get_ident()
@@ -235,11 +235,11 @@ class PersistentOperation:
             self._queue.leave()
 
     def start(self) -> dist.Work:
-        """Issue the operation and return its work immediately."""
+        """Start the operation and return its work immediately."""
         return self._in_turn(async_op=True)
 
     def _in_turn(self, async_op: bool) -> dist.Work:
-        # raises for a destroyed group; waits for kernels that write the tensors, which another thread may read
+        # raises for a destroyed group, and waits for kernels, because another thread may read the tensors
         self._dispatcher.serves(*(self._tensors if self._on_device else ()))
         return self._dispatcher.issue(self._checked, self._tensors[0], async_op, core=self._core)
 

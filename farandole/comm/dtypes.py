@@ -1,4 +1,4 @@
-"""The numbers of element types and reductions in the C core."""
+"""The numbers that identify element types and reductions in the C core."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALL = _REDUCIBLE + [
 TYPES: dict[torch.dtype, int] = {
     kind: kind.itemsize << 8 | number for number, kind in enumerate(_ALL) if kind.itemsize
 }
-"""The C core's number of each type: (bytes per element << 8) | code."""
+"""The C core's number for each element type: (bytes per element << 8) | code."""
 
 TYPE_NAMES = {number: str(kind).removeprefix("torch.") for kind, number in TYPES.items()}
 
@@ -40,16 +40,16 @@ REDUCE_OPS = {
     "or": dist.ReduceOp.BOR,
     "xor": dist.ReduceOp.BXOR,
 }
-"""The names of torch's reductions, in the order of the C core's numbers."""
+"""The names of torch's reductions; the index of a name is the reduction's number in the C core."""
 
 REDUCTION_NAMES = tuple(REDUCE_OPS)
 
 REDUCTIONS: dict[int, int] = {hash(op): number for number, op in enumerate(REDUCE_OPS.values())}
-"""The C core's number of a reduction, by the hash of torch's `ReduceOp` (a comparison takes a microsecond)."""
+"""The C core's number for each torch `ReduceOp`, keyed by hash because comparing two `ReduceOp`s is slow."""
 
 
 def reducible(dtype: torch.dtype, reduction: int) -> bool:
-    """Return whether the C core supports a reduction of a type: no bit operations on floats, no average of bool."""
+    """Return whether the C core supports a reduction for a type; floats have no bitwise reductions."""
     if dtype not in _REDUCIBLE:
         return False
     name = REDUCTION_NAMES[reduction]

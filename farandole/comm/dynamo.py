@@ -1,10 +1,10 @@
 """Exclusion of classes from Dynamo, the tracer of `torch.compile`.
 
-While a compiled function runs, Dynamo intercepts every Python frame, including frames that C++ code starts: DDP's
-reducer calls `broadcast` of the process group.  Dynamo refuses to trace the attributes of a process group.
+While a compiled function runs, Dynamo intercepts every Python frame, including frames started by C++ code: for example,
+DDP's reducer calls `ProcessGroup.broadcast`.  Dynamo cannot trace the attributes of a process group.
 
-`torch.compiler.disable` would import `torch._dynamo`, which takes a second, and wrap each method, which makes each call
-slower.  `exclude_from_dynamo` marks code objects instead, which does not slow down calls.
+`torch.compiler.disable` would import `torch._dynamo`, which takes a second, and wrap each method, which slows down
+every call.  `exclude_from_dynamo` marks code objects instead and does not slow down calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Class = TypeVar("_Class", bound=type)
 def exclude_from_dynamo(cls: _Class) -> _Class:
     """Exclude the methods of a class, and all functions that they call, from Dynamo; a class decorator.
 
-    Traced code may read properties: Dynamo takes their values as constants, as torch 2.11 does with `group_name`.
+    Traced code may still read properties, whose values Dynamo treats as constants; torch 2.11 reads `group_name`.
     """
     for member in vars(cls).values():
         for function in _functions(member):
@@ -36,7 +36,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def excluded_from_dynamo(function: _Function) -> _Function:
-    """Exclude a function, and all functions that it calls, from tracing by compiled code; a decorator."""
+    """Exclude a function, and all functions that it calls, from Dynamo; a decorator."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     _skip(function)
     return function
@@ -53,7 +53,7 @@ def _functions(member: Any) -> list[FunctionType]:
 
 
 def _skip(function: Callable[..., Any]) -> None:
-    """Run a function and all functions that it calls without Dynamo."""
+    """Mark a function so that Dynamo does not trace it or the functions that it calls."""
     if hasattr(eval_frame, "set_code_exec_strategy"):
         skip = eval_frame._FrameAction.SKIP
         strategy = eval_frame._FrameExecStrategy(skip, skip)

@@ -1,8 +1,8 @@
-"""Clean-up of groups that the program has not destroyed when it ends.
+"""Clean-up of groups that still exist when the program ends.
 
-A process notifies the other ranks, so that their errors name the rank that ended early and, if known, its exception.
-Then the process stops the threads of its groups: a thread in torch's C++ code during interpreter shutdown aborts the
-process.
+The process notifies the other ranks, whose errors then name the rank that ended early and, if known, its exception.
+Then the process stops the threads of its groups, because a thread that runs torch's C++ code during interpreter
+shutdown aborts the process.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ REST_S = 1.0
 LOCK_S = 0.01
 """Seconds for which this thread releases the interpreter lock before the interpreter shuts down.
 
-A thread of Gloo frees the tensors of an operation after it has reported its completion, and needs the lock to do so.
-If it gets the lock during the shutdown, the process aborts ("terminate called without an active exception").
+A Gloo thread needs the lock to free an operation's tensors after the operation has completed.  If the thread acquires
+the lock during shutdown, the process aborts ("terminate called without an active exception").
 """
 
 
 CAUSE_S = 10.0
-"""Seconds after a failure within which the end of the program is attributed to the failure."""
+"""A program that ends within this many seconds after a failure is assumed to end because of the failure."""
 _BECAUSE = ", because "
-_failure: tuple[float, str] | None = None  # when, and the first cause
+_failure: tuple[float, str] | None = None  # time and first cause
 
 
 class Abandonable(Protocol):
-    """A group that can be left at program exit."""
+    """A group that the process can leave at program exit."""
 
     def abandon(self, note: str, patience_s: float) -> None:
-        """Notify the other ranks and make the pending calls of this process fail."""
+        """Notify the other ranks and fail the pending calls of this process."""
 
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
-_prepared: int | None = None  # the process that has registered `_leave_all`; a forked child does so again
+_prepared: int | None = None  # the process that registered `_leave_all`; a forked child registers it again
 
 
 def remember_failure(error: BaseException, note: str) -> None:
-    """Record why a group of this process failed; `note` is the explanation of the failed rank, if any."""
+    """Record why a group of this process failed; `note` is the explanation given by the failed rank, if any."""
     global _failure
     cause = note.partition(_BECAUSE)[2] or str(error).partition(" after ")[0].partition(";")[0]
     _failure = time.monotonic(), cause
 
 
 def with_cause(note: str) -> str:
-    """Return a note on the end of this rank that includes the failure that caused it.
+    """Return `note` with the recent failure of another rank added as its cause, if there is one.
 
-    The error of a rank that waits for this one then names the rank that failed first.
+    Ranks that are waiting for this rank then report the rank that failed first.
     """
     recent = _failure is not None and time.monotonic() < _failure[0] + CAUSE_S
     return f"{note}{_BECAUSE}{_failure[1]}" if recent and _failure is not None else note
@@ -64,7 +64,7 @@ def leave_at_end(group: Abandonable) -> None:
     if _prepared != os.getpid():
         _prepared = os.getpid()
         _open.clear()
-        # also at the end of a child of multiprocessing, which skips the functions of atexit
+        # unlike atexit, `Finalize` also runs at the end of multiprocessing children
         Finalize(None, _leave_all, exitpriority=0)
     _open.add(group)
 

@@ -1,10 +1,9 @@
-"""The endpoint: the connection of a process to the other processes of its job, shared by all its groups.
+"""Endpoints, which connect a process to the other processes of its job and serve all its groups.
 
-An endpoint is bootstrapped once, through the store of the job, where every rank publishes its identity.  The ranks of a
-host map each other's arena, the shared memory of a process.  If there are several hosts, every rank listens at a port
-and publishes its address.  Groups are created over the endpoint.  The first rank of a group collects the memory that
-the members have reserved in their arenas, assigns a number to the group and sends both to the members in small
-messages.
+An endpoint is bootstrapped once through the job's store, to which every rank publishes its identity.  Each process has
+an arena in shared memory, which the other ranks on its host map.  If there are several hosts, every rank listens on a
+port and publishes its address.  Groups are created over the endpoint: every member reserves memory in its arena, and
+the group's first rank collects the addresses, assigns a number to the group and sends both to the members.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ from farandole.comm.interfaces import is_loopback, own_address, socket_address
 from farandole.native import LAST_STATUS, TRY, Status
 
 ARENA_BYTES = 1 << 38
-"""Address space of an arena in bytes; only used pages take memory.  256 ranks of a host map 2^46 bytes."""
+"""Address space of an arena in bytes; only used pages consume memory.  256 ranks on a host map 2^46 bytes each."""
 LEAST_ARENA_BYTES = 1 << 26
 _BYTE = 1 << 8 | 5
 
 
 class CannotShareMemory(Exception):
-    """The ranks of a job cannot use the C core; the message states the reason."""
+    """Raised if the ranks of a job cannot use the C core; the message states the reason."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """The identity that a rank publishes."""
+    """The identity published by each rank."""
 
     host: str
     name: str
@@ -60,16 +59,16 @@ class Process:
     arena: SegmentName
     arena_bytes: int
     block: int
-    """The offset of the endpoint's part in the arena."""
+    """The offset of the endpoint's memory in the arena."""
     base: int
-    """The offset of the process's part of the group of all ranks."""
+    """The offset of this process's memory for the group of all ranks."""
     devices: Sequence[str] = ()
-    """The CUDA devices that are visible to the process."""
+    """The CUDA devices visible to the process."""
 
 
 @functools.cache
 def _arena(process: int) -> tuple[Segment, int]:
-    """Return the arena of this process, which lives as long as the process; a forked child creates its own."""
+    """Return the arena of this process, created at the first call, and its size; a forked child creates another."""
     core, size = native.library(), ARENA_BYTES
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)]
     for limit in limits:
@@ -90,9 +89,10 @@ def _arena(process: int) -> tuple[Segment, int]:
 
 
 class Endpoint:
-    """The connection of this process to the processes of its job.
+    """The connection between this process and the other processes of its job.
 
-    `hosts` lists the ranks of each host.  `address` is the address for other hosts; None if the job has one host.
+    `hosts` lists the ranks of each host.  `address` is this host's address for other hosts, or None if the job runs on
+    one host.
     """
 
     def __init__(self, store: dist.Store, rank: int, processes: Sequence[Process]) -> None:
@@ -115,7 +115,7 @@ class Endpoint:
     def bootstrap(
         cls, store: dist.Store, rank: int, size: int, timeout: timedelta, who: str, interface: str | None
     ) -> Endpoint:
-        """Connect to the other ranks; raise `CannotShareMemory` on all ranks if one of them cannot use the C core."""
+        """Connect to the other ranks; raise `CannotShareMemory` on all ranks if any rank cannot use the C core."""
         rendezvous = Rendezvous(store, rank, size, timeout, who)
         reason, handle, fields = native.why_unavailable() or "", None, {}
         if not reason:
@@ -125,7 +125,7 @@ class Endpoint:
                 handle = core.frd_endpoint_open(rank, size)
                 base = core.frd_group_reserve()
                 if not handle or not base:
-                    raise OSError("cannot allocate the endpoint of this process: out of memory")
+                    raise OSError("cannot allocate the endpoint of this process: out of memory; free memory")
                 own = Process(
                     host_identity(), gethostname(), os.getpid(), segment.name, arena_bytes,
                     core.frd_endpoint_block(handle), base, visible_devices(),
@@ -139,7 +139,7 @@ class Endpoint:
             Process(**each | {"arena": SegmentName(**each["arena"])}) for reason, each in told if not reason
         ]
         if not reasons and (most := max(map(len, _by_host(processes)))) > native.MAX_RANKS:
-            reasons = [f"{most} ranks on a host are more than the {native.MAX_RANKS} that share memory"]
+            reasons = [f"expected at most {native.MAX_RANKS} ranks per host to share memory, got {most}"]
         if reasons:
             if handle:
                 native.library().frd_endpoint_close(handle)
@@ -154,16 +154,16 @@ class Endpoint:
         for rank, problem in enumerate(problems):
             if problem:
                 self.core.frd_endpoint_close(self._handle)
-                raise CannotShareMemory(f"rank {rank} cannot open the memory of its host: {problem}")
+                raise CannotShareMemory(f"rank {rank} cannot map the shared memory of its host: {problem}")
         if len(self.hosts) > 1:
             self.address = own_address(self.store, interface)
             self._listen(rendezvous, timeout)
         blocks = [process.base for process in self.processes]
         self._base = self._open_group(0, range(len(blocks)), blocks)
-        # messages may arrive from ranks that already use the endpoint; the core buffers messages of unopened groups
+        # other ranks may already send messages; the C core buffers messages for groups that are not open yet
 
     def _map_local_arenas(self) -> str:
-        """Map the arenas of this host's ranks; return the reason of a failure, or ""."""
+        """Map the arenas of this host's ranks; return "" on success, else the reason for the failure."""
         for rank in next(ranks for ranks in self.hosts if self.rank in ranks):
             process, descriptor = self.processes[rank], -1
             try:
@@ -184,8 +184,7 @@ class Endpoint:
     def _listen(self, rendezvous: Rendezvous, timeout: timedelta) -> None:
         """Listen for connections and exchange addresses with the other ranks.
 
-        The ranks authenticate connections with the key of the job.  Without a key, rank 0 creates one and publishes it
-        in the store.
+        The ranks authenticate connections with the job key and a session token, which rank 0 publishes in the store.
         """
         assert self.address is not None
         size, family = len(self.processes), socket.AF_INET6 if ":" in self.address else socket.AF_INET
@@ -195,7 +194,7 @@ class Endpoint:
         key, place["key_error"] = None, ""
         try:
             key = job_key()
-        except ValueError as error:  # all ranks must raise this error
+        except ValueError as error:  # raised on all ranks after the exchange
             place["key_error"] = f"rank {self.rank}: {error}"
         place["key"] = derive(key, "fingerprint").hex() if key else ""
         if self.rank == 0:
@@ -208,8 +207,9 @@ class Endpoint:
         if lonely and len(lonely) < size:
             process = self.processes[lonely[0]]
             raise OSError(
-                f"rank {lonely[0]} (process {process.pid} on {process.name}) has no address that other hosts can reach; "
-                f"enable a network interface of that host, or set GLOO_SOCKET_IFNAME to the name of an interface"
+                f"rank {lonely[0]} (process {process.pid} on {process.name}) has no address that other hosts can "
+                "reach; "
+                f"enable a network interface on that host, or set GLOO_SOCKET_IFNAME to the name of an interface"
             )
         own, secret = socket_address(self.address, 0), derive(key or "", f"session {places[0]['session']}")
         failed = self.core.frd_tcp_open(
@@ -221,24 +221,24 @@ class Endpoint:
                 failed = failed or self.core.frd_tcp_add(self._handle, rank, address, len(address))
         if failed or self.core.frd_tcp_start(self._handle):
             raise MemoryError(
-                "cannot create the connections to other hosts: out of memory or threads; check `ulimit -u` and free memory"
+                "cannot connect to other hosts: out of memory or threads; check `ulimit -u` and the available memory"
             )
 
     def _check_keys(self, fingerprints: Sequence[str]) -> None:
-        """Raise ValueError unless all ranks have the same key or no rank has a key."""
+        """Raise ValueError unless all ranks have the same job key or none has a key."""
         other = next((r for r, each in enumerate(fingerprints) if each != fingerprints[0]), None)
         if other is not None:
             without = [r for r in (0, other) if not fingerprints[r]]
-            found = f"rank {without[0]} has none" if without else "they differ"
+            found = f"rank {without[0]} has none" if without else "the keys differ"
             raise ValueError(
-                f"ranks 0 and {other} (on {self.processes[0].name} and {self.processes[other].name}) expected the same "
-                f"{VARIABLE}, but {found}; set the same key on all hosts, or on none"
+                f"expected the same {VARIABLE} on ranks 0 and {other} (on {self.processes[0].name} and "
+                f"{self.processes[other].name}), but {found}; set the same key on all hosts, or on none"
             )
 
     # ---- groups ----
 
     def can_form(self, ranks: Sequence[int]) -> bool:
-        """Return whether a group of these ranks can be created: not after a fork or in other namespaces."""
+        """Return whether these ranks can form a group; False after a fork or a change of namespaces."""
         usable = self._base is not None and os.getpid() == self._owner and host_identity() == self.identity
         return usable and all(0 <= rank < len(self.processes) for rank in ranks)
 
@@ -251,14 +251,14 @@ class Endpoint:
         timeout: timedelta,
         signature: int = 0,
     ) -> HostGroup:
-        """Create a group of these ranks; called by all of them.
+        """Create a group of these ranks; all of them call this method.
 
         `name` distinguishes groups that are created at the same time.  `signature` is a 32-bit number that must be
         equal on all ranks.
 
         Raises:
-            RankLate: A rank did not arrive in time.
-            ValueError: The signature of a rank differs.
+            RankLate: A rank did not arrive before the timeout.
+            ValueError: The ranks passed different members or signatures.
         """
         with self._lock:
             self._users += 1
@@ -266,7 +266,8 @@ class Endpoint:
             block = self.core.frd_group_reserve()
             if not block:
                 raise MemoryError(
-                    "cannot allocate shared memory for a group; destroy groups or free buffers of `Communicator.empty`"
+                    "cannot allocate shared memory for a group; destroy unused groups or free tensors created by "
+                    "`Communicator.empty`"
                 )
             try:
                 context, blocks = self._agree(members, name, who, timeout, block, signature)
@@ -291,13 +292,13 @@ class Endpoint:
             raise
 
     def hosts_of(self, members: Sequence[int]) -> list[list[int]]:
-        """Return the members on each host, as ranks of their group."""
+        """Return the group ranks of the members on each host."""
         return _by_host([self.processes[member] for member in members])
 
     def shares_devices(self, members: Sequence[int]) -> bool:
-        """Return whether a host of these ranks has fewer CUDA devices than ranks of the job.
+        """Return whether a host of these members has fewer CUDA devices than ranks.
 
-        All ranks of a host count, because the device of a rank is unknown.
+        All ranks on the host count, members or not, because the device that a rank uses is unknown.
         """
         used = {self.processes[member].host for member in members}
         hosts = [[self.processes[rank].devices for rank in ranks] for ranks in self.hosts]
@@ -310,12 +311,13 @@ class Endpoint:
     def _agree(
         self, members: Sequence[int], name: str, who: str, timeout: timedelta, block: int, signature: int
     ) -> tuple[int, list[int]]:
-        """Return the number of a group and the memory reserved by each member, collected by its first rank."""
+        """Agree on the number of a new group; return it and the memory reserved by each member."""
         leader, tag = members[0], zlib.crc32(name.encode()) & 0x7FFFFFFF
         deadline = time.monotonic() + timeout.total_seconds()
         record = struct.Struct("=QII")  # block, signature, number of members
         mine = record.pack(block, signature, len(members))
-        answer = struct.Struct(f"=Qii{len(members)}Q")  # context, rank that differs, how, blocks
+        # context, rank that differs, kind of difference, blocks
+        answer = struct.Struct(f"=Qii{len(members)}Q")
         if self.rank != leader:
             sent = self._post(mine, leader, tag, sends=True)
             reply = bytearray(answer.size)
@@ -348,11 +350,11 @@ class Endpoint:
         context, differs, how, *blocks = fields
         if differs >= 0:
             what = (
-                "other members than rank 0"
+                "list of members; pass the same list on all ranks"
                 if how
-                else "another algorithm or table of measurements than rank 0; give all ranks the same Options"
+                else "algorithm or table of measurements; pass the same Options on all ranks"
             )
-            raise ValueError(f"cannot create {who}: its rank {differs} was given {what}")
+            raise ValueError(f"cannot create {who}: ranks 0 and {differs} were given a different {what}")
         return context, list(blocks)
 
     def _open_group(self, context: int, members: Sequence[int], blocks: Sequence[int]) -> int:
@@ -366,10 +368,10 @@ class Endpoint:
             (ctypes.c_uint64 * size)(*blocks),
         )
         if not handle:
-            raise MemoryError("cannot allocate a group: out of memory")
+            raise MemoryError("cannot allocate a group: out of memory; free memory or destroy unused groups")
         return handle
 
-    # ---- messages in the group of all ranks, which stays usable after errors ----
+    # ---- messages within the group of all ranks, which remains usable after errors ----
 
     def _post(
         self, data: bytes | bytearray, peer: int, tag: int, *, sends: bool
@@ -380,7 +382,7 @@ class Endpoint:
         post = self.core.frd_post_send if sends else self.core.frd_post_recv
         message = post(self._base, buffer, len(data), _BYTE, peer, tag)
         if message is not None and message < LAST_STATUS:
-            raise MemoryError("cannot allocate a message: out of memory")
+            raise MemoryError("cannot allocate a message: out of memory; free memory")
         return message, buffer
 
     def _wait(
@@ -406,27 +408,27 @@ class Endpoint:
             native.raise_pending_interrupt()
         process = self.processes[peer]
         raise CommunicationError(
-            f"cannot create {who}: its rank {list(members).index(peer)} (process {process.pid} on {process.name}) "
-            f"{'left' if status == Status.LEFT else 'died'}"
+            f"cannot create {who}: rank {list(members).index(peer)} (process {process.pid} on {process.name}) "
+            f"{'left the job' if status == Status.LEFT else 'died'}"
         )
 
     def _late(self, late: Sequence[int], members: Sequence[int], who: str, timeout: timedelta) -> RankLate:
         numbers = ", ".join(str(list(members).index(member)) for member in late)
         return RankLate(
-            f"cannot create {who}: of its {len(members)} ranks, rank {numbers} did not arrive within "
-            f"the timeout of {timeout.total_seconds():g} s"
+            f"cannot create {who}: rank {numbers} of {len(members)} did not arrive within the timeout of "
+            f"{timeout.total_seconds():g} s"
         )
 
     # ---- shutdown ----
 
     def invalidate(self, reason: str) -> None:
-        """Close the sockets of a forked child."""
+        """Close the inherited sockets in a forked child."""
         handle, self._handle, self._base = self._handle, None, None
         if handle:
             self.core.frd_endpoint_forked(handle)
 
     def release(self) -> None:
-        """Record that a group was closed; close the endpoint after its last group."""
+        """Record that a group was closed; close the endpoint with its last group."""
         with self._lock:
             self._users -= 1
             if self._users or os.getpid() != self._owner:
@@ -439,7 +441,7 @@ class Endpoint:
 
 
 def _by_host(processes: Sequence[Process]) -> list[list[int]]:
-    """Return the ranks of each host, in the order of the first ranks of the hosts."""
+    """Return the ranks on each host; hosts are ordered by their lowest rank."""
     hosts: dict[str, list[int]] = {}
     for rank, process in enumerate(processes):
         hosts.setdefault(process.host, []).append(rank)

@@ -1,26 +1,26 @@
-"""Exceptions for failures between ranks; each names the rank and the call.
+"""Exceptions for communication failures.
 
-All are `CommunicationError`s, which are `RuntimeError`s like torch's own errors.
+All are subclasses of `CommunicationError`, which is a `RuntimeError` like torch's own errors.
 """
 
 from __future__ import annotations
 
 
 class CommunicationError(RuntimeError):
-    """A collective could not be completed; the message names the rank, its process and both calls."""
+    """A collective or a message failed; the error message names the rank, its process and its call."""
 
 
 class RankDied(CommunicationError):
-    """The process of a rank ended without leaving its groups: killed, crashed or out of memory."""
+    """A rank's process ended without leaving its groups: it was killed, crashed or ran out of memory."""
 
 
 class RankLeft(CommunicationError):
-    """A rank ended or destroyed the group while other ranks wait for it."""
+    """A rank ended normally or destroyed the group while other ranks were waiting for it."""
 
 
 class RankLate(CommunicationError):
-    """A rank did not arrive within the timeout of the call."""
+    """A rank did not make the call before the timeout expired."""
 
 
 class CallMismatch(CommunicationError):
-    """Ranks made different calls at the same position: another operation, shape, type or root."""
+    """Ranks made calls that do not match: their operations, shapes, types or roots differ."""

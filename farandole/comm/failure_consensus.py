@@ -1,11 +1,11 @@
-"""Agreement of all hosts on the reason of a group's failure.
+"""Agreement among all hosts on the cause of a group's failure.
 
-Inside a host, shared memory holds the reason.  Between hosts, a closed connection does not carry a reason.  The rank
-that detects a failure therefore writes the reason to the store of the group, unless the store already has one.  Then it
-notifies the ranks of other hosts to which it is connected.  A rank that is notified, or finds a connection closed,
-reads the store.  A rank that leaves the group also records this in the store.
+Within a host, shared memory holds the cause.  Between hosts, a closed connection does not reveal its cause.  The rank
+that detects a failure therefore writes the cause to the group's store, unless the store already contains one.  Then it
+notifies the ranks on other hosts to which it is connected.  A rank reads the store if it is notified or finds a
+connection closed.  Each rank also records in the store that it leaves the group.
 
-The store may be unreachable, so a rank waits for it at most `PATIENCE_S`.
+The store may be unreachable, so a rank waits at most `PATIENCE_S` for an answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Answer = TypeVar("Answer")
 
 
 class FailureConsensus:
-    """The failure that all ranks of a group report."""
+    """Publishes and finds the failure that all ranks of a group report."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
@@ -39,7 +39,7 @@ class FailureConsensus:
         self._size = size
 
     def publish(self, error: CommunicationError) -> CommunicationError:
-        """Publish this failure unless another failure was published earlier; return the published failure."""
+        """Publish this failure unless the group has published one; return the published failure."""
         mine = json.dumps({"kind": type(error).__name__, "text": str(error)})
         found = self._ask(lambda: self._store.compare_set(_KEY, "", mine))
         return error if found is None or _as_bytes(found) == mine.encode() else _to_error(_as_bytes(found))
@@ -48,7 +48,7 @@ class FailureConsensus:
         """Return the failure published by another rank, waiting briefly for it.
 
         Args:
-            gone: The rank whose connection was closed.
+            gone: The rank whose connection was closed, or None.
         """
 
         def poll() -> bytes | CommunicationError | None:
@@ -65,7 +65,7 @@ class FailureConsensus:
         return _to_error(found) if isinstance(found, bytes) else found
 
     def leave(self, words: str) -> None:
-        """Publish that this rank leaves, with a reason; the last rank deletes the keys of the group."""
+        """Publish that this rank leaves the group, with a reason; the last rank deletes the group's keys."""
 
         def publish() -> None:
             self._store.set(f"left/{self._rank}", words)
@@ -76,7 +76,7 @@ class FailureConsensus:
         self._ask(publish)
 
     def _ask(self, question: Callable[[], Answer]) -> Answer | None:
-        """Return the answer of the store, or None after `PATIENCE_S`."""
+        """Return the store's answer, or None if it does not answer within `PATIENCE_S`."""
         answers: list[Answer] = []
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""torch's process groups: a replacement for a missing C core, a fallback for unsupported tensors, and a `Core`."""
+"""Torch process groups, used if the C core is missing or does not support a tensor, and by `TorchCore`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def has_nccl() -> bool:
 def gloo_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None
 ) -> dist.ProcessGroupGloo:
-    """Return a Gloo group that listens at `address`, by default at the address of the host's name."""
+    """Return a Gloo group that listens on `address`, by default on the address of the host name."""
     if address is None:
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
@@ -41,7 +41,7 @@ def gloo_group(
 
 
 def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupNCCL:
-    """Return an NCCL group on the current CUDA device of each rank."""
+    """Return an NCCL group that uses each rank's current CUDA device."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)
@@ -50,7 +50,7 @@ def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
 def torch_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, address: str | None
 ) -> dist.ProcessGroup:
-    """Return a Gloo group over the same ranks, for CPU tensors; it connects every pair of ranks."""
+    """Return a Gloo group for CPU tensors; Gloo connects every pair of ranks immediately."""
     kinds = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(dist.PrefixStore("torch/", store), rank, size)
     gloo = gloo_group(dist.PrefixStore("gloo/", store), rank, size, timeout, address)
@@ -63,10 +63,11 @@ def torch_group(
 def torch_device_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, name: str
 ) -> dist.ProcessGroup:
-    """Return an NCCL group over the same ranks, for CUDA tensors; NCCL connects ranks at their first call."""
+    """Return an NCCL group for CUDA tensors; NCCL connects ranks on the first call."""
     if not has_nccl():
         raise RuntimeError(
-            f"group {name!r}: expected CPU tensors, got CUDA tensors, and this torch has no NCCL; copy the tensors to the CPU"
+            f"group {name!r}: expected CPU tensors, got CUDA tensors, and this torch has no NCCL; copy the tensors "
+            "to the CPU"
         )
     kinds = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(dist.PrefixStore("torch-cuda/", store), rank, size)
@@ -78,10 +79,11 @@ def torch_device_group(
 
 
 def local_group(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a group of torch among some members of `parent`, given as global ranks; called by these ranks only.
+    """Return a torch group over the global ranks `ranks`, members of `parent`; only these ranks call this.
 
-    `new_group(use_local_synchronization=True)` names a group by the number of groups of the rank.  Ranks with different
-    numbers of groups would wait under different names, so this function counts only the groups of the same ranks.
+    `new_group(use_local_synchronization=True)` derives the group name from the rank's number of groups.  Ranks with
+    different numbers of groups would wait for each other under different names.  This function therefore counts only
+    groups of the same ranks.
     """
     assert dist.group.WORLD is not None
     made = _made.setdefault(dist.group.WORLD, Counter())
@@ -94,23 +96,23 @@ def local_group(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.Process
         group = dist.new_group(list(ranks), backend=dist.get_backend(parent), use_local_synchronization=True)
     finally:
         distributed_c10d._process_group_name = plain
-    assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+    assert isinstance(group, dist.ProcessGroup)  # not a placeholder: this rank is a member
     return group
 
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
-"""How many groups of the same ranks have been created in a world."""
+"""The number of groups created for each list of ranks."""
 
 
 class TorchCore:
-    """A `Core` over any process group of torch, such as Gloo or NCCL; its methods return torch's works.
+    """A `Core` over any torch process group, such as Gloo or NCCL; its methods return torch's work objects.
 
     Args:
-        make: Returns the group; all ranks call it on first use of the group.
+        make: Returns the group; all ranks call this function on first use of the group.
         rank: This rank in the group.
         size: The number of ranks.
-        name: The name of the backend, for messages.
-        cpu_only: The group does not support CUDA tensors.
+        name: The name of the backend in error messages.
+        cpu_only: Whether the group supports only CPU tensors.
     """
 
     returns_work = True
@@ -145,19 +147,19 @@ class TorchCore:
             return self._group
 
     def supports(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether to pass the tensors to the group; torch raises an error for unsupported ones."""
+        """Return whether to pass the tensors to the group; torch raises an error for unsupported tensors."""
         return not (self._cpu_only and any(tensor.is_cuda for tensor in tensors))
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a reusable call of an operation that takes only the flags."""
+        """Return a callable that runs the operation again at each call; its argument is `flags`."""
         return partial(getattr(self, operation), *arguments)
 
     def algorithm(self, operation: str, nbytes: int) -> str:
-        """Return the name of the backend: torch chooses."""
+        """Return the name of the backend, which selects the algorithm."""
         return self.name
 
     def check(self, status: dist.Work) -> None:
-        """Wait for work under way."""
+        """Wait for pending work."""
         status.wait()
 
     # ---- collectives ----
@@ -173,16 +175,16 @@ class TorchCore:
     def reduce(
         self, output: Tensor | None, input: Tensor, reduction: int, root: int, flags: int
     ) -> dist.Work:
-        """Reduce `input` into `output` of rank `root`."""
+        """Reduce `input` over all ranks into `output` on rank `root`."""
         if output is None:
-            output = input.clone()  # Gloo overwrites it
+            output = input.clone()  # Gloo overwrites this tensor
         elif output is not input:
             output.copy_(input.view(output.shape))
         options = _options(dist.ReduceOptions, reduceOp=_REDUCE_OPS[reduction], rootRank=root)
         return self.group.reduce([output], options)
 
     def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> dist.Work:
-        """Reduce `inputs` and keep this rank's part."""
+        """Reduce `inputs` over all ranks and store this rank's part in `output`."""
         options = _options(dist.ReduceScatterOptions, reduceOp=_REDUCE_OPS[reduction])
         if len(inputs) == 1:
             method = _first_of(self.group, "reduce_scatter_single", "_reduce_scatter_base")
@@ -196,7 +198,7 @@ class TorchCore:
         return COMPLETED
 
     def all_gather(self, outputs: Parts, input: Tensor, flags: int) -> dist.Work:
-        """Collect every rank's `input` in `outputs`."""
+        """Gather every rank's `input` into `outputs`."""
         if len(outputs) == 1:
             return _first_of(self.group, "all_gather_single", "_allgather_base")(outputs[0], input)
         parts = _padded(outputs)
@@ -207,7 +209,7 @@ class TorchCore:
         return _unpad(outputs, parts)
 
     def broadcast(self, output: Tensor | None, input: Tensor | None, root: int, flags: int) -> dist.Work:
-        """Copy `input` of rank `root` to `output` of the others."""
+        """Copy `input` from rank `root` to `output` on the other ranks."""
         tensor = output if input is None else input
         assert tensor is not None
         return self.group.broadcast([tensor], _options(dist.BroadcastOptions, rootRank=root))
@@ -215,7 +217,7 @@ class TorchCore:
     def gather(
         self, outputs: Sequence[Tensor], input: Tensor, root: int, counts: Sequence[int] | None, flags: int
     ) -> dist.Work:
-        """Collect every rank's `input` in `outputs` of rank `root`."""
+        """Gather every rank's `input` into `outputs` on rank `root`."""
         options = _options(dist.GatherOptions, rootRank=root)
         if counts is None:
             return self.group.gather([list(outputs)] if outputs else [], [input], options)
@@ -226,7 +228,7 @@ class TorchCore:
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
     ) -> dist.Work:
-        """Give rank r the tensor `inputs[r]` of rank `root`."""
+        """Send `inputs[r]` from rank `root` to rank r."""
         options = _options(dist.ScatterOptions, rootRank=root)
         if counts is None:
             return self.group.scatter([output], [list(inputs)] if inputs else [], options)
@@ -257,23 +259,23 @@ class TorchCore:
         return COMPLETED
 
     def barrier(self, flags: int) -> dist.Work:
-        """Wait until every rank has called it."""
+        """Block until every rank has called this method."""
         return self.group.barrier()
 
     # ---- point-to-point ----
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Start to send."""
+        """Start sending `tensor` to rank `peer`."""
         return self.group.send([tensor], peer, tag)
 
     def post_recv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Start to receive; `peer` -1 receives from any rank."""
+        """Start receiving into `tensor` from rank `peer`, or from any rank if `peer` is -1."""
         return self.group.recv([tensor], peer, tag) if peer >= 0 else self.group.recv_anysource([tensor], tag)
 
     def post_batch(self, messages: Sequence[tuple[bool, Tensor, int, int]]) -> list[dist.Work]:
         """Post messages together; each is a tuple (True for a send, tensor, peer, tag).
 
-        NCCL runs messages outside a batch one after the other, so two ranks that both send first would deadlock.
+        Outside a batch, NCCL runs messages one after the other, so two ranks that both send first would deadlock.
         """
         group, device = self.group, messages[0][1].device
         coalesces = getattr(group._get_backend(device), "supports_coalescing", False)
@@ -288,7 +290,7 @@ class TorchCore:
         work = group._end_coalescing(device)
         return [] if work is None else [work]
 
-    # ---- memory and life ----
+    # ---- memory and shutdown ----
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Return a tensor in private memory."""
@@ -296,30 +298,32 @@ class TorchCore:
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
         """Raise NotImplementedError: torch's groups do not share memory."""
-        raise NotImplementedError("torch's process groups do not share memory; use `empty` instead")
+        raise NotImplementedError(
+            "cannot allocate a shared tensor: torch's process groups do not share memory; use `empty` instead"
+        )
 
     def subgroup(self, members: Sequence[int]) -> None:
-        """Return None: torch makes the group."""
+        """Return None, because torch must create the group."""
 
     def whereabouts(self) -> str:
-        """Return the name of the backend; torch does not expose the current call."""
-        return f"a call of {self.name}"
+        """Return a description with the backend name; torch does not expose the current call."""
+        return f"a {self.name} call"
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a call waits for the other ranks."""
+        """Set how long a call may wait for other ranks."""
         self._timeout = timeout
         if self._group is not None:
             self._group.set_timeout(timeout)
 
     def within(self, timeout_s: float, call: Call) -> Call:
-        """Return the call itself; torch takes timeouts in its options."""
+        """Return the call itself; torch accepts timeouts in its options."""
         return call
 
     def leave(self, note: str) -> None:
         """Do nothing; torch's groups cannot notify the other ranks."""
 
     def give_up(self) -> None:
-        """Do nothing; torch's calls end at their timeout."""
+        """Do nothing; torch's calls end when their timeout expires."""
 
     def rest(self, patience_s: float) -> bool:
         """Return True; torch's threads end with the group."""
@@ -340,7 +344,7 @@ def _options(kind: type, **fields: Any) -> Any:
 
 
 def _first_of(group: dist.ProcessGroup, *names: str) -> Callable[..., dist.Work]:
-    """Return the method of the first name that this version of torch has."""
+    """Return the group's method with the first of these names that this torch version has."""
     return next(getattr(group, name) for name in names if hasattr(group, name))
 
 
@@ -351,7 +355,7 @@ def _pad(tensor: Tensor, count: int) -> Tensor:
 
 
 def _padded(parts: Sequence[Tensor]) -> list[Tensor] | None:
-    """Return tensors padded to one length, as Gloo requires; None if the lengths are equal."""
+    """Return the tensors padded to equal length, as Gloo requires, or None if the lengths are already equal."""
     longest = max(part.numel() for part in parts)
     if all(part.numel() == longest for part in parts):
         return None

@@ -1,4 +1,4 @@
-"""Host identity, shared memory files, and the exchange of texts before ranks are connected."""
+"""Host identity, shared memory files, and text exchange during bootstrap."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from farandole.comm.errors import RankLate
 
 @functools.cache
 def host_identity() -> str:
-    """Return a text that is equal for two processes exactly if they share a kernel, all namespaces and a user.
+    """Return a text that is equal for two processes if and only if they share a kernel, all namespaces and a user.
 
-    Containers and network namespaces of one machine count as different hosts: tests use them as hosts, and a process id
-    is not valid in another process namespace.
+    Containers and network namespaces on one machine count as different hosts, because process IDs are not valid in
+    other namespaces.  Tests use namespaces to simulate hosts.
     """
     namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "uts")]
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -30,7 +30,7 @@ def host_identity() -> str:
 
 @dataclass(frozen=True)
 class SegmentName:
-    """The process and the descriptor that hold a memory file open, and the inode of the file."""
+    """The name of a memory file: the process and descriptor that hold it open, and its inode."""
 
     pid: int
     descriptor: int
@@ -40,7 +40,7 @@ class SegmentName:
 class Segment:
     """An anonymous memory file (`memfd_create`) that this process keeps open until `close`.
 
-    The file has no name that could remain after a crash.  Other processes of the same user open the file through
+    The file has no path, so no file remains after a crash.  Other processes of the same user open it through
     `/proc/<owner>/fd/`.
     """
 
@@ -55,16 +55,16 @@ class Segment:
 
     @property
     def name(self) -> SegmentName:
-        """The name with which other processes open the file."""
+        """The name by which other processes open the file."""
         return SegmentName(os.getpid(), self.descriptor, os.fstat(self.descriptor).st_ino)
 
     def close(self) -> None:
-        """Close the descriptor; mappings of the memory stay."""
+        """Close the descriptor; existing mappings remain valid."""
         os.close(self.descriptor)
 
 
 def open_segment(name: SegmentName) -> int:
-    """Return a descriptor of another process's memory file.
+    """Return a descriptor for another process's memory file.
 
     Raises:
         OSError: The file does not exist, is not accessible, or belongs to another user (root may open any file).
@@ -74,15 +74,19 @@ def open_segment(name: SegmentName) -> int:
     if found.st_ino != name.inode or found.st_uid != user:
         os.close(descriptor)
         if found.st_ino != name.inode:
-            raise OSError(f"process {name.pid} has closed the shared memory that it announced")
+            raise OSError(
+                f"cannot map the memory of process {name.pid}: the process has closed the file; check whether the "
+                "process failed"
+            )
         raise OSError(
-            f"cannot map the memory of process {name.pid}: expected user {user} as its owner, got user {found.st_uid}"
+            f"cannot map the memory of process {name.pid}: expected the owner to be user {user}, got user "
+            f"{found.st_uid}; run all ranks as one user"
         )
     return descriptor
 
 
 def open_and_map(name: SegmentName, size: int) -> mmap.mmap:
-    """Map `size` bytes of another process's memory file for reading and writing; raise OSError as `open_segment`."""
+    """Map `size` bytes of another process's memory file for reading and writing; raise OSError like `open_segment`."""
     descriptor = open_segment(name)
     try:
         return mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -91,11 +95,11 @@ def open_and_map(name: SegmentName, size: int) -> mmap.mmap:
 
 
 class Rendezvous:
-    """Exchange of texts among the ranks of a job through a store.
+    """All-gathers texts among the ranks of a job through a store.
 
-    torchrun keeps one store for a job, so a later group with the same name may use the same store.  Every key therefore
-    has a number, which each rank counts in the store.  Rank 0 collects the texts, so the traffic is linear in the
-    number of ranks.
+    torchrun uses one store for the whole job, so later groups may use the same store with the same name.  Keys
+    therefore contain a rendezvous number, which each rank counts in the store.  Rank 0 collects the texts, so traffic
+    is linear in the number of ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, who: str) -> None:
@@ -107,7 +111,7 @@ class Rendezvous:
         self.store = dist.PrefixStore(f"rendezvous-{number}/", store)
 
     def exchange(self, topic: str, text: str) -> list[str]:
-        """All-gather a text; raise `RankLate` if a rank does not arrive in time."""
+        """All-gather a text; raise `RankLate` if a rank does not arrive before the timeout."""
         keys = [f"{topic}/{rank}" for rank in range(self._size)]
         everything = f"{topic}/all"
         if self._rank:
@@ -126,8 +130,9 @@ class Rendezvous:
                 if rank != self._rank and not self.store.check([key if rank else everything])
             ]
             raise RankLate(
-                f"cannot create {self._who}: of its {self._size} ranks, rank {', '.join(missing)} did not arrive within "
-                f"the timeout of {self._timeout.total_seconds():g} s"
+                f"cannot create {self._who}: rank {', '.join(missing)} of {self._size} did not arrive within the "
+                "timeout of "
+                f"{self._timeout.total_seconds():g} s"
             ) from error
         texts = json.loads(self.store.get(everything))
         return texts

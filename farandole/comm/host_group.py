@@ -1,7 +1,7 @@
-"""The ranks of a group on this host: the C core's operations on addresses, with errors that name ranks.
+"""The ranks of a group on this host: C core operations on memory addresses, and errors that name ranks.
 
-This layer is below tensors.  It manages membership and shared memory, and converts status codes to exceptions.
-`core.py` adds tensors, and `work.py` adds asynchronous work.
+This layer manages membership and shared memory and converts status codes to exceptions.  `core.py` adds tensors, and
+`work.py` adds asynchronous calls.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ if TYPE_CHECKING:
     from farandole.comm.endpoint import Endpoint
 
 _NOTICEABLE_SILENCE_S = 4.0
-"""Seconds. A running host acknowledges a keep-alive probe every two seconds (`KEEPALIVE_S` in native/handshake.c)."""
+"""Seconds of silence to report; a running host acknowledges a probe every 2 s (`KEEPALIVE_S` in native/handshake.c)."""
 
 
 class HostGroup:
-    """The ranks of one group that are on this host.
+    """The ranks of one group on this host.
 
-    `members` are their ranks in the whole group, and `group_rank` is this rank there.  `rank` and `size` refer to this
-    host only, as the core's collectives do.  Messages go to any rank of the whole group.
+    `members` lists the group ranks of the processes on this host, and `group_rank` is this process's rank in the
+    group.  `rank` and `size` refer to this host only, as do the collectives of the C core.  Messages can be sent to any
+    rank in the group.
     """
 
     def __init__(
@@ -68,24 +69,26 @@ class HostGroup:
         self.rank = self.members.index(group_rank)
         self.size = len(members)
         self.membership = membership
-        self.consensus = consensus  # of a group of several hosts
+        self.consensus = consensus  # None if the group is on one host
         self.store = store
         self.core = native.library()
         self._owner = os.getpid()
-        self._closing = threading.RLock()  # for threads that use the handle outside of a call
+        self._closing = threading.RLock()  # protects the handle outside of calls
         self._stall_warning = native.StallWarning(_weakly(self, HostGroup._warn_of_stall))
         self.core.frd_set_stall_warning(self.handle, self._stall_warning)
         self._group = c_void_p(handle)
-        # indexing returns functions without argument types, which skip the conversion of arguments
+        # indexing returns functions without argument types, so ctypes does not convert arguments
         self._post_send, self._post_recv = self.core["frd_post_send"], self.core["frd_post_recv"]
         self._post_send.restype = self._post_recv.restype = c_void_p
         self._send, self._recv = self.core["frd_send"], self.core["frd_recv"]
         self._wait_message, self._test_message = self.core["frd_message_wait"], self.core["frd_message_test"]
         self._left = False
-        self._call_timeout_s: float | None = None  # timeout of the current collective, if it has its own
+        self._call_timeout_s: float | None = (
+            None  # the current collective's timeout if it differs from `timeout_s`
+        )
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a call waits for the other ranks."""
+        """Set how long a call may wait for other ranks."""
         self.timeout = timeout
         self.timeout_s = timeout.total_seconds()
         with self._closing:
@@ -93,7 +96,7 @@ class HostGroup:
                 self.core.frd_set_timeout(self.handle, self.timeout_s)
 
     def within(self, timeout_s: float, call: Callable[[int], None]) -> Callable[[int], None]:
-        """Return a call with its own timeout, in seconds."""
+        """Return `call` with a separate timeout, in seconds."""
 
         def timed(flags: int) -> None:
             self._call_timeout_s = timeout_s
@@ -107,17 +110,21 @@ class HostGroup:
         return timed
 
     def check(self, status: int) -> None:
-        """Raise the error for a status code of the core; return for `Status.OK`."""
+        """Raise the exception for a status code of the C core; do nothing for `Status.OK`."""
         if status == Status.OK:
             return
         if status == Status.UNSUPPORTED:
-            raise ValueError("the C core does not support this reduction for this element type")
+            raise ValueError(
+                "the C core does not support this reduction for this element type; convert the tensor to another type"
+            )
         if status == Status.NO_MEMORY:
             raise MemoryError(
-                "cannot allocate shared memory for a collective; free buffers of `Communicator.empty`"
+                "cannot allocate shared memory for a collective; free tensors created by `Communicator.empty`"
             )
         if status == Status.INVALID:
-            raise ValueError(f"expected a root or peer between 0 and {self.size - 1}, the ranks of the group")
+            raise ValueError(
+                f"expected a root or peer between 0 and {self.size - 1}, got a rank outside the group"
+            )
         failure = Failure()
         self.core.frd_get_failure(self.handle, ctypes.byref(failure))
         error = failure_to_error(failure, self.group_rank, self.membership, self.call_timeout_s)
@@ -134,13 +141,13 @@ class HostGroup:
     # ---- messages: see `messages.MessagePassing` ----
 
     def post_send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> int | None:
-        """Post a send of bytes to a rank."""
+        """Post a send of `nbytes` bytes to rank `peer`."""
         return self._posted(
             self._post_send(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag)
         )
 
     def post_recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> int | None:
-        """Post a receive of this many bytes from a rank, or from any rank (-1)."""
+        """Post a receive of `nbytes` bytes from rank `peer`, or from any rank if `peer` is -1."""
         return self._posted(
             self._post_recv(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag)
         )
@@ -151,22 +158,22 @@ class HostGroup:
         return message
 
     def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
-        """Send bytes to a rank; return an outcome."""
+        """Send `nbytes` bytes to rank `peer`; return the outcome."""
         outcome: int = self._send(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag, flags)
         return outcome
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
-        """Receive this many bytes from a rank; return an outcome."""
+        """Receive `nbytes` bytes from rank `peer`; return the outcome."""
         outcome: int = self._recv(self._group, c_void_p(address), c_size_t(nbytes), kind, peer, tag, flags)
         return outcome
 
     def test_message(self, message: int) -> int:
-        """Return `Status.PENDING` or an outcome."""
+        """Return the outcome of a message, or `Status.PENDING`."""
         outcome: int = self._test_message(self._group, c_void_p(message))
         return outcome
 
     def wait_message(self, message: int, seconds: float, flags: int) -> int:
-        """Wait for an outcome; at the timeout return a failure, or `Status.PENDING` with the flag `TRY`."""
+        """Wait for the outcome; on timeout return a failure, or `Status.PENDING` if `flags` contains `TRY`."""
         outcome: int = self._wait_message(self._group, c_void_p(message), c_double(seconds), flags)
         return outcome
 
@@ -175,13 +182,13 @@ class HostGroup:
         self.core.frd_message_cancel(self.handle, message)
 
     def source_of(self, outcome: int) -> int:
-        """Return the source rank of a complete message; raise the error of a failed one."""
+        """Return the source rank of a completed message; raise an exception if the message failed."""
         if outcome & 0xFF:
             self.check(outcome & 0xFF)
         return outcome >> 8
 
     def fail(self, error: CommunicationError, culprit: int) -> NoReturn:
-        """Mark the group as failed on all its hosts, for an error detected above the core, and raise the error."""
+        """Mark the group as failed on all hosts and raise the error, which a layer above the C core detected."""
         assert self.consensus is not None
         error = self.consensus.publish(error)
         self.core.frd_break(self.handle, culprit)
@@ -189,19 +196,19 @@ class HostGroup:
         raise error
 
     def _shared_reason(self, failure: Failure, error: CommunicationError) -> CommunicationError:
-        """Return the failure that all hosts report, and notify the other hosts."""
+        """Return the failure on which all hosts agree, and notify the other hosts."""
         assert self.consensus is not None
         found = None
         late_elsewhere = failure.status == Status.LATE and failure.culprit not in self.members
         if late_elsewhere or failure.status in (Status.CLOSED, Status.ELSEWHERE, Status.PART_COUNT_MISMATCH):
-            # the other host may know the cause
+            # another host may have published the cause
             found = self.consensus.find(failure.culprit if failure.status == Status.CLOSED else None)
         found = self.consensus.publish(found or self._with_link(failure, error))
         self.core.frd_tell_broken(self.handle)
         return found
 
     def _with_link(self, failure: Failure, error: CommunicationError) -> CommunicationError:
-        """Add to the error of a late rank whether its host still responds."""
+        """Add to a timeout error whether the late rank's host responds."""
         silence_s = self.core.frd_silence(self.handle, failure.culprit)
         if failure.status != Status.LATE or silence_s < 0:
             return error
@@ -210,11 +217,11 @@ class HostGroup:
     def _link_to(self, peer: int, silence_s: float) -> str:
         host = self.membership.hosts[peer]
         if silence_s > _NOTICEABLE_SILENCE_S:
-            return f"{host} has not responded for {silence_s:.0f} s: the host or the link to the host is down"
-        return f"{host} responds, so the link to the host is up"
+            return f"{host} has not responded for {silence_s:.0f} s, so the host or its network link is down"
+        return f"{host} responds, so its network link is up"
 
     def whereabouts(self) -> str:
-        """Describe the ranks that have not arrived, and their last calls."""
+        """Describe the current call, and the ranks that have not arrived with their last calls."""
         calls = {member: Call() for member in self.members}
         with self._closing:
             if not self.handle:
@@ -230,10 +237,10 @@ class HostGroup:
         else:
             text = self.whereabouts()
         if text:
-            warn(f"{self.membership.rank(self.group_rank)} waits in {text}")
+            warn(f"{self.membership.rank(self.group_rank)} is waiting in {text}")
 
     def _waited_message(self, rank: int) -> Call | None:
-        """Return the call in which a rank of this host has waited long for a message, or None."""
+        """Return the call in which a rank of this host is stalled on a message, or None."""
         call = Call()
         with self._closing:
             if not self.handle or rank not in self.members:
@@ -242,7 +249,7 @@ class HostGroup:
         return call if waits else None
 
     def late_peer(self, peer: int, waited_s: float) -> str:
-        """Return the text of a stall warning: this rank waits for a message of rank `peer`."""
+        """Return the stall warning for a message between this rank and rank `peer`."""
         own = Call()
         self.core.frd_get_call(self.handle, self.rank, ctypes.byref(own))
         me, other = self.membership.rank(self.group_rank), self.membership.rank(peer)
@@ -252,11 +259,11 @@ class HostGroup:
 
     @property
     def call_timeout_s(self) -> float:
-        """How long the current call waits for the other ranks, in seconds."""
+        """How long the current call may wait for other ranks, in seconds."""
         return self._call_timeout_s or self.timeout_s
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
-        """Return a tensor in the arena of this process, which all ranks of this host map."""
+        """Return a tensor in this process's arena, which all ranks of this host map."""
         length = math.prod(shape) * dtype.itemsize
         if not length:
             return torch.empty(*shape, dtype=dtype, device="cpu")
@@ -264,19 +271,20 @@ class HostGroup:
         if not address:
             raise OSError(
                 f"cannot allocate {length} bytes of shared memory: {self.core.frd_arena_used()} of the "
-                f"{self.core.frd_arena_bytes()} bytes of this process's arena are in use; free tensors of `empty`"
+                f"{self.core.frd_arena_bytes()} bytes of this process's arena are in use; free tensors created by "
+                "`empty`"
             )
         part = (ctypes.c_char * length).from_address(address)
         weakref.finalize(part, self.core.frd_free, address).atexit = False
         return _tensor_in(part, shape, dtype)
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
-        """Return one tensor that all ranks of the group share; every rank passes the same arguments."""
+        """Return a tensor whose memory all ranks of the group share; every rank passes the same arguments."""
         length = _pages(shape, dtype)
         return _tensor_in((ctypes.c_char * length).from_buffer(self._share(length, flags)), shape, dtype)
 
     def _share(self, size: int, flags: int) -> mmap.mmap:
-        """Allocate `size` bytes that all ranks map; raise OSError on all ranks if one of them fails."""
+        """Allocate `size` bytes that all ranks map; raise OSError on all ranks if any rank fails."""
         own, memory, problem = None, None, ""
         try:
             try:
@@ -305,7 +313,7 @@ class HostGroup:
         return memory
 
     def leave(self, note: str) -> None:
-        """Notify the other ranks that this rank makes no further call."""
+        """Notify the other ranks that this rank will make no further calls."""
         if os.getpid() != self._owner:
             return
         with self._closing:
@@ -322,7 +330,7 @@ class HostGroup:
                 self.core.frd_leave(self.handle, note.encode()[: native.NOTE_BYTES - 1])
 
     def give_up(self) -> None:
-        """Leave the group and make the pending calls of this process fail."""
+        """Leave the group and fail the pending calls of this process."""
         if os.getpid() != self._owner:
             return
         with self._closing:
@@ -343,13 +351,13 @@ class HostGroup:
 
 
 def _pages(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the bytes of a tensor, rounded up to whole pages; at least one page."""
+    """Return the size of a tensor in bytes, rounded up to whole pages, at least one."""
     page = os.sysconf("SC_PAGE_SIZE")
     return max(1, -(-math.prod(shape) * dtype.itemsize // page)) * page
 
 
 def _tensor_in(part: ctypes.Array[ctypes.c_char], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in mapped memory, which keeps `part` and its mapping alive."""
+    """Return a tensor over mapped memory that keeps `part` and its mapping alive."""
     elements = math.prod(shape)
     if not elements:
         return torch.empty(*shape, dtype=dtype, device="cpu")
@@ -357,7 +365,7 @@ def _tensor_in(part: ctypes.Array[ctypes.c_char], shape: Sequence[int], dtype: t
 
 
 def _weakly(group: HostGroup, method: Callable[[HostGroup], None]) -> Callable[[], None]:
-    """Return a callback for the core that does not keep the group alive."""
+    """Return a callback for the C core that does not keep the group alive."""
     reference = weakref.ref(group)
 
     def call() -> None:

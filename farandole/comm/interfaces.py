@@ -1,4 +1,4 @@
-"""The network interfaces of this host, and the address at which other hosts reach this host."""
+"""Network interfaces, and the address at which other hosts reach this host."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def interface_addresses() -> dict[str, str]:
     for _, name in socket.if_nameindex():
         try:
             found[name] = _address_of(name)
-        except OSError:  # it has no IPv4 address
+        except OSError:  # the interface has no IPv4 address
             continue
     return found
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the interface that sends packets to `host`, or None if it is unknown."""
+    """Return the name of the interface that routes packets to `host`, or None if unknown."""
     source = _source_address(host, socket.AF_INET)
     return next((name for name, address in interface_addresses().items() if address == source), None)
 
@@ -31,9 +31,8 @@ def interface_towards(host: str) -> str | None:
 def own_address(store: Any, interface: str | None) -> str:
     """Return the address at which other hosts reach this host.
 
-    This is the address of `interface`.  If `interface` is None, the address that reaches the host of `store` comes
-    first, then the address of any interface.  A loopback address is the last choice, as it is valid on one machine at
-    most.
+    If `interface` is None, prefer the address that is routed to the store's host, then the address of any other
+    interface.  A loopback address is the last choice, because other machines cannot reach it.
 
     Raises:
         OSError: `interface` has no IPv4 address, or no interface of this host has an address.
@@ -44,21 +43,21 @@ def own_address(store: Any, interface: str | None) -> str:
         except OSError as error:
             names = ", ".join(name for _, name in socket.if_nameindex())
             raise OSError(
-                f"network interface {interface!r} has no IPv4 address here ({error.strerror}); "
-                f"the interfaces are: {names}"
+                f"expected a network interface with an IPv4 address, got {interface!r} ({error.strerror}); "
+                f"choose one of {names}"
             ) from error
     host = _host_of(store)
     source = _source_address(host) if host else None
     found = [*([source] if source else []), *interface_addresses().values()]
     if not found:
         raise OSError(
-            "expected a network interface that is up, got none; enable one, at least the loopback interface"
+            "found no network interface with an address; enable an interface, at least the loopback interface"
         )
     return next((address for address in found if not is_loopback(address)), found[0])
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether `address` reaches only the host that uses it."""
+    """Return whether `address` is a loopback address, which other hosts cannot reach."""
     return ipaddress.ip_address(address).is_loopback
 
 
@@ -77,7 +76,7 @@ def _host_of(store: Any) -> str | None:
 
 
 def _source_address(host: str, family: int = socket.AF_UNSPEC) -> str | None:
-    """Return the local address of packets to `host`; sends no packet."""
+    """Return the source address for packets to `host`, without sending a packet."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, family, socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

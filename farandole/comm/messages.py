@@ -1,4 +1,4 @@
-"""Point-to-point work: messages of a group as `torch.distributed.Work`."""
+"""Point-to-point messages as `torch.distributed.Work` objects."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ from farandole.comm.errors import CommunicationError, RankLate
 from farandole.comm.work import CompletedWork, FarandoleWork, OutcomeFuture, flags_here, seconds_of
 from farandole.native import TRY, Status
 
-_PENDING = int(Status.PENDING)  # comparing with a member of the enumeration takes longer
+_PENDING = int(Status.PENDING)  # comparing with an enum member is slower
 FEW = 8
-"""The number of pending messages from which each new one checks for complete ones."""
+"""From this number of pending messages on, each new message checks for completed messages."""
 
 
 class MessagePassing(Protocol):
-    """The messages of a group, implemented by the C core or by MPI.
+    """The interface for messages within a group, implemented by the C core and by MPI.
 
-    `post_send` and `post_recv` return a message, or None for a complete send.  After an outcome other than
-    `Status.PENDING` a message must not be used again.
+    `post_send` and `post_recv` return a message, or None if a send is already complete.  After any outcome other than
+    `Status.PENDING`, a message must not be used again.
     """
 
     timeout_s: float
 
     def post_send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> Any:
-        """Post a send of bytes to a rank."""
+        """Post a send of `nbytes` bytes to rank `peer`."""
 
     def post_recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> Any:
-        """Post a receive of this many bytes from a rank, or from any rank (-1)."""
+        """Post a receive of `nbytes` bytes from rank `peer`, or from any rank if `peer` is -1."""
 
     def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> Any:
-        """Send bytes to a rank; block until they may be changed; return an outcome, 0 for success."""
+        """Send `nbytes` bytes and block until they may be modified; return an outcome, 0 for success."""
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> Any:
-        """Receive this many bytes from a rank; block until they have arrived; return an outcome."""
+        """Receive `nbytes` bytes and block until they have arrived; return an outcome."""
 
     def test_message(self, message: Any) -> Any:
-        """Return `Status.PENDING` or an outcome."""
+        """Return the outcome of a message, or `Status.PENDING`."""
 
     def wait_message(self, message: Any, seconds: float, flags: int) -> Any:
-        """Wait for an outcome; at the timeout return a failure, or `Status.PENDING` with the flag `TRY`."""
+        """Wait for the outcome; on timeout return a failure, or `Status.PENDING` if `flags` contains `TRY`."""
 
     def cancel_message(self, message: Any) -> None:
         """Cancel a message whose transfer has not started."""
 
     def source_of(self, outcome: Any) -> int:
-        """Return the source rank of a complete message; raise the error of a failed one."""
+        """Return the source rank of a completed message; raise an exception if the message failed."""
 
 
 class MessageWork(FarandoleWork):
-    """A pending send or receive, which progresses whether or not a thread waits for it."""
+    """A pending send or receive, which progresses even if no thread waits for it."""
 
     _outcome: OutcomeFuture | None = None
     _thread: threading.Thread | None = None  # completes the future
@@ -76,7 +76,7 @@ class MessageWork(FarandoleWork):
         sends: bool,
         done: Callable[[MessageWork], object],
     ) -> None:
-        # this constructor is most of the cost of a small message, so it does not call the constructor of the base class
+        # does not call the base class constructor: construction is most of the cost of a small message
         Work.__init__(self)
         self._tensors = [tensor]
         self.sends = sends
@@ -86,7 +86,7 @@ class MessageWork(FarandoleWork):
         self._lock = _thread.allocate_lock()  # held by the waiting thread
 
     def is_completed(self) -> bool:
-        """Return whether the message has failed, its sent tensor may be changed, or its data have arrived."""
+        """Return whether the message has failed, or the tensor may be modified (send) or read (receive)."""
         if self._message is None:
             return True
         if not self._lock.acquire(False):
@@ -96,17 +96,17 @@ class MessageWork(FarandoleWork):
                 outcome = self._host.test_message(self._message)
                 if outcome == _PENDING:
                     return False
-                with contextlib.suppress(CommunicationError):  # `wait` raises it
+                with contextlib.suppress(CommunicationError):  # `wait` raises the error
                     self._complete(outcome)
             return True
         finally:
             self._lock.release()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the message is complete; raise an error if the peer has died or is late.
+        """Block until the message is complete; raise an exception if the peer has died or is late.
 
-        After `timeout` the message is still pending, and `wait` may be called again.  After the timeout of the group
-        the message has failed.
+        If `timeout` expires, the message remains pending, and `wait` may be called again.  If the group's timeout
+        expires, the message fails.
         """
         if self._message is not None:
             seconds, host = None if timeout is None else seconds_of(timeout), self._host
@@ -114,7 +114,7 @@ class MessageWork(FarandoleWork):
                 raise RankLate(f"the message was not complete within the timeout of {seconds:g} s")
             try:
                 if self._message is None:
-                    pass  # another thread completed it meanwhile
+                    pass  # another thread completed the message meanwhile
                 elif seconds is None:
                     self._complete(host.wait_message(self._message, host.timeout_s, flags_here()))
                 else:
@@ -139,12 +139,12 @@ class MessageWork(FarandoleWork):
             self._error = error
             raise
         finally:
-            self._message = None  # from here on it is complete
+            self._message = None  # marks the message as complete
             if self._thread is None:
                 self._done(self)
 
     def withdraw(self) -> None:
-        """Cancel a message whose transfer has not started, unless a thread waits for it."""
+        """Cancel a message whose transfer has not started, unless a thread is waiting for it."""
         if self._message is not None and self._lock.acquire(False):
             try:
                 if self._message is not None:
@@ -156,23 +156,23 @@ class MessageWork(FarandoleWork):
                 self._lock.release()
 
     def fail(self, error: CommunicationError) -> None:
-        """Make the message fail without calling the implementation."""
-        self._lock = _thread.allocate_lock()  # the thread that held it may not exist here
+        """Mark the message as failed without calling the implementation."""
+        self._lock = _thread.allocate_lock()  # the thread that held the lock may not exist in this process
         if self._message is not None:
             self._message, self._error = None, error
 
     def at_rest(self) -> bool:
-        """Return whether the message is complete and no thread uses it."""
+        """Return whether the message is complete and unused by any thread."""
         return self.is_completed() and (self._thread is None or not self._thread.is_alive())
 
     def source_rank(self) -> int:
-        """Return the rank in the group that sent a received message."""
+        """Return the group rank that sent a received message."""
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the tensor; a thread waits for the message."""
+        """Return a future for the tensor; a separate thread waits for the message."""
         if self._outcome is None:
             self._outcome = OutcomeFuture(self)
             if self.is_completed():
@@ -186,20 +186,20 @@ class MessageWork(FarandoleWork):
 
     def _complete_future(self) -> None:
         assert self._outcome is not None
-        with contextlib.suppress(CommunicationError):  # the future raises it
+        with contextlib.suppress(CommunicationError):  # the future raises the error
             self.wait()
         self._outcome.complete()
         self._done(self)
 
 
 class Messages:
-    """The pending messages of one group, whose memory must stay alive until they are complete."""
+    """The pending messages of one group; keeps their tensors alive until they are complete."""
 
     def __init__(self, host: MessagePassing) -> None:
         self._host = host
         self._open: dict[int, MessageWork] = {}
-        self._blocked: dict[int, None] = {}  # threads in blocking messages
-        self._closed = ""  # why no message can be posted
+        self._blocked: dict[int, None] = {}  # threads in blocking sends and receives
+        self._closed = ""  # the reason why messages cannot be posted, or ""
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> FarandoleWork:
         """Post a send of `tensor` to `peer` or a receive from `peer`."""
@@ -225,7 +225,7 @@ class Messages:
         tag: int,
         sends: bool,
     ) -> FarandoleWork:
-        """Post a message of the dense tensor `buffer`."""
+        """Post a message for the dense tensor `buffer`."""
         if self._closed:
             raise CommunicationError(self._closed)
         host, opened = self._host, self._open
@@ -237,21 +237,21 @@ class Messages:
             message = host.post_recv(address, nbytes, kind, peer, tag)
         work = MessageWork(host, message, tensor, buffer, peer, sends, self._forget)
         opened[id(work)] = work
-        if len(opened) > FEW:  # each new message tests the two oldest, which perhaps have no waiting thread
+        if len(opened) > FEW:  # test the two oldest messages, for which no thread may be waiting
             for key in list(itertools.islice(opened, 2)):
                 eldest = opened.pop(key, None)
                 if eldest is not None and not eldest.is_completed():
-                    opened[key] = eldest  # moved to the end
-        if self._is_closed():  # another thread closed the group meanwhile
+                    opened[key] = eldest  # move to the end
+        if self._is_closed():  # another thread has closed the group meanwhile
             work.withdraw()
         return work
 
     def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> bool:
-        """Send bytes, and block until they may be changed; return True."""
+        """Send bytes and block until they may be modified; return True."""
         return self._block(self._host.send, address, nbytes, kind, peer, tag)
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> bool:
-        """Receive bytes from `peer`, and block until they have arrived; return True."""
+        """Receive bytes from `peer` and block until they have arrived; return True."""
         return self._block(self._host.recv, address, nbytes, kind, peer, tag)
 
     def _block(
@@ -275,14 +275,14 @@ class Messages:
         self._open.pop(id(work), None)
 
     def invalidate(self, reason: str) -> None:
-        """Fail all messages of a forked child, because they belong to the parent."""
+        """Fail all messages in a forked child, because they belong to the parent."""
         self._closed = reason
         for work in self._open.values():
             work.fail(CommunicationError(reason))
         self._open, self._blocked = {}, {}
 
     def close(self, patience_s: float) -> bool:
-        """Cancel receives and complete sends; return False if a message is pending after `patience_s`."""
+        """Cancel receives and complete sends; return whether all messages are complete within `patience_s` seconds."""
         self._closed = "the group was destroyed and cannot send or receive messages"
         deadline = time.monotonic() + patience_s
         for work in list(self._open.values()):

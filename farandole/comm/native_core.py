@@ -1,4 +1,4 @@
-"""Operations among the ranks of one host, which pass tensors to the C core as addresses and counts."""
+"""Operations among the ranks on one host; tensors are passed to the C core as addresses and counts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from farandole.comm.host_group import HostGroup
 from farandole.native import Call as CallRecord
 
 Native = tuple[str, tuple[Any, ...]]
-"""A C function of native/core.h and its arguments between the group and the flags."""
+"""A C function from native/core.h, and its arguments between the group and the flags."""
 
 
 class NativeCore(GroupCore):
-    """The operations among the ranks of a group on this host; rank numbers refer to this host only."""
+    """Runs operations among the ranks of a group on this host; rank numbers refer to this host only."""
 
     shares_memory = True
 
@@ -31,7 +31,7 @@ class NativeCore(GroupCore):
         self._library = host.core
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Return one tensor that all ranks share."""
+        """Return a tensor in memory shared by all ranks."""
         return self.host.allocate_common(shape, dtype, flags)
 
     # ---- collectives ----
@@ -41,28 +41,28 @@ class NativeCore(GroupCore):
         self._run(_all_reduce(output, input, reduction), flags)
 
     def reduce(self, output: Tensor | None, input: Tensor, reduction: int, root: int, flags: int) -> None:
-        """Reduce `input` into `output` of rank `root`."""
+        """Reduce `input` over all ranks into `output` on rank `root`."""
         if output is not None and output is not input:
             output.copy_(input.view(output.shape))
             input = output
         self._run(_reduce(output, input, reduction, root), flags)
 
     def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> None:
-        """Reduce `inputs` and keep this rank's part."""
+        """Reduce `inputs` over all ranks and store this rank's part in `output`."""
         self._run(_reduce_scatter(output, inputs, reduction), flags)
 
     def all_gather(self, outputs: Parts, input: Tensor, flags: int) -> None:
-        """Collect every rank's `input` in `outputs`."""
+        """Gather every rank's `input` into `outputs`."""
         self._run(_all_gather(outputs, input), flags)
 
     def broadcast(self, output: Tensor | None, input: Tensor | None, root: int, flags: int) -> None:
-        """Copy `input` of rank `root` to `output` of the others."""
+        """Copy `input` from rank `root` to `output` on the other ranks."""
         self._run(_broadcast(output, input, root), flags)
 
     def gather(
         self, outputs: Sequence[Tensor], input: Tensor, root: int, counts: Sequence[int] | None, flags: int
     ) -> None:
-        """Collect every rank's `input` in `outputs` of rank `root`."""
+        """Gather every rank's `input` into `outputs` on rank `root`."""
         if counts is None:
             arguments = input.data_ptr(), pointers_to(outputs), input.numel(), TYPES[input.dtype], root
             self._run(("frd_gather", arguments), flags)
@@ -74,7 +74,7 @@ class NativeCore(GroupCore):
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
     ) -> None:
-        """Give rank r the tensor `inputs[r]` of rank `root`."""
+        """Send `inputs[r]` from rank `root` to rank r."""
         if counts is None:
             arguments = pointers_to(inputs), output.data_ptr(), output.numel(), TYPES[output.dtype], root
             self._run(("frd_scatter", arguments), flags)
@@ -92,11 +92,11 @@ class NativeCore(GroupCore):
         self._run(_scan(output, input, reduction, exclusive), flags)
 
     def barrier(self, flags: int) -> None:
-        """Wait until every rank has called it."""
+        """Block until every rank has called this method."""
         self._run(("frd_barrier", ()), flags)
 
     def agree(self, call: CallRecord, flags: int) -> None:
-        """Compare a call with the calls of the other ranks."""
+        """Check that the other ranks of this host make the same call."""
         self.check(self._library.frd_declare(self.host.handle, byref(call), flags))
         self._library.frd_undeclare(self.host.handle)
 
@@ -104,17 +104,16 @@ class NativeCore(GroupCore):
         name, arguments = native
         self.check(getattr(self._library, name)(self.host.handle, *arguments, flags))
 
-    # ---- calls that are made many times ----
+    # ---- reusable calls ----
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a reusable call of an operation that takes only the flags; other arguments are converted once."""
+        """Return a callable that runs the operation again at each call; its argument is `flags`."""
         native = self._native(operation, arguments)
         if native is None:
             return super().prepare(operation, *arguments)
         name, values = native
-        function = self._library[
-            name
-        ]  # a new function object without argument types, which skips the conversion of arguments
+        # a new function object without argument types, so ctypes does not convert arguments
+        function = self._library[name]
         kinds = getattr(self._library, name).argtypes[1:-1]
         converted = [
             value if isinstance(value, Array) or kind is c_int else kind(value)
@@ -123,7 +122,7 @@ class NativeCore(GroupCore):
         return partial(function, c_void_p(self.host.handle), *converted)
 
     def _native(self, operation: str, arguments: tuple[Any, ...]) -> Native | None:
-        """Return the C call of an operation; None if the operation needs several calls."""
+        """Return the C call for an operation, or None if the operation needs several calls."""
         match operation, arguments:
             case "barrier", _:
                 return "frd_barrier", ()

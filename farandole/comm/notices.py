@@ -1,4 +1,4 @@
-"""Notices for the user, through the logger `farandole`: warnings that appear once, and stall warnings."""
+"""Warnings through the logger `farandole`: stall warnings, and warnings that are logged only once."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import logging
 from collections.abc import Callable
 
 STALL_WARNING_S = 5.0
-"""Seconds after which a waiting rank logs a stall warning; the interval doubles each time."""
+"""Seconds after which a waiting rank logs a stall warning; the interval doubles after each warning."""
 
 _log = logging.getLogger("farandole")
 _logged: set[str] = set()
 
 
 def warn_once(text: str) -> None:
-    """Log a warning, unless this process has logged the same text before."""
+    """Log a warning unless this process has already logged the same text."""
     if text not in _logged:
         _logged.add(text)
         warn(text)
@@ -25,10 +25,10 @@ def warn(text: str) -> None:
 
 
 class StallWarning:
-    """A warning that names the ranks for which this rank waits.
+    """A warning that names the ranks that this rank is waiting for.
 
     Args:
-        describe: Returns the text, or "" if another rank logs it.
+        describe: Returns the text, or "" if another rank logs the warning.
     """
 
     def __init__(self, describe: Callable[[], str]) -> None:
@@ -36,7 +36,7 @@ class StallWarning:
         self._next_s = STALL_WARNING_S
 
     def after(self, waited_s: float) -> None:
-        """Log the warning if it is due; called repeatedly while the rank waits."""
+        """Log the warning if it is due; called repeatedly while this rank is waiting."""
         if waited_s >= self._next_s:
             self._next_s *= 2
             if text := self._describe():

@@ -1,4 +1,4 @@
-"""Collectives on picklable Python objects; a small object takes one message of fixed size."""
+"""Collectives on picklable Python objects; a small object needs only one fixed-size message."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from farandole.comm.communicator import Communicator
 
 _SLOT = 1024
-"""Bytes of the first message of each rank: the length of the object, and the object if it fits."""
+"""The size in bytes of each rank's first message, which holds the object's length, and the object if it fits."""
 _LENGTH = struct.Struct("<q")
 _LARGEST_INLINE = _SLOT - _LENGTH.size
 
 
 def all_gather(comm: Communicator, value: Any) -> list[Any]:
-    """Return the value of every rank."""
+    """Return every rank's value, in rank order."""
     if comm.dispatcher.core.returns_work:
         values: list[Any] = [None] * comm.size
         dist.all_gather_object(values, value, group=comm.group)
@@ -42,7 +42,7 @@ def all_gather(comm: Communicator, value: Any) -> list[Any]:
 
 
 def broadcast(comm: Communicator, value: Any, root: int) -> Any:
-    """Return the value of rank `root`."""
+    """Return the value from rank `root`."""
     if comm.dispatcher.core.returns_work:
         values = [value]
         dist.broadcast_object_list(values, group=comm.group, group_src=root)

@@ -1,7 +1,7 @@
-"""The table of operations: the tensors that each operation reads and writes, and the validation of its calls.
+"""The table of operations: the tensors that each operation reads and writes, and argument validation.
 
-A row of the table states which ranks read and write which tensors.  From this, `Operation.call` validates the tensors,
-makes them dense, passes complex numbers to reductions as pairs of real numbers, and copies results back.
+Each row states which ranks read and write which tensors.  Accordingly, `Operation.call` validates the tensors, makes
+them dense, passes complex numbers to reductions as pairs of real numbers, and copies results back.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from farandole.comm.dtypes import REDUCTION_NAMES, REDUCTIONS, reducible
 from farandole.comm.work import Call
 
 Form = Literal["nothing", "one tensor", "parts"]
-"""`parts` are one tensor per rank, or a single tensor with equal parts for all ranks."""
+"""`parts` means one tensor per rank, or a single tensor with equal parts for all ranks."""
 Who = Literal["all", "root", "others"]
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One row of the table; the method `name` of `Core` runs the operation.
+    """One row of the table; `Core` has a method `name` that runs the operation.
 
-    The arguments of the method are outputs, inputs, constants and flags; `root` is the index of the root among
-    the constants.
+    The arguments of this method are outputs, inputs, constants and flags.  `root` is the index of the root rank in the
+    constants.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Operation:
     reduces: bool = False
 
     def call(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *constants: Any) -> Call:
-        """Validate the arguments and return a blocking call that takes flags."""
+        """Validate the arguments and return a callable that runs the operation; its argument is the flags."""
         outputs, inputs = self._used(core, outputs, inputs, constants)
         constants = self._scaled(core, (*outputs, *inputs), constants)
         method, any_device = getattr(core, self.name), core.returns_work
@@ -79,7 +79,7 @@ class Operation:
     def prepare(
         self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *constants: Any
     ) -> Call:
-        """Return a reusable call, whose addresses and counts are computed once."""
+        """Return a callable like `call` that may be called repeatedly; addresses and counts are computed once."""
         used = self._used(core, outputs, inputs, constants)
         if core.returns_work or not all(is_dense(tensor) for tensors in used for tensor in tensors):
             return self.call(core, outputs, inputs, *constants)
@@ -113,11 +113,13 @@ class Operation:
                 raise ValueError(
                     f"{name}: expected a multiple of {size} elements, got {own_input}; pass splits"
                 )
-            same_count(name, "this rank's part of the input", own_input, "of the output", own_output)
+            same_count(
+                name, "this rank's part of the input", own_input, "this rank's part of the output", own_output
+            )
         elif self.writes == "parts" and len(outputs) == 1:
-            same_count(name, "the output", own_output, "inputs of all", own_input * size)
+            same_count(name, "the output", own_output, "all inputs together", own_input * size)
         elif self.reads == "parts" and len(inputs) == 1:
-            same_count(name, "the input", own_input, "outputs of all", own_output * size)
+            same_count(name, "the input", own_input, "all outputs together", own_output * size)
         elif "parts" in (self.writes, self.reads):
             same_count(name, "this rank's input", own_input, "this rank's output", own_output)
         else:
@@ -135,7 +137,9 @@ class Operation:
         parts, (own,) = (outputs, inputs) if self.writes == "parts" else (inputs, outputs)
         if counts is not None:
             same_count(self.name, "the list of counts", len(counts), "the group", core.size)
-            same_count(self.name, "this rank's tensor", own.numel(), "its count", counts[core.rank])
+            same_count(
+                self.name, "this rank's tensor", own.numel(), "its entry in `counts`", counts[core.rank]
+            )
         if core.rank != root:
             return
         same_count(
@@ -149,28 +153,27 @@ class Operation:
             expected = own.numel() if counts is None else counts[rank]
             if part.numel() != expected:
                 hint = (
-                    "pass `counts` on all ranks for tensors of different lengths"
+                    "for tensors of different lengths, pass `counts` on all ranks"
                     if counts is None
-                    else "fix `counts`"
+                    else "correct `counts`"
                 )
                 raise ValueError(
                     f"{self.name}: expected {expected} elements for rank {rank}, got {part.numel()}; {hint}"
                 )
 
     def _scaled(self, core: Core, tensors: Sequence[Tensor], constants: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the constants with counts in bytes where tensors are passed as bytes."""
+        """Return the constants, with counts converted to bytes if the tensors are passed as bytes."""
         if core.returns_work and self in (GATHER, SCATTER) and constants[-1] is not None:
             width = tensors[0].element_size()
             return *constants[:-1], [count * width for count in constants[-1]]
         return constants
 
     def _arranged(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any]:
-        """Return the first arguments of the method of `Core`."""
-        if self.reduces or core.returns_work:  # Gloo does not move all types
+        """Return the tensor arguments for the method of `Core`."""
+        if self.reduces or core.returns_work:  # Gloo does not support all types
             view = as_real if self.reduces else as_bytes
-            views = {
-                id(tensor): view(tensor) for tensor in (*outputs, *inputs)
-            }  # keep an in-place operation in place
+            # one view per tensor, so an in-place operation remains in place
+            views = {id(tensor): view(tensor) for tensor in (*outputs, *inputs)}
             outputs, inputs = [views[id(t)] for t in outputs], [views[id(t)] for t in inputs]
         return [
             tensors if form == "parts" else tensors[0] if tensors else None
@@ -192,18 +195,18 @@ BARRIER = Operation("barrier", "nothing", "nothing")
 
 
 class CopyBack(dist.Work):
-    """Work of a torch process group whose `wait` copies the results to the user's tensors."""
+    """Work by a torch process group; `wait` also copies the results to the user's tensors."""
 
     def __init__(self, work: dist.Work, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         super().__init__()
         self._work, self._tensors, self._buffers = work, tensors, buffers
 
     def is_completed(self) -> bool:
-        """Return whether the results may be copied."""
+        """Return whether the results are ready to be copied."""
         return self._work.is_completed()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the results are in the user's tensors."""
+        """Block until the user's tensors contain the results."""
         self._work.wait(*([] if timeout is None else [timeout]))
         with torch.no_grad():
             copy_back(self._tensors, self._buffers)
@@ -214,14 +217,14 @@ class CopyBack(dist.Work):
 
 
 def reduction_number(op: Any, dtype: torch.dtype) -> int:
-    """Return the number of a reduction, given by name or as a `ReduceOp`; raise ValueError if unsupported."""
+    """Return the number of a reduction, given as a name or a `ReduceOp`; raise ValueError if it is unsupported."""
     if isinstance(op, str):
         number = REDUCTION_NAMES.index(op) if op in REDUCTION_NAMES else None
     else:
         number = REDUCTIONS.get(hash(op))
     if number is None:
-        name = getattr(op, "op", op)  # the `ReduceOp` itself prints its address
-        raise ValueError(f"expected a reduction, one of {', '.join(REDUCTION_NAMES)}, got {name}")
+        name = getattr(op, "op", op)  # printing the `ReduceOp` itself would show its address
+        raise ValueError(f"expected the reduction to be one of {', '.join(REDUCTION_NAMES)}, got {name}")
     name = REDUCTION_NAMES[number]
     exists = name in ("sum", "avg") if dtype.is_complex else reducible(dtype, number)
     if not exists:
@@ -234,9 +237,7 @@ def reduction_number(op: Any, dtype: torch.dtype) -> int:
 def existing_rank(call: str, what: str, rank: int, size: int) -> int:
     """Return `rank`; raise ValueError if it is outside the group."""
     if not 0 <= rank < size:
-        raise ValueError(
-            f"{call}: expected {what} between 0 and {size - 1}, the ranks of the group, got {rank}"
-        )
+        raise ValueError(f"{call}: expected {what} to be between 0 and {size - 1}, got {rank}")
     return rank
 
 
@@ -245,14 +246,14 @@ def same_type(call: str, tensors: Sequence[Tensor]) -> None:
     for tensor in tensors[1:]:
         if tensor.dtype is not tensors[0].dtype:
             raise ValueError(
-                f"{call}: expected tensors of one type, got {tensors[0].dtype} and {tensor.dtype}; convert one"
+                f"{call}: expected tensors of one type, got {tensors[0].dtype} and {tensor.dtype}; convert one of them"
             )
 
 
 def same_count(call: str, what: str, found: int, which: str, expected: int) -> None:
     """Raise ValueError unless two counts are equal."""
     if found != expected:
-        raise ValueError(f"{call}: expected equal counts, but {what} has {found}, {which} {expected}")
+        raise ValueError(f"{call}: expected equal counts, got {found} for {what} and {expected} for {which}")
 
 
 def split_rows(tensor: Tensor, splits: Sequence[int] | None, ranks: int, what: str) -> list[Tensor]:
@@ -267,7 +268,7 @@ def split_rows(tensor: Tensor, splits: Sequence[int] | None, ranks: int, what: s
         splits = [rows // ranks] * ranks
     if len(splits) != ranks or sum(splits) != rows or min(splits) < 0:
         raise ValueError(
-            f"all_to_all: expected {ranks} {what} splits with the sum {rows}, its number of rows, got {list(splits)}"
+            f"all_to_all: expected {ranks} {what} splits that add up to its {rows} rows, got {list(splits)}"
         )
     return list(tensor.split(list(splits)))
 
@@ -279,7 +280,7 @@ def exchanged(
     input_splits: Sequence[int] | None,
     ranks: int,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs and inputs of an all-to-all of two tensors, split along dimension 0."""
+    """Return the outputs and inputs for an all-to-all between two tensors, split along dimension 0."""
     outputs = split_rows(output, output_splits, ranks, "output")
     inputs = split_rows(input, input_splits, ranks, "input")
     even = not output_splits and not input_splits and is_dense(output) and is_dense(input)

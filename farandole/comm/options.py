@@ -1,4 +1,4 @@
-"""Options of a group: `init_process_group("farandole", pg_options=Options(...))`."""
+"""Group options: `init_process_group("farandole", pg_options=Options(...))`."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Exchanges = Literal["auto", "aggregated", "direct"]
 
 @dataclass(frozen=True)
 class Options:
-    """Options of communication between hosts; a group on one host ignores them."""
+    """Options for communication between hosts; a group on one host ignores them."""
 
     leaders: int | None = None
-    """The number of leaders per host, each of which handles a share; by default the ranks of the smallest host."""
+    """The number of leaders per host, which share the work; by default the number of ranks on the smallest host."""
     transport: Transports = "tcp"
-    """The transport of messages between leaders; `nccl` copies messages through each leader's CUDA device."""
+    """The transport for messages between leaders; `nccl` copies messages through each leader's CUDA device."""
     algorithm: Algorithms = "auto"
-    """The all-reduce algorithm between leaders; `auto` selects the fastest one for the size by measurements."""
+    """The all-reduce algorithm between leaders; `auto` selects the one measured to be fastest for each size."""
     exchange: Exchanges = "auto"
-    """The messages of all-to-all, gather and scatter between hosts: `aggregated` sends one message per pair of hosts,
-    `direct` one per pair of ranks, and `auto` aggregates small messages."""
+    """How all-to-all, gather and scatter send messages between hosts: `aggregated` sends one message per pair of hosts,
+    `direct` sends one message per pair of ranks, and `auto` aggregates small messages."""
     table: str | None = None
-    """The file of measurements for `auto`, written by `farandole tune --output` and equal on all hosts; by default the
-    package's own."""
+    """The table of measurements for `auto`: a file written by `farandole tune --output`, equal on all hosts; by default
+    the package's table."""
     interface: str | None = None
-    """The network interface; by default the value of torch's variable GLOO_SOCKET_IFNAME, or else the interface that reaches
-    the store of the job."""
+    """The network interface.  The default is torch's environment variable GLOO_SOCKET_IFNAME if it is set, else the
+    interface that reaches the job's store."""
 
     def __post_init__(self) -> None:
         kinds = {"transport": Transports, "algorithm": Algorithms, "exchange": Exchanges}
@@ -50,7 +50,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Any) -> Options:
-        """Return the given options or the defaults; raise TypeError for an object of another type."""
+        """Return the given options, or the defaults for None; raise TypeError for other types."""
         if given is not None and not isinstance(given, cls):
             raise TypeError(f"pg_options: expected farandole.comm.Options, got {type(given).__name__}")
         options = given or cls()
@@ -59,5 +59,5 @@ class Options:
         return options
 
     def measurements(self) -> Table:
-        """Return the table of measurements for `auto`; raise `TableError`, a `ValueError`, for an invalid file."""
+        """Return the table of measurements for `auto`; raise `TableError` if the file is invalid."""
         return Table.default() if self.table is None else Table.read(self.table)

@@ -1,6 +1,6 @@
-"""Reduction of the rows of a matrix in a fixed order, for collectives that gather values before they reduce.
+"""Reduction of matrix rows in a fixed order, for collectives that gather values and reduce them locally.
 
-16-bit floats are accumulated in fp32 and rounded once, as in the C core, whose kernels are used if available.
+16-bit floats are accumulated in fp32 and rounded once, as in the C core.  The C core's kernels are used if available.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from farandole.comm.algorithms.steps import COMBINE
 from farandole.comm.dtypes import REDUCTION_NAMES, TYPES, reducible
 
 _FOR_BOOL = {"sum": "or", "product": "and", "min": "and", "max": "or"}
-_BLOCK = 4096  # for the 16-bit codecs, which accept any block length of the C core
+_BLOCK = 4096  # the 16-bit codecs accept any block length that the C core supports
 
 
 def reduce_rows(rows: Tensor, reduction: int) -> Tensor:
     """Reduce over dimension 0, from the first row to the last.
 
     Args:
-        rows: A contiguous tensor with at least one row; may be overwritten.
-        reduction: The number of the reduction; averages of integers are truncated towards zero.
+        rows: A contiguous tensor with at least one row.  Its values may be overwritten.
+        reduction: The number of the reduction.  Integer averages are truncated towards zero.
 
     Returns:
         The reduced row.

@@ -1,4 +1,4 @@
-"""Transports: ordered, non-blocking messages between the ranks of an algorithm."""
+"""Transports, which carry ordered, non-blocking messages between the ranks of an algorithm."""
 
 from __future__ import annotations
 
@@ -20,30 +20,35 @@ from farandole.native import TRY, Status
 
 
 class Pending(Protocol):
-    """A pending message, whose tensor must not be changed until the message is complete."""
+    """A pending message; do not modify its tensor before the message is complete."""
 
     def test(self) -> bool:
-        """Whether it is complete."""
+        """Return whether the message is complete."""
 
     def wait(self, timeout_s: float) -> None:
-        """Block until the message is complete; raise `CommunicationError` on failure, `RankLate` after `timeout_s`."""
+        """Block until the message is complete.
+
+        Raises:
+            RankLate: The message is not complete after `timeout_s` seconds.
+            CommunicationError: The message failed.
+        """
 
 
 class Transport(Protocol):
-    """Point-to-point messages among `size` ranks; messages between two ranks keep their order."""
+    """Point-to-point messages among `size` ranks; messages between two ranks arrive in order."""
 
     rank: int
     size: int
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
-        """Start to send a contiguous tensor."""
+        """Start sending a contiguous tensor to rank `peer`."""
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
-        """Start to receive into a contiguous tensor of the same size as the message."""
+        """Start receiving into a contiguous tensor, which must have the size of the message."""
 
 
 class WireMessage:
-    """A message of the C core that is part of a collective."""
+    """A message that a collective sends or receives through the C core."""
 
     def __init__(self, host: HostGroup, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> None:
         self._host, self._tensor, self._peer = host, tensor, peer
@@ -52,13 +57,13 @@ class WireMessage:
         self._message = post(tensor.data_ptr(), size, TYPES[tensor.dtype], peer, tag)
 
     def test(self) -> bool:
-        """Whether it is complete."""
+        """Return whether the message is complete."""
         if self._message is None:
             return True
         return self._settle(self._host.test_message(self._message))
 
     def wait(self, timeout_s: float) -> None:
-        """Block until it is complete."""
+        """Block until the message is complete."""
         if self._message is not None:
             self._settle(self._wait(timeout_s, STALL_WARNING_S))
 
@@ -79,39 +84,39 @@ class WireMessage:
     def _settle(self, outcome: int) -> bool:
         if outcome == Status.PENDING:
             return False
-        self._message = None  # the core has released it
+        self._message = None  # the C core has released the message
         self._host.source_of(outcome)
         return True
 
     def release(self) -> None:
-        """Abandon the message if it is pending; the group is then unusable."""
+        """Cancel the message if it is pending; the group is then unusable."""
         message, self._message = self._message, None
         if message is not None:
             self._host.cancel_message(message)
 
 
 class WireTransport:
-    """Messages of the C core between the `ranks` of a group, over TCP or shared memory."""
+    """Messages through the C core between the `ranks` of a group, over TCP or shared memory."""
 
     def __init__(self, host: HostGroup, ranks: Sequence[int], channel: int) -> None:
         self.rank = list(ranks).index(host.group_rank)
         self.size = len(ranks)
         self._host = host
         self._ranks = list(ranks)
-        self._channel = channel  # distinguishes the messages of the transports of a group
+        self._channel = channel  # separates this transport's messages from other transports
         self._open: list[WireMessage] = []
 
     def connect(self) -> None:
-        """Open the connections immediately instead of at the first message."""
+        """Connect to all ranks immediately instead of on the first message."""
         for rank in self._ranks:
             self._host.core.frd_connect(self._host.handle, rank)
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> WireMessage:
-        """Start to send."""
+        """Start sending `tensor` to rank `peer`."""
         return self._post(tensor, peer, tag, sends=True)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> WireMessage:
-        """Start to receive."""
+        """Start receiving into `tensor` from rank `peer`."""
         return self._post(tensor, peer, tag, sends=False)
 
     def _post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> WireMessage:
@@ -121,13 +126,13 @@ class WireTransport:
         return message
 
     def release(self) -> None:
-        """Abandon the messages that an error has left pending; called after a collective."""
+        """Cancel messages that are pending after an error; called after each collective."""
         messages, self._open = self._open, []
         for message in messages:
             message.release()
 
     def group_rank(self, peer: int) -> int:
-        """Return the rank in the whole group of a rank of this transport."""
+        """Return the group rank of a rank in this transport."""
         return self._ranks[peer]
 
 
@@ -140,34 +145,34 @@ class Tagged:
         self._tag = tag
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
-        """Start to send."""
+        """Start sending `tensor` to rank `peer`."""
         return self._transport.send(tensor, peer, self._tag + tag)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
-        """Start to receive."""
+        """Start receiving into `tensor` from rank `peer`."""
         return self._transport.recv(tensor, peer, self._tag + tag)
 
 
 class TorchMessage:
-    """A message of a torch process group; `arrived` is called when the message is complete."""
+    """A message through a torch process group; `arrived` is called when the message is complete."""
 
     def __init__(self, work: dist.Work, arrived: Callable[[], object] | None = None) -> None:
         self._work = work
         self._arrived = arrived
 
     def test(self) -> bool:
-        """Return whether it is complete."""
+        """Return whether the message is complete."""
         if not self._work.is_completed():
             return False
         self._complete()
         return True
 
     def wait(self, timeout_s: float) -> None:
-        """Block until the message is complete; Gloo breaks its connections at the timeout."""
+        """Block until the message is complete; Gloo closes its connections if the timeout expires."""
         try:
             self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise RankLate(f"torch's transport: {error}") from error
+            raise RankLate(f"a message through torch's transport failed: {error}") from error
         self._complete()
 
     def _complete(self) -> None:
@@ -177,7 +182,7 @@ class TorchMessage:
 
 
 class TorchTransport:
-    """Messages of a torch process group that supports CPU tensors, such as Gloo."""
+    """Messages through a torch process group that supports CPU tensors, such as Gloo."""
 
     def __init__(self, group: Any) -> None:
         self.rank: int = group.rank()
@@ -185,24 +190,24 @@ class TorchTransport:
         self._group = group
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> TorchMessage:
-        """Start to send."""
+        """Start sending `tensor` to rank `peer`."""
         return TorchMessage(self._group.send([tensor], peer, tag))
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> TorchMessage:
-        """Start to receive."""
+        """Start receiving into `tensor` from rank `peer`."""
         return TorchMessage(self._group.recv([tensor], peer, tag))
 
 
 class DeviceTransport:
-    """Messages of CPU tensors through process groups that support only device tensors, such as NCCL.
+    """Messages with CPU tensors through process groups that support only device tensors, such as NCCL.
 
-    NCCL runs the messages of a pair of ranks in the order of their calls, and a large send waits for its receive.  Two
-    ranks that send to each other before they receive would deadlock.  Each direction therefore has its own group.
+    NCCL runs the messages between two ranks in call order, and a large send blocks until it is received.  Two ranks
+    that both send before they receive would deadlock, so each direction uses a separate group.
 
     Args:
-        upward: A group for messages to higher ranks.
-        downward: A group of the same ranks for messages to lower ranks.
-        device: The device through which tensors are copied.
+        upward: The group for messages to higher ranks.
+        downward: The group with the same ranks for messages to lower ranks.
+        device: The device to which tensors are copied for sending and receiving.
     """
 
     def __init__(self, upward: Any, downward: Any, device: torch.device) -> None:
@@ -212,12 +217,12 @@ class DeviceTransport:
         self._device = device
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> TorchMessage:
-        """Start to send."""
+        """Start sending `tensor` to rank `peer`."""
         group = self._upward if peer > self.rank else self._downward
         return TorchMessage(group.send([tensor.to(self._device)], peer, tag))
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> TorchMessage:
-        """Start to receive."""
+        """Start receiving into `tensor` from rank `peer`."""
         staged = torch.empty_like(tensor, device=self._device)
         group = self._upward if peer < self.rank else self._downward
         return TorchMessage(group.recv([staged], peer, tag), lambda: tensor.copy_(staged))

@@ -1,12 +1,11 @@
-"""Asynchronous work: one queue per group runs calls one after the other in the order of issue.
+"""Asynchronous work: each group has a queue, which runs calls one at a time in the order of issue.
 
-The queue's own thread runs calls for which no thread waits.  If the queue is idle, a thread that waits for a call runs
-the next calls itself, which saves two thread switches.
+The queue's own thread runs calls that no thread is waiting for.  If the queue is idle, a thread that waits for a call
+runs the next calls itself, which saves two thread switches.
 
-The callbacks of a call's future run inside the queue, right after the call, and the calls that callbacks issue
-run at once, before calls that wait.  The order is therefore the same on all ranks, whether a callback was attached
-before its call was complete or after, when the attaching thread runs the callback.  DDP hooks that communicate in
-callbacks (PowerSGD) depend on this.
+Callbacks on a call's future run inside the queue, right after the call, and calls issued by a callback run immediately,
+before queued calls.  If the call is already complete, the thread that attaches the callback runs it.  The order of
+calls is therefore the same on all ranks.  DDP hooks that communicate in callbacks, such as PowerSGD, depend on this.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from farandole.comm.errors import CommunicationError, RankLate
 from farandole.native import BACKGROUND, MAIN_THREAD
 
 Call = Callable[[int], Any]
-"""A blocking call of an implementation; its argument holds the flags of farandole.native."""
+"""A blocking call of an implementation; its argument is a combination of `farandole.native` flags."""
 
 _main_thread = threading.main_thread().ident
 
@@ -46,19 +45,19 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def flags_here() -> int:
-    """Return the flags for a call that this thread makes and waits for."""
+    """Return the flags for a blocking call from this thread."""
     return MAIN_THREAD if _thread.get_ident() == _main_thread else 0
 
 
 def seconds_of(timeout: timedelta | None) -> float | None:
-    """Return a timeout in seconds; None for no timeout, which torch also passes as 0 or -1 ms."""
+    """Return a timeout in seconds, or None for no timeout, which torch may pass as 0 or -1 ms."""
     seconds = timeout.total_seconds() if timeout is not None else 0.0
     return seconds if seconds > 0 else None
 
 
 @exclude_from_dynamo
 class FarandoleWork(dist.Work):
-    """The base class of all work: the tensors that the work writes, and its outcome."""
+    """The base class of work objects; stores the output tensors and the outcome."""
 
     _tensors: list[torch.Tensor]
     _error: BaseException | None = None
@@ -80,24 +79,24 @@ class FarandoleWork(dist.Work):
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that the work writes."""
+        """Return the output tensors."""
         return self._tensors
 
     def synchronize(self) -> None:
-        """Wait for the work; a CPU has no streams."""
+        """Wait for the work to complete, because CPUs have no streams."""
         self.wait()
 
     def outcome(self) -> list[torch.Tensor]:
-        """Return the tensors of complete work, or raise its error."""
+        """Return the output tensors of completed work, or raise its error."""
         if isinstance(self._error, Exception):
             raise self._error
-        if self._error is not None:  # Ctrl-C interrupts the thread that received it
+        if self._error is not None:  # Ctrl-C itself is raised in the thread that received it
             raise CommunicationError(f"the work was interrupted by {type(self._error).__name__}")
         return self._tensors
 
 
 class CompletedWork(FarandoleWork):
-    """Work that is complete when the call returns."""
+    """Work that is complete when the call that created it returns."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True immediately."""
@@ -108,17 +107,17 @@ class CompletedWork(FarandoleWork):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a completed future of the tensors."""
+        """Return a completed future for the tensors."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._tensors)
         return future
 
 
 class OutcomeFuture:
-    """A torch future of the outcome of work.
+    """A torch future for the outcome of a work object.
 
-    Only Python handles `torch.futures.Future.set_exception`; C++ code such as DDP's reducer would treat the exception
-    as a result.  An exception raised in a callback reaches both.
+    C++ code such as DDP's reducer ignores `torch.futures.Future.set_exception` and would treat the exception as a
+    result.  An exception raised in a callback reaches both Python and C++ code.
     """
 
     def __init__(self, work: FarandoleWork) -> None:
@@ -126,7 +125,7 @@ class OutcomeFuture:
         self.future: torch.futures.Future[Any] = self._source.then(lambda _: work.outcome())
 
     def complete(self) -> None:
-        """Complete the future, and run its callbacks on this thread."""
+        """Complete the future and run its callbacks on this thread."""
         self._source.set_result(None)
 
 
@@ -137,16 +136,16 @@ class QueuedWork(FarandoleWork):
         super().__init__(tensors)
         self._queue = queue
         self._call: Call | None = call
-        self._inference = torch.is_inference_mode_enabled()  # its tensors can only be written in that mode
+        self._inference = torch.is_inference_mode_enabled()  # required for writing inference tensors
         self._running = _thread.allocate_lock()  # held until the call is complete
         self._running.acquire()
         self._complete = False
         self._outcome: OutcomeFuture | None = None
         self._outcome_lock = _thread.allocate_lock()
-        self._unseen: weakref.finalize[..., Any] | None = None  # reports an error that no caller has read
+        self._unseen: weakref.finalize[..., Any] | None = None  # reports the error if no caller reads it
 
     def run(self, flags: int) -> None:
-        """Run the call, then its callbacks; this thread holds the queue."""
+        """Run the call, then its callbacks, while this thread holds the queue."""
         call, self._call = self._call, None
         try:
             if call is None:
@@ -156,7 +155,7 @@ class QueuedWork(FarandoleWork):
             else:
                 with torch.inference_mode(self._inference):
                     call(flags)
-        except BaseException as error:  # `wait` raises it, including KeyboardInterrupt
+        except BaseException as error:  # `wait` raises the error, including KeyboardInterrupt
             self._error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
             words = f"an asynchronous call failed, and no `wait()` reported the error: {type(error).__name__}: {error}"
             self._unseen = weakref.finalize(self, self._queue.raise_at_next_call, words)
@@ -167,10 +166,11 @@ class QueuedWork(FarandoleWork):
         self._running.release()
         if outcome is not None:
             self._queue.run_callbacks(outcome)
-        del self  # the traceback of the error keeps this frame, which must not keep the work: see `_unseen`
+        # the error's traceback keeps this frame alive, which must not keep the work alive: see `_unseen`
+        del self
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the call is complete, or `timeout`; raise its error."""
+        """Block until the call is complete or `timeout` expires; raise the error if the call failed."""
         seconds = seconds_of(timeout)
         if self._queue.invalid and not self._complete:
             raise CommunicationError(self._queue.invalid)
@@ -191,7 +191,7 @@ class QueuedWork(FarandoleWork):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the call has ended, with or without an error."""
+        """Return whether the call has completed or failed."""
         return self._complete
 
     def _see(self) -> None:
@@ -199,7 +199,7 @@ class QueuedWork(FarandoleWork):
             self._unseen.detach()
 
     def outcome(self) -> list[torch.Tensor]:
-        """Return the tensors of complete work, or raise its error."""
+        """Return the output tensors of completed work, or raise its error."""
         self._see()
         return super().outcome()
 
@@ -209,7 +209,7 @@ class QueuedWork(FarandoleWork):
         return super().exception()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the tensors."""
+        """Return a future for the tensors."""
         with self._outcome_lock:
             if self._outcome is None:
                 self._outcome = OutcomeFuture(self)
@@ -222,9 +222,9 @@ class QueuedWork(FarandoleWork):
 
 
 class Tickets:
-    """One ticket per queued call; `wait` returns when a ticket has been open for a while.
+    """Wakes the queue's thread for calls that are still queued after a short delay; each call posts a ticket.
 
-    The queue's thread waits in C without the interpreter lock (native/tickets.c).
+    The thread waits in C without the interpreter lock (native/tickets.c).
     """
 
     def __init__(self) -> None:
@@ -232,11 +232,11 @@ class Tickets:
         handle = core.frd_tickets_new()
         if not handle:
             raise OSError(
-                "cannot create the queue of asynchronous calls: out of memory or file descriptors; check `ulimit -n`"
+                "cannot create the queue for asynchronous calls: out of memory or file descriptors; check `ulimit -n`"
             )
-        # not at exit: a thread may use the tickets until the process ends
+        # not at exit, because a thread may use the tickets until the process ends
         weakref.finalize(self, core.frd_tickets_free, handle).atexit = False
-        # indexing returns functions without argument types, which skip the conversion of arguments
+        # indexing returns functions without argument types, so ctypes does not convert arguments
         names = ("post", "take", "close", "wait")
         self.post, self.take, self.close, self.wait = (
             partial(core[f"frd_tickets_{name}"], ctypes.c_void_p(handle)) for name in names
@@ -244,7 +244,7 @@ class Tickets:
 
 
 class PlainTickets:
-    """The implementation of `Tickets` without the C core."""
+    """A pure Python implementation of `Tickets`."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[bool] = SimpleQueue()
@@ -255,19 +255,19 @@ class PlainTickets:
         self._queue.put(True)
 
     def take(self) -> None:
-        """Do nothing; the thread finds no call for the ticket."""
+        """Do nothing; the thread ignores tickets for calls that have already run."""
 
     def close(self) -> None:
-        """Make the thread end after all current tickets."""
+        """Let the thread process the remaining tickets and end."""
         self._queue.put(False)
 
 
 class WorkQueue:
-    """Runs the calls of one group in order, on its own thread or on a thread that waits.
+    """Runs the calls of one group in order, on its own thread or on a waiting thread.
 
     Args:
-        name: Of the group, for the name of the thread.
-        whereabouts: Describes the current call and the ranks for which it waits.
+        name: The name of the group, used as the name of the thread.
+        whereabouts: Describes the current call and the ranks that it is waiting for.
     """
 
     def __init__(self, name: str, whereabouts: Callable[[], str]) -> None:
@@ -277,16 +277,16 @@ class WorkQueue:
         self._unseen_error: str | None = None
         self._running = _thread.allocate_lock()
         self.closed = False
-        self.invalid = ""  # in a forked child: why the queue is unusable
-        self.holder: int | None = None  # the thread that runs a call, unless it is the queue's own thread
+        self.invalid = ""  # the reason why the queue is unusable, in a forked child
+        self.holder: int | None = None  # the thread that runs a call, except the queue's own thread
         self._caller: int | None = None  # the thread that runs callbacks
-        self._tickets: Tickets | PlainTickets | None = None  # created together with `_thread`
+        self._tickets: Tickets | PlainTickets | None = None  # created with `_thread`
         self.acquire: Callable[[bool], bool] = self._running.acquire
         self.release = self._running.release
         self._thread: threading.Thread | None = None
 
     def run(self, call: Call, tensors: Sequence[torch.Tensor]) -> dist.Work:
-        """Run a call after all earlier calls and return when it is complete."""
+        """Run a call after all earlier calls; block until it is complete."""
         if not self.enter():
             self.refuse_in_handler()
             self.submit(call, tensors).wait()
@@ -298,7 +298,7 @@ class WorkQueue:
         return COMPLETED
 
     def enter(self) -> bool:
-        """Acquire the queue for this thread if no call is pending; `leave` releases the queue."""
+        """Acquire the queue for this thread if no call is pending; release it with `leave`."""
         if self.waiting or not self.acquire(False):
             return False
         self.holder = _thread.get_ident()
@@ -310,11 +310,11 @@ class WorkQueue:
         self.release()
 
     def is_mine(self) -> bool:
-        """Return whether this thread runs a callback of work of this queue."""
+        """Return whether this thread is running a callback for this queue."""
         return self._caller == _thread.get_ident()
 
     def submit(self, call: Call, tensors: Sequence[torch.Tensor]) -> QueuedWork:
-        """Queue a call; a call from a callback runs immediately."""
+        """Queue a call; calls from callbacks run immediately."""
         if self.closed:
             raise CommunicationError(self.invalid or "the group was destroyed; create a new group")
         if self._unseen_error is not None:
@@ -335,16 +335,18 @@ class WorkQueue:
         return work
 
     def raise_at_next_call(self, words: str) -> None:
-        """Raise CommunicationError at the next call, which goes through `submit`."""
+        """Raise CommunicationError with this message on the next call."""
         self._unseen_error = words
         self.acquire = lambda blocking: False
 
     def refuse_in_handler(self) -> None:
-        """Raise CommunicationError in a signal handler that interrupted a call of this queue; the call would deadlock."""
+        """Raise CommunicationError if this signal handler interrupted a call of this queue and would deadlock."""
         if self.holder == _thread.get_ident() and not self.is_mine():
             raise CommunicationError(
-                f"a signal handler called the group whose call it interrupted ({self.whereabouts()}), and the interrupted "
-                f"call waits for the handler; set a flag in the handler and call the group later, or use another group"
+                f"a signal handler called the group whose call it interrupted ({self.whereabouts()}), and the "
+                "interrupted "
+                "call is waiting for the handler; set a flag in the handler and call the group later, or use "
+                "another group"
             )
 
     def help(self) -> bool:
@@ -360,7 +362,7 @@ class WorkQueue:
             self.leave()
 
     def run_callbacks(self, outcome: OutcomeFuture) -> None:
-        """Complete a future on this thread, which holds the queue; calls from its callbacks precede queued calls."""
+        """Complete a future while this thread holds the queue; calls from its callbacks precede queued calls."""
         outer, self._caller = self._caller, _thread.get_ident()
         try:
             outcome.complete()
@@ -368,9 +370,9 @@ class WorkQueue:
             self._caller = outer
 
     def close(self, patience_s: float) -> bool:
-        """Complete the issued calls and end the thread; return False after `patience_s`.
+        """Complete the issued calls and end the thread; return whether this takes at most `patience_s` seconds.
 
-        A closed queue stays acquired, so no other thread can run a call that was issued later.
+        A closed queue remains acquired, so other threads cannot run later calls.
         """
         if self.closed:
             return True
@@ -383,9 +385,10 @@ class WorkQueue:
         return self.closed
 
     def invalidate(self, reason: str) -> None:
-        """Make calls of a forked child fail and drop the queued calls."""
+        """Fail later calls in a forked child and drop the queued calls."""
         self.closed, self.invalid = True, reason
-        self._running.acquire(False)  # a thread of the parent may hold the lock; no thread releases it here
+        # the lock may be held by a thread of the parent, which does not exist in this process
+        self._running.acquire(False)
         self.waiting.clear()
         self._tickets = self._thread = None
 
@@ -397,14 +400,14 @@ class WorkQueue:
         if self._tickets is not None:
             self._tickets.take()
         work.run(flags)
-        error = work._error  # unlike `exception()`, this does not mark the error as reported
-        del work  # the traceback of an error must not keep the work alive: see `QueuedWork.run`
+        error = work._error  # unlike `exception()`, does not mark the error as reported
+        del work  # an error's traceback must not keep the work alive: see `QueuedWork.run`
         if error is not None and not isinstance(error, Exception):
-            raise error  # Ctrl-C interrupts this thread, even if another thread issued the work
+            raise error  # raise Ctrl-C in this thread, even if another thread issued the work
         return True
 
     def _main(self, tickets: Tickets | PlainTickets) -> None:
-        # Torch applies `set_num_threads` to a thread at its first `get_num_threads`; matrix products do not call it.
+        # torch applies `set_num_threads` at a thread's first `get_num_threads`, which matrix products do not call
         torch.get_num_threads()
         while tickets.wait():
             with self._running:

@@ -254,8 +254,8 @@ def join(rank: int, port: int, key: str | None, pipe: Connection) -> None:
     [
         ([None, None], None),
         (["a" * 32, "a" * 32], None),
-        (["a" * 32, "b" * 32], "ranks 0 and 1 (on host0 and host1) expected the same FARANDOLE_JOB_KEY, but they differ"),
-        (["a" * 32, None], "expected the same FARANDOLE_JOB_KEY, but rank 1 has none; set the same key on all hosts"),
+        (["a" * 32, "b" * 32], "expected the same FARANDOLE_JOB_KEY on ranks 0 and 1 (on host0 and host1), but the keys differ"),
+        (["a" * 32, None], "but rank 1 has none; set the same key on all hosts"),
         (["a" * 31, "b" * 32], "rank 0: FARANDOLE_JOB_KEY: expected at least 32 characters, got 31"),
     ],
     ids=["none", "equal", "different", "one", "short"],

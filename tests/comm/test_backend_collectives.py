@@ -226,20 +226,18 @@ def check_refusals(rank: int, size: int) -> None:
     """Mistakes that one rank sees alone, all in the same call, so that nobody waits."""
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
-    with pytest.raises(ValueError, match="the input has 7, outputs of all 6"):
+    with pytest.raises(ValueError, match="got 7 for the input and 6 for all outputs together"):
         dist.reduce_scatter_tensor(torch.zeros(3), torch.zeros(7))
     with pytest.raises(ValueError, match="expected a multiple of 2 rows in the input, got 7"):
         dist.all_to_all_single(torch.zeros(8), torch.zeros(7))
-    with pytest.raises(
-        ValueError, match=r"expected 2 .* splits with the sum 8, its number of rows, got \[1, 9\]"
-    ):
+    with pytest.raises(ValueError, match=r"expected 2 .* splits that add up to its 8 rows, got \[1, 9\]"):
         dist.all_to_all_single(torch.zeros(8), torch.zeros(8), [4, 4], [1, 9])
     with pytest.raises(ValueError, match="got RedOpType.PREMUL_SUM$"):
         dist.all_reduce(torch.zeros(8), dist._make_nccl_premul_sum(2.0))
-    with pytest.raises(ValueError, match="expected the rank of another process"):
+    with pytest.raises(ValueError, match="expected a peer other than this rank"):
         dist.group.WORLD.send([torch.zeros(2)], rank, 0)
     mesh = init_device_mesh("cpu", (size,))
-    with pytest.raises(TypeError, match="expected a tensor with memory of its own, got DTensor.*to_local"):
+    with pytest.raises(TypeError, match="expected a tensor that owns its memory, got DTensor.*to_local"):
         dist.group.WORLD.allreduce([distribute_tensor(torch.ones(4), mesh)])
     dist.barrier()
 

@@ -122,11 +122,11 @@ def _changed(**change: object) -> str:
         ("", "expected a table written by farandole tune"),
         ("[]", "expected a table written by farandole tune"),
         ("{}", "written by farandole tune .KeyError: 'version'"),
-        (_changed(version=2), "expected version 1 of the table, got version 2"),
-        (_changed(links=[]), "expected measurements of"),
+        (_changed(version=2), "expected table version 1, got version 2"),
+        (_changed(links=[]), "expected measurements for"),
         (
             _changed(links=[{"name": "x", "seconds": {"2": {"64": {"ring": 1.0}}}}]),
-            "expected measurements of",
+            "expected measurements for",
         ),
         (
             _changed(links=[{"name": "x", "seconds": {"2": {"64": {"ring": 0}}}}]),
@@ -173,7 +173,7 @@ def test_a_group_chooses_algorithms_by_its_table(ranks, tmp_path):
 
 
 def _by_different_tables(rank: int, size: int, paths: list[str]) -> None:
-    with pytest.raises(ValueError, match="another algorithm or table of measurements .* the same Options"):
+    with pytest.raises(ValueError, match="different algorithm or table of measurements; .* the same Options"):
         hierarchical_group(list(range(size)), rank, table=paths[rank])
 
 

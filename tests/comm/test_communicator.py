@@ -253,7 +253,7 @@ def check_arrays(rank: int, size: int) -> None:
         array[:] = rank
         op()
         assert (array == size - 1).all(), name
-        with pytest.raises(ValueError, match="expected a writable array"):
+        with pytest.raises(ValueError, match="expected a writable output array"):
             comm.all_reduce(constant)
         with pytest.raises(TypeError, match="expected a tensor or a NumPy array, got float"):
             comm.all_reduce(1.0)
@@ -326,26 +326,26 @@ def check_invalid(rank: int, size: int) -> None:
     three, four = torch.zeros(3), torch.zeros(4)
     for name, comm in communicators(rank, size):
         cases = [
-            (lambda comm: comm.all_reduce(three, "mean"), "expected a reduction, one of sum.*, got mean"),
+            (lambda comm: comm.all_reduce(three, "mean"), "expected the reduction to be one of sum.*, got mean"),
             (lambda comm: comm.all_reduce(three, "and"), "reduction and does not support torch.float32"),
-            (lambda comm: comm.all_reduce(three, output=four), "the input has 3, the output 4"),
+            (lambda comm: comm.all_reduce(three, output=four), "got 3 for the input and 4 for the output"),
             (lambda comm: comm.all_reduce(three, output=three.long()), "expected tensors of one type, got"),
-            (lambda comm: comm.reduce(three, size), rf"expected the root between 0 and .*, got {size}"),
-            (lambda comm: comm.broadcast(three, -1), "expected the root between 0 and .*, got -1"),
-            (lambda comm: comm.all_gather(four, three), f"the output has 4, inputs of all {3 * size}"),
-            (lambda comm: comm.all_gather([three] * (size + 1), three), "the output list has"),
-            (lambda comm: comm.all_gather([four] * size, three), "this rank's input has 3, this rank's output 4|the output has 4"),
-            (lambda comm: comm.reduce_scatter(three, four), f"the input has 4, outputs of all {3 * size}"),
-            (lambda comm: comm.reduce_scatter(three, [four] * size), "this rank's input has 4|the input has 4"),
-            (lambda comm: comm.gather(three, [three] * size, 0, counts=[3]), "the list of counts has 1"),
-            (lambda comm: comm.gather(three, [four] * size, 0, counts=[4] * size), "this rank's tensor has 3"),
+            (lambda comm: comm.reduce(three, size), rf"expected the root to be between 0 and .*, got {size}"),
+            (lambda comm: comm.broadcast(three, -1), "expected the root to be between 0 and .*, got -1"),
+            (lambda comm: comm.all_gather(four, three), f"got 4 for the output and {3 * size} for all inputs together"),
+            (lambda comm: comm.all_gather([three] * (size + 1), three), "for the output list"),
+            (lambda comm: comm.all_gather([four] * size, three), "got 3 for this rank's input and 4 for this rank's output|got 4 for the output"),
+            (lambda comm: comm.reduce_scatter(three, four), f"got 4 for the input and {3 * size} for all outputs together"),
+            (lambda comm: comm.reduce_scatter(three, [four] * size), "got 4 for this rank's input|got 4 for the input"),
+            (lambda comm: comm.gather(three, [three] * size, 0, counts=[3]), "got 1 for the list of counts"),
+            (lambda comm: comm.gather(three, [four] * size, 0, counts=[4] * size), "got 3 for this rank's tensor"),
             (lambda comm: comm.all_to_all(torch.zeros(2 * size + 1), torch.zeros(2 * size + 1)), "expected a multiple of"),
-            (lambda comm: comm.all_to_all([three] * size, [four] * size), "part of the input has 4"),
-            (lambda comm: comm.scan(three, "avg"), "scan: expected one of sum"),
+            (lambda comm: comm.all_to_all([three] * size, [four] * size), "got 4 for this rank's part of the input"),
+            (lambda comm: comm.scan(three, "avg"), "scan: expected the reduction sum"),
             (lambda comm: comm.all_reduce_init(three, "xor"), "xor does not support"),
-            (lambda comm: comm.broadcast_init(three, size), "expected the root between 0 and"),
-            (lambda comm: comm.send(three, size), "send: expected the destination between"),
-            (lambda comm: comm.recv(three, -1), "recv: expected the source between .*, got -1"),
+            (lambda comm: comm.broadcast_init(three, size), "expected the root to be between 0 and"),
+            (lambda comm: comm.send(three, size), "send: expected the destination to be between"),
+            (lambda comm: comm.recv(three, -1), "recv: expected the source to be between .*, got -1"),
         ]  # fmt: skip
         for call, saying in cases:
             with pytest.raises(ValueError, match=saying):

@@ -229,7 +229,7 @@ def refusals(rank: int, size: int) -> None:
     with pytest.raises(TypeError, match="expected Cast, Int8"):
         comm.all_reduce(torch.zeros(4), compression="int8")  # type: ignore[arg-type]
     compressor = Int8().for_tensor(5)
-    with pytest.raises(ValueError, match="expected 5 elements, as given to for_tensor, got 4"):
+    with pytest.raises(ValueError, match="expected 5 elements, as passed to for_tensor, got 4"):
         comm.all_reduce(torch.zeros(4), compression=compressor)
     comm.all_reduce(torch.zeros(5), compression=compressor)
     with pytest.raises(ValueError, match="expected reduction 'sum'"):
@@ -237,7 +237,7 @@ def refusals(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="another group"):
         Communicator(other).all_reduce(torch.zeros(5), compression=compressor)
     gloo = dist.new_group(backend="gloo")
-    with pytest.raises(ValueError, match="backend 'farandole', got a group of gloo"):
+    with pytest.raises(ValueError, match="backend 'farandole', got a group with gloo"):
         Communicator(gloo).all_reduce(torch.zeros(5), compression=Cast())
     with pytest.raises(CallMismatch, match="differ in compression"):
         comm.all_reduce(torch.zeros(5), compression=Cast([torch.bfloat16, torch.float16][rank]))
@@ -299,7 +299,10 @@ def test_a_rank_that_is_killed_is_named_on_both_hosts():
         (lambda: compression_named("int4"), "one of none, bf16, fp16, int8"),
         (lambda: Int8().for_tensor(5, exact=6), "between 0 and 5 elements, got 6"),
         (lambda: PowerSGD().for_tensor(9, [(4, (3, 2))]), "within the 9"),
-        (lambda: PowerSGD().for_tensor(9, [(4, (2, 2)), (0, (2, 2))]), "expected parameters in order"),
+        (
+            lambda: PowerSGD().for_tensor(9, [(4, (2, 2)), (0, (2, 2))]),
+            "expected parameters in increasing order",
+        ),
     ],
 )
 def test_invalid_settings_are_refused(make, says):

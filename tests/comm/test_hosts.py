@@ -198,7 +198,7 @@ def name_algorithms(rank: int, size: int) -> None:
     assert Communicator(dist.group.WORLD).algorithm("all_reduce", 8) == "shared memory"
     dist.destroy_process_group(comm.group)
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="needs a CUDA device.*try transport='tcp'"):
+        with pytest.raises(ValueError, match="expected a CUDA device.*use transport='tcp'"):
             hierarchical_group([0, 0, 1, 1], rank, transport="nccl")
 
 

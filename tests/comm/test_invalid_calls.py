@@ -164,7 +164,7 @@ def sparse_against_dense(rank: int, size: int) -> None:
     tensor = torch.ones(5)
     if rank == size - 1:
         tensor = tensor.to_sparse()
-    with pytest.raises(CallMismatch, match="one tensor is sparse, the other dense") as caught:
+    with pytest.raises(CallMismatch, match="one tensor is sparse and the other is dense") as caught:
         dist.all_reduce(tensor, group=group)
     assert f"rank {size - 1 if size > 2 else 1} " in str(caught.value)
 

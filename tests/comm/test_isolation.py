@@ -61,7 +61,9 @@ def test_memory_of_another_user_is_refused():
     segment = Segment(4096, "test")
     os.close(open_segment(segment.name))
     os.fchown(segment.descriptor, 65534, 65534)
-    with pytest.raises(OSError, match=r"memory of process \d+: expected user 0 as its owner, got user 65534"):
+    with pytest.raises(
+        OSError, match=r"memory of process \d+: expected the owner to be user 0, got user 65534"
+    ):
         open_segment(segment.name)
     segment.close()
 

@@ -61,11 +61,11 @@ def test_a_cycle_of_sends_is_named():
         pids = [job.pid(rank) for rank in range(3)]
     assert said[1:] == [[], []] and len(said[0]) == 1, said
     calls = "; ".join(
-        f"rank {rank} (process {pids[rank]}) waits in send(100000 x float32, to rank {(rank + 1) % 3})"
+        f"rank {rank} (process {pids[rank]}) is waiting in send(100000 x float32, to rank {(rank + 1) % 3})"
         for rank in range(3)
     )
     assert said[0][0].startswith(
-        f"farandole: {calls}: these ranks wait for each other; post one of the receives first"
+        f"farandole: {calls}: these ranks are waiting for each other; post one of the receives first"
     )
 
 
@@ -85,4 +85,6 @@ def test_a_late_message_is_named_after_five_seconds():
     with Job(2, receive_late) as job:
         assert job.hear(0) == []
         (line,) = job.hear(1)
-        assert line == f"farandole: rank 1 (process {job.pid(1)}) waits in recv(3 x float32, from rank 0)\n"
+        assert (
+            line == f"farandole: rank 1 (process {job.pid(1)}) is waiting in recv(3 x float32, from rank 0)\n"
+        )

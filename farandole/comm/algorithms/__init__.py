@@ -1,10 +1,11 @@
-"""Collective algorithms over point-to-point messages; each runs on any `Transport`.
+"""Collective algorithms over point-to-point messages, for any `Transport`.
 
-An algorithm is a generator.  It posts messages and yields each message that it must wait for.  Several algorithms can
-therefore progress at the same time:
+An algorithm is a generator that posts messages and yields each message that it must wait for.  Several algorithms can
+therefore make progress at the same time:
 
     steps = ring.all_reduce(transport, tensor, combine)
     finish(steps, timeout_s)
 
-Costs follow the usual model: `latency_s` per message, `seconds_per_byte`, p ranks, S bytes.
+Costs follow the usual model for p ranks and S bytes: each message takes `latency_s`, plus `seconds_per_byte` for each
+byte.
 """

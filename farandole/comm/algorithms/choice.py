@@ -1,4 +1,4 @@
-"""Selection of the algorithm of an operation: named by the user, or the fastest according to measurements."""
+"""Selection of algorithms: either named by the user, or the fastest according to measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from farandole.comm.algorithms.steps import Steps
 from farandole.comm.algorithms.table import Table
 
 AllReduce = Callable[..., Steps]
-"""An all-reduce with the arguments of `ring.all_reduce`."""
+"""An all-reduce with the same arguments as `ring.all_reduce`."""
 
 ALL_REDUCE: dict[str, AllReduce] = {
     "ring": ring.all_reduce,
@@ -20,25 +20,25 @@ ALL_REDUCE: dict[str, AllReduce] = {
 
 AGGREGATED_BYTES = 1 << 13
 AGGREGATED_RANKS = 8
-"""Smaller messages are aggregated per pair of hosts if the larger host has at least AGGREGATED_RANKS ranks.
+"""Messages up to AGGREGATED_BYTES are aggregated per pair of hosts if a host has at least AGGREGATED_RANKS ranks.
 
-Measured with two hosts on one machine, for an all-to-all with 8 and 16 ranks per host: direct messages of 1 KiB take
-1.1 and 1.5 times as long as aggregated messages.  With messages of 16 KiB both take equally long.  With fewer ranks
-direct messages are faster.
+Measured for an all-to-all between two hosts on one machine: with 1 KiB messages, direct messages take 1.1 times as long
+as aggregated messages for 8 ranks per host, and 1.5 times as long for 16 ranks.  With 16 KiB messages both take equally
+long.  With fewer ranks, direct messages are faster.
 """
 
 log = logging.getLogger(__name__)
 
 
 class Choice:
-    """Chooses the algorithms of a group on several hosts.
+    """Chooses the algorithms for a group on several hosts.
 
-    The logger `farandole.comm.algorithms.choice` reports every choice once at level DEBUG.
+    The logger `farandole.comm.algorithms.choice` reports each choice once at level DEBUG.
 
     Args:
-        algorithm: The name of an all-reduce, or "auto" for the fastest one for each size according to `table`.
-        table: Measurements; by default the package's.
-        exchange: "aggregated" or "direct" messages of all-to-all, gather and scatter; "auto" decides by size.
+        algorithm: The name of an all-reduce algorithm, or "auto" for the fastest at each size according to `table`.
+        table: The measurements; by default the package's table.
+        exchange: "aggregated" or "direct" messages for all-to-all, gather and scatter; "auto" decides by size.
     """
 
     def __init__(self, algorithm: str = "auto", table: Table | None = None, exchange: str = "auto") -> None:
@@ -48,9 +48,9 @@ class Choice:
         self._reported: set[tuple[str, str, int]] = set()
 
     def all_reduce(self, hosts: int, size: int) -> str:
-        """Return the name of the all-reduce for `size` bytes among `hosts` hosts, a key of `ALL_REDUCE`.
+        """Return the key in `ALL_REDUCE` for the all-reduce of `size` bytes among `hosts` hosts.
 
-        All sizes between two adjacent powers of two share one algorithm.
+        All sizes between two adjacent powers of two use the same algorithm.
         """
         if self._algorithm != "auto":
             return self._report("all_reduce", self._algorithm, size)
@@ -62,7 +62,7 @@ class Choice:
         return self._report("all_reduce", name, size)
 
     def exchange(self, operation: str, size: int, ranks: int) -> str:
-        """Return "aggregated" or "direct" for messages of `size` bytes between hosts with at most `ranks` ranks each."""
+        """Return "aggregated" or "direct" for `size`-byte messages between hosts with up to `ranks` ranks."""
         name = self._exchange
         if name == "auto":
             aggregates = size <= AGGREGATED_BYTES and ranks >= AGGREGATED_RANKS

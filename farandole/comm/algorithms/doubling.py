@@ -1,4 +1,6 @@
-"""Recursive doubling: in step k, ranks at distance 2^k exchange all their values.  Few messages, many bytes.
+"""Recursive doubling, which needs few messages but many bytes.
+
+In step k, ranks at distance 2^k exchange all their values.
 
 R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH (2005).
 """
@@ -21,9 +23,10 @@ def all_reduce(
     result: Tensor | None = None,
     store: Store | None = None,
 ) -> Steps:
-    """All-reduce like `ring.all_reduce`; cost log2(p) (latency + S per byte), plus 2 of each if p is not a power of two.
+    """All-reduce a one-dimensional tensor, with the same arguments as `ring.all_reduce`.
 
-    Partners combine values in the order of their ranks, so all ranks get bitwise equal results.
+    The cost is log2(p) (latency + S per byte), plus 2 (latency + S per byte) if p is not a power of two.  Partners
+    combine values in rank order, so all ranks get bitwise equal results.
     """
     result = tensor if result is None else result
     inner = PowerOfTwo(transport)
@@ -36,7 +39,7 @@ def all_reduce(
         partner = inner.rank ^ distance
         send = inner.send(tensor, partner)
         yield inner.recv(spare, partner)
-        yield send  # the next line overwrites the sent values
+        yield send  # the next line overwrites the values that are being sent
         in_order(combine, tensor, spare, inner.rank < partner)
         distance *= 2
     if store:
@@ -45,10 +48,10 @@ def all_reduce(
 
 
 def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
-    """Copy part i of rank i to all ranks; cost log2(p) latency + (p - 1)/p S per byte.
+    """Copy part i from rank i to all other ranks; cost log2(p) latency + (p - 1)/p S per byte.
 
     Args:
-        transport: Messages among the ranks.
+        transport: The transport among the ranks.
         parts: Adjacent parts of one tensor, as returned by `split`.
 
     Raises:
@@ -57,7 +60,7 @@ def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
     me, distance = transport.rank, 1
     while distance < power_of_two(transport.size):
         partner = me ^ distance
-        first = me & -distance  # index of the first part that this rank holds
+        first = me & -distance  # the first part that this rank has
         theirs = first ^ distance
         send = transport.send(joined(parts[first : first + distance]), partner)
         yield transport.recv(joined(parts[theirs : theirs + distance]), partner)
@@ -66,6 +69,6 @@ def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
 
 
 def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Return the seconds for `size` bytes."""
+    """Return the time in seconds for `size` bytes."""
     steps = ranks.bit_length() - 1 + (0 if ranks & (ranks - 1) == 0 else 2)
     return steps * (latency_s + size * seconds_per_byte)

@@ -1,4 +1,6 @@
-"""Recursive halving: in each step a rank sends half of its unreduced values.  Few messages and few bytes.
+"""Recursive halving, which needs few messages and few bytes.
+
+In each step, a rank sends half of its unreduced values.
 
 R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH (2005).
 """
@@ -15,18 +17,18 @@ from farandole.comm.transport import Transport
 
 
 def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combine) -> Steps:
-    """Reduce part i of all ranks into part i of rank i; cost log2(p) latency + (p - 1)/p S per byte.
+    """Reduce part i over all ranks into part i on rank i; cost log2(p) latency + (p - 1)/p S per byte.
 
     Args:
-        transport: Messages among the ranks.
-        parts: Adjacent parts of one tensor, as returned by `split`.  The parts of other ranks are overwritten.
+        transport: The transport among the ranks.
+        parts: Adjacent parts of one tensor, as returned by `split`.  All other parts on this rank are overwritten.
         combine: The reduction.
 
     Raises:
         ValueError: The number of ranks is not a power of two.
     """
     me, distance = transport.rank, power_of_two(transport.size) // 2
-    first, last = 0, transport.size  # the parts that this rank has not reduced yet
+    first, last = 0, transport.size  # the range of parts that this rank still reduces
     while distance:
         partner, middle = me ^ distance, first + distance
         lower, upper = joined(parts[first:middle]), joined(parts[middle:last])

@@ -1,4 +1,6 @@
-"""Rabenseifner's all-reduce: a reduce-scatter by halving, then an all-gather by doubling.  Few messages and few bytes.
+"""Rabenseifner's all-reduce, which needs few messages and few bytes.
+
+A reduce-scatter by recursive halving is followed by an all-gather by recursive doubling.
 
 R. Rabenseifner: Optimization of collective reduction operations (2004).
 """
@@ -19,9 +21,9 @@ def all_reduce(
     result: Tensor | None = None,
     store: Store | None = None,
 ) -> Steps:
-    """All-reduce like `ring.all_reduce`; cost 2 log2(p) latency + 2 (p - 1)/p S per byte.
+    """All-reduce a one-dimensional tensor, with the same arguments as `ring.all_reduce`.
 
-    If p is not a power of two, the additional ranks cost 2 (latency + S per byte) more.
+    The cost is 2 log2(p) latency + 2 (p - 1)/p S per byte, plus 2 (latency + S per byte) if p is not a power of two.
     """
     result = tensor if result is None else result
     inner = PowerOfTwo(transport)
@@ -38,7 +40,7 @@ def all_reduce(
 
 
 def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Return the seconds for `size` bytes."""
+    """Return the time in seconds for `size` bytes."""
     steps = ranks.bit_length() - 1
     inner = 1 << steps
     seconds = 2 * steps * latency_s + 2 * (inner - 1) / inner * size * seconds_per_byte

@@ -1,4 +1,6 @@
-"""Ring: every rank sends to its right neighbor and receives from its left neighbor.  The bytes sent are minimal.
+"""Ring algorithms, which send the minimum number of bytes.
+
+Every rank sends to its right neighbor and receives from its left neighbor.
 
 P. Patarasuk, X. Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations (2009).
 """
@@ -26,12 +28,11 @@ def all_reduce(
     Part i is reduced along the ring in the same order on all ranks, so all ranks get bitwise equal results.
 
     Args:
-        transport: Messages among the ranks.
+        transport: The transport among the ranks.
         tensor: The values, which are overwritten with the totals.
         combine: The reduction.
-        result: The tensor for the results, by default `tensor`.  It may have a narrower type; the results are then sent
-            in that type.
-        store: Converts totals to results; by default the totals are the results.
+        result: The output tensor, by default `tensor`.  If its type is narrower, results are sent in that type.
+        store: Converts totals to results; not needed if they are equal.
     """
     parts = split(tensor, transport.size)
     results = parts if result is None else split(result, transport.size)
@@ -42,7 +43,10 @@ def all_reduce(
 
 
 def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combine) -> Steps:
-    """Reduce part i of all ranks into part i of rank i and overwrite the others; cost (p - 1) latency + (p - 1)/p S."""
+    """Reduce part i over all ranks into part i on rank i, and overwrite the other parts.
+
+    The cost is (p - 1) latency + (p - 1)/p S per byte.
+    """
     n, me = transport.size, transport.rank
     spare = torch.empty(max(part.numel() for part in parts), dtype=parts[0].dtype, device="cpu")
     sends: list[Pending] = []
@@ -56,7 +60,7 @@ def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combi
 
 
 def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
-    """Copy part i of rank i to all ranks; cost (p - 1) latency + (p - 1)/p S per byte."""
+    """Copy part i from rank i to all other ranks; cost (p - 1) latency + (p - 1)/p S per byte."""
     n, me = transport.size, transport.rank
     sends: list[Pending] = []
     for step in range(n - 1):
@@ -66,5 +70,5 @@ def all_gather(transport: Transport, parts: Sequence[Tensor]) -> Steps:
 
 
 def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Return the seconds for `size` bytes."""
+    """Return the time in seconds for `size` bytes."""
     return 2 * (ranks - 1) * latency_s + 2 * (ranks - 1) / ranks * size * seconds_per_byte

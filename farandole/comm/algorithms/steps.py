@@ -1,4 +1,4 @@
-"""Building blocks of all algorithms: steps, parts of a tensor, and element-wise reductions."""
+"""Building blocks for all algorithms: steps, tensor parts and element-wise reductions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from farandole.comm.transport import Pending, Transport
 
 Steps = Iterator[Pending]
-"""A running algorithm, which yields each message that it waits for."""
+"""A running algorithm; yields each message that it waits for."""
 
 Combine = Callable[[Tensor, Tensor, Tensor], object]
 """`combine(result, a, b)`: result = a op b, element by element; result may be a or b."""
 
 Store = Callable[[Tensor, Tensor], object]
-"""`store(result, total)`: convert a total to the type of the result; the total may be overwritten."""
+"""`store(result, total)`: convert a total to the type of `result`; may overwrite the total."""
 
 COMBINE: dict[str, Combine] = {
     "sum": lambda result, a, b: torch.add(a, b, out=result),
@@ -31,11 +31,11 @@ COMBINE: dict[str, Combine] = {
 
 
 Reduce = Callable[[Tensor, Transport], Steps]
-"""An algorithm that sums a one-dimensional tensor over all ranks of a transport, in place."""
+"""An algorithm that sums a one-dimensional tensor over all ranks of a transport in place."""
 
 
 class Running:
-    """A started algorithm, whose first messages have been posted."""
+    """An algorithm that has been started and has posted its first messages."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -47,7 +47,7 @@ class Running:
         return self._next is None
 
     def advance(self, deadline: float) -> None:
-        """Wait for one message and run to the next one; `deadline` is a time of `time.monotonic`."""
+        """Wait for one message and run to the next message; `deadline` is a `time.monotonic` time."""
         if self._next is not None:
             self._next.wait(max(0.0, deadline - time.monotonic()))
             self._next = next(self._steps, None)
@@ -64,15 +64,15 @@ def finish(steps: Steps, timeout_s: float) -> None:
 
 
 def split(tensor: Tensor, parts: int) -> list[Tensor]:
-    """Divide a one-dimensional tensor into parts whose lengths differ by at most one."""
+    """Split a one-dimensional tensor into parts whose lengths differ by at most one."""
     bounds = [tensor.numel() * part // parts for part in range(parts + 1)]
     return [tensor[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return adjacent parts of a tensor as one view."""
+    """Return one view over adjacent parts of a tensor."""
     count = sum(part.numel() for part in parts)
-    # an empty part may have any address, so the view cannot start there
+    # the view cannot start at an empty part, which may have any address
     start = next((part for part in parts if part.numel()), parts[0])
     return start.as_strided((count,), (1,))
 
@@ -85,9 +85,9 @@ def power_of_two(ranks: int) -> int:
 
 
 class PowerOfTwo:
-    """A transport among the first 2^k ranks of another transport, with the largest possible k.
+    """A transport among the first 2^k ranks of another transport, for the largest possible k.
 
-    Each remaining rank sends its values to a partner among these ranks and receives the results from the partner.
+    Each remaining rank sends its values to a partner among the first 2^k ranks and receives the results from it.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -99,25 +99,25 @@ class PowerOfTwo:
         self._has_partner = self._partner < transport.size
 
     def delegate(self, tensor: Tensor, result: Tensor) -> Steps:
-        """Send the values to the partner and receive the result; for the remaining ranks."""
+        """Send the values to the partner and receive the result; called by the remaining ranks."""
         yield self.send(tensor, self._partner)
         yield self.recv(result, self._partner)
 
     def combine_outside(self, tensor: Tensor, combine: Combine) -> Steps:
-        """Receive and combine the values of the remaining rank; call this before the exchange."""
+        """Receive the partner's values and combine them with `tensor`; called before the exchange."""
         if self._has_partner:
             spare = torch.empty_like(tensor)
             yield self.recv(spare, self._partner)
             combine(tensor, tensor, spare)
 
     def send_outside(self, result: Tensor) -> Steps:
-        """Send the result to the remaining rank; call this after the exchange."""
+        """Send the result to the partner; called after the exchange."""
         if self._has_partner:
             yield self.send(result, self._partner)
 
 
 def in_order(combine: Combine, own: Tensor, other: Tensor, own_first: bool) -> None:
-    """Compute own = own op other with the same operand order on both ranks, for bitwise equal results."""
+    """Combine `other` into `own`, with the same operand order on both ranks for bitwise equal results."""
     if own_first:
         combine(own, own, other)
     else:

@@ -1,11 +1,11 @@
-"""Measured times of the algorithms, and predictions for other sizes and numbers of hosts.
+"""Measured times for the algorithms, and predictions for other sizes and numbers of hosts.
 
-For a measured number of hosts, times between two sizes are interpolated linearly.  For other numbers of hosts, the cost
-model of each algorithm predicts the time, with the latency and the seconds per byte that fit all measurements of the
-link best.
+For a measured number of hosts, times between two measured sizes are interpolated linearly.  For other numbers of hosts,
+the cost model of each algorithm predicts the time.  Its latency and seconds per byte are fitted to all measurements of
+the link.
 
-All hosts of a group must make the same decision.  This module therefore uses only + - * / and sums that are rounded
-once: their results are bitwise equal on all machines.
+All hosts in a group must make the same decision.  This module therefore uses only + - * / and sums that are rounded
+once, whose results are bitwise equal on all machines.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ COSTS: dict[str, Cost] = {
 
 
 class TableError(ValueError):
-    """A file is not a valid table of measurements; the message names the file and the fault."""
+    """Raised for an invalid table of measurements; the message names the file and the problem."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The cost of a message: `latency_s`, plus `seconds_per_byte` for each byte."""
+    """The cost parameters of a message: its latency, and the time per byte."""
 
     latency_s: float
     seconds_per_byte: float
@@ -46,11 +46,11 @@ class Fit:
 
 @dataclass(frozen=True)
 class Link:
-    """The measurements of one kind of link.
+    """Measurements for one type of link.
 
-    `seconds[hosts][size][algorithm]` is the time of an all-reduce of `size` bytes.  `measured` describes the
-    measurement.  `leaders[size][leaders]` is the time in seconds of an all-reduce among all ranks of all hosts, for
-    information only.
+    `seconds[hosts][size][algorithm]` is the time in seconds for an all-reduce of `size` bytes.  `measured` describes
+    the measurement.  `leaders[size][leaders]` is the time in seconds for an all-reduce among all ranks on all hosts; it
+    is informational only.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Link:
 
     @cached_property
     def fit(self) -> Fit:
-        """Return the latency and seconds per byte with which the cost models fit all measurements best."""
+        """The latency and seconds per byte for which the cost models best fit all measurements."""
         return fit(
             [
                 (COSTS[name], hosts, size, seconds)
@@ -78,14 +78,14 @@ class Link:
         )
 
     def predict(self, algorithm: str, hosts: int, size: int) -> float:
-        """Return the seconds of an all-reduce from the measurements, or from the model if there are none."""
+        """Return the time in seconds of an all-reduce, from measurements if available, else from the cost model."""
         points = sorted(
             (at, times[algorithm]) for at, times in self.seconds.get(hosts, {}).items() if algorithm in times
         )
         if not points:
             return self.model(algorithm, hosts, size)
         (last, most) = points[-1]
-        if size >= last:  # extrapolate from the largest measured size, with the growth of the model
+        if size >= last:  # extrapolate the time for the largest measured size with the cost model
             return most * (self.model(algorithm, hosts, size) / self.model(algorithm, hosts, last))
         below = points[0]
         for above in points:
@@ -97,25 +97,25 @@ class Link:
         return below[1] + (above[1] - below[1]) * ((size - below[0]) / (above[0] - below[0]))
 
     def model(self, algorithm: str, hosts: int, size: int) -> float:
-        """Return the seconds according to the cost model."""
+        """Return the time in seconds according to the cost model."""
         return COSTS[algorithm](hosts, size, self.fit.latency_s, self.fit.seconds_per_byte)
 
     def without(self, hosts: int) -> Link | None:
-        """Return the link without the measurements of this number of hosts; None if no measurement remains."""
+        """Return the link without the measurements for this number of hosts, or None if none remain."""
         rest = {count: sizes for count, sizes in self.seconds.items() if count != hosts}
         return Link(self.name, rest) if rest else None
 
 
 @dataclass(frozen=True)
 class Table:
-    """Measurements of one or more links."""
+    """Measurements for one or more types of links."""
 
     links: tuple[Link, ...]
 
     def best(self, hosts: int, size: int) -> str:
-        """Return the algorithm for `size` bytes among `hosts` hosts.
+        """Return the best algorithm for `size` bytes among `hosts` hosts.
 
-        The link type is unknown, so this is the algorithm with the smallest worst-case slowdown over all links.
+        The link type is unknown, so this is the algorithm with the smallest worst-case slowdown over all link types.
         """
         worst = dict.fromkeys(COSTS, 0.0)
         for link in self.links:
@@ -140,12 +140,12 @@ class Table:
 
     @staticmethod
     def parse(text: str, name: str) -> Table:
-        """Return the table in a JSON text; a `TableError` names it `name`."""
+        """Parse a table from JSON; `name` identifies the table in a `TableError`."""
         try:
             content = json.loads(text)
             if content["version"] != VERSION:
                 raise TableError(
-                    f"{name}: expected version {VERSION} of the table, got version {content['version']}; create the table "
+                    f"{name}: expected table version {VERSION}, got version {content['version']}; create the table "
                     f"again with farandole tune"
                 )
             links = tuple(_link(each) for each in content["links"])
@@ -157,12 +157,15 @@ class Table:
                 f"{name}: expected a table written by farandole tune ({type(error).__name__}: {error})"
             ) from error
         if not complete:
-            raise TableError(f"{name}: expected measurements of {', '.join(COSTS)}, got only some of them")
+            raise TableError(
+                f"{name}: expected measurements for {', '.join(COSTS)}, got only some of them; create the table "
+                "again with farandole tune"
+            )
         return Table(links)
 
     @staticmethod
     def read(path: str) -> Table:
-        """Return the table in a file; raise `TableError` if the file cannot be read."""
+        """Read a table from a file; raise `TableError` if the file is unreadable or invalid."""
         try:
             with open(path) as file:
                 return Table.parse(file.read(), path)
@@ -171,17 +174,18 @@ class Table:
 
     @staticmethod
     def default() -> Table:
-        """Return the table of the package."""
+        """Return the package's table."""
         name = "table.json"
         return Table.parse((resources.files("farandole.comm.algorithms") / name).read_text(), name)
 
 
 def fit(points: list[tuple[Cost, int, int, float]]) -> Fit:
-    """Return the least-squares latency and seconds per byte of the points (cost, ranks, size, seconds).
+    """Return the least-squares latency and seconds per byte for points (cost, ranks, size, seconds).
 
-    The fit minimizes relative errors; absolute errors would weight large sizes only.  Neither result is below 0.
+    The fit minimizes relative errors, because large sizes would dominate absolute errors.  Both results are
+    non-negative.
     """
-    # cost is linear in both: seconds = a latency + b per byte; divided by seconds, 1 = a' latency + b' per byte
+    # each point gives a linear equation a * latency + b * seconds_per_byte = seconds, here divided by seconds
     rows = [(cost(n, size, 1.0, 0.0) / t, cost(n, size, 0.0, 1.0) / t) for cost, n, size, t in points]
     aa, ab, bb = (math.fsum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = math.fsum(row[0] for row in rows), math.fsum(row[1] for row in rows)

@@ -1,4 +1,4 @@
-"""Broadcast and reduce over a binomial tree (small tensors) or along a chain (large tensors)."""
+"""Broadcast and reduce over a binomial tree for small tensors, or along a chain for large tensors."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from farandole.comm.algorithms.steps import Combine, Steps
 from farandole.comm.transport import Transport
 
 CHAIN_BYTES = 1 << 16
-"""From this size on, the transmission time of a message exceeds its latency."""
+"""The message size in bytes above which the transmission time exceeds the latency, so that a chain is faster."""
 
 
 def broadcast(transport: Transport, tensor: Tensor, root: int) -> Steps:
-    """Copy the root's tensor to all ranks, along a tree or a chain depending on its size."""
+    """Copy the root's tensor to all other ranks, along a tree or a chain depending on its size."""
     small = tensor.numel() * tensor.element_size() < CHAIN_BYTES
     return binomial(transport, tensor, root) if small else chain(transport, tensor, root)
 
 
 def binomial(transport: Transport, tensor: Tensor, root: int) -> Steps:
-    """Broadcast in log2(p) (latency + S per byte): in step k, 2^k ranks hold the values and send them."""
+    """Broadcast over a binomial tree; in step k, 2^k ranks send the values.  Cost: log2(p) (latency + S per byte)."""
     n = transport.size
     place = (transport.rank - root) % n
     low = place & -place if place else 1 << math.ceil(math.log2(n)) if n > 1 else 1
@@ -37,7 +37,10 @@ def binomial(transport: Transport, tensor: Tensor, root: int) -> Steps:
 
 
 def chain(transport: Transport, tensor: Tensor, root: int) -> Steps:
-    """(p - 1) (latency + S per byte), but every link carries S once: windows of a large tensor follow each other."""
+    """Broadcast along a chain; cost (p - 1) (latency + S per byte).
+
+    Each link carries the values once, so windows of a large tensor can be pipelined.
+    """
     n = transport.size
     place = (transport.rank - root) % n
     if place:
@@ -47,13 +50,13 @@ def chain(transport: Transport, tensor: Tensor, root: int) -> Steps:
 
 
 def reduce(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
-    """Reduce the tensors of all ranks into the root's; the tensors of other ranks may be overwritten."""
+    """Reduce the tensors of all ranks into the root's tensor; tensors on other ranks may be overwritten."""
     small = tensor.numel() * tensor.element_size() < CHAIN_BYTES
     return (reduce_binomial if small else reduce_chain)(transport, tensor, root, combine)
 
 
 def reduce_binomial(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
-    """Reduce in log2(p) (latency + S per byte): in step k, ranks at distance 2^k send totals towards the root."""
+    """Reduce over a binomial tree; in step k, totals move 2^k ranks.  Cost: log2(p) (latency + S per byte)."""
     n = transport.size
     place = (transport.rank - root) % n
     spare, distance = torch.empty_like(tensor), 1
@@ -67,7 +70,10 @@ def reduce_binomial(transport: Transport, tensor: Tensor, root: int, combine: Co
 
 
 def reduce_chain(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
-    """(p - 1) (latency + S per byte), but every link carries S once: windows of a large tensor follow each other."""
+    """Reduce along a chain; cost (p - 1) (latency + S per byte).
+
+    Each link carries the values once, so windows of a large tensor can be pipelined.
+    """
     n = transport.size
     place = (transport.rank - root) % n
     if place < n - 1:
@@ -79,10 +85,10 @@ def reduce_chain(transport: Transport, tensor: Tensor, root: int, combine: Combi
 
 
 def binomial_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Return the seconds for `size` bytes."""
+    """Return the time in seconds for `size` bytes."""
     return math.ceil(math.log2(ranks)) * (latency_s + size * seconds_per_byte)
 
 
 def chain_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Return the seconds for `size` bytes that are sent as one message."""
+    """Return the time in seconds for `size` bytes that are sent as one message."""
     return (ranks - 1) * (latency_s + size * seconds_per_byte)

@@ -1,1 +1,1 @@
-"""The backends of `torch.distributed`: process groups over a `Communicator`, and their creation."""
+"""The `torch.distributed` backends: process groups over a `Communicator`, and their creation."""

@@ -1,4 +1,4 @@
-"""Normalization of the arguments of torch's methods: lists of tensors, option objects, keywords."""
+"""Normalization of arguments to torch's methods: tensor lists, option objects and keywords."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from farandole.comm.dense import plain
 
 
 def tensor_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors of a call that takes one tensor or a list."""
+    """Return the argument of a call that accepts one tensor or a list, as a list."""
     return [plain(tensors)] if isinstance(tensors, Tensor) else [plain(tensor) for tensor in tensors]
 
 
 def tensors_of(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors of a call; raise ValueError if there are none."""
+    """Return the tensors for a call; raise ValueError if there are none."""
     found = tensor_list(tensors)
     if not found:
         raise ValueError(f"{call}: expected tensors, got an empty list")
@@ -27,16 +27,16 @@ def tensors_of(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def one_tensor(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Return the only tensor of a call as a list; raise ValueError if there is none or more than one."""
+    """Return the only tensor for a call as a list; raise ValueError unless there is exactly one."""
     found = tensor_list(tensors)
     if len(found) != 1:
-        hint = "; try all_reduce_coalesced" if call == "all_reduce" and found else ""
+        hint = "; use all_reduce_coalesced" if call == "all_reduce" and found else ""
         raise ValueError(f"{call}: expected one tensor per rank, got {len(found) or 'an empty list'}{hint}")
     return found
 
 
 def one_list(call: str, tensors: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Return the only list of tensors of a call, in a list; raise ValueError if there is none or more than one."""
+    """Return a list with the only tensor list for a call; raise ValueError unless there is exactly one."""
     lists = [tensors] if tensors and isinstance(tensors[0], Tensor) else tensors
     if len(lists) != 1:
         raise ValueError(
@@ -64,11 +64,11 @@ _KEYWORDS = {
     "dstRank": "peer",
     "srcRank": "peer",
 }
-"""The arguments of torch's methods, by torch's names."""
+"""The argument names of torch's methods."""
 
 
 def torch_keywords(method: Method) -> Method:
-    """Let a method accept the keywords of torch's method of the same name."""
+    """Let a method accept the keyword arguments of the torch method with the same name; a decorator."""
     names = list(inspect.signature(method).parameters)
 
     @functools.wraps(method)
@@ -85,7 +85,7 @@ def torch_keywords(method: Method) -> Method:
 
 
 def options_of(given: Any, kind: type, **fields: Any) -> Any:
-    """Return the given options, or new options if the call has plain arguments instead."""
+    """Return the given options object, or default options if the argument is not an options object."""
     if hasattr(given, "asyncOp"):
         return given
     made = kind()

@@ -1,4 +1,4 @@
-"""Creation of groups of the backend `farandole`, for `torch.distributed` and `Communicator.split`."""
+"""Creation of `farandole` groups for `torch.distributed` and `Communicator.split`."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def form(
     timeout: timedelta,
     options: Options,
 ) -> GroupCore:
-    """Create a group of some ranks of an endpoint; called by exactly these ranks.
+    """Create a group of the endpoint ranks `members`; exactly these ranks call this function.
 
-    `ranks` are the rank numbers for messages to users.  `name` distinguishes groups that are created at the same time.
+    `ranks` are the rank numbers in error messages.  `name` distinguishes groups that are created at the same time.
     """
     hosts = endpoint.hosts_of(members)
     table = options.measurements() if len(hosts) > 1 else None
@@ -75,7 +75,7 @@ def form(
         core = HierarchicalCore(
             Hosts(host, hosts, options.leaders, transport), Choice(options.algorithm, table, options.exchange)
         )
-    # all members count alike, because they create groups of the same ranks in the same order
+    # counts are equal on all members, which create groups of the same ranks in the same order
     made: Counter[tuple[int, ...]] = Counter()
 
     def form_subgroup(chosen: Sequence[int]) -> GroupCore:
@@ -84,7 +84,7 @@ def form(
         made[tuple(chosen)] += 1
         part_who = f"group {part_name!r} (ranks {', '.join(map(str, numbers))})"
         subgroup = form(endpoint, part, numbers, part_name, part_who, host.timeout, options)
-        subgroup.takes_devices = True  # this group has no torch group for CUDA tensors
+        subgroup.takes_devices = True  # there is no torch group for CUDA tensors
         return subgroup
 
     core.form_subgroup = form_subgroup
@@ -93,7 +93,7 @@ def form(
 
 
 def _endpoint_of(ranks: Sequence[int], is_default: bool) -> Endpoint | None:
-    """Return the endpoint of the default group if it can serve a group of these ranks, else None."""
+    """Return the default group's endpoint if a group of these ranks can use it, else None."""
     if is_default or not dist.is_initialized():
         return None
     host = getattr(dist.group.WORLD, "_host", None)
@@ -105,12 +105,13 @@ def _endpoint_of(ranks: Sequence[int], is_default: bool) -> Endpoint | None:
 def _inter_node_transport(
     options: Options, host: HostGroup, hosts: list[list[int]], timeout: timedelta
 ) -> Transport | None:
-    """Return the transport between this leader and its peers; None for the transport of the C core."""
+    """Return the transport between this leader and its peers, or None for the C core's transport."""
     if options.transport == "tcp":
         return None
     if options.transport == "nccl" and not has_nccl():
         raise ValueError(
-            "transport='nccl' needs a CUDA device and a torch with NCCL, got no device or no NCCL; try transport='tcp'"
+            "transport='nccl': expected a CUDA device and a torch with NCCL, got no device or no NCCL; use "
+            "transport='tcp'"
         )
     number = host.rank
     if number >= min(len(ranks) for ranks in hosts):
@@ -120,7 +121,7 @@ def _inter_node_transport(
     if options.transport == "mpi":
         from farandole.comm.mpi.transport import MpiTransport  # loads MPI
 
-        who = f"the leaders {number} of {host.membership.group}"
+        who = f"the transport between leaders number {number} of {host.membership.group}"
         return MpiTransport.connect(store, index, len(hosts), timeout, who)
     if options.transport == "nccl":
         upward, downward = (

@@ -1,4 +1,4 @@
-"""The backend object that a process group returns to torch for CPU tensors."""
+"""The backend object that torch obtains from a process group for CPU tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 @exclude_from_dynamo
 class LazyBackend(NoCapabilities):
-    """The result of `_get_backend` for CPU tensors, which creates torch's Gloo backend on first use.
+    """The result of `_get_backend` for CPU tensors, which creates a Gloo backend on first use.
 
-    Creating a Gloo backend is a collective call, but torch mostly queries only capabilities, sometimes on one rank.
-    This class answers these queries itself.  `__class__` returns Gloo's class, because torch sets timeouts by class.
+    Creating a Gloo backend is a collective call, but torch usually queries only the capabilities, sometimes on only one
+    rank.  This class answers these queries itself.  `__class__` returns Gloo's class, because torch checks the class
+    before it sets a timeout.
     """
 
     def __init__(self, group: FarandoleProcessGroup) -> None:
@@ -31,7 +32,7 @@ class LazyBackend(NoCapabilities):
         return dist.ProcessGroupGloo
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return False: buffers come from `Communicator.empty`."""
+        """Return False; `Communicator.empty` allocates buffers instead."""
         return False
 
     def name(self) -> str:

@@ -1,13 +1,13 @@
-"""The process group of the backends, which maps torch's methods and option objects to a `Communicator`.
+"""The process group class, which maps torch's methods and option objects to a `Communicator`.
 
 The methods have the names and arguments that torch uses from Python and, through pybind11, from C++ (DDP's reducer,
-functional collectives, autograd).  torch 2.13 renamed some methods; the class has both names.  A tensor that the
-communicator does not support goes to an inner process group of torch, created on first use: NCCL for CUDA tensors, Gloo
-for sparse tensors.  NCCL refuses ranks that share a device, so their CUDA tensors are copied to the host.
+functional collectives, autograd).  Methods renamed in torch 2.13 have both names.  Tensors that the communicator does
+not support use an inner torch process group that is created on first use: NCCL for CUDA tensors, and Gloo for sparse
+tensors.  If ranks share a device, which NCCL rejects, their CUDA tensors are copied to the host.
 """
 
 # mypy: disable-error-code="override,assignment,attr-defined"
-# torch's stubs have one overload per spelling, and methods here accept all spellings; the stubs lack AllgatherOptions
+# torch's stubs declare one overload per call form, but these methods accept all forms; the stubs lack AllgatherOptions
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ from farandole.native import Call as CallRecord
 
 _NO_TIMEOUT = timedelta(0)
 Pair = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""Outputs and inputs of one call."""
+"""The outputs and inputs of one call."""
 
 
 @exclude_from_dynamo
 class FarandoleProcessGroup(dist.ProcessGroup):
-    """A process group of the backend `farandole` or `farandole-mpi`, created by `torch.distributed`.
+    """A process group with the backend `farandole` or `farandole-mpi`, created by `torch.distributed`.
 
     Args:
-        store: The store through which torch's own groups over the same ranks connect.
+        store: The store through which inner torch groups connect.
         rank: This rank in the group.
         size: The number of ranks.
-        timeout: How long a call waits for the other ranks.
+        timeout: How long a call may wait for other ranks.
         name: The name of the group.
-        core: The implementation; None if the C core is missing, in which case Gloo serves every call.
-        address: The address at which torch's own groups listen; None for the default of torch.
-        backend: The name of the backend in torch.
+        core: The implementation, or None if the C core is missing and Gloo runs every call.
+        address: The address on which inner torch groups listen, or None for torch's default.
+        backend: The backend's name in torch.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         self._host = core.host if core is not None else None
         self._default_backend = register_default_backend(self, rank, size, backend)
 
-    # ---- properties that torch reads ----
+    # ---- properties read by torch ----
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's spelling
         """Return the name of the backend."""
@@ -154,42 +154,42 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     get_backend = _get_backend
 
     def _inner(self, tensors: Sequence[Tensor] = ()) -> dist.ProcessGroup:
-        """Return torch's own group for these tensors; creating the group for CPU tensors is a collective call."""
+        """Return the inner torch group for these tensors; creating a group for CPU tensors is a collective call."""
         return self._dispatcher.fallback_for(tensors).group
 
     # ---- shutdown ----
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a call waits for the other ranks."""
+        """Set how long a call may wait for other ranks."""
         self._timeout = timeout
         self._dispatcher.core.set_timeout(timeout)
         self._fallback.set_timeout(timeout)
         self._device_fallback.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Leave the group and notify the ranks that still wait for this one."""
+        """Leave the group and notify the ranks that are waiting for this rank."""
         self._dispatcher.close()
 
     def abort(self) -> None:
-        """Leave the group immediately; pending calls of all threads fail."""
+        """Leave the group immediately and fail the pending calls of all threads."""
         self._dispatcher.abort()
 
     def abandon(self, note: str, patience_s: float) -> None:
-        """Notify the other ranks of the end of the program and stop the threads."""
+        """Leave the group at program exit: notify the other ranks and stop the threads."""
         self._dispatcher.abandon(note, patience_s)
 
     # ---- for benchmarks ----
 
     @property
     def hosts(self) -> list[list[int]]:
-        """The ranks of each host."""
+        """The ranks on each host."""
         core = self._dispatcher.core
         return core.hosts.members if isinstance(core, HierarchicalCore) else [list(range(self._size))]
 
     def between(self, ranks: Sequence[int], channel: int) -> WireTransport:
-        """Return a transport of the C core among some ranks, including this one, on a separate channel.
+        """Return a C core transport among some ranks, including this rank, on a separate channel.
 
-        Collectives use channels 1 and 2.
+        Channels 1 and 2 are reserved for collectives.
 
         Raises:
             RuntimeError: The C core is missing.
@@ -197,25 +197,26 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return WireTransport(self._native_host(), ranks, channel)
 
     def combine(self, dtype: torch.dtype, reduction: str) -> Combine:
-        """Return the C core's reduction of two tensors; raise RuntimeError if the C core is missing."""
+        """Return the C core's reduction for two tensors; raise RuntimeError if the C core is missing."""
         return combine_in_core(self._native_host(), dtype, REDUCTION_NAMES.index(reduction))
 
     def _native_host(self) -> Any:
         if self._host is None:
             raise RuntimeError(
-                f"group {self._group_name!r}: this operation needs the C core, but the group communicates through Gloo"
+                f"group {self._group_name!r}: this operation needs the C core, but the group communicates through "
+                "Gloo; see `farandole info` for the reason"
             )
         return self._host
 
     def allocate_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor in memory that all ranks of this host share; see `Communicator.empty`."""
+        """Return a tensor in memory shared by all ranks of this host; see `Communicator.empty`."""
         return self._dispatcher.allocate(shape, dtype)
 
     # ---- reductions ----
 
     @torch_keywords
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """Reduce a tensor over all ranks, in place."""
+        """Reduce a tensor over all ranks in place."""
         path = self._path(opts, timeout)
         if path and type(tensors) is list and len(tensors) == 1:
             work: dist.Work | None = path.all_reduce(tensors[0], hash(opts.reduceOp))
@@ -229,7 +230,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return work or self._inner(tensors).allreduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Reduce a list of tensors over all ranks, in place."""
+        """Reduce a list of tensors over all ranks in place."""
         tensors, opts = (
             tensors_of("all_reduce_coalesced", tensors),
             options_of(opts, dist.AllreduceCoalescedOptions),
@@ -244,7 +245,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Reduce over all ranks into the tensor of the root."""
+        """Reduce a tensor over all ranks into the root's tensor."""
         path = self._path(opts, timeout)
         if path and type(tensors) is list and len(tensors) == 1:
             work: dist.Work | None = path.reduce(tensors[0], hash(opts.reduceOp), opts.rootRank)
@@ -260,7 +261,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Reduce lists of tensors, one per rank and possibly of different lengths, and keep this rank's tensor."""
+        """Reduce lists with one tensor per rank, possibly of different lengths, and store this rank's tensor."""
         outputs, inputs = one_tensor("reduce_scatter", outputs), one_list("reduce_scatter", inputs)
         opts = options_of(opts, dist.ReduceScatterOptions, reduceOp=opts)
         work = self._issue(table.REDUCE_SCATTER, [(outputs, inputs[0])], opts, timeout)
@@ -270,7 +271,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Reduce one tensor of equal parts and keep this rank's part."""
+        """Reduce a tensor with equal parts and store this rank's part in `output`."""
         path = self._path(opts, timeout)
         if path and (work := path.reduce_scatter(output, input, hash(opts.reduceOp))):
             return work
@@ -295,7 +296,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
 
     @torch_keywords
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """Copy the root's tensor to all ranks."""
+        """Copy the root's tensor to all other ranks."""
         path = self._path(opts, timeout)
         if path and type(tensors) is list and len(tensors) == 1:
             work: dist.Work | None = path.broadcast(tensors[0], opts.rootRank)
@@ -313,7 +314,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Collect the tensors of all ranks, possibly of different lengths, in a list on every rank."""
+        """Gather the tensors of all ranks, possibly of different lengths, into a list on every rank."""
         path = self._path(opts, timeout)
         if path and len(inputs) == len(outputs) == 1 and (work := path.all_gather(outputs[0], inputs[0])):
             return work
@@ -325,12 +326,12 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Run `allgather` for each input; `outputs[r]` holds all tensors of rank r."""
+        """Run `allgather` for each input; `outputs[r]` receives all tensors from rank r."""
         same_count("all_gather_coalesced", "the output list", len(outputs), "the group", self._size)
         inputs, opts = tensors_of("all_gather_coalesced", inputs), options_of(opts, AllgatherOptions)
         for parts in outputs:
             same_count(
-                "all_gather_coalesced", "the list of a rank", len(parts), "the input list", len(inputs)
+                "all_gather_coalesced", "a rank's output list", len(parts), "the input list", len(inputs)
             )
         pairs = [
             (tensor_list(parts), [input])
@@ -342,7 +343,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Concatenate every rank's tensor of the same length."""
+        """Gather every rank's tensor, all of the same length, into one output tensor."""
         path = self._path(opts, timeout)
         if path and (work := path.all_gather(output, input)):
             return work
@@ -366,7 +367,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def gather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Collect every rank's tensor in a list on the root."""
+        """Gather every rank's tensor into a list on the root."""
         outputs, inputs = one_list("gather", outputs or [[]]), one_tensor("gather", inputs)
         opts = options_of(opts, dist.GatherOptions, rootRank=opts)
         pairs = [(outputs[0], inputs)]
@@ -376,12 +377,12 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Concatenate every rank's tensor on the root; `output` is unused on other ranks."""
+        """Gather every rank's tensor into one tensor on the root; `output` is unused on other ranks."""
         opts = options_of(opts, dist.GatherOptions, rootRank=opts)
         if self._rank != opts.rootRank:
             return self.gather([], [input], opts, timeout)
         all_inputs = input.numel() * self._size
-        same_count("gather", "the output", output.numel(), "inputs of all", all_inputs)
+        same_count("gather", "the output", output.numel(), "all inputs together", all_inputs)
         parts = [part.view(input.shape) for part in output.view(self._size, input.numel())]
         return self.gather([parts], [input], opts, timeout)
 
@@ -391,7 +392,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Give every rank its tensor of the root's list."""
+        """Send each tensor in the root's list to the corresponding rank."""
         outputs, inputs = one_tensor("scatter", outputs), one_list("scatter", inputs or [[]])
         opts = options_of(opts, dist.ScatterOptions, rootRank=opts)
         pairs = [(outputs, inputs[0])]
@@ -417,7 +418,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        """Exchange parts of two tensors, split along dimension 0 (evenly without splits)."""
+        """Exchange parts of two tensors, split along dimension 0, evenly if no splits are given."""
         path = None if output_splits or input_splits else self._path(opts, timeout)
         if path and (work := path.all_to_all(output, input)):
             return work
@@ -433,7 +434,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """Wait until every rank has called it."""
+        """Block until every rank has called this method."""
         path = self._path(opts, timeout)
         if path and (work := path.barrier()):
             return work
@@ -441,11 +442,11 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return self._issue(table.BARRIER, [([], [])], opts, timeout) or self._inner().barrier(opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait until every rank has called this method; the error of a timeout names one or all late ranks.
+        """Block until every rank has called this method; a timeout error names one or all late ranks.
 
         Args:
-            timeout: By default the timeout of the group.
-            wait_all_ranks: Name all late ranks of this host.
+            timeout: The timeout; by default the group's timeout.
+            wait_all_ranks: Name all late ranks on this host instead of one late rank.
         """
         opts = dist.BarrierOptions()
         opts.asyncOp = False
@@ -457,24 +458,24 @@ class FarandoleProcessGroup(dist.ProcessGroup):
                 raise
             raise RankLate(f"{error}; {self._dispatcher.core.whereabouts()}") from error
 
-    # ---- point to point ----
+    # ---- point-to-point ----
 
     @torch_keywords
     def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
-        """Start to send a tensor to a rank of the group and return immediately."""
+        """Start sending a tensor to a rank of the group and return immediately."""
         if len(tensors) == 1 and (work := self._direct.post(tensors[0], peer, tag, sends=True)):
             return work
         return self.communicator.post(one_tensor("send", tensors)[0], peer, tag, sends=True)
 
     @torch_keywords
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
-        """Start to receive a tensor from a rank of the group and return immediately."""
+        """Start receiving a tensor from a rank of the group and return immediately."""
         if len(tensors) == 1 and (work := self._direct.post(tensors[0], peer, tag, sends=False)):
             return work
         return self.communicator.post(one_tensor("recv", tensors)[0], peer, tag, sends=False)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
-        """Start to receive a tensor from any rank of the group and return immediately."""
+        """Start receiving a tensor from any rank of the group and return immediately."""
         return self.communicator.post(
             one_tensor("recv_anysource", tensors)[0], 0, tag, sends=False, any_rank=True
         )
@@ -489,7 +490,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     # ---- calls ----
 
     def _path(self, opts: Any, timeout: timedelta | None) -> Any:
-        """Return the fast path for common cases; None for a call with its own timeout."""
+        """Return the fast path for common cases, or None for a call with a separate timeout."""
         begun = getattr(opts, "asyncOp", None)
         if begun is None or timeout is not None or opts.timeout > _NO_TIMEOUT:
             return None
@@ -505,10 +506,10 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         written: Sequence[Tensor] | None = None,
         copies: Sequence[Tensor] = (),
     ) -> dist.Work | None:
-        """Run one call per pair as one work; return None if torch's own group must serve the call.
+        """Run one call per pair as one work object; return None if the inner torch group must run the call.
 
         Args:
-            written: The tensors that the work writes; by default the outputs.
+            written: The tensors that the work object writes; by default the outputs.
             copies: Outputs that are copied to `written` at the end.
         """
         tensors = [each for outputs, inputs in pairs for each in (*outputs, *inputs)]
@@ -527,7 +528,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return self._dispatcher.issue(_in_turn(calls), written, opts.asyncOp, timeout_s=seconds)
 
     def _agree_on_sparse(self, operation: Operation, tensors: Sequence[Tensor], opts: Any) -> None:
-        """Compare a call with a sparse tensor with the calls of other ranks, whose tensors may be dense."""
+        """Check that all ranks make the same call if a tensor is sparse; other ranks may pass dense tensors."""
         core = self._dispatcher.core
         if self._host is None or not isinstance(core, GroupCore):
             return
@@ -551,7 +552,7 @@ def _copy_back(tensors: Sequence[Tensor], copies: Sequence[Tensor], flags: int) 
 
 
 def _in_turn(calls: Sequence[Call]) -> Call:
-    """Return a call that runs several calls in order."""
+    """Return a callable that runs several calls in order."""
     if len(calls) == 1:
         return calls[0]
 

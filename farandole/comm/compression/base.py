@@ -1,4 +1,4 @@
-"""The base classes of compressions: the settings, and the state of one tensor that is reduced repeatedly."""
+"""The base classes for compression settings, and for the state of a tensor that is reduced repeatedly."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ from farandole.comm.algorithms.steps import Reduce, Steps
 from farandole.comm.transport import Transport
 
 Parameters = Sequence[tuple[int, Sequence[int]]]
-"""The tensors inside a flat tensor: (first element, shape) of each."""
+"""The tensors within a flat tensor, as pairs (first element, shape)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compression(ABC):
-    """The settings of a compression, equal on all ranks.
+    """Compression settings, which must be equal on all ranks.
 
-    With `error_feedback` the compression error of a message is added to the next message of the same tensor.
+    If `error_feedback` is set, each message's compression error is added to the tensor's next message.
     """
 
     error_feedback: bool = True
 
     def for_tensor(self, count: int, parameters: Parameters = (), exact: int = 0) -> Compressor:
-        """Return the compressor of one tensor.
+        """Return the compressor for one tensor.
 
         Args:
             count: The number of elements.
-            exact: How many elements at the end are not compressed.
-            parameters: The tensors inside a flat tensor; only PowerSGD uses them.
+            parameters: The tensors within a flat tensor; only PowerSGD uses them.
+            exact: The number of elements at the end that are not compressed.
         """
         if count < 0 or not 0 <= exact <= count:
-            raise ValueError(f"expected exact between 0 and {count} elements, got {exact}")
+            raise ValueError(f"expected exact to be between 0 and count={count}, got {exact}")
         ends = [first + torch.Size(shape).numel() for first, shape in parameters]
         starts = [first for first, _ in parameters]
         if any(a > b for a, b in zip([0, *ends], [*starts, count - exact], strict=True)):
             raise ValueError(
-                f"expected parameters in order and within the {count - exact} elements that are compressed"
+                f"expected parameters in increasing order within the first {count - exact} elements, which are "
+                "compressed, "
+                f"got {list(parameters)}"
             )
         return self._compressor(count, parameters, exact)
 
@@ -50,10 +52,10 @@ class Compression(ABC):
 
 
 class Compressor(ABC):
-    """The state of one tensor of one group; on a leader, of its shares of the tensor.
+    """The compression state for one tensor in one group; each leader stores the state for its shares.
 
-    `state` maps names to tensors, for a checkpoint of this rank.  Tensors whose name starts with "residual" have the
-    unit of the tensor's reduced values.
+    `state` maps names to tensors and belongs in this rank's checkpoint.  Tensors whose names start with "residual" have
+    the same scale as the tensor's reduced values.
     """
 
     def __init__(self, compression: Compression, count: int, parameters: Parameters, exact: int) -> None:
@@ -65,21 +67,24 @@ class Compressor(ABC):
         self._use: tuple[weakref.ref[object], str] | None = None
 
     def bind(self, group: object, op: str) -> None:
-        """Record the group and the reduction; raise ValueError if they change, as residuals would be wrong."""
+        """Record the group and the reduction; raise ValueError if they change, because residuals would be wrong."""
         if self._use is None:
             self._use = weakref.ref(group), op
         before, op_before = self._use
         if before() is not group:
             raise ValueError(
-                "this compressor belongs to another group; create one for this group with `for_tensor`"
+                "expected a compressor for this group, got one that belongs to another group; create a compressor "
+                "for this "
+                "group with `for_tensor`"
             )
         if op != op_before:
             raise ValueError(
-                f"expected reduction {op_before!r} as in earlier calls of this compressor, got {op!r}; create another compressor"
+                f"expected reduction {op_before!r}, as in earlier calls with this compressor, got {op!r}; create "
+                "another compressor"
             )
 
     def windows(self, leaders: int, length: int) -> Iterator[list[int]]:
-        """Divide the tensor into windows of about `length` elements; return the bounds of each leader's share."""
+        """Split the tensor into windows of about `length` elements; yield the bounds of the leaders' shares."""
         end = self.count - self.exact
         for start in range(0, end, length):
             size = min(length, end - start)
@@ -89,13 +94,13 @@ class Compressor(ABC):
     def reduce(
         self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
     ) -> Steps:
-        """Sum `share` times `factor` over the hosts, in place; all hosts get bitwise equal results.
+        """Sum `share` times `factor` over the hosts in place; all hosts get bitwise equal results.
 
-        The share is fp32 and starts at element `start` of the tensor.  `exactly` sums a tensor without compression.
+        The fp32 share starts at element `start` of the tensor.  `exactly` sums a tensor without compression.
         """
 
     def residual(self, start: int, share: Tensor) -> Tensor | None:
-        """Return the accumulated compression error of a share; None without error feedback."""
+        """Return the accumulated compression error for a share, or None without error feedback."""
         if not self._keeps_residuals:
             return None
         name = f"residual.{start}"
@@ -106,13 +111,13 @@ class Compressor(ABC):
         return self.state[name]
 
     def scale_residuals(self, factor: float) -> None:
-        """Scale the residuals when the unit of the tensor's values changes (a new loss scale)."""
+        """Multiply the residuals by `factor` when the loss scale changes."""
         for name, value in self.state.items():
             if name.startswith("residual"):
                 value.mul_(factor)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore an earlier `state`."""
+        """Restore a saved `state`."""
         self.state = {name: value.clone() for name, value in state.items()}
 
 
@@ -123,6 +128,6 @@ def compensated(share: Tensor, factor: float, residual: Tensor | None) -> Tensor
 
 
 def remember(residual: Tensor | None, missed: Tensor) -> None:
-    """Store the compression error; where the error is infinite or NaN, keep the previous residual."""
+    """Store the compression error as the residual, except where the error is infinite or NaN."""
     if residual is not None:
         torch.where(missed.isfinite(), missed, residual, out=residual)

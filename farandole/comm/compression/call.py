@@ -1,4 +1,4 @@
-"""The compressed all-reduce: validation of tensors and groups, and the call."""
+"""The compressed all-reduce and its argument validation."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check(comm: Communicator, tensor: Tensor) -> None:
-    """Raise TypeError or ValueError unless tensors like this one can be compressed on this communicator."""
+    """Raise TypeError or ValueError unless this communicator can compress tensors like this one."""
     if tensor.dtype not in SUPPORTED:
         names = ", ".join(str(kind) for kind in SUPPORTED)
         raise TypeError(
-            f"compression: expected one of {names}, got {tensor.dtype}; convert the tensor or reduce without compression"
+            f"compression: expected one of {names}, got {tensor.dtype}; convert the tensor or reduce without "
+            "compression"
         )
     dispatcher = comm.dispatcher
     if isinstance(dispatcher.core, TorchCore):
         if dispatcher.fallback is not None:
-            raise ValueError("compression needs the C core, which is missing; reduce without compression")
+            raise ValueError("compression: expected the C core, which is missing; reduce without compression")
         raise ValueError(
-            f"compression: expected a group of the backend 'farandole', got a group of {dispatcher.core.name}"
+            f"compression: expected a group with the backend 'farandole', got a group with {dispatcher.core.name}; "
+            f"reduce without compression"
         )
     if not dispatcher.serves([tensor]):
         raise ValueError(
@@ -45,7 +47,7 @@ def check(comm: Communicator, tensor: Tensor) -> None:
 def compressed_all_reduce(
     comm: Communicator, tensor: Tensor, op: str, compression: Compressor | Compression, async_op: bool
 ) -> dist.Work | None:
-    """Run a compressed all-reduce, as `Communicator.all_reduce`; raise ValueError or TypeError for invalid arguments."""
+    """Run `Communicator.all_reduce` with compression; raise ValueError or TypeError for invalid arguments."""
     if op not in ("sum", "avg"):
         raise ValueError(
             f"compression: expected the reduction 'sum' or 'avg', got {op!r}; reduce without compression"
@@ -54,8 +56,9 @@ def compressed_all_reduce(
     if isinstance(compression, Compression):
         if compression.error_feedback:
             raise ValueError(
-                f"{compression} keeps the error of each message for the next call: create a compressor once with "
-                f"for_tensor({tensor.numel()}) and pass the compressor, or set error_feedback=False"
+                f"compression: expected a compressor, because {compression} uses error feedback, got only the "
+                "settings; "
+                f"create a compressor once with for_tensor({tensor.numel()}), or set error_feedback=False"
             )
         compression = compression.for_tensor(tensor.numel())
     if not isinstance(compression, Compressor):
@@ -64,7 +67,8 @@ def compressed_all_reduce(
         )
     if tensor.numel() != compression.count:
         raise ValueError(
-            f"compression: expected {compression.count} elements, as given to for_tensor, got {tensor.numel()}"
+            f"compression: expected {compression.count} elements, as passed to for_tensor, got {tensor.numel()}; "
+            "create another compressor"
         )
     core, compressor = comm.dispatcher.core, compression
     if not isinstance(core, HierarchicalCore):

@@ -1,4 +1,4 @@
-"""Element-wise compression: 16-bit floats, and 8-bit integers with a scale for each block of values."""
+"""Element-wise compression to 16-bit floats, or to 8-bit integers with one scale per block of values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCKS = range(16, 4096 + 1)
 
 @dataclass(frozen=True)
 class Cast(Compression):
-    """Compress fp32 to 16-bit floats: half the bytes.  bf16 keeps the range; fp16 keeps three more bits of precision."""
+    """Compresses fp32 to 16-bit floats, half the size.  bf16 keeps the range; fp16 has three more bits of precision."""
 
     dtype: torch.dtype = torch.bfloat16
     error_feedback: bool = field(default=False, kw_only=True)
@@ -35,9 +35,10 @@ class Cast(Compression):
 
 @dataclass(frozen=True)
 class Int8(Compression):
-    """Compress fp32 to 8-bit integers in units of amax / 127 of each `block` of values: a quarter of the bytes.
+    """Compresses fp32 to 8-bit integers, about a quarter of the size, with the scale amax / 127 per block.
 
-    A block that contains an infinity or a NaN is decoded as NaN.
+    A block with an infinity or a NaN is decoded as NaN.  `block` is the number of values per block.
+
     T. Dettmers: 8-bit approximations for parallelism in deep learning (2016).
     """
 
@@ -46,7 +47,7 @@ class Int8(Compression):
     def __post_init__(self) -> None:
         if self.block not in _BLOCKS:
             raise ValueError(
-                f"Int8: expected block between {_BLOCKS[0]} and {_BLOCKS[-1]} values, got {self.block}"
+                f"Int8: expected block to be between {_BLOCKS[0]} and {_BLOCKS[-1]}, got {self.block}"
             )
 
     def _compressor(self, count: int, parameters: Parameters, exact: int) -> Compressor:
@@ -55,7 +56,7 @@ class Int8(Compression):
 
 @dataclass(frozen=True)
 class Codec:
-    """Encoding of values to messages by the C core (`native/codecs.inc`)."""
+    """Encodes values as messages with the C core (`native/codecs.inc`)."""
 
     dtype: torch.dtype
     block: int
@@ -70,7 +71,7 @@ class Codec:
     def encode(
         self, x: Tensor, factor: float, residual: Tensor | None, decoded: Tensor | None = None
     ) -> Tensor:
-        """Return the message of x * factor + residual; store the error in `residual` and the values in `decoded`."""
+        """Return the encoded x * factor + residual; store the error in `residual`, decoded values in `decoded`."""
         message = self.message(x.numel())
         status = native.library().frd_encode(
             TYPES[self.dtype],
@@ -86,7 +87,7 @@ class Codec:
         return message
 
     def decode(self, message: Tensor, x: Tensor, factor: float = 0.0) -> None:
-        """Compute x = x * factor + the decoded message."""
+        """Compute x = x * factor + decoded message."""
         status = native.library().frd_decode(
             TYPES[self.dtype], message.data_ptr(), x.data_ptr(), factor, x.numel(), self.block
         )
@@ -94,7 +95,7 @@ class Codec:
 
 
 class CodecCompressor(Compressor):
-    """The compressor of a tensor whose values are sent in messages of a codec."""
+    """The compressor for a tensor whose values are encoded by a codec."""
 
     def __init__(
         self, compression: Compression, codec: Codec, count: int, parameters: Parameters, exact: int
@@ -105,5 +106,5 @@ class CodecCompressor(Compressor):
     def reduce(
         self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
     ) -> Steps:
-        """Sum `share` over the hosts; every host sums one part, see `direct`."""
+        """Sum `share` over the hosts; every host sums one part (see `direct.all_reduce`)."""
         return all_reduce(transport, share, self._codec, self.residual(start, share), factor)

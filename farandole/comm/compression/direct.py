@@ -1,8 +1,8 @@
-"""All-reduce of encoded values: all ranks send part i to rank i, which sends the encoded sum to all ranks.
+"""All-reduce of encoded values: all ranks send part i to rank i, which sends the encoded sum back to all ranks.
 
-A value is encoded twice, once as a summand and once as part of a sum, for any number of ranks; a ring would encode it p
-times.  Error feedback corrects both errors: H. Tang et al., DoubleSqueeze: parallel stochastic gradient descent with
-double-pass error-compensated compression (2019).
+Each value is encoded twice, once as a summand and once as a sum, regardless of the number of ranks p; a ring would
+encode each value p times.  Error feedback corrects both errors: H. Tang et al., DoubleSqueeze: parallel stochastic
+gradient descent with double-pass error-compensated compression (2019).
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from farandole.comm.transport import Transport
 
 
 class Encoder(Protocol):
-    """Encodes values as messages whose length depends only on the number of values."""
+    """An encoding of values as messages whose length depends only on the number of values."""
 
     def message(self, count: int) -> Tensor:
-        """Return an uninitialized message."""
+        """Return an uninitialized message for `count` values."""
 
     def encode(
         self, x: Tensor, factor: float, residual: Tensor | None, decoded: Tensor | None = None
     ) -> Tensor:
-        """Return the message of x * factor + residual."""
+        """Return x * factor + residual as a message; store the error and the decoded values if requested."""
 
     def decode(self, message: Tensor, x: Tensor, factor: float = 0.0) -> None:
-        """Compute x = x * factor + the decoded message."""
+        """Compute x = x * factor + decoded message."""
 
 
 def all_reduce(
     transport: Transport, tensor: Tensor, codec: Encoder, residual: Tensor | None, factor: float
 ) -> Steps:
-    """Sum a one-dimensional tensor times `factor` in place; cost 2 latency + 2 (p - 1)/p S/c per byte.
+    """Sum a one-dimensional tensor times `factor` over all ranks, in place.
 
     All ranks, including the rank that sums a part, decode the sum from its message, so all results are bitwise equal.
-    The residual of a part is the error of the summand; for the part that this rank sums it is the error of the sum.
+    The residual contains the encoding error of the sum for the part that this rank sums, and of the summand for other
+    parts.  The cost is 2 latency + 2 (p - 1)/p S/c per byte with compression ratio c.
     """
     me, n = transport.rank, transport.size
     parts = split(tensor, n)
@@ -66,5 +67,5 @@ def all_reduce(
 
 
 def all_reduce_cost(ranks: int, size: int, latency_s: float, seconds_per_byte: float, ratio: float) -> float:
-    """Return the seconds for `size` bytes that are compressed to size / ratio."""
+    """Return the time in seconds for `size` bytes that are compressed to size / ratio bytes."""
     return 2 * (latency_s + (ranks - 1) / ranks * size / ratio * seconds_per_byte)

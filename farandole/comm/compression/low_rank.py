@@ -1,7 +1,7 @@
-"""PowerSGD: each gradient matrix is approximated by a product of two narrow matrices, with one power iteration step.
+"""PowerSGD, which approximates gradient matrices by products of two narrow matrices with one power iteration step.
 
 T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD: practical low-rank gradient compression for distributed optimization
-(2019), arXiv:1905.13727.  The factors are summed by an ordinary all-reduce, for any number of hosts.
+(2019), arXiv:1905.13727.  The factors are summed by an ordinary all-reduce over the hosts.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from farandole.comm.compression.base import Compression, Compressor, Parameters,
 from farandole.comm.transport import Transport
 
 _WORTH_IT = 2
-"""A matrix is compressed if this makes it smaller by at least this factor."""
+"""The minimum compression ratio; other matrices are not compressed."""
 
 
 @dataclass(frozen=True)
 class PowerSGD(Compression):
-    """Compress n x m matrices to (n + m) `rank` values; small matrices and other tensors are not compressed.
+    """Compresses n x m matrices to (n + m) * `rank` values, but not small matrices or other tensors.
 
-    A tensor with more than two dimensions is flattened to a matrix along its first dimension.  If the parameters inside
-    a tensor are unknown, each share is treated as a square matrix.
+    A tensor with more than two dimensions is treated as a matrix whose rows are indexed by the first dimension.  If the
+    parameters within a tensor are unknown, each share is treated as a square matrix.
     """
 
     rank: int = 4
@@ -43,7 +43,7 @@ class PowerSGD(Compression):
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix of rows x columns elements that starts at element `start` of a tensor."""
+    """A rows x columns matrix that starts at element `start` of a flat tensor."""
 
     start: int
     rows: int
@@ -60,9 +60,9 @@ class _Matrix:
 
 
 class PowerSGDCompressor(Compressor):
-    """The compressor of a tensor that contains matrices.
+    """The compressor for a tensor that contains matrices.
 
-    `state` keeps the right factor of each matrix (rank x columns), from which the next step starts.
+    `state` contains each matrix's right factor (rank x columns), from which the next step starts.
     """
 
     def __init__(self, compression: PowerSGD, count: int, parameters: Parameters, exact: int) -> None:
@@ -77,7 +77,7 @@ class PowerSGDCompressor(Compressor):
         return _Matrix(start, rows, columns, min(self._rank, rows, columns))
 
     def windows(self, leaders: int, length: int) -> Iterator[list[int]]:
-        """Return windows whose shares end at the ends of parameters."""
+        """Split the tensor into windows whose shares end at parameter boundaries."""
         if self._square:
             yield from super().windows(leaders, length)
             return
@@ -93,7 +93,7 @@ class PowerSGDCompressor(Compressor):
     def reduce(
         self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
     ) -> Steps:
-        """Sum `share` with two all-reduces: M Q and all uncompressed values, then M^T P."""
+        """Sum `share` with two all-reduces, the first for M Q and all uncompressed values, the second for M^T P."""
         residual = self.residual(start, share)
         values = compensated(share, factor, residual)
         matrices = self._matrices_in(start, share.numel())
@@ -124,7 +124,7 @@ class PowerSGDCompressor(Compressor):
             core.frd_outer(own.data_ptr(), p.data_ptr(), q.data_ptr(), m.rows, m.columns, m.rank)
             if q.isfinite().all():
                 self.state[f"right.{m.start}"] = q.view(m.rank, m.columns).clone()
-            if residual is not None:  # every host stores its own part of the error of the sum
+            if residual is not None:  # the hosts' residuals add up to the error of the sum
                 missed = matrix.view(-1).sub_(own, alpha=1 / transport.size)
                 remember(residual[m.start - start : m.end - start], missed)
 
@@ -136,7 +136,7 @@ class PowerSGDCompressor(Compressor):
         return [square] if square.worth_it else []
 
     def _right_factor(self, matrix: _Matrix) -> Tensor:
-        """Return the factor of the last step; new and zero columns are random but equal on all hosts."""
+        """Return the right factor from the last step; missing or zero columns are random but equal on all hosts."""
         name = f"right.{matrix.start}"
         q = self.state.get(name)
         if q is None or not q.any(1).all():
@@ -148,6 +148,6 @@ class PowerSGDCompressor(Compressor):
 
 
 def _between(matrices: list[_Matrix], start: int, end: int) -> list[tuple[int, int]]:
-    """Return the ranges of start..end outside all matrices."""
+    """Return the ranges between `start` and `end` that contain no matrix."""
     starts, ends = [m.start for m in matrices], [m.end for m in matrices]
     return [(a, b) for a, b in zip([start, *ends], [*starts, end], strict=True) if a < b]

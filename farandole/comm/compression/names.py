@@ -1,4 +1,4 @@
-"""The names of compressions in configurations."""
+"""The compression names used in configurations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMED: dict[str, Compression | None] = {
 
 
 def compression_named(name: str) -> Compression | None:
-    """Return the named compression with default settings; raise ValueError for an unknown name."""
+    """Return the compression with this name and default settings; raise ValueError for an unknown name."""
     if name not in _NAMED:
-        raise ValueError(f"expected a compression, one of {', '.join(_NAMED)}, got {name!r}")
+        raise ValueError(f"expected the compression to be one of {', '.join(_NAMED)}, got {name!r}")
     return _NAMED[name]

@@ -1,4 +1,4 @@
-"""Top-k: only the values of the largest magnitude of each share are sent.
+"""Top-k compression, which sends only the largest-magnitude values in each share.
 
 S. U. Stich et al.: Sparsified SGD with memory (2018).
 """
@@ -19,9 +19,9 @@ from farandole.comm.transport import Transport
 
 @dataclass(frozen=True)
 class TopK(Compression):
-    """Send the largest values, a fraction `ratio` and at least one, with their indices: 8 bytes for each value.
+    """Sends a fraction `ratio` of the values, at least one, with their indices: 8 bytes per value.
 
-    Every host receives the values of all other hosts, so the bytes grow with their number: (p - 1) ratio 2 S.
+    Every host receives the values from all p - 1 other hosts, (p - 1) * ratio * 2 S bytes in total.
     """
 
     ratio: float = 0.01
@@ -35,7 +35,7 @@ class TopK(Compression):
 
 
 class TopKCompressor(Compressor):
-    """The compressor of a tensor of which only the largest values are sent."""
+    """The compressor for a tensor whose largest values are sent."""
 
     def __init__(self, compression: TopK, count: int, parameters: Parameters, exact: int) -> None:
         super().__init__(compression, count, parameters, exact)
@@ -44,13 +44,13 @@ class TopKCompressor(Compressor):
     def reduce(
         self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
     ) -> Steps:
-        """Sum the values that all hosts have sent, in the order of the hosts."""
+        """Sum the values sent by all hosts, in host order."""
         residual = self.residual(start, share)
         values = compensated(share, factor, residual)
         kept = math.ceil(self._ratio * values.numel())
-        places = values.abs().topk(kept, sorted=False).indices  # a NaN counts as the largest
+        places = values.abs().topk(kept, sorted=False).indices  # a NaN counts as the largest value
         chosen = values[places]
-        # an infinity must not enter the residual
+        # infinities must not enter the residual
         values[places] = torch.where(chosen.isfinite(), 0.0, torch.nan)
         remember(residual, values)
         messages = [torch.empty(2 * kept, dtype=torch.int32, device="cpu") for _ in range(transport.size)]

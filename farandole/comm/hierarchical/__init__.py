@@ -1,1 +1,1 @@
-"""Groups on several hosts: shared memory inside a host, messages between hosts."""
+"""Groups on several hosts, with shared memory within a host and messages between hosts."""

@@ -1,10 +1,10 @@
-"""Operations among ranks on several hosts: shared memory inside a host, messages between leaders of the hosts.
+"""Operations on several hosts, with shared memory within a host and messages between the hosts' leaders.
 
-On every host the first `leaders` ranks are leaders, and each leader handles its own share of a tensor.  Share l is
-reduced to leader l in shared memory, then among the l-th leaders of all hosts, and then distributed in shared memory.
-All leaders work in parallel.  A link therefore carries each byte once for any number of ranks per host, and several
-ranks keep the link busy.  A large tensor is divided into windows, so the link and shared memory work on different
-windows in parallel.
+On every host the first `leaders` ranks are leaders, and each leader handles one share of a tensor.  Share l is first
+reduced to leader l in shared memory, then reduced among the l-th leaders of all hosts, and finally distributed in
+shared memory.  All leaders work in parallel.  A link therefore carries each byte once, regardless of the number of
+ranks per host, and several ranks keep the link busy.  A large tensor is split into windows, so that the link and shared
+memory process different windows in parallel.
 
 M. Bayatpour et al.: Scalable reduction collectives with data partitioning-based multi-leader design (SC 2017).
 """
@@ -52,7 +52,7 @@ _SUM, _AVG = (REDUCTION_NAMES.index(name) for name in ("sum", "avg"))
 
 
 class HierarchicalCore(GroupCore):
-    """The operations of a group on several hosts."""
+    """Runs the operations of a group on several hosts."""
 
     def __init__(self, hosts: Hosts, choice: Choice) -> None:
         super().__init__(hosts.host)
@@ -60,11 +60,11 @@ class HierarchicalCore(GroupCore):
         self._choice = choice
         self._local = NativeCore(hosts.host)  # operations among the ranks of this host
         self._exchange = HostExchange(hosts, self._local, choice, self._run)
-        self._deadline = 0.0  # of the call under way
+        self._deadline = 0.0  # of the current call
         self._agreement = Running(iter(()))
 
     def algorithm(self, operation: str, nbytes: int) -> str:
-        """Return the name of the algorithm between hosts."""
+        """Return the name of the inter-node algorithm."""
         if operation in ("all_to_all", "gather", "scatter"):
             return self._choice.exchange(operation, nbytes // self.size, self.hosts.largest)
         if operation == "all_reduce":
@@ -77,7 +77,7 @@ class HierarchicalCore(GroupCore):
     # ---- collectives ----
 
     def barrier(self, flags: int) -> None:
-        """Wait until every rank has called it."""
+        """Block until every rank has called this method."""
         with self._declared(flags, Operation.BARRIER):
             token = torch.zeros(1, dtype=torch.uint8, device="cpu")
             self._all_reduce(token, REDUCTION_NAMES.index("max"), flags)
@@ -95,19 +95,19 @@ class HierarchicalCore(GroupCore):
         flat = tensor.view(-1)
         signature, reduction = compressor.signature, REDUCTION_NAMES.index(op)
         with self._declared(flags, Operation.ALL_REDUCE, flat, op=reduction, split=signature):
-            wide = flat.float()  # fp32 tensors themselves
+            wide = flat.float()  # not a copy if the tensor is fp32
             self._all_reduce_compressed(wide, op == "avg", compressor, flags)
             if wide is not flat:
                 flat.copy_(wide)
 
     def reduce(self, output: Tensor | None, input: Tensor, reduction: int, root: int, flags: int) -> None:
-        """Reduce `input` into `output` of rank `root`."""
+        """Reduce `input` over all ranks into `output` on rank `root`."""
         flat = input.view(-1)
         with self._declared(flags, Operation.REDUCE, flat, op=reduction, root=root):
             self._reduce(flat, flat if output is None else output.view(-1), reduction, root, flags)
 
     def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> None:
-        """Reduce `inputs` and keep this rank's part."""
+        """Reduce `inputs` over all ranks and store this rank's part in `output`."""
         own = output.view(-1)
         if len(inputs) == 1:
             source, counts, uneven = inputs[0].view(-1), [own.numel()] * self.size, []
@@ -119,7 +119,7 @@ class HierarchicalCore(GroupCore):
             self._reduce_scatter(source, counts, own, reduction, flags)
 
     def all_gather(self, outputs: Parts, input: Tensor, flags: int) -> None:
-        """Collect every rank's `input` in `outputs`."""
+        """Gather every rank's `input` into `outputs`."""
         source = input.view(-1)
         if len(outputs) == 1:
             counts = [source.numel()] * self.size
@@ -132,7 +132,7 @@ class HierarchicalCore(GroupCore):
             self._all_gather(source, counts, targets, flags)
 
     def broadcast(self, output: Tensor | None, input: Tensor | None, root: int, flags: int) -> None:
-        """Copy `input` of rank `root` to `output` of the others."""
+        """Copy `input` from rank `root` to `output` on the other ranks."""
         tensor = output if input is None else input
         assert tensor is not None
         with self._declared(flags, Operation.BROADCAST, tensor, root=root):
@@ -141,7 +141,7 @@ class HierarchicalCore(GroupCore):
     def gather(
         self, outputs: Sequence[Tensor], input: Tensor, root: int, counts: Sequence[int] | None, flags: int
     ) -> None:
-        """Collect every rank's `input` in `outputs` of rank `root`."""
+        """Gather every rank's `input` into `outputs` on rank `root`."""
         record = _record_of(input, counts)
         with self._declared(flags, Operation.GATHER, root=root, record=record):
             everyones = [input.numel()] * self.size if counts is None else counts
@@ -150,7 +150,7 @@ class HierarchicalCore(GroupCore):
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
     ) -> None:
-        """Give rank r the tensor `inputs[r]` of rank `root`."""
+        """Send `inputs[r]` from rank `root` to rank r."""
         record = _record_of(output, counts)
         with self._declared(flags, Operation.SCATTER, root=root, record=record):
             everyones = [output.numel()] * self.size if counts is None else counts
@@ -168,11 +168,11 @@ class HierarchicalCore(GroupCore):
             )
 
     def agree(self, call: CallRecord, flags: int) -> None:
-        """Compare a call with the calls of the other ranks."""
+        """Check that all ranks make the same call."""
         with self._declared(flags, Operation(call.operation), op=call.op, root=call.root, record=call):
             pass
 
-    # ---- data movement, after the ranks have agreed on the call ----
+    # ---- implementation, after the ranks have agreed on the call ----
 
     @contextmanager
     def _declared(
@@ -186,10 +186,10 @@ class HierarchicalCore(GroupCore):
         split: Sequence[int] = (),
         record: CallRecord | None = None,
     ) -> Iterator[None]:
-        """Compare the call with the calls of all ranks.
+        """Check that all ranks make the same call.
 
-        The ranks of this host agree first.  The hosts agree before any host uses data of another host; data may be sent
-        earlier.
+        The ranks of this host agree first.  The hosts agree before any host uses data from another host, but data may
+        be sent earlier.
         """
         call = record or CallRecord()
         call.operation, call.op, call.root = operation, op, root
@@ -204,9 +204,9 @@ class HierarchicalCore(GroupCore):
             self._agreement = Running(self.hosts.agree())
             yield
             self._agreement.finish(self._deadline)
-        except CommunicationError as error:  # the other ranks may not know an error of a transport
+        except CommunicationError as error:  # other ranks may not have detected a transport error
             self.host.fail(error, self.host.group_rank)
-        except Exception as error:  # for example out of memory: the other ranks would wait for this rank
+        except Exception as error:  # for example, out of memory; the other ranks would wait for this rank
             with suppress(CommunicationError):
                 self.host.fail(self._own_failure(operation, error), self.host.group_rank)
             raise
@@ -223,7 +223,7 @@ class HierarchicalCore(GroupCore):
         )
 
     def _run(self, steps: Steps) -> None:
-        """Run the steps of an algorithm over hosts, after the hosts have agreed on the call."""
+        """Run an inter-node algorithm after the hosts have agreed on the call."""
         self._finish(Running(steps))
 
     def _finish(self, running: Running | None) -> None:
@@ -232,12 +232,12 @@ class HierarchicalCore(GroupCore):
             running.finish(self._deadline)
 
     def _all_reduce(self, flat: Tensor, reduction: int, flags: int) -> None:
-        """Reduce over all ranks, in place."""
+        """Reduce a tensor over all ranks in place."""
         how = Accumulation.of(flat.dtype, reduction, self.size)
         self._reduce_in_windows(self._windows(flat, how), how.reduction, flags)
 
     def _windows(self, flat: Tensor, how: Accumulation) -> Iterator[Window]:
-        """Divide a tensor into windows that the chosen algorithm reduces."""
+        """Split a tensor into windows, each with the chosen inter-node algorithm."""
         for window in windows_of(flat, how):
             results = self._shares(window)
             shares = results if how.dtype is flat.dtype else self._shares(window.to(how.dtype))
@@ -251,7 +251,7 @@ class HierarchicalCore(GroupCore):
     def _all_reduce_compressed(
         self, flat: Tensor, averages: bool, compressor: Compressor, flags: int
     ) -> None:
-        """Sum or average with compression between hosts."""
+        """Sum or average a tensor in place, with compression between hosts."""
         factor = 1 / self.hosts.ranks if averages else 1.0
         exact = flat[flat.numel() - compressor.exact :]
         how = Accumulation.of(flat.dtype, _AVG if averages else _SUM, self.size)
@@ -273,12 +273,12 @@ class HierarchicalCore(GroupCore):
             )
 
     def _reduce_in_windows(self, windows: Iterable[Window], reduction: int, flags: int) -> None:
-        """Pipeline: reduce inside the host, reduce this rank's shares over the hosts, distribute the results.
+        """Pipeline windows: reduce within the host, reduce this rank's shares over the hosts, distribute the results.
 
-        Windows alternate: the second message of a window is sent while the first messages of later windows arrive.
+        A window's second message is sent while the first messages of later windows arrive.
         """
         me = self.host.rank
-        waiting: deque[Running] = deque()  # in the order in which messages arrive
+        waiting: deque[Running] = deque()  # in the order of message arrival
 
         def begin(number: int, window: Window) -> tuple[Window, Running]:
             own = window.shares[me]
@@ -301,7 +301,7 @@ class HierarchicalCore(GroupCore):
         in_windows(windows, begin, complete)
 
     def _reduce(self, source: Tensor, target: Tensor, reduction: int, root: int, flags: int) -> None:
-        """Reduce `source` of all ranks into `target` of rank `root`, in windows."""
+        """Reduce `source` over all ranks into `target` on rank `root`, in windows."""
         how = Accumulation.of(source.dtype, reduction, self.size)
         combine = combine_in_core(self.host, how.dtype, how.reduction)
         root_host, me = self.hosts.index_of(root), self.host.rank
@@ -309,7 +309,7 @@ class HierarchicalCore(GroupCore):
 
         def begin(number: int, window: Tensor) -> tuple[Tensor, Tensor, Running]:
             shares = self._shares(window.to(how.dtype))
-            own = torch.empty_like(shares[me])  # ranks other than the root keep their tensors
+            own = torch.empty_like(shares[me])  # only the root's tensor may be overwritten
             self._local.reduce_scatter(own, shares, how.reduction, flags)
             steps: Steps = iter(())
             if own.numel():
@@ -331,17 +331,17 @@ class HierarchicalCore(GroupCore):
         in_windows(windows_of(source, how), begin, complete)
 
     def _shares(self, flat: Tensor) -> list[Tensor]:
-        """Divide a tensor into one share per rank of this host; only leaders have elements."""
+        """Split a tensor into one share per rank on this host; only the shares of leaders have elements."""
         leaders = self.hosts.leaders
         return split(flat, leaders) + [flat[:0]] * (self.host.size - leaders)
 
     def _reduce_scatter(
         self, source: Tensor, counts: Sequence[int], own: Tensor, reduction: int, flags: int
     ) -> None:
-        """Reduce `source`, of `counts[r]` elements for rank r, and put this rank's part into `own`."""
+        """Reduce `source`, which has `counts[r]` elements for rank r, and store this rank's part in `own`."""
         how = Accumulation.of(source.dtype, reduction, self.size)
         me = self.host.rank
-        pieces = []  # for each host, this leader's share of the block for that host
+        pieces = []  # this leader's share of each host's block
         for block in self.hosts.blocks(source, counts):
             shares = self._shares(block.to(how.dtype))
             piece = torch.empty_like(shares[me])
@@ -363,7 +363,7 @@ class HierarchicalCore(GroupCore):
     def _all_gather(
         self, source: Tensor, counts: Sequence[int], targets: Sequence[Tensor], flags: int
     ) -> None:
-        """Put `source` of rank r, of `counts[r]` elements, into `targets[r]` on all ranks."""
+        """Copy `source`, which has `counts[r]` elements on rank r, from each rank r to `targets[r]` on all ranks."""
         whole = torch.empty(sum(counts), dtype=source.dtype, device="cpu")
         blocks = self.hosts.blocks(whole, counts)
         own_block = list(blocks[self.hosts.index].split([counts[r] for r in self.host.members]))
@@ -379,7 +379,7 @@ class HierarchicalCore(GroupCore):
                 targets[rank].copy_(part)
 
     def _broadcast(self, flat: Tensor, root: int, flags: int) -> None:
-        """Copy the values of rank `root` to all ranks, in windows."""
+        """Copy the tensor from rank `root` to all other ranks, in windows."""
         source = self.hosts.index_of(root)
 
         def begin(number: int, window: Tensor) -> tuple[list[Tensor], Running]:
@@ -402,12 +402,12 @@ class HierarchicalCore(GroupCore):
 
 
 def _fingerprint(counts: Sequence[int]) -> int:
-    """Return a number that distinguishes lists of counts; never 0, which means no list."""
+    """Return a hash for a list of counts; never 0, which means that there is no list."""
     return zlib.crc32(array("q", counts)) or 1
 
 
 def _record_of(tensor: Tensor, counts: Sequence[int] | None) -> CallRecord:
-    """Describe a gather or a scatter: with equal counts, or with the counts of all ranks."""
+    """Return the call record for a gather or a scatter, with equal counts or a list of counts."""
     if counts is None:
         return CallRecord(type=TYPES[tensor.dtype], count=tensor.numel())
     return CallRecord(type=TYPES[tensor.dtype], count=sum(counts), layout=_fingerprint(counts))

@@ -1,13 +1,13 @@
 """All-to-all, gather and scatter between hosts.
 
-Ranks of one host exchange tensors through shared memory.  Between two hosts there are two algorithms:
+Ranks on one host exchange tensors through shared memory.  There are two inter-node algorithms:
 
-    direct      one message for each pair of ranks: for large messages, which aggregation would copy once more
-    aggregated  one message for each pair of hosts: shared memory collects it on a rank of the sending host and
-                distributes it on a rank of the receiving host.  The number of messages between hosts falls by the
-                product of their numbers of ranks.
+    direct      One message per pair of ranks.  Faster for large messages, because aggregation copies them once more.
+    aggregated  One message per pair of hosts.  One rank of the sending host collects the tensors in shared memory, and
+                one rank of the receiving host distributes them.  With m and n ranks on the two hosts, the number of
+                messages decreases by a factor of m n.
 
-Each rank of a host handles the aggregated messages to some of the other hosts.
+The ranks of a host share the aggregated messages: each handles some of the other hosts.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from farandole.comm.hierarchical.hosts import Hosts
 from farandole.comm.native_core import NativeCore
 from farandole.comm.transport import Pending
 
-_COUNTS = 1  # tag of the messages that hold counts
+_COUNTS = 1  # the tag for messages that contain counts
 
 
 @dataclass(frozen=True)
 class HostPair:
-    """The data that this host and another one exchange in an all-to-all."""
+    """The data that this host and another host exchange in an all-to-all."""
 
-    members: list[int]  # ranks of the other host
-    leader: int  # the rank of this host, as its number there, that handles the aggregated messages
-    peer: int  # its counterpart on the other host
-    sent: Tensor  # [rank of this host, rank of the other host]: numbers of elements
-    received: Tensor  # [rank of this host, rank of the other host]
+    members: list[int]  # the ranks on the other host
+    leader: int  # the local rank on this host that handles aggregated messages
+    peer: int  # the rank on the other host that handles aggregated messages
+    sent: Tensor  # element counts, indexed by [rank on this host, rank on the other host]
+    received: Tensor  # element counts, indexed in the same way
     aggregates_sent: bool
     aggregates_received: bool
 
     @property
     def alone(self) -> bool:
-        """Whether both hosts have one rank."""
+        """Whether each of the two hosts has only one rank."""
         return self.sent.numel() == 1
 
 
 class HostExchange:
-    """All-to-all, gather and scatter of one group.
+    """Runs all-to-all, gather and scatter for one group.
 
     Args:
         hosts: The hosts of the group.
-        local: The operations among the ranks of this host.
+        local: Runs operations among the ranks of this host.
         choice: Decides between direct and aggregated messages.
-        run: Runs steps between hosts after the ranks have agreed on the call.
+        run: Runs an inter-node algorithm after the ranks have agreed on the call.
     """
 
     def __init__(self, hosts: Hosts, local: NativeCore, choice: Choice, run: Callable[[Steps], None]) -> None:
@@ -97,13 +97,13 @@ class HostExchange:
         self._distribute(pairs, received, outputs, flags)
 
     def _pairs(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], flags: int) -> list[HostPair]:
-        """Describe the data that this host exchanges with each other host, from the counts of all its ranks."""
+        """Return the data that this host exchanges with each other host, from the counts of all its ranks."""
         hosts, host = self._hosts, self._host
         own = torch.tensor([[part.numel() for part in parts] for parts in (inputs, outputs)], device="cpu")
         counts = torch.empty(host.size, 2, hosts.ranks, dtype=torch.int64, device="cpu")
         self._local.all_gather([counts], own, flags)
         pairs = []
-        for turn in range(1, hosts.count):  # every host begins with another one
+        for turn in range(1, hosts.count):  # each host starts with a different peer
             index = (hosts.index + turn) % hosts.count
             members = hosts.members[index]
             sent, received = counts[:, 0, members], counts[:, 1, members]
@@ -121,7 +121,7 @@ class HostExchange:
         return pairs
 
     def _aggregates(self, counts: Tensor, element_size: int) -> bool:
-        """Decide from the mean size of a message; both hosts know the same counts, or `_compare` fails."""
+        """Decide from the mean message size; both hosts use the same counts, or `_compare` fails."""
         size = int(counts.sum()) * element_size // counts.numel()
         return counts.numel() > 1 and self._aggregated("all_to_all", size, max(counts.shape))
 
@@ -129,7 +129,7 @@ class HostExchange:
         return self._choice.exchange(operation, size, ranks) == "aggregated"
 
     def _compare(self, pair: HostPair, sent: Tensor) -> None:
-        """Check that the other host sends what this host expects."""
+        """Fail the group unless the other host sends the element counts that this host expects."""
         sent = sent.view(len(pair.members), self._host.size).t()
         if torch.equal(sent, pair.received):
             return
@@ -144,11 +144,11 @@ class HostExchange:
     def _collect(
         self, pairs: list[HostPair], outputs: Sequence[Tensor], inputs: Sequence[Tensor], flags: int
     ) -> dict[int, Tensor]:
-        """Exchange tensors on this host, and collect the aggregated messages that this rank sends, by peer."""
+        """Exchange tensors within this host; return the aggregated messages that this rank sends, by peer."""
         host, me = self._host, self._host.rank
         pairs = [pair for pair in pairs if pair.aggregates_sent]
         own = [pair for pair in pairs if pair.leader == me]
-        parcels = []  # for each rank of this host: its own tensor, and the tensors that it forwards to other hosts
+        parcels = []  # for each rank on this host: its tensor, and the tensors that it forwards to other hosts
         for rank, member in enumerate(host.members):
             rest = [inputs[r] for pair in pairs if pair.leader == rank for r in pair.members]
             parcels.append(torch.cat([inputs[member], *rest]) if rest else inputs[member])
@@ -171,7 +171,7 @@ class HostExchange:
     def _distribute(
         self, pairs: list[HostPair], received: dict[int, Tensor], outputs: Sequence[Tensor], flags: int
     ) -> None:
-        """Distribute aggregated messages, which hold the tensors in the order of senders, then receivers."""
+        """Distribute aggregated messages, in which tensors are ordered by sender, then by receiver."""
         host, me = self._host, self._host.rank
         pairs = [pair for pair in pairs if pair.aggregates_received]
         if not pairs:
@@ -199,7 +199,7 @@ class HostExchange:
     def gather(
         self, outputs: Sequence[Tensor], input: Tensor, root: int, counts: Sequence[int], flags: int
     ) -> None:
-        """Collect every rank's `input`, of `counts[r]` elements, in `outputs` of rank `root`."""
+        """Gather every rank's `input` into `outputs` on rank `root`, with `counts[r]` elements from rank r."""
         hosts, host = self._hosts, self._host
         aggregated = self._aggregated("gather", max(counts) * input.element_size(), hosts.largest)
         if hosts.index == hosts.index_of(root):
@@ -223,7 +223,7 @@ class HostExchange:
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int], flags: int
     ) -> None:
-        """Give rank r the tensor `inputs[r]` of rank `root`, of `counts[r]` elements."""
+        """Send `inputs[r]`, with `counts[r]` elements, from rank `root` to rank r."""
         hosts, host = self._hosts, self._host
         aggregated = self._aggregated("scatter", max(counts) * output.element_size(), hosts.largest)
         if hosts.index == hosts.index_of(root):
@@ -243,7 +243,7 @@ class HostExchange:
     def _post_blocks(
         self, tensors: Sequence[Tensor], root: int, counts: Sequence[int], aggregated: bool, *, sends: bool
     ) -> tuple[dict[tuple[int, ...], Tensor], list[Pending]]:
-        """Post the root's messages with the other hosts: blocks of aggregated tensors, by members, and messages."""
+        """Post the root's messages to or from other hosts; return the aggregated receive blocks and the messages."""
         hosts = self._hosts
         post = hosts.all.send if sends else hosts.all.recv
         blocks: dict[tuple[int, ...], Tensor] = {}
@@ -262,7 +262,7 @@ class HostExchange:
         return blocks, messages
 
     def _host_block(self, like: Tensor, root: int, counts: Sequence[int]) -> tuple[int, Tensor, list[Tensor]]:
-        """Return the rank of this host that exchanges one message with `root`, and on it the message and its parts."""
+        """Return the local rank that exchanges this host's message with `root`, the message buffer and its parts."""
         host = self._host
         leader = root % host.size
         if host.rank != leader:

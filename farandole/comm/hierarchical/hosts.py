@@ -15,14 +15,14 @@ from farandole.comm.host_group import HostGroup
 from farandole.comm.transport import Transport, WireTransport
 from farandole.native import Call, Failure, Status
 
-_LEADERS, _ALL = 1, 2  # channels
+_LEADERS, _ALL = 1, 2  # channel numbers
 
 
 class Hosts:
-    """The ranks of a group, by host: `members[h]` are the ranks of host h.
+    """The ranks of a group by host; `members[h]` lists the ranks on host h.
 
-    If this rank is a leader (`leads`), `transport` carries messages between the leaders of the same number on all
-    hosts; its ranks are host numbers.  `all` carries messages between any two ranks of the group.
+    If this rank is leader number l (`leads`), `transport` connects it with leader number l of every other host; the
+    ranks in this transport are host numbers.  `all` connects any two ranks of the group.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class Hosts:
 
     @property
     def transport(self) -> Transport:
-        """Messages to the leaders of the same number on the other hosts."""
+        """The transport to the leaders with the same number on the other hosts."""
         assert self._transport is not None, "only leaders have a transport"
         return self._transport
 
     def index_of(self, rank: int) -> int:
-        """Return the number of a rank's host."""
+        """Return the host number of a rank."""
         return next(index for index, ranks in enumerate(self.members) if rank in ranks)
 
     def blocks(self, flat: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """Divide a tensor with one part per rank by host; copies where the ranks of a host are not consecutive."""
+        """Split a tensor with one part per rank into one block per host; copy unless a host's ranks are consecutive."""
         starts = [0]
         for count in counts:
             starts.append(starts[-1] + count)
@@ -76,9 +76,9 @@ class Hosts:
         return blocks
 
     def agree(self) -> Steps:
-        """Compare the declared call with the call of the previous host; the ring of hosts compares all calls.
+        """Compare the declared call with the previous host's call; the ring of hosts compares all calls.
 
-        Later messages need not wait for the comparison, so it adds no latency.
+        Later messages do not wait for the comparison, so it adds no latency.
         """
         if self._agreement is None:
             return
@@ -93,7 +93,7 @@ class Hosts:
             self._fail(Status.MISMATCH, self._agreement.group_rank(before), other, own)
 
     def fail_uneven(self, sender: int, receiver: int, sent: int, expected: int) -> NoReturn:
-        """Break the group: `sender` sends `sent` elements to `receiver`, which expects another number."""
+        """Fail the group because `sender` sent `sent` elements to `receiver`, which expected `expected` elements."""
         call, counts = self._own_call(), Call(count=sent, layout=expected, root=receiver)
         self._fail(Status.COUNT_MISMATCH, sender, call, counts)
 
@@ -114,7 +114,7 @@ class Hosts:
         host.fail(failure_to_error(failure, host.group_rank, host.membership, host.call_timeout_s), culprit)
 
     def release(self) -> None:
-        """Abandon the messages that an error has left pending; called after a collective."""
+        """Cancel messages that are pending after an error; called after each collective."""
         self.all.release()
         if self._agreement is not None:
             self._agreement.release()

@@ -1,4 +1,4 @@
-"""Windows of a large tensor, with which shared memory and the link between hosts work in parallel."""
+"""Windows of a large tensor, so that shared memory and the inter-node link work in parallel."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from farandole.comm.host_group import HostGroup
 from farandole.comm.transport import Transport
 
 WINDOW_BYTES = 2 << 20
-"""The bytes of one window, over all ranks of a host."""
+"""The size of one window in bytes, over all ranks of a host."""
 WINDOWS_AHEAD = 4
-"""How many windows may wait for the link while shared memory continues with the next one."""
+"""How many windows may wait for the link while shared memory processes the next window."""
 
 _SUM, _AVG, _PRODUCT = (REDUCTION_NAMES.index(name) for name in ("sum", "avg", "product"))
 
@@ -27,20 +27,20 @@ _Piece = TypeVar("_Piece")
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How a reduction is accumulated over ranks and hosts.
+    """Describes how a reduction is accumulated over ranks and hosts.
 
-    16-bit floats are accumulated in fp32 and rounded once.  For N ranks a sum s of values x differs from the exact
-    sum by at most u |s| + (1 + u) (N - 1) 2^-24 sum(|x|), where u = 2^-8 for bf16 and 2^-11 for fp16 (N. Higham:
-    Accuracy and Stability of Numerical Algorithms, 2002, section 4.2); u = 0 for fp32.
+    16-bit floats are accumulated in fp32 and rounded once.  For N ranks, a sum s of values x differs from the exact sum
+    by at most u |s| + (1 + u) (N - 1) 2^-24 sum(|x|), where u = 2^-8 for bf16 and 2^-11 for fp16 (N. Higham: Accuracy
+    and Stability of Numerical Algorithms, 2002, section 4.2); u = 0 for fp32.
     """
 
     dtype: torch.dtype
     reduction: int
-    store: Store | None  # None if the totals are the results
+    store: Store | None  # converts totals to results; None if they are equal
 
     @classmethod
     def of(cls, dtype: torch.dtype, reduction: int, ranks: int) -> Accumulation:
-        """Return the accumulation of a reduction of `ranks` tensors."""
+        """Return the accumulation for a reduction over `ranks` tensors."""
         averages, whole = reduction == _AVG, not dtype.is_floating_point
         wide = dtype
         if averages and whole:
@@ -60,16 +60,16 @@ class Accumulation:
 
 @dataclass(frozen=True)
 class Window:
-    """A window of a tensor, divided into one share per rank of this host."""
+    """A window of a tensor, split into one share per rank on this host."""
 
     shares: list[Tensor]  # to be reduced
     results: list[Tensor]
     lead: Callable[[Tensor, Transport], Steps]
-    """Reduces the share of a leader over the hosts and stores the result."""
+    """Reduces a leader's share over the hosts and stores the result."""
 
 
 def windows_of(flat: Tensor, how: Accumulation) -> Iterator[Tensor]:
-    """Divide a tensor into windows."""
+    """Split a tensor into windows."""
     length = max(1, WINDOW_BYTES // how.dtype.itemsize)
     return iter(flat.split(length) if flat.numel() else ())
 
@@ -79,7 +79,7 @@ def in_windows(
     begin: Callable[[int, _Piece], tuple[Any, ...]],
     complete: Callable[..., None],
 ) -> None:
-    """Start up to WINDOWS_AHEAD windows ahead of completion, so shared memory and the link work in parallel."""
+    """Begin and complete each window, starting up to WINDOWS_AHEAD windows before the oldest is completed."""
     under_way: deque[tuple[Any, ...]] = deque()
     for number, window in enumerate(windows):
         under_way.append(begin(number, window))
@@ -90,7 +90,7 @@ def in_windows(
 
 
 def combine_in_core(host: HostGroup, dtype: torch.dtype, reduction: int) -> Combine:
-    """Return the C core's reduction of two tensors, which uses one thread to avoid competition for cores."""
+    """Return the C core's reduction for two tensors, which is single-threaded to avoid competition for cores."""
     core, kind = host.core, TYPES[dtype]
 
     def combine(result: Tensor, a: Tensor, b: Tensor) -> None:

@@ -1,9 +1,9 @@
-"""MPI as a backend of `torch.distributed` on stock wheels, with the MPI library that mpi4py has loaded.
+"""An MPI backend for `torch.distributed` that works with stock wheels and uses mpi4py's MPI library.
 
     mpiexec -n 4 python script.py       # the script calls init_process_group("farandole-mpi")
 
-The script needs no import of this package.  `enable()` provides the name `mpi`, which torch reserves for its own MPI
-builds.  `Communicator.from_mpi(comm)` takes a communicator of mpi4py.  See docs/guides/mpi.md.
+The script does not need to import this package.  `enable()` provides the backend name `mpi`, which torch reserves for
+builds with MPI.  `Communicator.from_mpi(comm)` accepts an mpi4py communicator.  See docs/guides/mpi.md.
 """
 
 from farandole.comm.mpi.backend import enable

@@ -1,4 +1,4 @@
-"""Groups over MPI: the backend `farandole-mpi`, torch's own name `mpi`, and communicators of mpi4py."""
+"""MPI groups: the backend `farandole-mpi`, torch's own backend name `mpi`, and mpi4py communicators."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
 
 
 def core_over(comm: Any, timeout: timedelta) -> MpiCore:
-    """Duplicate an mpi4py communicator and return an implementation over its ranks; a collective call."""
+    """Return an implementation over a duplicate of an mpi4py communicator; a collective call."""
     mpi_engine = engine()
     with mpi_engine.making_group(), mpi_engine.lock:
         copy = comm.Dup()
@@ -55,7 +55,7 @@ def _make_group(
     name: str,
     backend: str = "farandole-mpi",
 ) -> FarandoleProcessGroup:
-    """Return a process group of `ranks` of the world, called by all of them; `rank` is this rank in the group."""
+    """Return a process group of the world ranks `ranks`, which all call this; `rank` is this rank in the group."""
     report_untested(ranks[rank])
     is_default = name in ("0", "default", "default_pg")
     who = "the default group" if is_default else f"group {name!r} (ranks {', '.join(map(str, ranks))})"
@@ -71,22 +71,20 @@ def _core(group: MpiGroup, name: str = "farandole-mpi") -> MpiCore:
     return MpiCore(group, name)
 
 
-# ---- how ranks find each other ----
+# ---- rendezvous ----
 
 
 def rendezvous(
     url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any
 ) -> Iterator[tuple[dist.Store, int, int]]:
-    """Serve `init_method="mpi://"`: MPI defines rank and size, and rank 0 hosts the store."""
+    """Handle `init_method="mpi://"`: MPI defines rank and size, and rank 0 hosts the store."""
     world = engine().mpi.COMM_WORLD
     yield _world_store(timeout), world.Get_rank(), world.Get_size()
-    raise RuntimeError(
-        "expected one rendezvous per MPI process group, got a second request; call init_process_group again"
-    )
+    raise RuntimeError("an mpi:// rendezvous can be used only once; call init_process_group again")
 
 
 def _world_store(timeout: timedelta) -> dist.Store:
-    """Return a new part of the job's store at each call; called by all ranks."""
+    """Return a store with a new prefix at each call; all ranks call this."""
     number = next(_rendezvous_numbers())
     return dist.PrefixStore(f"rendezvous-{number}/", _job_store(timeout))
 
@@ -104,7 +102,7 @@ def _job_store(timeout: timedelta) -> dist.Store:
 
 
 def _store_over(comm: Any, timeout: timedelta) -> dist.Store:
-    """Return a store that rank 0 of an MPI communicator hosts at a free port."""
+    """Return a store that rank 0 of an MPI communicator hosts on a free port."""
     if comm.Get_size() == 1:
         return dist.HashStore()
     hosts = comm.allgather(socket.gethostname())
@@ -124,14 +122,14 @@ def _store_over(comm: Any, timeout: timedelta) -> dist.Store:
     )
 
 
-# ---- torch's own name for MPI, which its wheels lack ----
+# ---- torch's own backend name `mpi`, which torch wheels do not support ----
 
 
 def enable(timeout_s: float = DEFAULT_TIMEOUT.total_seconds()) -> None:
-    """Make `init_process_group("mpi")` create groups of this package and `is_mpi_available()` return True.
+    """Make `init_process_group("mpi")` create this package's groups and `is_mpi_available()` return True.
 
-    This replaces torch's class for MPI groups, also in a torch that was built with MPI.  The class takes rank and world
-    size from MPI and receives no timeout.
+    This replaces torch's class for MPI groups, even if torch was built with MPI.  Rank and world size come from MPI,
+    and torch passes no timeout.
 
     Args:
         timeout_s: The timeout, in seconds, of all groups created after this call.
@@ -139,11 +137,11 @@ def enable(timeout_s: float = DEFAULT_TIMEOUT.total_seconds()) -> None:
     timeout = timedelta(seconds=timeout_s)
 
     class ProcessGroupMPI:
-        """The class with which torch creates a group."""
+        """The class that torch uses to create MPI groups."""
 
         @staticmethod
         def create(ranks: list[int]) -> FarandoleProcessGroup:
-            """Return a group of these ranks of the world, or of all; called by its members only."""
+            """Return a group of these world ranks, by default of all ranks; only the members call this."""
             world = engine().mpi.COMM_WORLD
             members = list(ranks) or list(range(world.Get_size()))
             if not ranks:
@@ -155,8 +153,8 @@ def enable(timeout_s: float = DEFAULT_TIMEOUT.total_seconds()) -> None:
 
     distributed_c10d._MPI_AVAILABLE = True
     for module in (distributed_c10d, dist):
-        setattr(module, "ProcessGroupMPI", ProcessGroupMPI)  # noqa: B010 - the stubs lack it, as wheels do
+        setattr(module, "ProcessGroupMPI", ProcessGroupMPI)  # noqa: B010 - missing in torch's stubs
 
 
 _stores: list[dist.Store] = []
-"""The store of the default group, through which subgroups connect, because torch passes them no store."""
+"""The default group's store, which subgroups also use because torch does not pass them a store."""

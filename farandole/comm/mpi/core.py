@@ -1,10 +1,10 @@
 """Operations on tensors among the ranks of an MPI communicator.
 
-MPI runs the reductions whose results equal torch's; `_reduce_here` computes the other ones.  MPI has no 16-bit floats
-(the type for bf16 is null in MPICH's wheel, and using it ends the job) and no average.  Its minimum may drop a NaN on
+MPI runs the reductions whose results match torch's, and `_reduce_here` computes the others.  MPI has no average and no
+16-bit floats (the bf16 type is null in the MPICH wheel, and using it ends the job).  MPI's minimum may drop a NaN on
 one rank and keep it on another.  Sums of 8-bit and 16-bit integers wrap around in torch but saturate in Open MPI.
 
-MPI before version 4 has 32-bit counts.  Longer tensors are divided, or sent as messages between each pair of ranks.
+Before version 4, MPI has 32-bit counts.  Longer tensors are split, or sent as messages between each pair of ranks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from farandole.comm.reduce_rows import reduce_rows
 from farandole.native import BACKGROUND, Operation
 
 BLOCKING_FROM_BYTES = 32 << 10
-"""The size from which Open MPI's blocking collectives are faster, including the agreement before the call."""
+"""The size in bytes from which Open MPI's blocking collectives are faster, including the preceding agreement."""
 PIECE_BYTES = 1 << 30
 WINDOW_BYTES = 2 << 20
-"""The bytes of a tensor that `_reduce_here` gathers and reduces at a time, so that they stay in the cache."""
+"""The window size in bytes for `_reduce_here`, small enough for the cache."""
 
 _TYPES = {
     torch.float32: "FLOAT",
@@ -52,11 +52,11 @@ _OPS = {
 }
 _BOOL_OPS = {**_OPS, "sum": "BOR", "product": "BAND", "min": "BAND", "max": "BOR"}
 _UNITS = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
-"""A type of each width, for data that are only moved."""
+"""An element type for each width, for data movement without reduction."""
 
 
 class MpiCore(GroupCore):
-    """The operations of a group over MPI."""
+    """Runs the operations of a group over MPI."""
 
     completes_at_exit = True
     takes_devices = True
@@ -69,7 +69,7 @@ class MpiCore(GroupCore):
         self._memory = self.mpi.memory.fromaddress
         self._begins: dict[str, Callable[..., Any]] = {}
         self._units = {width: getattr(self.mpi, unit) for width, unit in _UNITS.items()}
-        # MPI's types and operations
+        # MPI datatypes and reduction operations
         self._reductions: dict[tuple[torch.dtype, int], tuple[Any, Any]] = {}
         for dtype, kind in _TYPES.items():
             ops = _BOOL_OPS if dtype is torch.bool else _OPS
@@ -83,15 +83,15 @@ class MpiCore(GroupCore):
         return self.name
 
     def supports(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether all tensors are strided and on the CPU or CUDA; wait for kernels that write them."""
+        """Return whether all tensors are strided CPU or CUDA tensors; wait for kernels that write them."""
         for tensor in tensors:
             if tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
                 return False
-        wait_for_kernels(tensors)  # MPI knows nothing of streams
+        wait_for_kernels(tensors)  # MPI does not support CUDA streams
         return True
 
     def subgroup(self, members: Sequence[int]) -> MpiCore:
-        """Return an implementation among `members`; called by these ranks."""
+        """Return an implementation for `members`; only these ranks call this."""
         return MpiCore(self.group.subgroup(members), self.name)
 
     # ---- reductions ----
@@ -109,7 +109,7 @@ class MpiCore(GroupCore):
             self._collective(flags, "Allreduce", target.nbytes, sends, self._buffer(target, kind), op)
 
     def reduce(self, output: Tensor | None, input: Tensor, reduction: int, root: int, flags: int) -> None:
-        """Reduce `input` into `output` of rank `root`."""
+        """Reduce `input` over all ranks into `output` on rank `root`."""
         self._begin(flags, Operation.REDUCE, input, reduction, input.numel(), root)
         plan = self._reductions.get((input.dtype, reduction))
         if plan is None:
@@ -124,7 +124,7 @@ class MpiCore(GroupCore):
             self._collective(flags, "Reduce", source.nbytes, sends, receives, op, root)
 
     def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> None:
-        """Reduce `inputs` and keep this rank's part."""
+        """Reduce `inputs` over all ranks and store this rank's part in `output`."""
         source, counts = self._whole(inputs), self._counts(inputs)
         self._begin(flags, Operation.REDUCE_SCATTER, output, reduction, source.numel())
         plan = self._reductions.get((output.dtype, reduction))
@@ -145,7 +145,7 @@ class MpiCore(GroupCore):
     ) -> None:
         """Reduce in windows: every rank reduces its part and sends it to all ranks or to the root.
 
-        The exchange of a window overlaps the reduction of the previous one and the gathering of the one before.
+        Three windows overlap: one is exchanged while the previous window is reduced and the one before it is gathered.
         """
         source = input.view(-1)
         target = source if output is None else output.view(-1)
@@ -157,7 +157,7 @@ class MpiCore(GroupCore):
         if even < source.numel():
             windows.append((source[even:], target[even:]))
         exchanged = self._exchange_rows(windows[0][0], flags) if windows else (None, source)
-        gathering: tuple[Any, Tensor] = None, source  # under way, with the memory that MPI reads
+        gathering: tuple[Any, Tensor] = None, source  # the pending request and the memory that MPI reads
         for number, (window, result) in enumerate(windows):
             request, rows = exchanged
             if number + 1 < len(windows):
@@ -169,7 +169,7 @@ class MpiCore(GroupCore):
         self._finish(gathering[0], gathering[1].nbytes, flags)
 
     def _exchange_rows(self, window: Tensor, flags: int) -> tuple[Any, Tensor]:
-        """Start to collect this rank's part of all ranks' windows, one row per rank."""
+        """Start collecting this rank's part of every rank's window, one row per rank."""
         size, count = self.size, window.numel()
         if not count % size:
             rows = torch.empty(size, count // size, dtype=window.dtype, device="cpu")
@@ -182,7 +182,7 @@ class MpiCore(GroupCore):
         return self._start(flags, "Alltoallv", window.nbytes, sends, receives), rows
 
     def _gather_parts(self, window: Tensor, part: Tensor, root: int | None, flags: int) -> Any:
-        """Start to collect all ranks' parts of a window on all ranks or on the root."""
+        """Start gathering the reduced parts of a window on all ranks or on the root."""
         even, takes = not window.numel() % self.size, root in (None, self.rank)
         receives = None
         if takes:
@@ -194,7 +194,7 @@ class MpiCore(GroupCore):
         return self._start(flags, name, window.nbytes, *arguments)
 
     def _reduce_part(self, source: Tensor, counts: Sequence[int], reduction: int, flags: int) -> Tensor:
-        """Return this rank's part of a reduction: its elements of all ranks, reduced from rank 0 to the last."""
+        """Return this rank's part of a reduction, reduced in rank order."""
         own = [counts[self.rank]] * self.size
         rows = torch.empty(self.size, own[0], dtype=source.dtype, device="cpu")
         if self._uncountable(counts, own):
@@ -207,12 +207,12 @@ class MpiCore(GroupCore):
     # ---- data movement ----
 
     def barrier(self, flags: int) -> None:
-        """Wait until every rank has called it."""
+        """Block until every rank has called this method."""
         self._begin(flags, Operation.BARRIER)
         self._collective(flags, "Barrier", 0)
 
     def broadcast(self, output: Tensor | None, input: Tensor | None, root: int, flags: int) -> None:
-        """Copy `input` of rank `root` to `output` of the others."""
+        """Copy `input` from rank `root` to `output` on the other ranks."""
         tensor = output if input is None else input
         assert tensor is not None
         self._begin(flags, Operation.BROADCAST, tensor, 0, tensor.numel(), root)
@@ -220,7 +220,7 @@ class MpiCore(GroupCore):
             self._collective(flags, "Bcast", piece.nbytes, self._buffer(piece), root)
 
     def all_gather(self, outputs: Parts, input: Tensor, flags: int) -> None:
-        """Collect every rank's `input` in `outputs`."""
+        """Gather every rank's `input` into `outputs`."""
         counts = self._counts(outputs)
         self._begin(
             flags, Operation.ALL_GATHER, input, 0, input.numel() if len(outputs) == 1 else sum(counts)
@@ -244,7 +244,7 @@ class MpiCore(GroupCore):
     def gather(
         self, outputs: Sequence[Tensor], input: Tensor, root: int, counts: Sequence[int] | None, flags: int
     ) -> None:
-        """Collect every rank's `input` in `outputs` of rank `root`."""
+        """Gather every rank's `input` into `outputs` on rank `root`."""
         sizes = list(counts or [input.numel()] * self.size)
         self._begin(flags, Operation.GATHER, input, 0, sum(sizes) if counts else input.numel(), root)
         with self._collected(outputs) as whole:
@@ -261,7 +261,7 @@ class MpiCore(GroupCore):
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int] | None, flags: int
     ) -> None:
-        """Give rank r the tensor `inputs[r]` of rank `root`."""
+        """Send `inputs[r]` from rank `root` to rank r."""
         sizes = list(counts or [output.numel()] * self.size)
         self._begin(flags, Operation.SCATTER, output, 0, sum(sizes) if counts else output.numel(), root)
         is_root = self.rank == root
@@ -284,23 +284,23 @@ class MpiCore(GroupCore):
                 self._parts(source, self._counts(inputs)),
                 self._parts(whole, self._counts(outputs)),
             )
-            # a rank knows only its own counts, so no choice may depend on them: all ranks pass 0 bytes
+            # counts differ between ranks, so all ranks pass 0 bytes to make the same choice
             self._collective(flags, "Alltoallv", 0, sends, receives)
 
-    # ---- buffers, as mpi4py takes them ----
+    # ---- mpi4py buffers ----
 
     def _buffer(self, tensor: Tensor, kind: Any = None) -> Any:
-        """Return the elements of a tensor."""
+        """Return an mpi4py buffer for a tensor."""
         kind = kind or self._units[tensor.element_size()]
         return [self._memory(tensor.data_ptr(), tensor.nbytes), tensor.numel(), kind]
 
     def _blocks(self, tensor: Tensor, kind: Any = None) -> Any:
-        """Return the elements of a tensor of equal parts for all ranks; mpi4py multiplies the count."""
+        """Return an mpi4py buffer for a tensor with equal parts for all ranks; mpi4py multiplies the count."""
         kind = kind or self._units[tensor.element_size()]
         return [self._memory(tensor.data_ptr(), tensor.nbytes), tensor.numel() // self.size, kind]
 
     def _parts(self, tensor: Tensor, counts: Sequence[int]) -> Any:
-        """Return the elements of a tensor as parts that follow each other."""
+        """Return an mpi4py buffer for a tensor with consecutive parts of the given lengths."""
         starts = [sum(counts[:rank]) for rank in range(len(counts))]
         memory = self._memory(tensor.data_ptr(), tensor.nbytes)
         return [memory, (list(counts), starts), self._units[tensor.element_size()]]
@@ -311,18 +311,18 @@ class MpiCore(GroupCore):
         return [part.numel() for part in parts]
 
     def _pieces(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Divide a tensor into parts whose sizes fit MPI's counts."""
+        """Split a tensor into parts whose sizes fit MPI's count type."""
         if tensor.numel() <= self.engine.largest_count:
             return [tensor]
         return tensor.view(-1).split(PIECE_BYTES // tensor.element_size())
 
     def _whole(self, parts: Parts) -> Tensor:
-        """Return parts as one tensor: a view if they are adjacent in memory, else a copy."""
+        """Return the parts as one tensor: a view if they are adjacent in memory, else a copy."""
         return _joined(parts) if _adjacent(parts) else torch.cat([part.reshape(-1) for part in parts])
 
     @contextmanager
     def _collected(self, parts: Parts) -> Iterator[Tensor]:
-        """Yield one tensor for results: a view of adjacent parts, or a buffer that is copied to them at the end."""
+        """Yield one output tensor: a view of adjacent parts, or a buffer that is copied to the parts on exit."""
         if _adjacent(parts):
             yield _joined(parts)
             return
@@ -332,7 +332,7 @@ class MpiCore(GroupCore):
             part.copy_(values.view(part.shape))
 
     def _uncountable(self, *counts: Sequence[int]) -> bool:
-        """Return whether the counts exceed MPI's limit; equal on all ranks only if all ranks know the counts."""
+        """Return whether the counts exceed MPI's limit; all ranks must pass the same counts to agree."""
         return any(sum(each) > self.engine.largest_count for each in counts)
 
     # ---- calls ----
@@ -346,18 +346,18 @@ class MpiCore(GroupCore):
         count: int = 0,
         root: int = 0,
     ) -> None:
-        """Record the call for error messages; compare it among the ranks if the user has requested this."""
+        """Record the call for error messages; compare the ranks' calls if the debug level requires it."""
         kind = 0 if tensor is None else TYPES[tensor.dtype]
         self.group.begin(operation, kind, op, 0 if operation == Operation.ALL_TO_ALL else count, root)
         if self.group.compares:
             self.group.compare(bool(flags & BACKGROUND))
 
     def _collective(self, flags: int, name: str, transfer: int, *arguments: Any) -> None:
-        """Run a collective of MPI, named by its blocking form; all ranks pass the same `transfer` in bytes."""
+        """Run the MPI collective `name`, a blocking method; all ranks pass the same `transfer` in bytes."""
         self._finish(self._start(flags, name, transfer, *arguments), transfer, flags)
 
     def _start(self, flags: int, name: str, transfer: int, *arguments: Any) -> Any:
-        """Start a collective and return its request; None if the collective has already run."""
+        """Start a collective; return its request, or None if the collective is already complete."""
         if (
             transfer >= BLOCKING_FROM_BYTES
             and self.engine.prefers_blocking
@@ -374,7 +374,7 @@ class MpiCore(GroupCore):
             self.group.finish(request, transfer, background=bool(flags & BACKGROUND))
 
     def _block(self, background: bool, call: Callable[..., Any], arguments: Sequence[Any]) -> bool:
-        """Make a call that blocks inside MPI if all ranks have arrived and may block; see `engine.py`."""
+        """Make a blocking call if all ranks have arrived and may block (see `engine.py`); return whether it ran."""
         alone = not background and self.engine.try_alone()
         try:
             agreed = (ctypes.c_byte * 1)(alone)
@@ -389,7 +389,7 @@ class MpiCore(GroupCore):
                 self.engine.leave_alone()
 
     def _exchange(self, flags: int, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
-        """Exchange messages between each pair of ranks, for counts that exceed the limit of collectives."""
+        """Exchange messages between each pair of ranks, for counts that exceed the limit for collectives."""
         tag = self.comm.Get_attr(self.mpi.TAG_UB)  # not used by `send` and `recv`
         requests = [
             (
@@ -406,12 +406,12 @@ class MpiCore(GroupCore):
 
 
 def _shares(count: int, ranks: int) -> list[int]:
-    """Return how many of `count` elements each rank reduces."""
+    """Return the number of elements that each rank reduces, `count` in total."""
     return [count * (rank + 1) // ranks - count * rank // ranks for rank in range(ranks)]
 
 
 def _differs(dtype: torch.dtype, reduction: str) -> bool:
-    """Return whether a reduction of MPI may differ from torch's."""
+    """Return whether MPI's result for a reduction may differ from torch's."""
     if dtype.is_floating_point:
         return reduction in ("min", "max")
     return dtype is not torch.bool and dtype.itemsize < 4 and reduction in ("sum", "product")
@@ -428,7 +428,7 @@ def _adjacent(parts: Parts) -> bool:
 
 
 def _joined(parts: Parts) -> Tensor:
-    """Return adjacent tensors as one."""
+    """Return one view over adjacent tensors."""
     first = next((part for part in parts if part.numel()), None)
     if first is None:
         return parts[0].view(-1) if parts else torch.empty(0, device="cpu")
@@ -436,7 +436,7 @@ def _joined(parts: Parts) -> Tensor:
 
 
 def _apart(source: Tensor, target: Tensor) -> Tensor:
-    """Return the source, or a copy if it overlaps the target, as MPI forbids overlap."""
+    """Return the source, or a copy if it overlaps the target, because MPI forbids overlap."""
     start, end = source.data_ptr(), target.data_ptr()
     overlaps = start < end + target.nbytes and end < start + source.nbytes
     return source.clone() if overlaps else source

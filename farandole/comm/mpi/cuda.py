@@ -1,8 +1,8 @@
 """CUDA tensors over MPI.  This code has not been tested on a GPU or with a CUDA-aware MPI.
 
-A CUDA-aware MPI accepts addresses of device memory.  `MPIX_Query_cuda_support` tells whether the loaded library is
-CUDA-aware (Open MPI, MPICH and libraries derived from MPICH).  With other libraries tensors are copied to pinned
-memory.
+A CUDA-aware MPI accepts device memory addresses.  Open MPI, MPICH and libraries derived from MPICH provide
+`MPIX_Query_cuda_support`, which returns whether the library is CUDA-aware.  Otherwise, tensors are copied to pinned
+host memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MEMORY_TYPE, _ON_DEVICE = 2, 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTY
 
 @functools.cache
 def is_aware() -> bool:
-    """Return whether the MPI of this process accepts addresses of CUDA memory."""
+    """Return whether the loaded MPI library accepts CUDA memory addresses."""
     if not torch.cuda.is_available():
         return False
     query = getattr(ctypes.CDLL(None), "MPIX_Query_cuda_support", None) or _query_in_loaded_library()
@@ -27,7 +27,7 @@ def is_aware() -> bool:
 
 
 def _query_in_loaded_library() -> Any:
-    """Look up the function in the mapped library file, because mpi4py loads MPI without exporting its symbols."""
+    """Return `MPIX_Query_cuda_support` from the mapped library file; mpi4py does not export MPI's symbols."""
     with open("/proc/self/maps") as maps:
         paths = {line.split()[-1] for line in maps if "libmpi" in line and ".so" in line}
     for path in sorted(paths):
@@ -38,7 +38,7 @@ def _query_in_loaded_library() -> Any:
 
 
 def tensor_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return a view of `count` elements at an address on this host or, with a CUDA-aware MPI, on a device."""
+    """Return a view of `count` elements at a host address or, with a CUDA-aware MPI, at a device address."""
     if count == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
     if is_aware() and _is_on_device(address):

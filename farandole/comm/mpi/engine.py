@@ -1,15 +1,16 @@
-"""Access of threads to MPI, and progress of requests.
+"""Thread-safe access to MPI, and progress of MPI requests.
 
-MPI runs at the thread level "serialized", so one lock covers every call.  The lock is held briefly: the thread that
-waits for an operation starts the operation and then tests it until it is complete.  Calls of several groups, on several
-threads and in a different order on each rank, therefore do not block each other.  One background thread tests the
-operations for which no thread waits (mostly messages).
+MPI runs at the thread level "serialized", so one lock protects every MPI call.  The lock is held only briefly: a thread
+starts an operation and then tests it until it is complete.  Calls from several groups therefore do not block each
+other, even if threads make them in a different order on each rank.  One background thread tests operations, mostly
+messages, that no other thread is waiting for.
 
-Open MPI's non-blocking collectives are two to three times slower than its blocking ones (measured on one host, 5.0).
-With Open MPI the ranks first agree, in a small non-blocking call, that all of them have arrived and have no other
-blocking call pending.  Then the large call may block inside MPI.  Nothing can interrupt MPI, so a watchdog ends the
-process at the timeout.  Asynchronous calls never block inside MPI, because they would take the core of the program's
-own thread (DDP is three times slower with them).
+Open MPI's non-blocking collectives are two to three times slower than its blocking collectives (measured with version
+5.0 on one host).  Before a large collective, the ranks therefore agree in a small non-blocking call that all have
+arrived and none has another blocking call pending.  The large collective may then block inside MPI.  A blocking MPI
+call cannot be interrupted, so a watchdog ends the process when the timeout expires.  Asynchronous calls never block
+inside MPI, because a blocked thread would occupy a core that the main thread needs (DDP is three times slower with
+blocking calls).
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ from farandole.comm.mpi.library import load, loaded
 from farandole.comm.notices import warn
 
 SPINS = 30
-"""Consecutive tests before a waiting thread yields its core."""
+"""How often a waiting thread tests an operation before the thread yields its core."""
 YIELDING_S = 0.005
-"""Seconds of yielding before the thread sleeps between tests; longer for large transfers, which progress in tests."""
+"""Seconds for which a waiting thread yields before it sleeps between tests; longer for large transfers."""
 MOVED_PER_S = 50e6
 NAP_S, LONG_NAP_S = 50e-6, 500e-6
 BACKGROUND_NAP_S = 20e-6
-"""Seconds of sleep between tests of a background thread, which releases the interpreter lock."""
+"""Seconds for which a thread sleeps between tests for a background call, with the interpreter lock released."""
 BURST = 16
-"""Tests between two sleeps; MPICH moves 16 KiB in each test."""
+"""Tests between two sleeps; MPICH transfers 16 KiB in each test."""
 IDLE_S = 1.0
 GUARD_S = 0.2
-"""Seconds between two checks of the deadline of a blocking call."""
+"""Seconds between deadline checks during a blocking call."""
 
 
 class Pending(Protocol):
-    """An operation that the background thread progresses."""
+    """An operation that the background thread tests until it is complete."""
 
     def advance(self) -> bool:
-        """Test the operation under the lock of the engine; return whether it is complete."""
+        """Test the operation while holding the engine's lock; return whether it is complete."""
 
 
 class Engine:
-    """The access to MPI for all groups of this process."""
+    """Controls access to MPI for all groups in this process."""
 
     def __init__(self, mpi: Any) -> None:
         self.mpi = mpi
@@ -58,17 +59,17 @@ class Engine:
         self.prefers_blocking = mpi.get_vendor()[0] == "Open MPI"
         self.largest_count = 2**63 - 1 if mpi.Get_version() >= (4, 0) else 2**31 - 1
         self._alone = threading.Condition()
-        self._blocking = 0  # calls that may block
+        self._blocking = 0  # the number of calls that may block
         self._making_groups = 0
         self._open: list[Pending] = []
         self._wake = threading.Condition()
         self._asleep = False
         self._closing = False
         self._thread: threading.Thread | None = None
-        # the deadline of the blocking call, and a function that describes why the call is late
+        # the deadline of the blocking call, and a function that describes the delay
         self._limit: tuple[float, Callable[[], str]] | None = None
         self._watchdog: threading.Thread | None = None
-        # after all groups have been left (see comm/ending.py) and before mpi4py finalizes MPI
+        # runs after all groups have been left (see comm/ending.py) and before mpi4py finalizes MPI
         Finalize(None, self._end, exitpriority=-1)
 
     def complete_soon(self, request: Any, spins: int = SPINS) -> bool:
@@ -89,7 +90,7 @@ class Engine:
         background: bool = False,
         each_turn: Callable[[float], None] | None = None,
     ) -> bool:
-        """Test a request until it is complete; return False after `seconds`.
+        """Test a request until it is complete; return False if `seconds` pass first.
 
         `transfer` is the number of bytes.  `each_turn(waited_s)` is called between tests, without the lock.
         """
@@ -114,7 +115,7 @@ class Engine:
     # ---- calls that may block inside MPI ----
 
     def try_alone(self) -> bool:
-        """Return whether the caller may block inside MPI, alone in this process, until `leave_alone`."""
+        """Return whether the caller may block inside MPI as the only thread, until it calls `leave_alone`."""
         with self._alone:
             if self._blocking or self._making_groups:
                 return False
@@ -122,14 +123,14 @@ class Engine:
             return True
 
     def leave_alone(self) -> None:
-        """End the permission granted by `try_alone`."""
+        """Revoke the permission granted by `try_alone`."""
         with self._alone:
             self._blocking = 0
             self._alone.notify_all()
 
     @contextmanager
     def limited(self, seconds: float, why: Callable[[], str]) -> Iterator[None]:
-        """End the process if the code block takes longer than `seconds`, as nothing can interrupt MPI."""
+        """End the process if the `with` block takes longer than `seconds`, because MPI cannot be interrupted."""
         if self._watchdog is None:
             self._watchdog = threading.Thread(target=self._guard, name="farandole-mpi-watchdog", daemon=True)
             self._watchdog.start()
@@ -144,12 +145,12 @@ class Engine:
             time.sleep(GUARD_S)
             limit = self._limit
             if limit is not None and time.monotonic() > limit[0]:
-                warn(f"{limit[1]()}; MPI does not return from the call, so this process ends")
+                warn(f"{limit[1]()}; the MPI call cannot be interrupted, so this process exits")
                 os._exit(1)
 
     @contextmanager
     def making_group(self) -> Iterator[None]:
-        """Prevent other blocking calls while a communicator is created, which blocks inside MPI."""
+        """Prevent other blocking calls while this thread creates a communicator, which blocks inside MPI."""
         with self._alone:
             self._alone.wait_for(lambda: not self._blocking)
             self._making_groups += 1
@@ -159,7 +160,7 @@ class Engine:
             with self._alone:
                 self._making_groups -= 1
 
-    # ---- operations for which no thread waits ----
+    # ---- operations that no thread is waiting for ----
 
     def watch(self, pending: Pending) -> None:
         """Make the background thread test `pending` until it is complete."""
@@ -172,9 +173,9 @@ class Engine:
                 self._wake.notify()
 
     def abandon(self, request: Any) -> None:
-        """Keep a request that cannot be cancelled, and the memory that it uses.
+        """Keep a request that cannot be cancelled, and its memory, until the request is complete.
 
-        The callers own the tensors in this memory, so the method keeps their stack frames alive.
+        Local variables of the callers hold the tensors, so this method keeps their stack frames alive.
         """
         self.watch(Abandoned(request, sys._getframe(1)))
 
@@ -203,7 +204,7 @@ class Engine:
                 last_used = time.monotonic()
 
     def _end(self) -> None:
-        """Finish at program exit; MPI_Finalize waits for all ranks, so a failed rank aborts the job instead."""
+        """Shut down at program exit; a failed rank aborts the job because MPI_Finalize would wait for all ranks."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -214,14 +215,14 @@ class Engine:
             unfinished = any(not pending.advance() for pending in self._open)
         if (failed or unfinished) and self.mpi.COMM_WORLD.Get_size() > 1 and not self.mpi.Is_finalized():
             if unfinished and not failed:
-                warn("abandoned calls have not completed in MPI, so the job ends")
+                warn("MPI calls that were abandoned after an error are still pending, so the job is aborted")
             sys.stdout.flush()
             sys.stderr.flush()
             self.mpi.COMM_WORLD.Abort(1)
 
 
 class Abandoned:
-    """An abandoned request and the stack frame whose variables keep its memory alive."""
+    """An abandoned request, and the stack frame that keeps its memory alive."""
 
     def __init__(self, request: Any, frame: Any) -> None:
         self._request = request
@@ -238,6 +239,6 @@ def _engine() -> Engine:
 
 
 def engine() -> Engine:
-    """Return the engine of this process; raise `MpiUnavailable` without MPI."""
+    """Return this process's engine; raise `MpiUnavailable` if MPI is missing."""
     loaded()
     return _engine()

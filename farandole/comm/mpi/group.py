@@ -1,7 +1,7 @@
-"""A group of ranks in MPI: membership, deadlines, messages, and errors that name ranks.
+"""MPI groups: membership, deadlines, messages, and errors that name ranks.
 
-`MpiGroup` has the methods of `HostGroup` that `GroupCore` and `comm/messages.py` use, and message functions with the
-names of the C core (`core`), so that it shares the point-to-point code of the shared-memory backend.
+`MpiGroup` has the `HostGroup` methods that `GroupCore` and `comm/messages.py` use, so the point-to-point code is shared
+with the shared-memory backend.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from farandole.native import Call, Failure, Status
 
 PIECE_BYTES = 1 << 30
 GRACE_S = 0.5
-"""How long, in seconds, a rank waits after its timeout for other ranks to record their arrival."""
+"""Seconds after its timeout for which a rank waits until the other ranks have recorded their arrival."""
 
 
 class MpiGroup:
-    """The ranks of one group and their communicator, created by all ranks with `connect`."""
+    """The ranks of one group and their MPI communicator; all ranks create it together with `connect`."""
 
     def __init__(
         self, comm: Any, mpi_engine: Engine, membership: Membership, store: dist.Store, timeout: timedelta
@@ -45,7 +45,7 @@ class MpiGroup:
         self.group_rank = self.rank
         self.size: int = comm.Get_size()
         self.membership = membership
-        self.handle: int | None = 1  # placeholder for the core's handle; None after `close`
+        self.handle: int | None = 1  # replaces the C core's handle; None after `close`
         messages = Messages(self)
         self.send, self.recv = messages.send, messages.recv
         self.post_send, self.post_recv = messages.post_send, messages.post_recv
@@ -59,7 +59,7 @@ class MpiGroup:
         self._call: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
         self._call_timeout_s: float | None = None
         self._given_up = False
-        # the number of groups created of each list of ranks; equal on all its members
+        # the number of subgroups created for each list of ranks, equal on all its members
         self._subgroups: Counter[tuple[int, ...]] = Counter()
         self._broken: CommunicationError | None = None
         self.set_timeout(timeout)
@@ -68,13 +68,13 @@ class MpiGroup:
     def connect(
         cls, rendezvous: Rendezvous, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
     ) -> MpiGroup:
-        """Create the group; called by all its ranks.
+        """Create the group; all its ranks call this method.
 
-        `ranks` are the rank numbers for messages to users.  The ranks exchange their MPI ranks, which may differ.
+        `ranks` are the rank numbers shown in error messages; they may differ from the MPI ranks, which are exchanged.
 
         Raises:
-            RankLate: A rank did not arrive in time.
-            MpiUnavailable: A rank of the group is not in MPI's world.
+            RankLate: A rank did not arrive before the timeout.
+            MpiUnavailable: The ranks use different MPI libraries, or a rank is not in MPI_COMM_WORLD.
         """
         mpi_engine = engine()
         world, mpi = mpi_engine.mpi.COMM_WORLD, mpi_engine.mpi
@@ -86,11 +86,14 @@ class MpiGroup:
             libraries = sorted({text.split(maxsplit=3)[3] for text in told})
             if len(libraries) > 1:
                 raise MpiUnavailable(
-                    f"expected one MPI library for all ranks of {name}, got {', '.join(libraries)}; load the same library on all hosts"
+                    f"expected one MPI library for all ranks of {name}, got {', '.join(libraries)}; load the same "
+                    "library on all hosts"
                 )
             if len(set(numbers)) < size or world.Get_size() < size:
                 raise MpiUnavailable(
-                    f"{name} has {size} ranks, but {libraries[0]} has {world.Get_size()}; start the ranks with mpiexec"
+                    f"expected {size} MPI ranks for {name}, got {world.Get_size()} in {libraries[0]}; start the "
+                    "ranks with "
+                    "mpiexec"
                 )
             tag = sum((i + 1) * number for i, number in enumerate(numbers)) % 32768
             with mpi_engine.lock:
@@ -102,7 +105,7 @@ class MpiGroup:
         return cls(comm, mpi_engine, membership, rendezvous.store, timeout)
 
     def subgroup(self, members: Sequence[int]) -> MpiGroup:
-        """Return a group of `members`, in this order; called by these ranks."""
+        """Return a group of `members` in this order; only these ranks call this method."""
         mpi_engine, name = (
             self.engine,
             f"ranks {', '.join(str(self.membership.ranks[rank]) for rank in members)}",
@@ -124,11 +127,11 @@ class MpiGroup:
         return MpiGroup(comm, mpi_engine, membership, store, timedelta(seconds=self.timeout_s))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a call waits for the other ranks."""
+        """Set how long a call may wait for other ranks."""
         self.timeout_s = timeout.total_seconds()
 
     def within(self, timeout_s: float, call: Callable[[int], None]) -> Callable[[int], None]:
-        """Return a call with its own timeout, in seconds."""
+        """Return `call` with a separate timeout, in seconds."""
 
         def timed(flags: int) -> None:
             self._call_timeout_s = timeout_s
@@ -140,7 +143,7 @@ class MpiGroup:
         return timed
 
     def check(self, status: Any) -> None:
-        """Raise an error that the core returned."""
+        """Raise `status` if it is an exception."""
         if isinstance(status, BaseException):
             raise status
 
@@ -161,7 +164,7 @@ class MpiGroup:
         """Do nothing; MPI cannot notify the other ranks."""
 
     def give_up(self) -> None:
-        """Make the pending calls of this process fail."""
+        """Fail the pending calls of this process."""
         self._given_up = True
 
     def close(self) -> None:
@@ -173,10 +176,10 @@ class MpiGroup:
             with self.engine.lock:
                 self.comm.Free()
 
-    # ---- for the core ----
+    # ---- called by `MpiCore` ----
 
     def begin(self, operation: int, kind: int, op: int, count: int, root: int = 0) -> None:
-        """Record the start of a collective; raise the error of a failed group."""
+        """Record the start of a collective; raise an exception if the group has failed."""
         if self._owner != os.getpid():
             raise MpiUnavailable(NO_FORK)
         if self._broken is not None:
@@ -185,7 +188,7 @@ class MpiGroup:
         self._call = (operation, kind, op, count, root)
 
     def start(self, begin: Callable[..., Any], *arguments: Any) -> Any:
-        """Call MPI and convert its errors to `CommunicationError`."""
+        """Call MPI and convert MPI errors to `CommunicationError`."""
         try:
             with self.engine.lock:
                 return begin(*arguments)
@@ -193,13 +196,13 @@ class MpiGroup:
             raise self._failed(error) from error
 
     def block(self, call: Callable[..., Any], *arguments: Any) -> None:
-        """Make a call that blocks inside MPI; the process ends if it does not return within the timeout."""
+        """Make a call that blocks inside MPI; the process exits if the call exceeds the timeout."""
         seconds = self._call_timeout_s or self.timeout_s
         with self.engine.limited(seconds, lambda: str(self._late(seconds))):
             self.start(call, *arguments)
 
     def finish(self, request: Any, transfer: int, *, background: bool) -> None:
-        """Wait for a request of the current call; at the timeout the group fails with `RankLate`."""
+        """Wait for a request of the current call; if the timeout expires, fail the group with `RankLate`."""
         seconds = self._call_timeout_s or self.timeout_s
         try:
             if self.engine.complete_soon(request, 3 if background else SPINS):
@@ -213,7 +216,8 @@ class MpiGroup:
             raise self._failed(error) from error
         except BaseException:
             self._broken = CommunicationError(
-                f"{self.membership.group} was interrupted in {self._in_words()} and cannot be used again; destroy the group and create a new one"
+                f"{self.membership.group} was interrupted in {self._in_words()} and cannot be used again; destroy "
+                "the group and create a new one"
             )
             self.engine.abandon(request)
             raise
@@ -232,13 +236,13 @@ class MpiGroup:
         warning.after(waited_s)
 
     def _stalled(self) -> str:
-        """Return the stall warning on the first waiting rank, "" on the other ranks."""
+        """Return the stall warning on the lowest waiting rank and "" on the other ranks."""
         if set(range(self.rank)) - set(self.waiting.missing(self._index)):
             return ""
-        return f"{self.membership.rank(self.rank)} waits in {self.whereabouts()}"
+        return f"{self.membership.rank(self.rank)} is waiting in {self.whereabouts()}"
 
     def compare(self, background: bool) -> None:
-        """Raise `CallMismatch` unless all ranks make the same call (with TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
+        """Raise `CallMismatch` unless all ranks make the same call; used if TORCH_DISTRIBUTED_DEBUG=DETAIL."""
         mine = torch.tensor([self._index, *self._call], device="cpu")
         calls = torch.empty(self.size, mine.numel(), dtype=mine.dtype, device="cpu")
         request = self.start(self.comm.Iallgather, mine.numpy(), calls.numpy())
@@ -260,7 +264,7 @@ class MpiGroup:
         raise self._broken
 
     def message_buffer(self, address: int, nbytes: int) -> Any:
-        """Return bytes as an MPI buffer; beyond MPI's largest count, as one element of a type of this size."""
+        """Return an mpi4py buffer; data beyond MPI's largest count become one element of a derived datatype."""
         mpi = self.engine.mpi
         memory = mpi.memory.fromaddress(address, nbytes)
         if nbytes <= self.engine.largest_count:
@@ -296,12 +300,13 @@ class MpiGroup:
         waiting = f"in {self._in_words()}, call number {self._index} of {self.membership.group}"
         if not missing:
             return RankLate(
-                f"all ranks have arrived, but the transfer did not end within the timeout of {seconds:g} s, {waiting}: a rank "
-                f"or the network has stopped"
+                f"the transfer did not complete within the timeout of {seconds:g} s {waiting}, although all ranks have "
+                f"arrived; check whether a rank or the network has stopped"
             )
         names = ", ".join(self.membership.rank(rank) for rank in missing)
         return RankLate(
-            f"{names} did not arrive within the timeout of {seconds:g} s; {self.membership.rank(self.rank)} was waiting {waiting}"
+            f"{names} did not arrive within the timeout of {seconds:g} s; {self.membership.rank(self.rank)} was "
+            f"waiting {waiting}"
         )
 
 

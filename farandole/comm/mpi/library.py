@@ -1,7 +1,7 @@
-"""Initialization of the MPI library that mpi4py has loaded, and comparison with the launcher.
+"""Initialization of mpi4py's MPI library, and a check that the launcher belongs to this library.
 
-The thread level is "serialized": any thread may call MPI, one at a time (see `engine.py`).  With "multiple", the
-default of mpi4py, MPICH does not use its shared-memory collectives.
+The thread level is "serialized": threads may call MPI one at a time (see `engine.py`).  With "multiple", mpi4py's
+default, MPICH does not use its shared-memory collectives.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from farandole.comm.notices import warn_once
 
 _SIZES = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "PMI_SIZE": "Hydra, the mpiexec of MPICH and its relatives,",
-    "WORLD_SIZE": "torchrun (or another program that set WORLD_SIZE)",
+    "PMI_SIZE": "Hydra, the mpiexec of MPICH and derived libraries,",
+    "WORLD_SIZE": "torchrun (or another program that sets WORLD_SIZE)",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
-"""The variables in which launchers pass the number of ranks, the innermost launcher first."""
+"""The environment variables in which launchers pass the number of ranks, with the innermost launcher first."""
 
 NO_FORK = (
-    "this process was forked from a process that uses MPI, which does not support fork; use the method 'spawn' "
-    "(of multiprocessing, or multiprocessing_context='spawn' of a DataLoader)"
+    "MPI cannot be used in this process, because it was forked from a process that uses MPI; start it with the "
+    "multiprocessing method 'spawn' (for a DataLoader, multiprocessing_context='spawn')"
 )
 
 
 class MpiUnavailable(CommunicationError):
-    """MPI cannot be used; the message names the remedy."""
+    """Raised if MPI cannot be used; the message states the remedy."""
 
 
 @functools.cache
 def load() -> Any:
-    """Return the initialised module `mpi4py.MPI`; raise `MpiUnavailable` with the remedy on failure."""
+    """Return the initialized module `mpi4py.MPI`; raise `MpiUnavailable` if MPI cannot be used."""
     try:
         import mpi4py
     except ImportError as error:
         raise MpiUnavailable(
-            "the backend farandole-mpi needs mpi4py 4 or later and an MPI library; run pip install 'farandole[mpi]', then "
+            "the backend farandole-mpi needs mpi4py 4 or later and an MPI library; run pip install 'farandole[mpi]', "
+            "then "
             "load the cluster's MPI module or run pip install mpich"
         ) from error
     if "mpi4py.MPI" not in sys.modules:
@@ -50,12 +51,14 @@ def load() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise MpiUnavailable(
-            f"mpi4py is installed but finds no MPI library: {error}; load the cluster's MPI module, set MPI4PY_LIBMPI to "
+            f"mpi4py is installed but cannot find an MPI library: {error}; load the cluster's MPI module, set "
+            "MPI4PY_LIBMPI to "
             f"the path of libmpi.so, or run pip install mpich"
         ) from error
     if MPI.Is_finalized():
         raise MpiUnavailable(
-            "this program has already finalized MPI, and MPI cannot be initialised twice; remove MPI.Finalize()"
+            "MPI cannot be initialized again, because this program has already finalized it; remove the call of "
+            "MPI.Finalize()"
         )
     if not MPI.Is_initialized():
         _warn_of_launcher(os.environ, describe_library(MPI))
@@ -64,7 +67,7 @@ def load() -> Any:
             comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py converts error codes to exceptions
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise MpiUnavailable(
-            "expected MPI with the thread level 'serialized', got MPI initialised for one thread; before the first "
+            "expected MPI with the thread level 'serialized', got MPI initialized for one thread; before the first "
             "`from mpi4py import MPI` write `import mpi4py; mpi4py.rc.thread_level = 'serialized'`"
         )
     check_world(os.environ, MPI.COMM_WORLD.Get_size(), describe_library(MPI))
@@ -76,7 +79,7 @@ _process: list[int] = []
 
 
 def loaded() -> Any:
-    """Return the module as `load`; raise `MpiUnavailable` in a forked child."""
+    """Return `mpi4py.MPI` like `load`, but raise `MpiUnavailable` in a forked child."""
     mpi = load()
     if _process[0] != os.getpid():
         raise MpiUnavailable(NO_FORK)
@@ -84,15 +87,15 @@ def loaded() -> Any:
 
 
 def describe_library(mpi: Any) -> str:
-    """Return name and version of the library, such as `MPICH 5.0.2`."""
+    """Return the library's name and version, such as `MPICH 5.0.2`."""
     name, version = mpi.get_vendor()
     return f"{name} {'.'.join(map(str, version))}"
 
 
 def check_world(environ: Mapping[str, str], size: int, library: str) -> None:
-    """Raise `MpiUnavailable` if a launcher started several ranks but MPI finds a single rank.
+    """Raise `MpiUnavailable` if a launcher started several ranks but MPI reports a single rank.
 
-    This happens if the mpirun of one MPI starts a Python that has loaded another MPI.  Each process would run the whole
+    This happens if one MPI's mpirun starts processes that load another MPI library.  Each process would run the whole
     job.
     """
     variable = next((name for name in _SIZES if environ.get(name, "").isdecimal()), None)
@@ -100,28 +103,31 @@ def check_world(environ: Mapping[str, str], size: int, library: str) -> None:
         return
     raise MpiUnavailable(
         f"{_SIZES[variable]} started {environ[variable]} ranks ({variable}={environ[variable]}), but mpi4py has "
-        f"loaded {library}, which finds a single rank; {_remedy(variable)}"
+        f"loaded {library}, which reports a single rank; {_remedy(variable)}"
     )
 
 
 def _warn_of_launcher(environ: Mapping[str, str], library: str) -> None:
-    """Warn before MPI_Init, because most builds of other MPIs exit there under Open MPI's mpirun."""
+    """Log a warning before MPI_Init, where most other MPI libraries exit under Open MPI's mpirun."""
     variable = "OMPI_COMM_WORLD_SIZE"
     if environ.get(variable, "1") != "1" and not library.startswith("Open MPI"):
         warn_once(
-            f"{_SIZES[variable]} started this process, but mpi4py loads {library}; if MPI does not initialise, "
+            f"{_SIZES[variable]} started this process, but mpi4py loads {library}; if MPI initialization fails, "
             f"{_remedy(variable)}"
         )
 
 
 def _remedy(variable: str) -> str:
     mpiexec = Path(sys.executable).with_name("mpiexec")
-    start = "start with that library's own mpiexec" + (f" (perhaps {mpiexec})" if mpiexec.exists() else "")
+    start = "start the ranks with that library's own mpiexec" + (
+        f" (perhaps {mpiexec})" if mpiexec.exists() else ""
+    )
     if variable == "WORLD_SIZE":
-        return f"{start}; under this launcher use the backend farandole"
+        return f"{start}, or use the backend farandole with this launcher"
     if variable == "SLURM_STEP_NUM_TASKS":
-        return f"use srun --mpi=pmix (or pmi2: `srun --mpi=list`), or {start}"
+        return f"use srun --mpi=pmix (or pmi2; see `srun --mpi=list`), or {start}"
     return (
         f"{start}, or let mpi4py load the launcher's library: set MPI4PY_LIBMPI=/path/to/libmpi.so, or "
-        f"MPI4PY_MPIABI=openmpi (mpich) if both are installed; the backend farandole needs no MPI: `farandole launch`"
+        "MPI4PY_MPIABI=openmpi (mpich) if both are installed; the backend farandole works without MPI (`farandole "
+        "launch`)"
     )

@@ -1,4 +1,4 @@
-"""Point-to-point messages through MPI, as `messages.MessagePassing`."""
+"""Point-to-point messages through MPI, an implementation of `messages.MessagePassing`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MpiMessage:
         return bool(self.call.operation == Operation.SEND)
 
     def advance(self) -> bool:
-        """Test the message under the lock of the engine; return whether it has completed or failed."""
+        """Test the message while holding the engine's lock; return whether it has completed or failed."""
         if self.complete:
             return True
         mpi = self._way.mpi
@@ -56,31 +56,33 @@ class MpiMessage:
         if not self._status.Is_cancelled() and received != self._nbytes:
             sender = self._group.membership.rank(self.source)
             self.outcome = CallMismatch(
-                f"{sender} sent {received} bytes where {self._who()} called {self._in_words()}, which receives {self._nbytes} bytes"
+                f"{sender} sent {received} bytes, but {self._who()} called {self._in_words()}, which receives "
+                f"{self._nbytes} bytes"
             )
 
     def _failure(self, error: Any) -> CommunicationError:
         if error.Get_error_class() == self._way.mpi.ERR_TRUNCATE:
             return CallMismatch(
-                f"a longer message arrived where {self._who()} called {self._in_words()}, which receives {self._nbytes} bytes"
+                f"a longer message arrived, but {self._who()} called {self._in_words()}, which receives "
+                f"{self._nbytes} bytes"
             )
         return CommunicationError(
             f"MPI failed on {self._who()} in {self._in_words()}: {error.Get_error_string()}"
         )
 
     def test(self) -> bool:
-        """Call `advance` from a thread that does not hold the lock."""
+        """Acquire the lock and call `advance`."""
         with self._way.lock:
             return self.advance()
 
     def cancel(self) -> None:
-        """Cancel a receive; a send cannot be cancelled and stays with the engine."""
+        """Cancel a receive; a send cannot be cancelled and remains with the engine."""
         with self._way.lock:
             if not self.sends and not self.advance():
                 self._request.Cancel()
 
     def wait(self, seconds: float, *, background: bool) -> bool:
-        """Test the message until it is complete; return False after `seconds`."""
+        """Test the message until it is complete; return False if `seconds` pass first."""
         tested, started = _Tested(self), time.monotonic()
         if self._way.complete_soon(tested):
             return True
@@ -103,7 +105,7 @@ class MpiMessage:
                 waiting.record_message(None)
 
     def late(self, timeout_s: float) -> CommunicationError:
-        """Return the error of a message that did not complete within the timeout."""
+        """Return the exception for a message that did not complete within the timeout."""
         group = self._group
         failure = Failure(
             status=Status.LATE, culprit=max(0, self.call.root), reporter=group.rank, reporter_call=self.call
@@ -113,7 +115,7 @@ class MpiMessage:
     def _stalled(self) -> str:
         group = self._group
         text = describe_stalled_message(self.call, group.rank, group.waiting.message, group.membership)
-        return f"{self._who()} waits in {text}" if text else ""
+        return f"{self._who()} is waiting in {text}" if text else ""
 
     def _who(self) -> str:
         return self._group.membership.rank(self._group.rank)
@@ -123,32 +125,32 @@ class MpiMessage:
 
 
 class _Tested:
-    """An adapter with which the engine tests a message like a request."""
+    """An adapter that lets the engine test a message like a request."""
 
     def __init__(self, message: MpiMessage) -> None:
         self.Test = message.advance
 
 
 class Messages:
-    """Sends and receives of one group: see `messages.MessagePassing`."""
+    """Sends and receives within one group; see `messages.MessagePassing`."""
 
     def __init__(self, group: MpiGroup) -> None:
         self.group = group
 
     def post_send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> MpiMessage:
-        """Post a send of `nbytes` to rank `peer`."""
+        """Post a send of `nbytes` bytes to rank `peer`."""
         return self._post(self.group.comm.Isend, Operation.SEND, address, nbytes, kind, peer, tag)
 
     def post_recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> MpiMessage:
-        """Post a receive of `nbytes` from rank `peer`, or from any rank (-1)."""
+        """Post a receive of `nbytes` bytes from rank `peer`, or from any rank if `peer` is -1."""
         return self._post(self.group.comm.Irecv, Operation.RECV, address, nbytes, kind, peer, tag)
 
     def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
-        """Send bytes to a rank; block until they may be changed; return 0, or raise."""
+        """Send `nbytes` bytes and block until they may be modified; return 0 or raise an exception."""
         return self._finish(self.post_send(address, nbytes, kind, peer, tag), flags)
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> int:
-        """Receive this many bytes from a rank; block until they have arrived; return 0, or raise."""
+        """Receive `nbytes` bytes and block until they have arrived; return 0 or raise an exception."""
         return self._finish(self.post_recv(address, nbytes, kind, peer, tag), flags)
 
     def _finish(self, message: MpiMessage, flags: int) -> int:
@@ -162,7 +164,7 @@ class Messages:
         largest = group.comm.Get_attr(engine.mpi.TAG_UB) - 1
         if not 0 <= tag <= largest:
             raise ValueError(
-                f"expected a tag between 0 and {largest}, the largest tag of this MPI, got {tag}"
+                f"expected a tag between 0 and {largest}, the largest tag of the MPI library, got {tag}"
             )
         call = Call(operation=operation, type=kind, count=nbytes // (kind >> 8), root=peer, layout=tag)
         source = engine.mpi.ANY_SOURCE if peer < 0 else peer
@@ -173,11 +175,11 @@ class Messages:
         return message
 
     def test_message(self, message: MpiMessage) -> Any:
-        """Return `Status.PENDING`, or the message itself."""
+        """Return `Status.PENDING`, or the message as its outcome."""
         return message if message.test() else Status.PENDING
 
     def wait_message(self, message: MpiMessage, seconds: float, flags: int) -> Any:
-        """Wait for the message and return it; at the timeout raise, or return `Status.PENDING` with `TRY`."""
+        """Wait for the message and return it; on timeout raise, or with `TRY` in `flags` return `Status.PENDING`."""
         if message.wait(seconds, background=bool(flags & BACKGROUND)):
             return message
         return Status.PENDING if flags & TRY else message.late(seconds)
@@ -187,7 +189,7 @@ class Messages:
         message.cancel()
 
     def source_of(self, outcome: Any) -> int:
-        """Return the source rank of a complete message; raise the error of a failed one."""
+        """Return the source rank of a completed message; raise an exception if the message failed."""
         error = outcome.outcome if isinstance(outcome, MpiMessage) else outcome
         if error is not None:
             raise error

@@ -14,14 +14,14 @@ from farandole.comm.mpi.messages import MpiMessage
 
 
 class MpiTransport:
-    """Non-blocking sends and receives among the ranks of a group.
+    """Non-blocking sends and receives within a group.
 
         transport = MpiTransport.connect(store, rank, size, timeout)       # all ranks
         received = transport.recv(buffer, source, tag)
         transport.send(tensor, peer, tag).wait(60.0)
         received.wait(60.0)
 
-    Messages between two ranks with the same tag keep their order.  A tensor must not be changed until its message is
+    Messages between two ranks with the same tag arrive in order.  Do not modify a tensor before its message is
     complete.
     """
 
@@ -40,33 +40,38 @@ class MpiTransport:
         name: str = "a transport",
         ranks: Sequence[int] | None = None,
     ) -> MpiTransport:
-        """Create the transport; all ranks connect through `store`, and `ranks` are their numbers in messages.
+        """Create the transport; all ranks connect through `store`.
 
-        Raises `RankLate` if a rank does not arrive in time, `MpiUnavailable` if MPI cannot be used.
+        `name` and `ranks` identify the group and its ranks in error messages.
+
+        Raises:
+            RankLate: A rank did not arrive before the timeout.
+            MpiUnavailable: MPI cannot be used.
         """
         rendezvous = Rendezvous(store, rank, size, timeout, name)
         return cls(MpiGroup.connect(rendezvous, size, timeout, name, ranks or range(size)))
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> MpiPending:
-        """Start to send a contiguous CPU tensor to rank `peer`."""
+        """Start sending a contiguous CPU tensor to rank `peer`."""
         return self._begin(tensor, peer, tag, sends=True)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> MpiPending:
-        """Start to receive a message of the size of `tensor` from rank `peer`."""
+        """Start receiving into `tensor` from rank `peer`; the message must have the size of `tensor`."""
         return self._begin(tensor, peer, tag, sends=False)
 
     def close(self) -> None:
-        """Free the communicator after all messages are complete."""
+        """Free the communicator; all messages must be complete."""
         self._group.close()
 
     def _begin(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> MpiPending:
         if not tensor.is_cpu or not tensor.is_contiguous():
             raise ValueError(
-                f"expected a contiguous CPU tensor, got a {tensor.device} tensor of strides {tensor.stride()}"
+                f"expected a contiguous CPU tensor, got a {tensor.device} tensor with strides {tensor.stride()}; "
+                "pass tensor.cpu().contiguous()"
             )
         if not 0 <= peer < self.size or peer == self.rank:
             raise ValueError(
-                f"expected a peer between 0 and {self.size - 1} other than this rank, {self.rank}, got {peer}"
+                f"expected a peer between 0 and {self.size - 1} except this rank, {self.rank}, got {peer}"
             )
         post = self._group.post_send if sends else self._group.post_recv
         nbytes, kind = tensor.numel() * tensor.element_size(), 1 << 8
@@ -81,13 +86,13 @@ class MpiPending:
         self._tensor = tensor
 
     def wait(self, timeout_s: float) -> None:
-        """Block until the message is complete; raise `RankLate` after `timeout_s`, with the message still pending."""
+        """Block until the message is complete; raise `RankLate` after `timeout_s`, when it remains pending."""
         if not self._message.wait(timeout_s, background=False):
             raise self._message.late(timeout_s)
         self._raise()
 
     def test(self) -> bool:
-        """Return whether the message is complete; raise the error of a failed message."""
+        """Return whether the message is complete; raise an exception if it failed."""
         if not self._message.test():
             return False
         self._raise()

@@ -87,7 +87,8 @@ def tags_without_order(rank: int, size: int) -> None:
             assert (buffer == tag).all()
     if rank == 0:
         with pytest.raises(
-            ValueError, match=r"expected a tag between 0 and \d+, the largest tag of this MPI, got -?\d+"
+            ValueError,
+            match=r"expected a tag between 0 and \d+, the largest tag of the MPI library, got -?\d+",
         ):
             dist.send(torch.ones(1), 1, tag=2**31 - 1)
 
@@ -114,7 +115,7 @@ def transport(rank: int, size: int) -> None:
     start = time.monotonic()
     with pytest.raises(
         RankLate,
-        match=rf"rank {source} \(process \d+\) did not send the message of .* within the timeout of 0.2 s",
+        match=rf"rank {source} \(process \d+\) did not send the message that .* expected in .* within the timeout of 0.2 s",
     ):
         late.wait(0.2)
     assert 0.2 <= time.monotonic() - start < 2
@@ -162,9 +163,9 @@ def wrong_sizes(rank: int, size: int) -> None:
         dist.send(torch.ones(3), 1, tag=2)
     if rank == 1:
         call = r"rank 1 \(process \d+\) called recv\({} x float32, from rank 0, tag {}\) of the default group, which receives {} bytes"
-        with pytest.raises(RuntimeError, match=r"rank 0 .* sent 12 bytes where " + call.format(5, 1, 20)):
+        with pytest.raises(RuntimeError, match=r"rank 0 .* sent 12 bytes, but " + call.format(5, 1, 20)):
             dist.recv(torch.ones(5), 0, tag=1)
-        with pytest.raises(RuntimeError, match="a longer message arrived where " + call.format(1, 2, 4)):
+        with pytest.raises(RuntimeError, match="a longer message arrived, but " + call.format(1, 2, 4)):
             dist.recv(torch.ones(1), 0, tag=2)
     dist.barrier()
 

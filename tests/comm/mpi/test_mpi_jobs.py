@@ -122,8 +122,8 @@ def test_a_wrong_launcher_is_named_with_the_remedy(tmp_path):
     status, err = alone("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
     assert status != 0
     assert re.search(
-        r"torchrun .*started 2 ranks \(WORLD_SIZE=2\), but mpi4py has loaded \w+.*, which finds a single rank; "
-        r"start with that library.s own mpiexec.*; under this launcher use the backend farandole",
+        r"torchrun .*started 2 ranks \(WORLD_SIZE=2\), but mpi4py has loaded \w+.*, which reports a single rank; "
+        r"start the ranks with that library.s own mpiexec.*, or use the backend farandole with this launcher",
         err,
     ), err
 
@@ -164,7 +164,7 @@ dist.init_process_group("farandole-mpi")
     ("case", "words"),
     [
         ("no mpi4py", r"needs mpi4py 4 or later and an MPI library; run pip install 'farandole\[mpi\]'"),
-        ("one thread", "MPI initialised for one thread.*mpi4py.rc.thread_level = 'serialized'"),
+        ("one thread", "MPI initialized for one thread.*mpi4py.rc.thread_level = 'serialized'"),
     ],
 )
 def test_errors_name_missing_requirements(tmp_path, case, words):
@@ -212,7 +212,7 @@ except RuntimeError as error:
     assert code == 0, errors
     assert out.count("CallMismatch") == 2
     assert re.search(
-        r"rank 1 \(process \d+\) called broadcast\(7 x float32, from rank 0\) where rank 0", out
+        r"rank 1 \(process \d+\) called broadcast\(7 x float32, from rank 0\), but rank 0", out
     ), out
 
 
@@ -248,8 +248,8 @@ def test_a_call_that_blocks_inside_mpi_ends_at_its_deadline(tmp_path):
     code, out, errors = run_script(tmp_path, 2, BLOCKED, timeout_s=60)
     assert code != 0 and "".join(out.split()) == "22"
     assert re.search(
-        r"farandole: .* within the timeout of 3 s.*all_reduce\(sum, 1048576 x float32\).*; MPI does not return from the call, "
-        r"so this process ends",
+        r"farandole: .* within the timeout of 3 s.*all_reduce\(sum, 1048576 x float32\).*; the MPI call cannot be interrupted, "
+        r"so this process exits",
         errors,
     ), errors
     assert time.monotonic() - start < 40
@@ -282,27 +282,30 @@ time.sleep(2)  # mpirun ends the other ranks when one has ended
 @needs_mpi
 def test_a_waiting_rank_names_the_late_ranks(tmp_path):
     _, out, errors = run_script(tmp_path, 3, STALLED, timeout_s=90)
-    first, *meanwhile, last = [line for line in errors.splitlines() if " waits in " in line]
+    first, *meanwhile, last = [line for line in errors.splitlines() if " is waiting in " in line]
     process = r"\(process \d+\)"
     absent = rf"rank {{}} {process} has not recorded its arrival"
     assert re.fullmatch(
-        rf"farandole: rank 0 {process} waits in all_reduce\(sum, 5 x float32\), call number 1 of the default group; "
+        rf"farandole: rank 0 {process} is waiting in all_reduce\(sum, 5 x float32\), call number 1 of the default group; "
         + absent.format(2),
         first,
     )
     of_barrier, of_message = sorted(meanwhile, key=lambda line: "recv" in line)
     assert re.search(absent.format(0), of_barrier) and re.search(absent.format(1), of_barrier)
-    assert re.fullmatch(rf"farandole: rank 1 {process} waits in recv\(3 x float32, from rank 0\)", of_message)
+    assert re.fullmatch(
+        rf"farandole: rank 1 {process} is waiting in recv\(3 x float32, from rank 0\)", of_message
+    )
     cycle = "; ".join(
-        rf"rank {rank} {process} waits in send\(1000000 x float32, to rank {(rank + 1) % 3}\)"
+        rf"rank {rank} {process} is waiting in send\(1000000 x float32, to rank {(rank + 1) % 3}\)"
         for rank in range(3)
     )
     assert re.fullmatch(
-        rf"farandole: {cycle}: these ranks wait for each other; post one of the receives first, .*", last
+        rf"farandole: {cycle}: these ranks are waiting for each other; post one of the receives first, .*",
+        last,
     )
     for rank in range(3):
         assert re.search(
-            rf"rank {(rank + 1) % 3} {process} did not receive the message of rank {rank} {process} in "
-            rf"send\(1000000 x float32, to rank {(rank + 1) % 3}\) of the default group within the timeout of 7 s; its current call is unknown on this host",
+            rf"rank {(rank + 1) % 3} {process} did not receive the message that rank {rank} {process} sent in "
+            rf"send\(1000000 x float32, to rank {(rank + 1) % 3}\) of the default group within the timeout of 7 s; its current call is unknown to this host",
             out,
         ), out
