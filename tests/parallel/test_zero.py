@@ -196,7 +196,7 @@ def _refusals(rank: int, size: int) -> None:
     tokens = torch.ones(2, 3, dtype=torch.long)
     _loss(model, tokens).backward()
     optimizer.step()
-    with pytest.raises(ValueError, match="was given to the engine already"):
+    with pytest.raises(ValueError, match="engine.optimizer was already called with this optimizer"):
         replica.optimizer(optimizer)
     _world().barrier()
 
