@@ -365,4 +365,4 @@ def _common_memory(rank: int, size: int) -> str:
 
 def test_parameters_in_the_same_memory(ranks: Any) -> None:
     for message in ranks(2).run(_common_memory):
-        assert "first and second are different parameters in the same memory" in message
+        assert "first and second are different parameters that share memory" in message
