@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.measure import markdown_table, save
+from benchmarks.measure import records_table, save
 
 HIDDEN, LAYERS, VOCABULARY, SHARDS = 1024, 16, 32000, "300MB"
 CHUNK = 8 << 20
@@ -159,15 +159,15 @@ def main() -> None:
                         "files": state,
                         "implementation": name,
                         "GB/s": round(nbytes / statistics.median(s for s, _ in samples) / 1e9, 2),
-                        "of the bandwidth of reading": round(statistics.median(ratios), 2),
+                        "x reading": round(statistics.median(ratios), 2),
                         "lowest": round(ratios[0], 2),
                         "highest": round(ratios[-1], 2),
-                        "peak memory / weights kept": round(
+                        "peak memory / weights of the rank": round(
                             statistics.median(p for _, p in samples) / kept, 2
                         ),
                     }
                 )
-    print(markdown_table(list(rows[0]), [[str(value) for value in row.values()] for row in rows]))
+    print(records_table(rows))
     if options.save:
         save("pretrained", {"bytes": nbytes, "rounds": options.rounds, "rows": rows})
 

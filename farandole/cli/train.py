@@ -64,31 +64,37 @@ def train(
         typer.Option("--dry-run", help="Check the configuration, the data and the memory, and do not train."),
     ] = False,
 ) -> None:
-    """Train a model across ranks: a GPT on text, a BERT, a ResNet, or a task of your own.
+    """Train or fine-tune a model on any number of ranks.
 
-    Without arguments this trains the preset `default`: a small GPT that learns the source files of the Python
-    standard library in a few minutes on two cores.
+    Without arguments, train the preset `default`: a small GPT that learns the source files of the Python standard
+    library in a few minutes on two cores.
 
-    Each run writes checkpoints, metrics, the loss curve and a sample of text to its own folder,
-    runs/NAME-DATE-TIME.  Ctrl-C saves a checkpoint and stops; --resume continues.
+    Each run writes checkpoints, metrics, the loss curve and a sample of text to a new folder, runs/NAME-DATE-TIME.
+    Ctrl-C saves a checkpoint and stops; --resume continues.
 
     \b
-    The default preset; a tiny one that takes seconds; a check that does not train:
+    The default preset; a tiny preset that takes seconds; checks without training:
       farandole train
       farandole train tiny
       farandole train gpt2-small --dry-run
 
     \b
-    Text of your own (files, folders, .jsonl, .parquet); a configuration file:
+    Your own text (files, folders, .jsonl, .parquet); a configuration file:
       farandole train data.path=notes/ steps=1000
       farandole train my.toml optimizer.learning_rate=1e-3
 
     \b
-    Divide optimizer states, gradients and weights among 4 ranks, with bf16 and recomputation:
+    Fine-tune a model in a Hugging Face folder: on conversations, on text, as a classifier:
+      farandole train sft model=FOLDER data.path=chat.jsonl plan.lora_rank=16
+      farandole train pretrain model=FOLDER data.path=notes/
+      farandole train classify model=FOLDER data.path=reviews.jsonl
+
+    \b
+    Shard optimizer states, gradients and weights over 4 ranks, with bf16 and recomputation:
       farandole train --ranks 4 plan.zero=3 plan.precision=bf16 plan.recompute=block
 
     \b
-    Restore masked words, classify images, or a class Mine in my_module.py:
+    Other tasks: predict masked words, classify images, your own class Mine in my_module.py:
       farandole train tiny task=masked-text
       farandole train task=images data.path=photos/ images.network=resnet50
       farandole train task=my_module:Mine options.depth=3
@@ -99,12 +105,12 @@ def train(
       farandole train --resume runs/stdlib-20260102-030405
 
     \b
-    On several hosts; under another launcher:
+    On several hosts; with another launcher:
       farandole launch --hosts node0:4,node1:4 -m farandole train
       torchrun --nproc-per-node 8 -m farandole train
 
     \b
-    Every key, with its default and its description:
+    List every key with its default and its description:
       farandole config keys
     """
     # imported here so that `--help` does not wait for them
@@ -193,7 +199,7 @@ def _print_next_step(run: Path, status: int) -> None:
     from farandole.train.run_folder import checkpoints
 
     saved = checkpoints(run)
-    if status == 0 and load_config(str(run / "config.toml")).task == "text":
+    if status == 0 and load_config(str(run / "config.toml")).task in ("text", "sft"):
         typer.echo(f'generate more: {command("generate", str(run))} --prompt "def"')
     elif status and saved:
         typer.echo(
