@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -80,6 +79,7 @@ def prepare(name: str, folder: Path) -> Callable[[], object]:
     if name == "farandole":
         return lambda: from_pretrained(folder)
     farandole.init()
+    import farandole.parallel.parallelize  # an import takes a second, which is not measured
 
     def sharded() -> object:
         return farandole.parallelize(from_pretrained(folder, lazy=True), farandole.Plan(zero=3))
@@ -87,19 +87,26 @@ def prepare(name: str, folder: Path) -> Callable[[], object]:
     return sharded
 
 
-def resident() -> int:
-    """Return the memory of this process in bytes that is not backed by a file, at its highest so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def reset_peak() -> int:
+    """Set the peak of this process's resident memory to its current value, and return it in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    """Return the peak of this process's resident memory since the last reset, in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+    return int(line.split()[1]) * 1024
 
 
 def run(name: str, folder: Path) -> None:
     """Measure a call and print its seconds and the additional peak memory in bytes."""
     call = prepare(name, folder)
-    before = resident()
+    before = reset_peak()
     started = time.perf_counter()
     kept = call()
     seconds = time.perf_counter() - started
-    print(json.dumps([seconds, resident() - before]), flush=True)
+    print(json.dumps([seconds, peak() - before]), flush=True)
     del kept
     os._exit(0)
 
@@ -140,7 +147,9 @@ def main() -> None:
                     result = measure(name, folder)
                     if number or state == "cold":
                         found[name].append(result)
-                print(state, number, {name: f"{f[-1][0]:.2f} s" for name, f in found.items() if f}, flush=True)
+                print(
+                    state, number, {name: f"{f[-1][0]:.2f} s" for name, f in found.items() if f}, flush=True
+                )
             reading = [seconds for seconds, _ in found[NAMES[0]]]
             for name, samples in found.items():
                 ratios = sorted(read / seconds for read, (seconds, _) in zip(reading, samples, strict=True))
@@ -153,7 +162,9 @@ def main() -> None:
                         "of the bandwidth of reading": round(statistics.median(ratios), 2),
                         "lowest": round(ratios[0], 2),
                         "highest": round(ratios[-1], 2),
-                        "peak memory / weights kept": round(statistics.median(p for _, p in samples) / kept, 2),
+                        "peak memory / weights kept": round(
+                            statistics.median(p for _, p in samples) / kept, 2
+                        ),
                     }
                 )
     print(markdown_table(list(rows[0]), [[str(value) for value in row.values()] for row in rows]))

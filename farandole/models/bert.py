@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from farandole.models.layers import ACTIVATIONS, FeedForward, SelfAttention, position_embeddings
 from farandole.models.loss import head_loss, token_loss
+from farandole.models.meta import meta_device
 from farandole.models.sequence import SequenceInfo, Transformer
 
 EPSILON = 1e-12
@@ -231,7 +232,7 @@ def build_bert(config: BERTConfig, seed: int | None = None) -> BERT:
             device.
     """
     device = torch.get_default_device()
-    with torch.device("meta"):  # skips the default initialization of torch's layers
+    with meta_device():  # skips the default initialization of torch's layers
         model = bert(config)
     if device.type == "meta":
         return model

@@ -26,7 +26,7 @@ from farandole.memory.blocks import blocks_of
 from farandole.memory.tracker import memory_tag
 from farandole.mesh import Groups, Mesh
 from farandole.parallel.sharding import ranks_of
-from farandole.parallel.weights import FlatWeights
+from farandole.parallel.weights import FlatWeights, is_placeholder
 
 Initialise = Callable[[str, nn.Module], None]
 """A function that fills a block in place, given its name and the block with undefined parameters and buffers.
@@ -75,7 +75,7 @@ def stand_in(model: nn.Module, device: torch.device) -> dict[int, torch.dtype]:
                 module._parameters[name] = twins[id(parameter)]  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                twins.setdefault(id(buffer), torch.zeros_like(buffer, device=device))
+                twins.setdefault(id(buffer), torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
                 module._buffers[name] = twins[id(buffer)]
     return {id(parameter): parameter.dtype for parameter in model.parameters()}
 
@@ -129,7 +129,7 @@ def allocate(model: nn.Module, weights: Sequence[FlatWeights], types: Mapping[in
     """Give the parameters of `model` that are in no flat buffer uninitialized memory of their types."""
     flat = {id(parameter) for weight in weights for parameter in weight.parameters}
     for parameter in model.parameters():
-        if id(parameter) not in flat and parameter.stride() == (0,) * parameter.dim() and parameter.dim():
+        if id(parameter) not in flat and is_placeholder(parameter):
             with memory_tag("weights", [parameter]):
                 parameter.data = torch.empty(
                     parameter.shape, dtype=types[id(parameter)], device=parameter.device

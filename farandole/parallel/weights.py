@@ -137,6 +137,8 @@ class FlatWeights(ABC):
         """Return a copy of the rank's shard in the type of the master weights, from parameters with their original memory."""
         shard = torch.zeros(self._layout.shard_length, dtype=self.plan.master_dtype, device=self.plan.device)
         for part in self._layout.ranges(self.number):
+            if is_placeholder(self.parameters[part.index]):
+                continue
             values = self.parameters[part.index].detach().reshape(-1)
             shard[part.offset : part.offset + part.length] = values[part.start : part.start + part.length]
         return shard
@@ -183,20 +185,21 @@ class WholeWeights(FlatWeights):
                     self.master = self._first_master(masters, self._master_shard()) if apart else self.shard
             self._views = self._layout.views(self._buffer)
             if shards is None or not self.shared or shards.rank == 0:
-                self._buffer.zero_()
                 for parameter, view in zip(self.parameters, self._views, strict=True):
-                    view.copy_(parameter)
+                    if not is_placeholder(parameter):
+                        view.copy_(parameter)
             self.use_weights()
         if shards is not None and self.shared:
             shards.barrier()
 
     def _allocate(self) -> Tensor:
+        """Return the buffer, filled with zeros; its pages are not touched."""
         length, dtype = self._layout.length, self.plan.dtype
         if self.comm is not None and self.shared:
             buffer = self.comm.common(length, dtype=dtype, device=self.plan.device)
             assert buffer is not None
             return buffer
-        return torch.empty(length, dtype=dtype, device=self.plan.device)
+        return torch.zeros(length, dtype=dtype, device=self.plan.device)
 
     def use_weights(self) -> None:
         """Make the parameters views of the buffer."""
@@ -235,6 +238,11 @@ class WholeWeights(FlatWeights):
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+
+def is_placeholder(tensor: Tensor) -> bool:
+    """Return whether a tensor has a shape but no memory, as created by `initial_values.stand_in`."""
+    return tensor.numel() > 1 and not any(tensor.stride())
 
 
 def nowhere(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

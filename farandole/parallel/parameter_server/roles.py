@@ -76,7 +76,7 @@ class ParameterServer:
         """
         if not callable(optimizer):
             raise TypeError(
-                f"expected optimizer to be a function that returns an optimizer for a server's parameters, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1); it returned a {type(optimizer).__name__}"
+                f"expected optimizer to be a function that returns an optimizer for a server's parameters, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1); it returned {type(optimizer).__name__}"
             )
         if mode not in ("sync", "async"):
             raise ValueError(f"expected mode='sync' or 'async', got {mode!r}")
