@@ -215,7 +215,8 @@ def _reduction(layout: Layout, mesh: Mesh, piece: Box) -> Reduction:
     solution, *_ = np.linalg.lstsq(counts, np.ones(len(counts)), rcond=None)
     if not np.allclose(counts @ solution, 1):
         raise LayoutError(
-            f"{layout.name}: no weights sum the gradients of {piece} on ranks {', '.join(map(str, everyone))} so that each copy "
+            f"{layout.name}: no weights sum the gradients of {piece} on ranks "
+            f"{', '.join(map(str, everyone))} so that each copy "
             f"counts once; assign the stages of the mesh to other ranks"
         )
     return Reduction((everyone,), dict(zip(everyone, map(float, solution), strict=True)))

@@ -72,8 +72,8 @@ class LoRA:
             Fine-Tuning with LoRA").
         bias: the biases to train: none, those of adapted layers ("lora_only"), or all.
         also_train: modules to train in full, as PEFT's `modules_to_save`; layers inside them get no adapter.
-        base: the type in which torchao stores the frozen weights of adapted layers: "int8", "nf4" (4 bits; Dettmers et al., 2023,
-            "QLoRA: Efficient Finetuning of Quantized LLMs"), or "int4" where torchao supports it.
+        base: the type in which torchao stores the frozen weights of adapted layers: "int8", "nf4" (4 bits; Dettmers
+            et al., 2023, "QLoRA: Efficient Finetuning of Quantized LLMs"), or "int4" where torchao supports it.
 
     Raises:
         TypeError, ValueError: for invalid options.
@@ -137,21 +137,24 @@ class Plan:
 
     Args:
         data: the number of ranks over which samples are divided; None for all ranks.
-        zero: the stage of ZeRO (Rajbhandari et al., 2020): ranks divide 1 optimizer states, 2 also gradients, 3 also weights.
-        hybrid: divide among the ranks of each host only, so that every host has a complete copy and hosts exchange only gradients.
-        precision: the type in which the model computes.  The optimizer updates master weights in the type in which the model was
-            created, and gradients are averaged in that type.  With "fp8" weights are bf16, and linear layers multiply 8-bit floats.
+        zero: the stage of ZeRO (Rajbhandari et al., 2020): ranks divide 1 optimizer states, 2 also gradients, 3 also
+            weights.
+        hybrid: divide among the ranks of each host only, so that every host has a complete copy and hosts exchange
+            only gradients.
+        precision: the type in which the model computes.  The optimizer updates master weights in the type in which
+            the model was created, and gradients are averaged in that type.  With "fp8" weights are bf16, and linear
+            layers multiply 8-bit floats.
         recompute: the activations that the backward pass computes again.
         activation_bytes: with `recompute="auto"`, the bytes of activations that a rank may keep.
         swap: where activations are stored until the backward pass: "none" (in place), "host" (models on an accelerator) or
             "disk:FOLDER" (models on a CPU).
-        offload: where master weights and optimizer states are stored between steps: "none" (with the model), "host" (models on an
-            accelerator) or "disk:FOLDER".
-        offloaded: what is offloaded in addition to optimizer states: "gradients" (with `zero` >= 2), or also "parameters" (with
-            `zero=3`).  Models on an accelerator offload them to host memory only.
+        offload: where master weights and optimizer states are stored between steps: "none" (with the model), "host"
+            (models on an accelerator) or "disk:FOLDER".
+        offloaded: what is offloaded in addition to optimizer states: "gradients" (with `zero` >= 2), or also
+            "parameters" (with `zero=3`).  Models on an accelerator offload them to host memory only.
         rounding: "stochastic" rounds updates to bf16 weights without master weights, which saves 4 bytes per parameter.
-        compression: the compression of gradients between hosts, with `zero=0`.  Gradients then differ from those of one process;
-            error feedback adds the error of a step to later steps.
+        compression: the compression of gradients between hosts, with `zero=0`.  Gradients then differ from those of
+            one process; error feedback adds the error of a step to later steps.
         lora: the adapters to train, with the model's weights frozen.
 
     Raises:
@@ -194,7 +197,8 @@ class Plan:
             )
         if self.rounding == "stochastic" and self.offload != "none":
             raise PlanError(
-                f"rounding='stochastic' with offload={self.offload!r}: stochastic rounding has no master weights to offload; "
+                f"rounding='stochastic' with offload={self.offload!r}: stochastic rounding has no master "
+                "weights to offload; "
                 f"nearest plan: rounding='nearest'"
             )
         if self.recompute == "auto" and self.activation_bytes is None:
@@ -226,7 +230,8 @@ class Plan:
             return
         if self.offload == "none":
             raise PlanError(
-                f"offloaded={self.offloaded!r} with offload='none': gradients and parameters are offloaded together with optimizer "
+                f"offloaded={self.offloaded!r} with offload='none': gradients and parameters are offloaded "
+                "together with optimizer "
                 f"states; nearest plan: offload='disk:FOLDER'"
             )
         least = 2 if self.offloaded == "gradients" else 3

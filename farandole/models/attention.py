@@ -36,8 +36,9 @@ def attention(
 
     Args:
         query: (batch, heads, positions, width).
-        key, value: (batch, key-value heads, key positions, width); the number of heads is a multiple of the key-value heads.  Values may
-            have another width.  With more key positions than positions, the queries are the last positions.
+        key, value: (batch, key-value heads, key positions, width); the number of heads is a multiple of the key-value
+            heads.  Values may have another width.  With more key positions than positions, the queries are the last
+            positions.
         info: the documents; the default is one document per sequence.
         causal: whether a position attends only to itself and earlier positions.
         scale: the factor of the scores, by default 1 / sqrt(width).

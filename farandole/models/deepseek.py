@@ -4,8 +4,9 @@ DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report".  Queries, keys and values are
 query and key head has a part without positions and a part with rotary positions.  All heads share the key of the second
 part.  The first layers are dense; the others have a mixture of experts (`moe.GroupedRouter`).
 
-With `predicted` > 0 the head has modules that predict further tokens in training (section 2.2 of the report): module k combines the hidden state at
-position i with the embedding of token i + k, runs one more layer, and predicts token i + k + 1 with the same embedding and output weights.
+With `predicted` > 0 the head has modules that predict further tokens in training (section 2.2 of the report): module
+k combines the hidden state at position i with the embedding of token i + k, runs one more layer, and predicts token i
++ k + 1 with the same embedding and output weights.
 """
 
 from __future__ import annotations
@@ -173,8 +174,9 @@ class PredictionHead(Head):
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
         """Map (batch, positions, width) to logits, or with `targets` to the summed loss and the number of targets.
 
-        Target i is token i + 1, so the targets provide the further tokens for the embedding.  Module k uses the targets shifted by k positions
-        within a document.  Its loss has the same weight per target as the next-token loss.
+        Target i is token i + 1, so the targets provide the further tokens for the embedding.  Module k uses the
+        targets shifted by k positions within a document.  Its loss has the same weight per target as the next-token
+        loss.
         """
         if targets is None or not self.predictions:
             return super().forward(x, info, targets)

@@ -23,8 +23,8 @@ def generate(
 ) -> Iterator[int]:
     """Yield `count` tokens that continue `prompt`.
 
-    A `Transformer` uses a key-value cache if the prompt and the continuation fit into the context.  The head, the largest part of a
-    small model, runs only on the last position.
+    A `Transformer` uses a key-value cache if the prompt and the continuation fit into the context.  The head, the
+    largest part of a small model, runs only on the last position.
 
     Ranks that gather weights block by block (`zero=3`) generate together: all ranks call this function with the same
     arguments, and get the same tokens.

@@ -1,7 +1,7 @@
 """GPT-J: a decoder-only transformer whose blocks compute attention and feed-forward network in parallel.
 
-Wang and Komatsuzaki, 2021, "GPT-J-6B": one normalization per block, interleaved rotary positions for the first values of each head, no biases in
-the attention, and a head with a bias.
+Wang and Komatsuzaki, 2021, "GPT-J-6B": one normalization per block, interleaved rotary positions for the first values
+of each head, no biases in the attention, and a head with a bias.
 """
 
 from __future__ import annotations

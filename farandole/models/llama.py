@@ -1,7 +1,8 @@
 """Llama, Mistral, Qwen 2 and Qwen 3: decoder-only transformers with rotary positions.
 
-Touvron et al., 2023, "LLaMA: Open and Efficient Foundation Language Models": RMS normalization before each part, rotary positions, and a
-gated feed-forward network with SiLU.  The other families differ from Llama only in their options:
+Touvron et al., 2023, "LLaMA: Open and Efficient Foundation Language Models": RMS normalization before each part,
+rotary positions, and a gated feed-forward network with SiLU.  The other families differ from Llama only in their
+options:
 
     Mistral    a sliding window
     Qwen 2     biases in the projections of queries, keys and values; a window in some layers

@@ -89,8 +89,8 @@ def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
 class _HeadLoss(torch.autograd.Function):
     """The summed cross-entropy of a linear layer's output, computed together with its gradients in chunks of rows.
 
-    The forward pass also computes the gradients, because each chunk of logits exists only there.  The number of matrix products is the
-    same as without chunks.
+    The forward pass also computes the gradients, because each chunk of logits exists only there.  The number of
+    matrix products is the same as without chunks.
     """
 
     @staticmethod
@@ -130,7 +130,8 @@ class _HeadLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError(
-                "head_loss does not support a second backward pass, because its gradients have been freed: call head_loss again"
+                "head_loss does not support a second backward pass, because its gradients have been "
+                "freed: call head_loss again"
             )
         # The forward pass divides by the number of targets.  For the gradient of the mean, the factor is 1 up to rounding.
         factor = grad_outputs[0] * ctx.divisor
@@ -172,8 +173,8 @@ def head_loss(
 ) -> tuple[Tensor, int]:
     """Return the summed cross-entropy of the logits `before(hidden) weight^T + bias`, and the number of targets.
 
-    In many models, the logits are the largest tensor.  Here they exist only for one chunk of positions at a time, and only for positions
-    with a target.
+    In many models, the logits are the largest tensor.  Here they exist only for one chunk of positions at a time, and
+    only for positions with a target.
 
     Args:
         hidden: (..., width).

@@ -39,7 +39,8 @@ class TopKRouter(nn.Module):
 class GroupedRouter(nn.Module):
     """Choose experts from the best groups, balanced by a bias instead of an auxiliary loss (DeepSeek-V3, 2024, section 2.1.2).
 
-    The score of an expert is a sigmoid.  A bias, which `balance` adapts, is added to choose experts, but not to their weights.
+    The score of an expert is a sigmoid.  A bias, which `balance` adapts, is added to choose experts, but not to their
+    weights.
 
     Args:
         groups: the number of expert groups.
@@ -64,7 +65,8 @@ class GroupedRouter(nn.Module):
         super().__init__()
         if experts % groups or top_groups > groups or top > experts // groups * top_groups:
             raise ValueError(
-                f"expected groups of equal size with at least {top} experts in {top_groups} of them, got experts={experts}, groups={groups}"
+                f"expected groups of equal size with at least {top} experts in {top_groups} of them, got "
+                f"experts={experts}, groups={groups}"
             )
         self.weight = nn.Parameter(torch.empty(experts, width))
         self.register_buffer("bias", torch.zeros(experts))

@@ -1,8 +1,8 @@
 """Rotary position embeddings (Su et al., 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding").
 
-Pairs of values in each head are rotated by the position times a frequency, so the product of a query and a key depends only on their
-distance.  Value i is paired with value i + width / 2 as in GPT-NeoX and Llama, or, if `interleaved`, value 2 i with value 2 i + 1 as in the
-paper and GPT-J.
+Pairs of values in each head are rotated by the position times a frequency, so the product of a query and a key
+depends only on their distance.  Value i is paired with value i + width / 2 as in GPT-NeoX and Llama, or, if
+`interleaved`, value 2 i with value 2 i + 1 as in the paper and GPT-J.
 
 Scalings extend a model to longer sequences than in its training:
 
@@ -36,8 +36,8 @@ class Rotary:
         scaling: `linear`, `dynamic`, `yarn`, `llama3` or None.
         factor: the extension of the context by the scaling.
         original: the maximum number of positions in training, before the extension.
-        slow, fast: for `yarn`, the numbers of rotations over `original` positions (`beta_slow`, `beta_fast`); for `llama3` the factors of
-            the lowest and highest frequency.
+        slow, fast: for `yarn`, the numbers of rotations over `original` positions (`beta_slow`, `beta_fast`); for
+            `llama3` the factors of the lowest and highest frequency.
         magnitude: the factor of sines and cosines.
         truncate: whether `yarn` rounds the ends of its ramp to whole pairs.
 

@@ -1,7 +1,8 @@
 """Information about token sequences for transformer blocks: positions, documents and a key-value cache.
 
-Every block is called as `block(hidden, info)`.  `hidden` and the block's weights determine the numbers of positions and heads, and `info`
-provides everything else.  Therefore packed documents, padding, generation with a cache, and sequence shards need no special model code.
+Every block is called as `block(hidden, info)`.  `hidden` and the block's weights determine the numbers of positions
+and heads, and `info` provides everything else.  Therefore packed documents, padding, generation with a cache, and
+sequence shards need no special model code.
 
     model = build_gpt(config)
     logits = model(tokens)                                           # positions 0, 1, ...
@@ -26,10 +27,10 @@ class SequenceInfo:
     """Describes the sequences in a batch, for all blocks of a model.
 
     Args:
-        positions: (positions) or (batch, positions) of int64.  By default they count from 0 in each document, or from the length of
-            the cache.
-        documents: (batch, positions) of integers.  A position attends only to positions with the same number.  Padding is a separate
-            document, so its hidden states are finite but meaningless.
+        positions: (positions) or (batch, positions) of int64.  By default they count from 0 in each document, or from
+            the length of the cache.
+        documents: (batch, positions) of integers.  A position attends only to positions with the same number.
+            Padding is a separate document, so its hidden states are finite but meaningless.
         cache: the keys and values of earlier positions; blocks append their own.
         source: the sequences of the encoder, for a model with an encoder and a decoder.
     """
@@ -119,8 +120,8 @@ class KeyValueCache:
 class Transformer(nn.Sequential):
     """A transformer as a sequence of blocks: an embedding, layers, and a head.
 
-    It is an `nn.Sequential`, so recomputation, ZeRO and pipelines treat its children as blocks.  A slice such as `model[:-1]` is a
-    transformer without a head.
+    It is an `nn.Sequential`, so recomputation, ZeRO and pipelines treat its children as blocks.  A slice such as
+    `model[:-1]` is a transformer without a head.
     """
 
     config: Any = None
@@ -134,8 +135,9 @@ class Transformer(nn.Sequential):
             targets: (batch, positions) of int64; negative targets are ignored.
 
         Returns:
-            Logits (batch, positions, vocabulary).  With `targets`, the summed cross-entropy in nats as an fp32 scalar and the number of
-            targets that are not ignored; the head computes logits for a few positions at a time (`loss.head_loss`).
+            Logits (batch, positions, vocabulary).  With `targets`, the summed cross-entropy in nats as an fp32 scalar
+            and the number of targets that are not ignored; the head computes logits for a few positions at a time
+            (`loss.head_loss`).
         """
         info = self.prepare(inputs, info or SequenceInfo())
         hidden = inputs

@@ -1,10 +1,11 @@
 """T5: an encoder and a decoder with relative position biases.
 
-Raffel et al., 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer": RMS normalization before each part, no
-biases, no scaling of the attention scores, and learned biases of the scores that depend on the distance of the positions.
+Raffel et al., 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer": RMS
+normalization before each part, no biases, no scaling of the attention scores, and learned biases of the scores that
+depend on the distance of the positions.
 
-The model is one sequence of blocks.  The hidden states are a tuple (source, target, source bias, target bias): encoder blocks update the
-source, decoder blocks the target.
+The model is one sequence of blocks.  The hidden states are a tuple (source, target, source bias, target bias):
+encoder blocks update the source, decoder blocks the target.
 
     model = build_t5(config)
     logits = model((source, target))                                 # tokens -> (batch, target positions, vocabulary)

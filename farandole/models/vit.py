@@ -1,7 +1,7 @@
 """ViT: a transformer that classifies images as sequences of patches.
 
-Dosovitskiy et al., 2021, "An Image is Worth 16x16 Words": a convolution embeds the patches, a learned class token comes first, positions are
-learned, and a linear layer classifies the normalized class token.
+Dosovitskiy et al., 2021, "An Image is Worth 16x16 Words": a convolution embeds the patches, a learned class token
+comes first, positions are learned, and a linear layer classifies the normalized class token.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Locate infinities and NaNs: the rank, the parameter and the block.
+"""Locate infinities and NaNs by rank, parameter and block.
 
-After gradients have been averaged, an infinity of one rank is on all ranks.  So each rank checks its own gradients in a bucket just before
-the bucket is reduced, while they are in the cache: it computes one norm of the bucket, and checks single parameters only if the norm is
-not finite.  Ranks exchange their findings only after a step with an overflow.
+Averaging spreads one rank's infinity to all ranks.  Therefore each rank checks its own gradients just before a bucket
+is reduced, while they are in the cache: it computes one norm per bucket, and checks individual parameters only if the
+norm is not finite.  Ranks exchange their findings only after a step with an overflow.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def kind_of(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """Gradients that were not finite; the same report on all ranks.
+    """A report about non-finite gradients, identical on all ranks.
 
     Args:
         kind: "inf" or "nan".
         rank: the first rank on which the gradient of `parameter` was not finite; None if only the average was not.
-        parameter: the first such parameter in the order of the model; None if only the norm was not finite.
+        parameter: the first such parameter in model order; None if only the norm was not finite.
         more_parameters: the number of other parameters with non-finite gradients, on any rank.
         other_ranks: the other ranks with non-finite gradients.
         output: a sentence about the outputs of the blocks, if they were checked.

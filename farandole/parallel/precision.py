@@ -53,8 +53,8 @@ def check_float8(device: torch.device) -> None:
 def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
     """Make the linear layers in `model` multiply 8-bit floats; return their names.
 
-    Layers with a size that is not a multiple of 16, and subclasses of `nn.Linear`, are not changed.  With `emulate`, values are
-    rounded to 8 bits and multiplied in their original type, slowly and on any device.
+    Layers with a size that is not a multiple of 16, and subclasses of `nn.Linear`, are not changed.  With `emulate`,
+    values are rounded to 8 bits and multiplied in their original type, slowly and on any device.
 
     Raises:
         PlanError: if torchao is missing, or no layer can be changed.
@@ -63,7 +63,8 @@ def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
     names = [name for name, module in model.named_modules() if name and _is_suitable(module)]
     if not names:
         raise PlanError(
-            f"precision='fp8' requires an nn.Linear inside the model whose sizes are multiples of {_UNIT}, but the model has none; nearest plan: precision='bf16'"
+            f"precision='fp8' requires an nn.Linear inside the model whose sizes are multiples of {_UNIT}, "
+            "but the model has none; nearest plan: precision='bf16'"
         )
     float8.convert_to_float8_training(
         model,

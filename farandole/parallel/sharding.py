@@ -4,8 +4,8 @@
     plan.trained[0].ranks.column       # the ranks whose gradients are summed
     plan.trained[0].ranks.shards       # those of them that divide states, gradients and weights
 
-The plan is computed from layouts without communication, with the same result on all ranks, so the planner can use it for models on the
-meta device and any number of ranks.
+The plan is computed from layouts without communication, with the same result on all ranks, so the planner can use it
+for models on the meta device and any number of ranks.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def data_mesh(ranks: int, hosts: Sequence[object] | None = None) -> Mesh:
         return Mesh.box(ranks, data=ranks)
     if len(set(counts.values())) > 1:
         raise PlanError(
-            f"hybrid=True requires the same number of ranks on each host, but the hosts have {', '.join(map(str, counts.values()))}; nearest plan: hybrid=False"
+            "hybrid=True requires the same number of ranks on each host, but the hosts have "
+            f"{', '.join(map(str, counts.values()))}; nearest plan: hybrid=False"
         )
     factors = {"data": {"hosts": len(counts), "local": ranks // len(counts)}}
     return Mesh.box(by_host(list(map(str, hosts or ()))), data=ranks, factors=factors)
@@ -224,7 +225,8 @@ def _ranks_of(mesh: Mesh, layout: Layout, rank: int, zero: int) -> ReductionRank
     found = [layout.reduction(mesh, piece) for piece in pieces or own[:1]]
     if any(other != found[0] for other in found[1:]):
         raise LayoutError(
-            f"{layout.name}: parts of the tensor of rank {rank} are summed by different ranks; give the parts tensors of their own"
+            f"{layout.name}: parts of the tensor of rank {rank} are summed by different ranks; give the "
+            "parts tensors of their own"
         )
     return _ranks(mesh, found[0], rank, zero)
 
@@ -268,8 +270,8 @@ def fill(
 ) -> list[list[nn.Parameter]]:
     """Divide parameters into buckets of about `bucket_bytes` in the given order; a bucket has one type, device and key.
 
-    A parameter of at least this size has its own bucket, so that its gradient need not be copied (`bucket`).  `keys` has the keys of
-    parameters by identity.
+    A parameter of at least this size has its own bucket, so that its gradient need not be copied (`bucket`).  `keys`
+    has the keys of parameters by identity.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device, object], list[nn.Parameter]] = {}
     full: list[list[nn.Parameter]] = []
@@ -325,8 +327,8 @@ class FlatRange:
 class FlatLayout:
     """The positions of tensors of `shapes` in a buffer of `length` elements, which is divided into `shards` of equal length.
 
-    A shard may end within a tensor.  Elements between tensors and after the last tensor are padding.  With `strides` of dense tensors,
-    elements have the order of their memory; with several shards, tensors are contiguous.
+    A shard may end within a tensor.  Elements between tensors and after the last tensor are padding.  With `strides`
+    of dense tensors, elements have the order of their memory; with several shards, tensors are contiguous.
     """
 
     def __init__(

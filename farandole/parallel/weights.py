@@ -1,15 +1,14 @@
 """The weights of a bucket: the weights with which the model computes, and the master weights that the optimizer updates.
 
-The optimizer of a rank updates its shard in the type of the master weights.  If the model computes in the same type, the master weights
-are a part of the model's weights.
+The optimizer of a rank updates its shard in the type of the master weights.  If the model computes in the same type,
+the master weights are a part of the model's weights.
 
-    WholeWeights       every rank has all weights in one flat buffer, of which the parameters are views; ranks that share memory
-                       have one buffer for all
-    GatheredWeights    a rank has its shard, in memory or offloaded; blocks gather their weights when they compute (`gathered_weights`)
+    WholeWeights       every rank has all weights in one flat buffer; ranks that share memory have one buffer in common
+    GatheredWeights    each rank has its shard, in memory or offloaded; blocks gather their weights (`gathered_weights`)
 
-Ranks that share a buffer read all of it, and each updates its own shard in place, without gathering.  Two barriers separate
-reads and writes (`Engine`): no rank updates before all ranks have ended their backward passes, and no rank reads before all ranks have
-updated.
+Ranks that share a buffer read all of it, and each updates its own shard in place, without gathering.  Two barriers
+separate reads and writes (`Engine`): no rank updates before all ranks have ended their backward passes, and no rank
+reads before all ranks have updated.
 """
 
 from __future__ import annotations
@@ -86,7 +85,8 @@ class FlatWeights(ABC):
         for index, name in enumerate(self.plan.names):
             if not self.is_in_place(index):
                 raise RuntimeError(
-                    f"{name} was moved out of the memory that the engine updates: call model.to(), .half() and similar methods before parallelize, and do not assign to .data; {EDIT}"
+                    f"{name} was moved out of the memory that the engine updates: call model.to(), .half() "
+                    f"and similar methods before parallelize, and do not assign to .data; {EDIT}"
                 )
 
     @abstractmethod
@@ -107,7 +107,8 @@ class FlatWeights(ABC):
     ) -> Iterator[None]:
         """Return a context in which `shard` has its values; changes are kept only with `write`.
 
-        With `blank`, an offloaded shard has undefined values, because all will be written.  It is on `device` if it can be read there.
+        With `blank`, an offloaded shard has undefined values, because all will be written.  It is on `device` if it
+        can be read there.
         """
         yield
 

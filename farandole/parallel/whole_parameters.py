@@ -5,9 +5,9 @@
     with engine.edit_parameters():              # all ranks make the same changes
         model.head.weight.mul_(0.5)
 
-The optimizer of an engine updates *master weights*: shards, or values of a higher precision.  The next update would undo a
-change of the model's parameters that is not copied to the master weights, and a change by several ranks in shared memory would be applied
-several times.  Such changes are detected before the next update and raise an error.
+The optimizer of an engine updates *master weights*: shards, or values of a higher precision.  The next update would
+undo a change of the model's parameters that is not copied to the master weights, and a change by several ranks in
+shared memory would be applied several times.  Such changes are detected before the next update and raise an error.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class WholeParameters:
         """Return a context in which all ranks may change the parameters in place in the same way; master weights get the values."""
         if self._masters_elsewhere and self._weights:
             raise RuntimeError(
-                "the master weights are offloaded and cannot be changed through the parameters: load weights before engine.optimizer(...) is called"
+                "the master weights are offloaded and cannot be changed through the parameters: load "
+                "weights before engine.optimizer(...) is called"
             )
         with self.masters():
             yield
@@ -135,7 +136,8 @@ class WholeParameters:
                 return
             if metadata.get("assign_to_params_buffers"):
                 raise RuntimeError(
-                    "load_state_dict(assign=True) would replace the parameters that the engine updates: omit assign=True, or load before parallelize"
+                    "load_state_dict(assign=True) would replace the parameters that the engine updates: "
+                    "omit assign=True, or load before parallelize"
                 )
             self._context = self.edit()
             self._context.__enter__()
@@ -155,7 +157,8 @@ class WholeParameters:
         def before(module: nn.Module, *_: Any) -> None:
             if id(module) in self._modules and not self._editing and not self._is_whole():
                 raise RuntimeError(
-                    "this rank has only its shards of the parameters: call engine.state_dict() on all ranks to get unsharded values"
+                    "this rank has only its shards of the parameters: call engine.state_dict() on all "
+                    "ranks to get unsharded values"
                 )
 
         return before
@@ -167,7 +170,8 @@ class _RefusedCopy:
     def __call__(self, memo: Any) -> NoReturn:
         """Refuse."""
         raise RuntimeError(
-            "the model cannot be copied, because this rank has only its shards of the parameters: create another model, and load the result of engine.state_dict()"
+            "the model cannot be copied, because this rank has only its shards of the parameters: create "
+            "another model, and load the result of engine.state_dict()"
         )
 
     def __reduce__(self) -> NoReturn:

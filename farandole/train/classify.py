@@ -1,6 +1,7 @@
 """Task "classify": fine-tune a BERT to classify text, or a ViT to classify images.
 
-Text: JSON lines, Parquet or Arrow with a text (`data.field`) and a class (`data.label`), a name or a number.  Images: as for task "images".
+Text: JSON lines, Parquet or Arrow with a text (`data.field`) and a class (`data.label`), a name or a number.  Images:
+as for task "images".
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class TextClassification(Task):
         largest = max(int(row.max(initial=0)) for row in tokens)
         if largest >= origin.config.vocabulary:
             raise DataError(
-                f"{folder / 'tokenizer.json'} contains token {largest}, but the model's vocabulary has only {origin.config.vocabulary} tokens"
+                f"{folder / 'tokenizer.json'} contains token {largest}, but the model's vocabulary has "
+                f"only {origin.config.vocabulary} tokens"
             )
         numbers = {name: number for number, name in enumerate(self.classes)}
         labels = np.array([numbers[name] for name in names], np.int64)
@@ -152,7 +154,8 @@ class ImageClassification(ImagesTask):
         sizes = describe_folder(config, ("vit",)).config
         if sizes.height != sizes.image_width or sizes.channels != 3:
             raise ConfigError(
-                f"model={config.model.folder} needs images with {sizes.height} x {sizes.image_width} pixels and {sizes.channels} "
+                f"model={config.model.folder} needs images with {sizes.height} x {sizes.image_width} "
+                f"pixels and {sizes.channels} "
                 f"channels, but task='classify' supports only square images with 3 channels"
             )
         super().__init__(

@@ -9,8 +9,8 @@ Each line of `metrics.jsonl` is an object with `step` and the metrics of that st
 `memory_bytes` is the peak memory of rank 0.  `model_flops_utilization` (for transformers) is the model's arithmetic per second, divided by the
 matrix-product limit that all ranks measured before the first step.
 
-Other tasks have other units, such as `images_per_s`, and additional metrics, such as `validation_accuracy`.  fp16 adds `loss_scale`, and for skipped
-steps `overflow`, a text that describes the cause.
+Other tasks have other units, such as `images_per_s`, and additional metrics, such as `validation_accuracy`.  fp16
+adds `loss_scale`, and for skipped steps `overflow`, a text that describes the cause.
 """
 
 from __future__ import annotations

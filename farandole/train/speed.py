@@ -25,8 +25,9 @@ _SIZE = {"cpu": 1024, "cuda": 8192}
 def flops_per_token(model: nn.Module, context: int) -> int:
     """Return the floating-point operations per token in a transformer's forward and backward pass; 0 for other models.
 
-    These are 6 per weight in a matrix product, or 4 if the weight is frozen, and 12 L D C for attention over a context of C positions
-    (Chowdhery et al., 2022, "PaLM", appendix B).  In a mixture of experts, only the chosen experts count.  Recomputation is not counted.
+    These are 6 per weight in a matrix product, or 4 if the weight is frozen, and 12 L D C for attention over a
+    context of C positions (Chowdhery et al., 2022, "PaLM", appendix B).  In a mixture of experts, only the chosen
+    experts count.  Recomputation is not counted.
     """
     if not isinstance(model, Transformer):
         return 0

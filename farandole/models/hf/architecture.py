@@ -19,8 +19,8 @@ class Architecture:
 
     Args:
         name: the `model_type` of configurations.
-        classes: the `transformers` classes that a configuration may name.  The first is the default; the others must have the same
-            tensors.
+        classes: the `transformers` classes that a configuration may name.  The first is the default; the others must
+            have the same tensors.
         config: the type of the model's configuration.
                 read: a function that converts the fields in `config.json` to the model's configuration.
         write: a function that converts the model's configuration to fields.

@@ -4,8 +4,8 @@
     table.copy("0.tokens.weight", "model.embed_tokens.weight")
     table.rows("1.attention.qkv.weight", {"...q_proj.weight": 64, "...k_proj.weight": 16, "...v_proj.weight": 16})
 
-Each tensor in a folder fills a box of one model tensor, either unchanged or transposed.  Therefore any box of a model tensor can be read separately,
-and any tensor in a folder can be written from the boxes that ranks store.
+Each tensor in a folder fills a box of one model tensor, either unchanged or transposed.  Therefore any box of a model
+tensor can be read separately, and any tensor in a folder can be written from the boxes that ranks store.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Table:
     Args:
         prefix: the name prefix that is missing in folders without the model's head.
         ignored: regular expressions for tensors in the folder that the model does not use.
-        renamed: pairs of a regular expression and its replacement, which convert names in older files to the names in the table.
+        renamed: pairs of a regular expression and its replacement, which convert names in older files to the names in
+            the table.
         modules: pairs which convert paths in a folder to module paths in `transformers`, if they differ.
     """
 

@@ -94,7 +94,8 @@ def from_pretrained(
         folder: a folder with `config.json` and safetensors files.
         dtype: the type of floating-point weights; by default torch's default type, fp32.
         lazy: return a model on the meta device.  `farandole.parallelize` then reads only the shards that each rank stores.
-        classes: the number of classes for a classifier head.  Weights that are missing in the folder are initialized from `seed`.
+        classes: the number of classes for a classifier head.  Weights that are missing in the folder are initialized
+            from `seed`.
         progress: a callback that receives the bytes read so far and in total.
         changes: configuration fields that do not affect the tensors, such as dropout=0.1.
 
@@ -261,7 +262,8 @@ class Weights:
                 expected = part.shape(self._shapes[ours])
                 if entry.shape != expected:
                     raise FolderError(
-                        f"{entry.file}: {original[part.name]} has shape {list(entry.shape)}, but config.json requires {list(expected)}"
+                        f"{entry.file}: {original[part.name]} has shape {list(entry.shape)}, but "
+                        f"config.json requires {list(expected)}"
                     )
                 used.add(part.name)
                 found.append((part, entry))

@@ -199,7 +199,8 @@ def _check_optimizers(engine: Engine, found: Mapping[str, Any]) -> None:
     if engine.optimizers and (own["optimizers"] != found["optimizers"] or counts[0] != counts[1]):
         saved = ", ".join(found["optimizers"]) or "no optimizer"
         raise CheckpointError(
-            f"it contains the state of {saved} with {counts[1]} parameter groups, but the engine has {', '.join(own['optimizers'])} with {counts[0]}"
+            f"it contains the state of {saved} with {counts[1]} parameter groups, but the engine has "
+            f"{', '.join(own['optimizers'])} with {counts[0]}"
         )
 
 

@@ -1,7 +1,7 @@
 """Parts of global tensors, as PyTorch's distributed checkpoints save and load them: boxes, by name and offset.
 
-A rank's tensor consists of one or several boxes of a global tensor (`Place`).  The rank stores a range of its flattened elements
-(`Range`), which PyTorch saves as boxes.
+A rank's tensor consists of one or several boxes of a global tensor (`Place`).  The rank stores a range of its
+flattened elements (`Range`), which PyTorch saves as boxes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from farandole.layout import Box, boxes_of_range, volume
 class Place:
     """The position of a rank's tensor in the global tensor of `shape`.
 
-    The tensor of shape `local` consists of `regions`: pairs of a box of itself and the corresponding box of the global tensor.
+    The tensor of shape `local` consists of `regions`: pairs of a box of itself and the corresponding box of the
+        global tensor.
     """
 
     shape: tuple[int, ...]
@@ -72,8 +73,9 @@ def _box_of(shape: Sequence[int]) -> Box:
 class Range:
     """Consecutive elements of a rank's flattened tensor, from element `start` on.
 
-    PyTorch saves them as boxes of the global tensor, through two methods (`torch.distributed._checkpointable`) and the planners
-    below.  `load` reads the flat elements if they are not `held` in memory; they are valid until the next call.
+    PyTorch saves them as boxes of the global tensor, through two methods (`torch.distributed._checkpointable`) and
+    the planners below.  `load` reads the flat elements if they are not `held` in memory; they are valid until the
+    next call.
     """
 
     place: Place

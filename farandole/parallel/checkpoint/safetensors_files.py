@@ -3,8 +3,9 @@
     model.safetensors                                        or, for larger models,
     model-00001-of-00003.safetensors ... and model.safetensors.index.json, in the layout of Hugging Face
 
-No rank holds the unsharded model.  Ranks write the boxes that they store to a checkpoint, and then each rank writes some of the files from it, a
-few tensors at a time.  To load, each rank reads only the elements that it stores, into the memory where the engine keeps them.
+No rank holds the unsharded model.  Ranks write the boxes that they store to a checkpoint, and then each rank writes
+some of the files from it, a few tensors at a time.  To load, each rank reads only the elements that it stores, into
+the memory where the engine keeps them.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     random.rankN            the generator of a rank; random.cuda.rankN is the generator of its accelerator
     compression.rankN.KEY   the compression residuals of a rank
 
-Every rank saves the boxes that it stores under the names of an unsharded model, and loads the boxes that it needs from the saved
-boxes.  So a checkpoint loads under any number of ranks, ZeRO stage and precision.  Tensors that several ranks store have the same name
-and position on each rank, and are written once.
+Every rank saves the boxes that it stores under the names of an unsharded model, and loads the boxes that it needs
+from the saved boxes.  So a checkpoint loads under any number of ranks, ZeRO stage and precision.  Tensors that
+several ranks store have the same name and position on each rank, and are written once.
 
 Offloaded optimizer states pass through memory one bucket at a time when they are saved and loaded.
 """
@@ -50,7 +50,8 @@ def state_of(engine: Engine, rank: int) -> State:
         for key, value in states.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
-                    f"an optimizer keeps {key!r} of {stem.partition('.')[2]} as {type(value).__name__}: only tensors can be saved"
+                    f"an optimizer keeps {key!r} of {stem.partition('.')[2]} as {type(value).__name__}: "
+                    "only tensors can be saved"
                 )
             by_element = value.dim() and value.numel() == shard.numel()
             state[f"{stem}/{key}"] = Range.of(value, start, place) if by_element else value

@@ -1,10 +1,11 @@
 """Adapters of models from Hugging Face folders, under the names of the layers of `transformers`.
 
-A model here may have one fused layer for several layers of `transformers`, such as queries, keys and values.  The adapter of a fused layer has one A
-(rank, in) and one B (out, rank).  For PEFT it becomes one adapter per layer with the same A and the rows of B that belong to the layer.
+A model here may have one fused layer for several layers of `transformers`, such as queries, keys and values.  The
+adapter of a fused layer has one A (rank, in) and one B (out, rank).  For PEFT it becomes one adapter per layer with
+the same A and the rows of B that belong to the layer.
 
-In the other direction, layers may have different A.  The fused adapter then has all their ranks: A is their concatenation, and B is zero where the
-rows of a layer meet the ranks of another layer.
+In the other direction, layers may have different A.  The fused adapter then has all their ranks: A is their
+concatenation, and B is zero where the rows of a layer meet the ranks of another layer.
 """
 
 from __future__ import annotations

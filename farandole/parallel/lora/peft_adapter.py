@@ -9,7 +9,8 @@ A folder with two files:
     adapter_config.json         {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": [PATH, ...],
                                  "lora_dropout": ..., "use_rslora": ..., "bias": ..., "modules_to_save": ..., ...}
 
-PATH is the path of the layer in the model, or, for a model from a Hugging Face folder, in the model of `transformers`.  Each file is written to a temporary name, flushed and renamed.
+PATH is the path of the layer in the model, or, for a model from a Hugging Face folder, in the model of
+`transformers`.  Each file is written to a temporary name, flushed and renamed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Offload stores of a plan for optimizer states, gradients and weights, and the update of offloaded shards.
 
-Every bucket is a unit of the update: its records are read, updated with this rank's shard of the averaged gradients, and written, while
-the records of the next bucket are read.  The model's weights get the new values at the same time.
+Every bucket is a unit of the update: its records are read, updated with this rank's shard of the averaged gradients,
+and written, while the records of the next bucket are read.  The model's weights get the new values at the same time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def stores_at(
         return Stores()
     if place.kind == "disk" and accelerator:
         raise OffloadError(
-            f"offloaded={offloaded!r} with offload='disk:{place.folder}' is not supported for models on an accelerator, because a disk is read into host memory: use offload='host' or offloaded='optimizer'"
+            f"offloaded={offloaded!r} with offload='disk:{place.folder}' is not supported for models on an "
+            "accelerator, because a disk is read into host memory: use offload='host' or "
+            "offloaded='optimizer'"
         )
     sizes = {"gradients": [b.layout.shard_length * b.master_dtype.itemsize for b in plan.trained]}
     if offloaded == "parameters":
@@ -110,7 +112,8 @@ def _together(comm: Communicator, make: Callable[[], T]) -> T:
 class OffloadedUpdate:
     """Keeps the master weights and states of `optimizer`, which updates this rank's shards, in records.
 
-    Its `step` becomes a step of the engine: `before` completes the averaged gradients, `after` distributes the updated weights.
+    Its `step` becomes a step of the engine: `before` completes the averaged gradients, `after` distributes the
+        updated weights.
     """
 
     def __init__(

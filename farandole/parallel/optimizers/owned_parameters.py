@@ -1,7 +1,7 @@
 """Whole parameters for optimizers that compute with matrices, such as Muon, Adafactor and LAMB.
 
-With `zero` >= 1 a rank stores a shard of each bucket, and a shard may end within a matrix.  Each matrix has an owner among the ranks that
-store its parts.  The owner updates the whole matrix, and stores its optimizer states:
+With `zero` >= 1 a rank stores a shard of each bucket, and a shard may end within a matrix.  Each matrix has an owner
+among the ranks that store its parts.  The owner updates the whole matrix, and stores its optimizer states:
 
     owned.receive()     # owners receive the gradients and master weights of their matrices
     optimizer.step()    # updates whole matrices

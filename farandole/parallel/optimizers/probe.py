@@ -1,6 +1,7 @@
 """Find out whether an optimizer works on elements, on whole parameters, or on all parameters together.
 
-Instead of a list of names, this uses a few steps on small tensors: the optimizer updates two matrices, and copies of it update parts.
+Instead of a list of names, this uses a few steps on small tensors: the optimizer updates two matrices, and copies of
+it update parts.
 """
 
 from __future__ import annotations

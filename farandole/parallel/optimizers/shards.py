@@ -212,8 +212,10 @@ class OptimizerShards:
 
     def _assigned(self, index: int) -> RuntimeError:
         return RuntimeError(
-            f"{self.bucket.plan.names[index]} was assigned a gradient, which ranks have not averaged: call loss.backward() or "
-            f"engine.backward(loss) in place of torch.autograd.grad(); engine.gradients() and engine.scale_gradients(factor) change "
+            f"{self.bucket.plan.names[index]} was assigned a gradient, which ranks have not averaged: call "
+            "loss.backward() or "
+            "engine.backward(loss) in place of torch.autograd.grad(); engine.gradients() and "
+            "engine.scale_gradients(factor) change "
             f"averaged gradients"
         )
 
@@ -307,8 +309,8 @@ class GradientNorms:
 
     Args:
         names: the names of all parameters of the model, in the same order on all ranks.
-        parts: a function that yields, for norms of an order, (name of a parameter, norm of this rank's part of its gradient, number of
-            ranks with the same part).
+        parts: a function that yields, for norms of an order, (name of a parameter, norm of this rank's part of its
+            gradient, number of ranks with the same part).
         comm: the ranks whose parts are added; None if this rank has whole gradients.
     """
 
@@ -410,16 +412,20 @@ class ShardedGradient(Tensor):
                 return gradient
         found = next(each for each in _flat(args) if isinstance(each, cls))
         raise RuntimeError(
-            f"{function.__name__.split('.')[0]} of the gradient of {found._name}: this rank does not have the whole gradient in "
-            f"the type of the parameter. engine.gradients() returns what it has; engine.clip(max_norm), engine.gradient_norm() and "
-            f"engine.scale_gradients(factor) work on all of it, and so do torch.nn.utils.clip_grad_norm_ and clip_grad_value_; an "
+            f"{function.__name__.split('.')[0]} of the gradient of {found._name}: this rank does not have "
+            "the whole gradient in "
+            "the type of the parameter. engine.gradients() returns what it has; engine.clip(max_norm), "
+            "engine.gradient_norm() and "
+            "engine.scale_gradients(factor) work on all of it, and so do torch.nn.utils.clip_grad_norm_ "
+            "and clip_grad_value_; an "
             f"optimizer is given to engine.optimizer(...)"
         )
 
     def _change(self, function: Any, rest: Sequence[Any], kwargs: dict[str, Any]) -> ShardedGradient:
         if any(isinstance(each, Tensor) and each.numel() != 1 for each in rest):
             raise RuntimeError(
-                f"the gradient of {self._name} cannot be combined with a tensor of many elements, because this rank has only a shard of the gradient; engine.gradients() returns this shard"
+                f"the gradient of {self._name} cannot be combined with a tensor of many elements, because "
+                "this rank has only a shard of the gradient; engine.gradients() returns this shard"
             )
         self._norms.clear()
         if self._change_part is not None:
@@ -430,7 +436,8 @@ class ShardedGradient(Tensor):
     def _norm(self, order: float = 2.0) -> Tensor:
         if not order > 0:
             raise RuntimeError(
-                f"expected an order above 0 for the norm of the gradient of {self._name}, got {order}; engine.gradients() returns this rank's shards of all gradients"
+                f"expected an order above 0 for the norm of the gradient of {self._name}, got {order}; "
+                "engine.gradients() returns this rank's shards of all gradients"
             )
         return self._norms.of(self._name, float(order))
 

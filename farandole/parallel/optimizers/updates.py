@@ -2,9 +2,9 @@
 
     updates.add(optimizer)    # `optimizer.step()` then updates the shards of this rank
 
-An elementwise optimizer (SGD, Adam, AdamW, Adagrad, ...) updates shards.  An optimizer that treats each parameter separately
-(Adafactor, Muon, LAMB, Shampoo) updates whole parameters on the ranks that own them (`owned_parameters`).  An optimizer that combines all
-parameters (LBFGS, Prodigy) needs all of them on every rank.
+An elementwise optimizer (SGD, Adam, AdamW, Adagrad, ...) updates shards.  An optimizer that treats each parameter
+separately (Adafactor, Muon, LAMB, Shampoo) updates whole parameters on the ranks that own them (`owned_parameters`).
+An optimizer that combines all parameters (LBFGS, Prodigy) needs all of them on every rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Updates:
         layouts: the layouts of all parameters.
         zero: the ZeRO stage.
         place: the place of master weights and states.
-        before, after: functions called at the start and at the end of each step; `before` returns whether there are gradients.
+        before, after: functions called at the start and at the end of each step; `before` returns whether there are
+            gradients.
     """
 
     def __init__(
@@ -126,7 +127,9 @@ class Updates:
             """Make the optimizer update additional parameters of the model."""
             if fixed:
                 raise RuntimeError(
-                    "add_param_group is not supported for this optimizer, because its states are offloaded or stored on ranks that own whole parameters: add all groups before engine.optimizer(...)"
+                    "add_param_group is not supported for this optimizer, because its states are "
+                    "offloaded or stored on ranks that own whole parameters: add all groups before "
+                    "engine.optimizer(...)"
                 )
             given = param_group["params"]
             given = [given] if isinstance(given, Tensor) else list(given)
@@ -150,7 +153,8 @@ class Updates:
         name, offload = type(optimizer).__name__, self._place.kind
         if offload != "none" and optimizer.state:
             raise ValueError(
-                f"{name} already has a state, but offload={offload!r} requires an optimizer without one: pass the optimizer to engine.optimizer before its first step"
+                f"{name} already has a state, but offload={offload!r} requires an optimizer without one: "
+                "pass the optimizer to engine.optimizer before its first step"
             )
         members = _members(optimizer)
         plans = [shards.bucket.plan for shards in self._shards]
@@ -177,7 +181,8 @@ class Updates:
             where = f"zero={self._zero}, where each parameter is updated by one rank"
         if reason:
             raise ValueError(
-                f"{name} cannot be used with {where}: {reason}; use zero=0 without offload, or an elementwise optimizer such as AdamW"
+                f"{name} cannot be used with {where}: {reason}; use zero=0 without offload, or an "
+                "elementwise optimizer such as AdamW"
             )
         return False
 
