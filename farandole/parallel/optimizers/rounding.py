@@ -5,8 +5,8 @@ rounds up with a probability equal to the distance from the number below.  Its r
 small updates add up (Gupta et al., 2015, "Deep Learning with Limited Numerical Precision"; for training in bf16:
 Zamirai et al., 2020, "Revisiting BFloat16 Training").
 
-Master weights, of 4 bytes per parameter, are not stored: an update converts the weights of one bucket at a time to
-fp32, and rounds them back.  The optimizer computes in fp32, and its states are fp32.
+Master weights, which take 4 bytes per parameter, are not stored: an update converts one bucket of weights at a time to fp32,
+and rounds them back.  The optimizer computes in fp32, and its states are fp32.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def round_stochastically(target: Tensor, source: Tensor, generator: torch.Genera
 
 
 class StochasticRounding:
-    """Makes an optimizer update the bf16 weights of buckets.
+    """Makes an optimizer update the bf16 weights in buckets.
 
-    The direction of rounding depends only on `seed`, the number of `steps` and the position of a weight.  So it is
-    the same on ranks that update the same weights, and in a run that resumes from a checkpoint of the weights, the
+    The rounding direction depends only on `seed`, the number of `steps` and the position of a weight.  Therefore it is the
+    same on ranks that update the same weights, and in a run that resumes from a checkpoint with the weights, the
     optimizer's state and `steps`.
     """
 
