@@ -1,4 +1,4 @@
-"""Compare the loading of a Hugging Face folder of 1 GB with reading its files, and with `transformers`.
+"""Compare the loading of a Hugging Face folder of 1 GB with reading its files.
 
     python -m benchmarks.pretrained [--rounds 5] [--save]
 
@@ -22,7 +22,7 @@ from benchmarks.measure import records_table, save
 
 HIDDEN, LAYERS, VOCABULARY, SHARDS = 1024, 16, 32000, "300MB"
 CHUNK = 8 << 20
-NAMES = ("reading the files", "farandole", "farandole rank 0 of 2, zero=3", "transformers")
+NAMES = ("reading the files", "farandole", "farandole rank 0 of 2, zero=3")
 
 
 def write_folder(folder: Path) -> None:
@@ -68,11 +68,6 @@ def prepare(name: str, folder: Path) -> Callable[[], object]:
                         pass
 
         return read
-    if name == "transformers":
-        from tests import torchvision_models  # noqa: F401, I001
-        import transformers
-
-        return lambda: transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     import farandole
     from farandole.models.hf import from_pretrained
 
