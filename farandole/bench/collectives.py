@@ -115,7 +115,9 @@ class _Benchmark:
         except BenchError as error:
             refusal = str(error)
         if values_of_all_ranks(bool(refusal), self.comm).any():
-            raise BenchError(refusal or "another host has not the memory for it; take a smaller --max")
+            raise BenchError(
+                refusal or "another host has too little memory for the buffers; use a smaller --max"
+            )
 
     def pin(self) -> None:
         """Pin this rank to its own cores, under any launcher."""

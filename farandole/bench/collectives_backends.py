@@ -61,7 +61,7 @@ def choose(setup: CollectivesSetup, ranks: int, launcher: str) -> CollectivesSet
             if not why_unavailable(each, ranks, launcher)
             and not any(why_unsupported(each, OPERATIONS[op], setup) for op in setup.operations)
         ]
-        raise BenchError(f"--backend {name}: {reason}; there are {', '.join(working)}")
+        raise BenchError(f"--backend {name}: {reason}; available: {', '.join(working)}")
     return replace(setup, backends=tuple(dict.fromkeys(able)), left_out=reasons)
 
 
@@ -110,7 +110,7 @@ def mpiexec_for(setup: CollectivesSetup, ranks: int) -> str | None:
         return None
     found = find_mpiexec()
     if found is None and asked:
-        raise BenchError(f"--backend {asked[0]}: there is no mpiexec here (pip install mpich)")
+        raise BenchError(f"--backend {asked[0]} requires mpiexec, which is not installed (pip install mpich)")
     # MPI ranks spin while they wait, which would take the cores from the other backends
     crowded = ranks > usable_cores()
     return found if asked or not crowded else None

@@ -89,7 +89,7 @@ class CollectivesSetup:
         check_choice("--reduction", self.reduction, REDUCTION_NAMES)
         if self.reduction in _BITS and self.kind.is_floating_point:
             raise BenchError(
-                f"--reduction {self.reduction} needs an integer type: add --dtype int32, or use --reduction max"
+                f"--reduction {self.reduction} requires an integer type: add --dtype int32, or use --reduction max"
             )
         for option, number, least in (
             ("--min", self.min, 1),
@@ -97,7 +97,7 @@ class CollectivesSetup:
             ("--warmup", self.warmup, 0),
         ):
             if number is not None and number < least:
-                raise BenchError(f"{option} {number}: at least {least}")
+                raise BenchError(f"{option}: expected at least {least}, got {number}")
         if self.max < self.min:
             raise BenchError(f"--max {in_words(self.max)} is less than --min {in_words(self.min)}")
         for name in self.operations:
@@ -115,22 +115,22 @@ class CollectivesSetup:
         if not self.sizes(operation, ranks):
             unit = operation.unit(ranks, self.kind.itemsize)
             raise BenchError(
-                f"--max {self.max}: {operation.name} of {self.dtype} among {counted(ranks, 'rank')} has at least "
-                f"{unit} bytes; use --max {unit}"
+                f"--max {self.max} is too small: {operation.name} of {self.dtype} among "
+                f"{counted(ranks, 'rank')} transfers at least {unit} bytes; use --max {unit}"
             )
 
     def _check_files(self) -> None:
         for option, name in (("--json", self.json), ("--picture", self.picture)):
             if name is not None and not (folder := Path(name).absolute().parent).is_dir():
-                raise BenchError(f"{option} {name}: there is no folder {folder}")
+                raise BenchError(f"{option} {name}: folder {folder} does not exist")
         if self.picture is None:
             return
         if Path(self.picture).suffix.lower() not in _PICTURES:
             raise BenchError(
-                f"--picture {self.picture}: the name of a picture ends in {', '.join(_PICTURES)}"
+                f"--picture {self.picture}: expected a file name that ends in {', '.join(_PICTURES)}"
             )
         if not any(OPERATIONS[name].sized for name in self.operations):
-            raise BenchError(f"--picture {self.picture} has sizes on its axis, and a barrier has no size")
+            raise BenchError(f"--picture {self.picture} shows sizes on its axis, but a barrier has no size")
 
     def check_memory(self, ranks: int, here: int, copies: int) -> None:
         """Raise BenchError if the `here` ranks of this host cannot allocate buffers of the largest size.
@@ -147,7 +147,8 @@ class CollectivesSetup:
                 fits = 1 << max(0, (size * have // need).bit_length() - 1)
                 raise BenchError(
                     f"--max {in_words(self.max)}: {name} needs {in_words(need)} for the buffers of "
-                    f"{counted(here, 'rank')}, and this host has {in_words(have)}; --max {short_size(fits)} fits"
+                    f"{counted(here, 'rank')}, but this host has only {in_words(have)}; use --max "
+                    f"{short_size(fits)}"
                 )
 
     def dump(self) -> str:
@@ -167,7 +168,7 @@ def parse_size(option: str, text: str) -> int:
     """Parse a size such as 8, 1K, 4M or 2G, where 1K is 1024; raise BenchError for any other text."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise BenchError(f"{option} {text!r} is not a size in bytes, as in 8, 64K, 4M or 1G")
+        raise BenchError(f"{option}: expected a size in bytes such as 8, 64K, 4M or 1G, got {text!r}")
     number, suffix = match.groups()
     return int(number) << 10 * " KMGT".index(suffix.upper() or " ")
 

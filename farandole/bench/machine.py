@@ -60,7 +60,7 @@ def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "speeds.json")
         if launch("farandole.bench.machine", [str(answer)], ranks=together, module=True):
-            raise BenchError("the measurement of this machine failed; pass --flops and --bandwidth")
+            raise BenchError("the speed of this machine could not be measured; pass --flops and --bandwidth")
         found = Speeds(**json.loads(answer.read_text()))
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(asdict(found)))

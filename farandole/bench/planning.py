@@ -104,9 +104,11 @@ def plan(setup: PlanSetup) -> Planned:
     config = load_config(request.source, request.overrides)
     ranks = setup.ranks or default_ranks(config)
     if ranks % setup.nodes:
-        raise BenchError(f"--nodes {setup.nodes}: --ranks {ranks} is not a multiple of the number of hosts")
+        raise BenchError(f"--ranks {ranks} is not a multiple of --nodes {setup.nodes}")
     if setup.nodes > 1 and setup.bandwidth is None:
-        raise BenchError(f"--nodes {setup.nodes} needs --bandwidth, the bytes/s of the link between hosts")
+        raise BenchError(
+            f"--nodes {setup.nodes} requires --bandwidth, the bandwidth between hosts in bytes per second"
+        )
     choices = _given(setup, config, request.overrides)
     workload = workload_of(config, ranks)
     machine = _machine(setup, ranks)
@@ -167,7 +169,7 @@ def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]
     if planned.machine.host == torch.cuda.is_available():
         raise BenchError("--check runs on this machine, but the plans are for another kind of device")
     if not planned.estimates[0].fits(planned.machine.memory):
-        raise BenchError("--check: no plan fits, so no rank was started")
+        raise BenchError("--check started no ranks, because no plan fits")
     count, samples = planned.config.micro_batches(planned.ranks)
     passes = min(count, _CHECKED_PASSES)
     values = {"batch": passes * samples * planned.ranks, "micro_batch": samples}
@@ -206,7 +208,7 @@ def parse_number(option: str, text: str, base: int) -> float:
         BenchError: if `text` has another format."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
-        raise BenchError(f"{option} {text!r} is not a number above 0, as in 512M, 16GiB or 1.5G")
+        raise BenchError(f"{option}: expected a number above 0 such as 512M, 16GiB or 1.5G, got {text!r}")
     power = " KMGTP".index(match[2].upper() or " ")
     return float(match[1]) * float(base if (match[3] or "").lower() != "ib" else 1024) ** power
 
@@ -260,7 +262,7 @@ def _accelerated(setup: PlanSetup) -> Machine:
     """Return a machine with accelerators, from the options."""
     if setup.memory is None or setup.flops is None or setup.bandwidth is None:
         raise BenchError(
-            "--accelerators needs --memory, --flops and --bandwidth, because this machine cannot measure them"
+            "--accelerators requires --memory, --flops and --bandwidth, because this machine cannot measure them"
         )
     return Machine(
         memory=setup.memory,

@@ -55,11 +55,11 @@ class TrainingSetup:
             ("--num-iters", self.num_iters, 1),
         ):
             if number < least:
-                raise BenchError(f"{option} {number}: at least {least}")
+                raise BenchError(f"{option}: expected at least {least}, got {number}")
         if self.image_size < STRIDE:
             raise BenchError(
-                f"--image-size {self.image_size}: a ResNet reduces each side {STRIDE} times, so images need at least "
-                f"{STRIDE} x {STRIDE} pixels"
+                f"--image-size {self.image_size} is too small: a ResNet reduces each side by a factor of "
+                f"{STRIDE}, so images need at least {STRIDE} x {STRIDE} pixels"
             )
         if self.micro_batch == 1 and self.image_size == STRIDE:
             raise BenchError(
@@ -67,7 +67,7 @@ class TrainingSetup:
                 f"cannot normalize; use 2 images or larger images"
             )
         if self.json is not None and (folder := Path(self.json).absolute().parent) and not folder.is_dir():
-            raise BenchError(f"--json {self.json}: there is no folder {folder}")
+            raise BenchError(f"--json {self.json}: folder {folder} does not exist")
 
     def dump(self) -> str:
         """Return the setup as JSON."""
@@ -85,4 +85,4 @@ def check_choice(option: str, asked: str, known: Iterable[str]) -> None:
     if asked not in names:
         nearest = difflib.get_close_matches(asked, names, 1)
         hint = f"; nearest: {nearest[0]}" if nearest else ""
-        raise BenchError(f"{option} {asked}{hint} (there are {', '.join(names)})")
+        raise BenchError(f"{option} {asked} is unknown{hint} (available: {', '.join(names)})")

@@ -113,7 +113,9 @@ class TensorFlow:
         """Raise BenchError for an unknown implementation, or if TensorFlow is not installed."""
         check_choice("--implementation", setup.implementation, IMPLEMENTATIONS)
         if importlib.util.find_spec("tensorflow") is None:
-            raise BenchError("--framework tensorflow needs TensorFlow 2: pip install 'farandole[tensorflow]'")
+            raise BenchError(
+                "--framework tensorflow requires TensorFlow 2: pip install 'farandole[tensorflow]'"
+            )
 
     def build(self, setup: TrainingSetup, runtime: Runtime, implementation: str) -> TensorFlowTraining:
         """Return this rank's training run."""

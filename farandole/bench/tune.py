@@ -64,13 +64,13 @@ class TuneSetup:
     def check(self) -> None:
         """Raise BenchError for invalid options."""
         if self.min < 4:
-            raise BenchError(f"--min {self.min}: at least 4 bytes, one element")
+            raise BenchError(f"--min: expected at least 4 bytes, one element, got {self.min}")
         if self.max < self.min:
             raise BenchError(f"--max {in_words(self.max)} is less than --min {in_words(self.min)}")
         if self.turns < 1:
-            raise BenchError(f"--turns {self.turns}: at least 1")
+            raise BenchError(f"--turns: expected at least 1, got {self.turns}")
         if self.output is not None and not (folder := Path(self.output).absolute().parent).is_dir():
-            raise BenchError(f"--output {self.output}: there is no folder {folder}")
+            raise BenchError(f"--output {self.output}: folder {folder} does not exist")
 
     @property
     def sizes(self) -> list[int]:
@@ -94,7 +94,7 @@ class TuneSetup:
 def check_ranks(ranks: int) -> None:
     """Raise BenchError for a single rank or a single host."""
     if ranks < 2:
-        raise BenchError("a single rank has no peer to reduce with; use --ranks 2, or more hosts")
+        raise BenchError("a single rank has no other rank to communicate with; use --ranks 2, or more hosts")
 
 
 def run(setup: TuneSetup) -> None:

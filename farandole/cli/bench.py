@@ -211,7 +211,9 @@ def launched_ranks(ranks: int | None, placement: Placement) -> int | None:
     if placement is ALONE:
         return None
     if ranks not in (None, placement.size):
-        raise BenchError(f"--ranks {ranks}: {placement.launcher} started {placement.size}; omit --ranks")
+        raise BenchError(
+            f"--ranks {ranks} conflicts with {placement.launcher}, which started {placement.size}; omit --ranks"
+        )
     return placement.size
 
 

@@ -75,7 +75,7 @@ def _nodes(text: str | int) -> int:
             raise typer.BadParameter(f"{text}: {FIXED}")
         text = low
     if not str(text).isdecimal() or int(text) < 1:
-        raise typer.BadParameter(f"{text!r} is not a number of hosts, at least 1")
+        raise typer.BadParameter(f"expected a number of hosts of at least 1, got {text!r}")
     return int(text)
 
 
@@ -286,7 +286,7 @@ def launch(
         if master_addr is not None or master_port is not None:
             if rendezvous is not None or master_addr is None:
                 raise LaunchError(
-                    "give --rendezvous HOST:PORT, or --master-addr HOST with --master-port PORT"
+                    "pass --rendezvous HOST:PORT, or --master-addr HOST with --master-port PORT"
                 )
             rendezvous = f"{master_addr}:{master_port or 29500}"
         if hosts is None and hostfile is None:
@@ -297,12 +297,13 @@ def launch(
         else:
             if nproc_per_node is not None:
                 raise LaunchError(
-                    "--nproc-per-node: with --hosts, give each host its slots, as in node0:4,node1:4"
+                    "--nproc-per-node cannot be combined with --hosts; specify each host's slots instead, "
+                    "as in node0:4,node1:4"
                 )
             if nodes > 1 or node_rank or rendezvous is not None or standalone or rdzv_backend is not None:
                 raise LaunchError(
-                    "--hosts starts the launchers of all hosts; --nodes, --node-rank, --rendezvous, --rdzv-backend "
-                    "and --standalone are for launchers that you start on each host"
+                    "--hosts starts the launchers on all hosts; --nodes, --node-rank, --rendezvous, "
+                    "--rdzv-backend and --standalone are for launchers that you start on each host"
                 )
             from farandole.launch.remote import RemoteShell, launch_on_hosts
 
@@ -340,7 +341,7 @@ def _only_with_hosts(**given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise LaunchError(
-                f"--{name.replace('_', '-')} is for the hosts of --hosts or --hostfile; name hosts, or omit it"
+                f"--{name.replace('_', '-')} requires --hosts or --hostfile; add one of them, or omit this option"
             )
 
 
@@ -356,10 +357,10 @@ def _check_torchrun(
         )
     if standalone and (nodes > 1 or node_rank or rendezvous is not None):
         raise LaunchError(
-            "--standalone is a job on this host alone; omit it, or --nodes, --node-rank and --rendezvous"
+            "--standalone starts a job on this host only; omit it, or omit --nodes, --node-rank and --rendezvous"
         )
     if nodes > 1 and node_rank is None and backend == "c10d":
-        raise LaunchError(f"--rdzv-backend c10d: give each of the {nodes} hosts its --node-rank, from 0")
+        raise LaunchError(f"--rdzv-backend c10d requires --node-rank on each of the {nodes} hosts, from 0")
 
 
 def _ranks_here(ranks: int | None, per_node: str | None, nodes: int) -> int:
@@ -372,8 +373,8 @@ def _ranks_here(ranks: int | None, per_node: str | None, nodes: int) -> int:
             return offered_ranks()
         if ranks % nodes:
             raise LaunchError(
-                f"--ranks {ranks}: the ranks of the job are divided evenly among --nodes {nodes}; for different "
-                f"numbers, give each host its own --nproc-per-node"
+                f"--ranks {ranks} is not a multiple of --nodes {nodes}; for different numbers of ranks, "
+                "pass --nproc-per-node on each host"
             )
         return ranks // nodes
     if ranks is not None:

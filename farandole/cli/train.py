@@ -137,10 +137,12 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
     placement = find_placement(os.environ)
     if placement is not ALONE:
         if ranks not in (None, placement.size):
-            raise ConfigError(f"--ranks {ranks}: {placement.launcher} started {placement.size}; omit --ranks")
+            raise ConfigError(
+                f"--ranks {ranks} conflicts with {placement.launcher}, which started {placement.size}; omit --ranks"
+            )
         if dry_run:
             raise ConfigError(
-                f"--dry-run checks without ranks, and {placement.launcher} started this process as one"
+                f"--dry-run runs without ranks, but {placement.launcher} started this process as a rank"
             )
         from farandole.train.worker import join
 
@@ -151,7 +153,8 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
     start = check(request, ranks)
     if ranks is None and start.checkpoint is None and start.ranks < (offered := offered_ranks()):
         typer.echo(
-            f"training on {start.ranks} of {offered} cores or accelerators: more ranks do not divide batch={start.config.batch}",
+            f"training on {start.ranks} of {offered} cores or accelerators: more ranks do not divide "
+            f"batch={start.config.batch}",
             err=True,
         )
     with uncollected():  # loads torch, which takes seconds

@@ -79,8 +79,8 @@ def _open(placement: Placement, timeout_s: float) -> dist.Store:
             return _open_on_host(job, placement, timeout)
         case NoRendezvous(advice):
             raise LaunchError(
-                f"{placement.launcher} started {placement.size} ranks on several hosts, and no environment variable "
-                f"names their rendezvous; {advice}"
+                f"{placement.launcher} started {placement.size} ranks on several hosts, but no environment "
+                f"variable contains the rendezvous address; {advice}"
             )
 
 
@@ -97,8 +97,8 @@ def _open_at_address(host: str, port: int, placement: Placement, timeout: timede
 def _open_on_host(job: str, placement: Placement, timeout: timedelta) -> dist.Store:
     if sys.platform != "linux":
         raise LaunchError(
-            f"{placement.launcher} names no rendezvous for its ranks, and this system has no abstract sockets; "
-            f"set MASTER_ADDR={LOOPBACK} and MASTER_PORT to a free port"
+            f"{placement.launcher} provides no rendezvous address, and this system has no abstract "
+            f"sockets; set MASTER_ADDR={LOOPBACK} and MASTER_PORT to a free port"
         )
     name = "\0" + rendezvous_name(job)
     if placement.rank == 0:

@@ -61,8 +61,8 @@ def _torchrun(environ: Mapping[str, str]) -> Placement | None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing and found.size > 1:
         raise LaunchError(
-            f"rank {found.rank} of {found.size} needs MASTER_ADDR and MASTER_PORT, the address of the rendezvous; "
-            f"not set: {' and '.join(missing)}"
+            f"rank {found.rank} of {found.size} requires MASTER_ADDR and MASTER_PORT, the rendezvous "
+            f"address; not set: {' and '.join(missing)}"
         )
     return found
 
@@ -111,8 +111,9 @@ def _pmi(environ: Mapping[str, str]) -> Placement | None:
         return read_placement(environ, "PMI", rendezvous, "PMI_RANK", "PMI_SIZE")
     if "PMIX_RANK" in environ:
         raise LaunchError(
-            f"a PMIx launcher started this process as rank {environ['PMIX_RANK']}, and no environment variable "
-            f"gives the number of ranks; use mpirun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            f"a PMIx launcher started this process as rank {environ['PMIX_RANK']}, but no environment "
+            "variable contains the number of ranks; use mpirun or srun, or set RANK, WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT"
         )
     return None
 

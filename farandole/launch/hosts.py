@@ -49,7 +49,7 @@ def read_hostfile(path: Path) -> list[Host]:
         if words:
             hosts.append(_host(words, f"{path}, line {number}"))
     if not hosts:
-        raise LaunchError(f"--hostfile {path} names no host; expected lines such as: node0 slots=4")
+        raise LaunchError(f"--hostfile {path} contains no host; expected lines such as: node0 slots=4")
     return _distinct(hosts, f"--hostfile {path}")
 
 
@@ -95,7 +95,7 @@ def _distinct(hosts: list[Host], source: str) -> list[Host]:
     names = [host.name for host in hosts]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise LaunchError(
-            f"{source}: named twice: {', '.join(twice)}; name each host once, with all its slots"
+            f"{source}: duplicate hosts {', '.join(twice)}; list each host once, with all its slots"
         )
     return hosts
 
@@ -140,8 +140,8 @@ def parse_rendezvous(
     if address is None:
         if nodes > 1:
             raise LaunchError(
-                f"--nodes {nodes} needs --rendezvous HOST:PORT, a free port on the first host; "
-                f"or --hosts a:4,b:4, which starts all hosts from here"
+                f"--nodes {nodes} requires --rendezvous HOST:PORT, a free port on the first host; "
+                "alternatively, --hosts a:4,b:4 starts all hosts from here"
             )
         return config
     host, _, port = address.rpartition(":")

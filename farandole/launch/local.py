@@ -75,11 +75,11 @@ def run_on_this_host(
             prints how the job ended.
     """
     if ranks < 1:
-        raise LaunchError(f"--ranks {ranks}: a job has at least 1 rank on each host")
+        raise LaunchError(f"--ranks {ranks}: expected at least 1 rank on each host")
     if program.max_restarts and rendezvous.nodes > 1:
         raise LaunchError(
-            "--max-restarts is for a job on one host; on several hosts use torchrun --max-restarts, or restart the job "
-            "from its last checkpoint"
+            "--max-restarts is supported on one host only; on several hosts, use torchrun --max-restarts, "
+            "or restart the job from its last checkpoint"
         )
     program.check()
     check_rank_limits(ranks)

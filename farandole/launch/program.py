@@ -74,7 +74,7 @@ def without_python(words: Sequence[str]) -> tuple[Kind, Sequence[str]]:
         raise LaunchError(f"{words[0]} is not followed by a script; write farandole launch {name} script.py")
     if rest[0].startswith("-"):
         raise LaunchError(
-            f"{words[0]} {rest[0]}: options of Python are not passed on; write --no-python {words[0]} {rest[0]} ..."
+            f"{words[0]} {rest[0]}: Python options are not supported; write --no-python {words[0]} {rest[0]} ..."
         )
     return kind, rest
 
@@ -89,7 +89,7 @@ def _check_script(path: Path, target: str) -> None:
         hint = f"; scripts in it: {', '.join(scripts[:4])}" if scripts else ""
         raise LaunchError(f"{target!r} is a folder, not a script{hint}")
     if not path.parent.is_dir():
-        raise LaunchError(f"there is no script {target!r}: there is no folder {str(path.parent)!r}")
+        raise LaunchError(f"there is no script {target!r}: folder {str(path.parent)!r} does not exist")
     siblings = {p.name: p for p in path.parent.glob("*.py")}
     nearest = difflib.get_close_matches(path.name, siblings, 1)
     hint = f"; nearest: {siblings[nearest[0]]}" if nearest else ""

@@ -63,8 +63,8 @@ class LauncherRendezvous(StaticTCPRendezvous):
             store.set(REACHED_AT, host)
         if store.add(f"farandole/node/{config.node_rank}", 1) > 1:
             raise LaunchError(
-                f"two launchers at {host}:{port} have --node-rank {config.node_rank}; "
-                f"give each host a different number from 0 to {config.nodes - 1}"
+                f"two launchers at {host}:{port} have --node-rank {config.node_rank}; use a different "
+                f"number from 0 to {config.nodes - 1} on each host"
             )
         self._wait_for_launchers(store, f"{host}:{port}", deadline)
         if config.choose_interface and not interfaces_are_set():

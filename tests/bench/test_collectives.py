@@ -190,20 +190,20 @@ def test_sizes():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"operations": ("allreduce",)}, "--op allreduce; nearest: all_reduce"),
-        ({"backends": ("glo",)}, "--backend glo; nearest: gloo"),
-        ({"backends": ("mpi",)}, "--backend mpi: .*; there are farandole, shared, gloo"),
-        ({"backends": ("gloo",), "dtype": "int16"}, "gloo has no int16; there are farandole, shared"),
+        ({"operations": ("allreduce",)}, "--op allreduce is unknown; nearest: all_reduce"),
+        ({"backends": ("glo",)}, "--backend glo is unknown; nearest: gloo"),
+        ({"backends": ("mpi",)}, "--backend mpi: .*; available: farandole, shared, gloo"),
+        ({"backends": ("gloo",), "dtype": "int16"}, "gloo has no int16; available: farandole, shared"),
         ({"backends": ("gloo",), "dtype": "int8", "reduction": "avg"}, "gloo does not average integers"),
-        ({"dtype": "float31"}, "--dtype float31; nearest: float32"),
-        ({"reduction": "and"}, "--reduction and needs an integer type: add --dtype int32"),
+        ({"dtype": "float31"}, "--dtype float31 is unknown; nearest: float32"),
+        ({"reduction": "and"}, "--reduction and requires an integer type: add --dtype int32"),
         ({"min": 256}, "--max 128 bytes is less than --min 256 bytes"),
         (
             {"min": 4, "max": 4, "operations": ("all_gather",)},
-            "among 2 ranks has at least 8 bytes; use --max 8",
+            "among 2 ranks transfers at least 8 bytes; use --max 8",
         ),
-        ({"iterations": 0}, "--iterations 0: at least 1"),
-        ({"warmup": -1}, "--warmup -1: at least 0"),
+        ({"iterations": 0}, "--iterations: expected at least 1, got 0"),
+        ({"warmup": -1}, "--warmup: expected at least 0, got -1"),
         (
             {"overlap": True, "operations": ("bw",)},
             "--overlap does not support --op bw; it supports all_reduce, ",
@@ -212,10 +212,10 @@ def test_sizes():
             {"overlap": True, "operations": ("barrier",)},
             "--overlap cannot be combined with --full or --validate",
         ),
-        ({"json": "/no/such/x.json"}, "--json /no/such/x.json: there is no folder /no/such"),
-        ({"picture": "x.gif"}, "--picture x.gif: the name of a picture ends in .png, .pdf, .svg"),
+        ({"json": "/no/such/x.json"}, "--json /no/such/x.json: folder /no/such does not exist"),
+        ({"picture": "x.gif"}, "--picture x.gif: expected a file name that ends in .png, .pdf, .svg"),
         ({"picture": "x.png", "operations": ("barrier",)}, "a barrier has no size"),
-        ({"max": 1 << 50}, r"--max 1.0 PiB: all_reduce needs .* this host has .*; --max \w+ fits"),
+        ({"max": 1 << 50}, r"--max 1.0 PiB: all_reduce needs .* this host has only .*; use --max \w+"),
     ],
 )
 def test_what_cannot_be_done_is_refused(change, message):

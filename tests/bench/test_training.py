@@ -105,13 +105,13 @@ def test_half_precision_is_for_fp32_only(ranks):
     ("change", "message"),
     [
         ({"model": "resnet5"}, "--model resnet5: unknown model 'resnet5'; nearest: resnet50"),
-        ({"micro_batch": 0}, "--micro-batch 0: at least 1"),
-        ({"num_iters": 0}, "--num-iters 0: at least 1"),
-        ({"num_warmup_batches": -1}, "--num-warmup-batches -1: at least 0"),
+        ({"micro_batch": 0}, "--micro-batch: expected at least 1, got 0"),
+        ({"num_iters": 0}, "--num-iters: expected at least 1, got 0"),
+        ({"num_warmup_batches": -1}, "--num-warmup-batches: expected at least 0, got -1"),
         ({"image_size": 31}, "--image-size 31: .* at least 32 x 32"),
         ({"micro_batch": 1}, "--micro-batch 1 with --image-size 32 .* use 2 images or larger images"),
-        ({"implementation": "gloo"}, r"--implementation gloo; nearest: ddp-gloo \(there are farandole, "),
-        ({"json": "/no/such/folder/x.json"}, "there is no folder /no/such/folder"),
+        ({"implementation": "gloo"}, r"--implementation gloo is unknown; nearest: ddp-gloo \(available: farandole, "),
+        ({"json": "/no/such/folder/x.json"}, "folder /no/such/folder does not exist"),
     ],
 )
 def test_what_cannot_be_done_is_refused(change, message):

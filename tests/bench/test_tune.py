@@ -36,7 +36,7 @@ def test_a_table_is_made_and_can_be_used(ranks, tmp_path):
 
 
 def _alone(rank: int, size: int) -> None:
-    with pytest.raises(BenchError, match="a single rank has no peer to reduce with; use --ranks 2"):
+    with pytest.raises(BenchError, match="a single rank has no other rank to communicate with; use --ranks 2"):
         run(TuneSetup(**QUICK))
 
 
@@ -56,10 +56,10 @@ def test_the_report_predicts_from_other_numbers_of_hosts():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"min": 3}, "--min 3: at least 4 bytes"),
+        ({"min": 3}, "--min: expected at least 4 bytes, one element, got 3"),
         ({"max": 32}, "--max 32 bytes is less than --min 64 bytes"),
-        ({"turns": 0}, "--turns 0: at least 1"),
-        ({"output": "/no/such/t.json"}, "--output /no/such/t.json: there is no folder /no/such"),
+        ({"turns": 0}, "--turns: expected at least 1, got 0"),
+        ({"output": "/no/such/t.json"}, "--output /no/such/t.json: folder /no/such does not exist"),
     ],
 )
 def test_what_cannot_be_done_is_refused(change, message):
@@ -72,7 +72,7 @@ def test_one_rank_is_refused_before_it_starts():
     assert result.exit_code == 2
     assert (
         result.output.strip()
-        == "farandole tune: a single rank has no peer to reduce with; use --ranks 2, or more hosts"
+        == "farandole tune: a single rank has no other rank to communicate with; use --ranks 2, or more hosts"
     )
 
 

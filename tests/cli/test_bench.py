@@ -24,7 +24,7 @@ def test_help_teaches():
     ("arguments", "message"),
     [
         (("--model", "resnt50"), "nearest: resnet50"),
-        (("--micro-batch", "0"), "--micro-batch 0: at least 1"),
+        (("--micro-batch", "0"), "--micro-batch: expected at least 1, got 0"),
         (("--framework", "mxnet"), "--framework mxnet is not supported; use pytorch or tensorflow"),
     ],
 )

@@ -142,7 +142,7 @@ def test_the_innermost_launcher_is_used(environ, launcher):
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, r"not set: MASTER_PORT"),
         ({**HYDRA, "MASTER_ADDR": "node0"}, r"MASTER_ADDR=node0 is set, but MASTER_PORT is not"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, r"OMPI_COMM_WORLD_RANK is not set"),
-        ({"PMIX_RANK": "3"}, r"as rank 3, and no environment variable gives the number of ranks"),
+        ({"PMIX_RANK": "3"}, r"as rank 3, but no environment variable contains the number of ranks"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, r"without valid variables for its job"),
     ],
 )

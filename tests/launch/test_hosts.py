@@ -173,7 +173,7 @@ def test_a_hostfile_is_read(tmp_path):
         ("a:0", "'a:0' is not HOST:SLOTS"),
         ("a:2,,b", "'' is not HOST:SLOTS"),
         ("-oProxyCommand=x:2", "is not HOST:SLOTS"),
-        ("a:2,a:3", "named twice: a"),
+        ("a:2,a:3", "duplicate hosts a;"),
     ],
 )
 def test_invalid_hosts_are_refused(text, message):
@@ -182,7 +182,7 @@ def test_invalid_hosts_are_refused(text, message):
 
 
 def test_too_many_ranks_for_the_hosts():
-    with pytest.raises(LaunchError, match=r"--ranks 7: the hosts have 6 slots together \(a:4, b:2\)"):
+    with pytest.raises(LaunchError, match=r"--ranks 7: the hosts have only 6 slots in total \(a:4, b:2\)"):
         assign_ranks(parse_hosts("a:4,b:2"), 7)
 
 

@@ -391,7 +391,7 @@ def test_a_failure_on_one_host_stops_the_other(tmp_path):
         (["--nodes", "2", "--node-rank", "2", "x.py"], "numbered from 0 to 1"),
         (["--rendezvous", "node0", "x.py"], "'node0' is not HOST:PORT"),
         (["progam.py"], "there is no script 'progam.py' here; nearest: program.py"),
-        (["no/such/program.py"], "there is no folder 'no/such'"),
+        (["no/such/program.py"], "folder 'no/such' does not exist"),
         (["folder"], "'folder' is a folder, not a script; scripts in it: folder/inner.py"),
         (["package"], "'package' is a package, not a script; launch it with -m: -m package"),
         (["folder/iner.py"], "there is no script 'folder/iner.py' in folder; nearest: folder/inner.py"),

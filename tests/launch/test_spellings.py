@@ -75,7 +75,7 @@ def test_restarts_are_refused_on_several_hosts(tmp_path: Path) -> None:
     words = ["--nnodes", "2", "--rendezvous", "localhost:29511", "--max-restarts", "1"]
     status, _, err = run(ours(*words, write(tmp_path, PROGRAM)))
     assert status == 2
-    assert "--max-restarts is for a job on one host" in err
+    assert "--max-restarts is supported on one host only" in err
 
 
 def test_the_machine_determines_the_default_number_of_ranks(
