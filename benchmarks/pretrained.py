@@ -140,7 +140,9 @@ def main() -> None:
                     result = measure(name, folder)
                     if number or state == "cold":
                         found[name].append(result)
-                print(state, number, {name: f"{f[-1][0]:.2f} s" for name, f in found.items() if f}, flush=True)
+                print(
+                    state, number, {name: f"{f[-1][0]:.2f} s" for name, f in found.items() if f}, flush=True
+                )
             reading = [seconds for seconds, _ in found[NAMES[0]]]
             for name, samples in found.items():
                 ratios = sorted(read / seconds for read, (seconds, _) in zip(reading, samples, strict=True))
@@ -153,7 +155,9 @@ def main() -> None:
                         "of the bandwidth of reading": round(statistics.median(ratios), 2),
                         "lowest": round(ratios[0], 2),
                         "highest": round(ratios[-1], 2),
-                        "peak memory / weights kept": round(statistics.median(p for _, p in samples) / kept, 2),
+                        "peak memory / weights kept": round(
+                            statistics.median(p for _, p in samples) / kept, 2
+                        ),
                     }
                 )
     print(markdown_table(list(rows[0]), [[str(value) for value in row.values()] for row in rows]))

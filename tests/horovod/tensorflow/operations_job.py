@@ -282,7 +282,7 @@ def test_process_sets_barrier_and_join():
     must_fail("already", lambda: hvd.add_process_set(range(SIZE)), ValueError)
     if SIZE > 1:
         other = alone[(RANK + 1) % SIZE]
-        must_fail("cannot take part in its operations", lambda: hvd.allreduce(mine, process_set=other))
+        must_fail("cannot run its operations", lambda: hvd.allreduce(mine, process_set=other))
     hvd.barrier()
     tf.function(hvd.barrier)()
     for _ in range(RANK):  # ranks run out of data one by one
