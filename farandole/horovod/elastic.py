@@ -96,7 +96,7 @@ class State:
             raise HostsUpdatedInterrupt(only_removed)
 
     def save(self) -> None:
-        """Keep a copy of the state in memory."""
+        """Save a copy of the state in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
