@@ -72,7 +72,7 @@ def test_runs_never_share_a_folder(launched: list[Any]) -> None:
         ((*MINE, "model.width=1000000", "-n", "2"), "2 ranks"),
         ((*MINE, "model.width=1000000"), "try model.width="),
         ((".",), ". is a folder: to train on its text, use data.path=.; to resume the run"),
-        (("tiny", "steps", "100"), "steps is a key without a value: use steps=VALUE"),
+        (("tiny", "steps", "100"), "steps is a key without a value; use steps=VALUE"),
         (("text.txt",), "to train on this text use data.path=text.txt"),
         ((".", "--resume"), "no checkpoint in . or in runs there; found: text.txt"),
     ],
