@@ -64,9 +64,9 @@ def training(
 
     \b
       farandole bench training --model resnet50 --micro-batch 64 --num-iters 5
-      farandole bench training --model tiny --image-size 32 --efficiency      finishes in seconds farandole bench
-      training --implementation ddp-gloo                      PyTorch's DDP mpirun -n 4 farandole bench training under
-      another launcher
+      farandole bench training --model tiny --image-size 32 --efficiency      finishes in seconds
+      farandole bench training --implementation ddp-gloo                      PyTorch's DDP
+      mpirun -n 4 farandole bench training                                    under another launcher
     """
     from farandole.bench.setup import TrainingSetup
 

@@ -26,11 +26,14 @@ HELP = """Parallel computing with PyTorch, on a laptop's cores or on a cluster.
 
 \b
   farandole train                           train a language model
-  farandole config keys                     list the configuration keys farandole plan gpt2-small -n 8
-  predict memory and speed farandole generate runs --prompt "def"    generate text farandole launch --ranks 4 script.py
-  run your own program on 4 ranks farandole bench training                  measure ResNet training farandole bench
-  collectives               measure collectives farandole tune find the fastest algorithms between hosts farandole info
-  show versions and hardware
+  farandole config keys                     list the configuration keys
+  farandole plan gpt2-small -n 8            predict memory and speed
+  farandole generate runs --prompt "def"    generate text
+  farandole launch --ranks 4 script.py      run your own program on 4 ranks
+  farandole bench training                  measure ResNet training
+  farandole bench collectives               measure collectives
+  farandole tune                            find the fastest algorithms between hosts
+  farandole info                            show versions and hardware
 
 farandole COMMAND --help describes a command, with examples.
 """

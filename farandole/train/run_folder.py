@@ -5,7 +5,8 @@
         checkpoints/step-000100/
             train.json           step, samples consumed, ranks, precision and configuration, as JSON
             state/               written by `engine.save`: weights, optimizer, loss scale, random generators
-            model.safetensors    parameters and buffers, in the model's data types tokenizer.json       for text tasks
+            model.safetensors    parameters and buffers, in the model's data types
+            tokenizer.json       for text tasks
             adapter/             with LoRA: the adapters in PEFT's format
 
 A checkpoint is renamed to its final name once all of its files are on disk, so a folder with this name is complete
