@@ -28,8 +28,7 @@ Gradient = Callable[..., Any]
 
 
 def as_tensors(values: Any, kind: str, name: str | None) -> list[tf.Tensor]:
-    """Convert a grouped operation's inputs to tensors; raise ValueError for an empty list or an unsupported data
-    type."""
+    """Convert a grouped operation's inputs to tensors; raise ValueError for empty lists or unsupported types."""
     if not isinstance(values, (list, tuple)) or not values:
         raise ValueError(f"expected grouped_{kind} to get a list of at least one tensor, got {values!r}")
     tensors = [tf.convert_to_tensor(value) for value in values]
