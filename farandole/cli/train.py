@@ -147,7 +147,8 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
     start = check(request, ranks)
     if ranks is None and start.checkpoint is None and start.ranks < (offered := offered_ranks()):
         typer.echo(
-            f"training on {start.ranks} of {offered} cores or accelerators: more ranks do not divide batch={start.config.batch}",
+            f"training on {start.ranks} of {offered} cores or accelerators, because more ranks "
+            f"do not divide batch={start.config.batch}",
             err=True,
         )
     with uncollected():  # importing torch takes seconds

@@ -244,7 +244,7 @@ def build_bert(config: BERTConfig, seed: int | None = None) -> BERT:
         initialise(block.to_empty(device=device), block_generator(seed, index))
     embedding, head = model[0], model[-1]
     if isinstance(head, MaskedTokenHead) and isinstance(embedding, BERTEmbedding):
-        head.weight = embedding.tokens.weight  # retie the weights, which `to_empty` has untied
+        head.weight = embedding.tokens.weight  # tie the weights again after `to_empty`
     return model
 
 

@@ -7,9 +7,9 @@ only on their distance.  Value i is paired with value i + width / 2, as in GPT-N
 Scalings extend a model to sequences that are longer than its training sequences:
 
     linear    positions are divided by `factor` (Chen et al., 2023, "Extending Context Window of Large Language Models")
-    dynamic   the base grows with the length of the sequence (NTK-aware scaling)
-        yarn      low frequencies are divided by `factor`, high frequencies are kept (Peng et al., 2023, "YaRN")
-    llama3    the same, with the ramp of Llama 3.1
+    dynamic   the base grows with the sequence length (NTK-aware scaling)
+    yarn      low frequencies are divided by `factor`, high frequencies are kept (Peng et al., 2023, "YaRN")
+    llama3    like yarn, with Llama 3.1's ramp
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class TextClassification(Task):
             _Texts([tokens[int(i)] for i in part], labels[part], padding)
             for part in (order[:held_out], order[held_out:])
         )
-        self.build(config)  # refuses a damaged folder
+        self.build(config)  # rejects a damaged folder
 
     def build(self, config: TrainConfig) -> nn.Module:
         """Return the model of the folder with a classifier."""
@@ -164,7 +164,7 @@ class ImageClassification(ImagesTask):
             found = json.loads(file.read_text())
             self.mean = tuple(found.get("image_mean") or self.mean)
             self.deviation = tuple(found.get("image_std") or self.deviation)
-        self.build(config)  # refuses a damaged folder
+        self.build(config)  # rejects a damaged folder
 
     def build(self, config: TrainConfig) -> nn.Module:
         """Return the model of the folder with a classifier."""

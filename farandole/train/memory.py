@@ -143,7 +143,7 @@ def check_step(config: TrainConfig, ranks: int, have: int) -> None:
         advice = f"try micro_batch={near}"
     raise ConfigError(
         f"a step with micro-batches of {counted(samples, 'sample')} needs {size(ranks * found.peak)} on "
-        f"{counted(ranks, 'rank')} ({size(ranks * found.parts['activations'])} of activations), and this host has "
+        f"{counted(ranks, 'rank')} ({size(ranks * found.parts['activations'])} of activations), but this host has "
         f"{size(have)}; {advice}, or run farandole plan for other plans that fit"
     )
 
@@ -185,7 +185,7 @@ def _check_state(
     raise ConfigError(
         f"model.width={model.width} with model.layers={model.layers} has {short(model.parameters)} parameters, "
         f"which need {size(need)} on {counted(ranks, 'rank')} ({parts}: {each[zero]:,.0f} bytes per parameter), "
-        f"and {whose} {size(have)}; {divided}{_advice(model, each[zero], have)}"
+        f"but {whose} {size(have)}; {divided}{_advice(model, each[zero], have)}"
     )
 
 

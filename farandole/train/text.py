@@ -78,7 +78,7 @@ class TextTask(Task):
         self._config = config
         self.text = text or open_text(config, progress)
         if config.model.folder:
-            open_folder_model(config)  # refuses a damaged folder
+            open_folder_model(config)  # rejects a damaged folder
         self.train, self.validation = self.text.train, self.text.validation
         self.units_per_sample = config.model.context
 

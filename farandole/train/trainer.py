@@ -89,7 +89,7 @@ class Trainer:
             self.model.to(device)
         if not resumed:
             load_initial_weights(self.model, config)
-        torch.manual_seed(config.seed + 1 + comm.rank)  # dropout must differ between ranks
+        torch.manual_seed(config.seed + 1 + comm.rank)  # dropout differs between ranks
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         try:
             plan = config.plan.plan(precision)

@@ -152,7 +152,9 @@ def test_the_default_number_of_ranks_divides_the_batch(
         monkeypatch.setattr(f"{name}.offered_ranks", lambda: 6)
     result = _train(*MINE)
     assert launched.pop()[1] == 4
-    assert "training on 4 of 6 cores or accelerators: more ranks do not divide batch=8" in result.output
+    assert (
+        "training on 4 of 6 cores or accelerators, because more ranks do not divide batch=8" in result.output
+    )
     result = _train(*MINE, "batch=12", "micro_batch=2")
     assert launched.pop()[1] == 6
     assert "training on" not in result.output

@@ -21,8 +21,8 @@ class Architecture:
         name: the `model_type` in configurations.
         classes: the `transformers` classes that a configuration may name.  The first class is the default, and the
             others must have the same tensors.
-        config: the configuration type. read: a function that converts the fields in `config.json` to the model's
-                configuration.
+        config: the configuration type.
+        read: a function that converts the fields in `config.json` to the model's configuration.
         write: a function that converts the model's configuration to `config.json` fields.
         build: a function that returns the model.
         table: a function that returns the tensor table.
