@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.measure import markdown_table, save
+from benchmarks.measure import records_table, save
 
 ONE = ("farandole", "plain loop", "trainer")
 TWO = ("farandole", "farandole zero=2", "farandole zero=3", "accelerate ddp", "accelerate fsdp2")
@@ -143,7 +143,7 @@ def main() -> None:
             for member in members:
                 member.close()
     rows = summarize(members)
-    print(markdown_table(list(rows[0]), [[str(value) for value in row.values()] for row in rows]))
+    print(records_table(rows))
     if options.save:
         save(
             f"language-{options.model}-{options.ranks}",

@@ -153,6 +153,11 @@ def human_seconds(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
+def records_table(records: list[dict[str, Any]]) -> str:
+    """Return a Markdown table with a row for each record and a column for each key."""
+    return markdown_table(list(records[0]), [[str(value) for value in record.values()] for record in records])
+
+
 def markdown_table(head: list[str], rows: list[list[str]]) -> str:
     """Return a Markdown table with aligned columns."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]

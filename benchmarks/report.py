@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks import compression, horovod, hosts, mpi, offload, overheads, overlap, point_to_point, zero
 from benchmarks.collectives import table
-from benchmarks.measure import RESULTS, arguments, human_seconds, markdown_table
+from benchmarks.measure import RESULTS, arguments, human_seconds, markdown_table, records_table
 
 PAGE = RESULTS / "results.md"
 
@@ -51,6 +51,8 @@ def tables(name: str, operation: str, result: dict[str, Any]) -> str:
         return mpi.table(operation, {int(size): row for size, row in result[operation].items()})
     if name == "offload":
         return f"{offload.table(result)}\n\n{offload.notes(result)}"
+    if name == "pretrained" or name.startswith("language"):
+        return records_table(result["rows"])
     seconds = result["seconds"]
     if name.startswith("fsdp2"):
         gloo = seconds["FSDP2 over Gloo"]

@@ -6,7 +6,7 @@
         gradients = runtime.comm.empty(1_000_000)
         runtime.comm.all_reduce(gradients, "avg")
 
-Importing the package is quick: the public names below, and torch with them, load when first used.
+Importing the package is fast: torch and the public names below are loaded on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m farandole`: the command line, as `torchrun -m farandole train` needs it."""
+"""Run the command line with `python -m farandole` or `torchrun -m farandole train`."""
 
 from farandole.cli.main import main
 

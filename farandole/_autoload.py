@@ -19,12 +19,12 @@ from typing import Any
 OVER_MPI = "farandole-mpi"
 
 REPLACE_GLOO = "FARANDOLE_REPLACE_GLOO"
-"""With this environment variable set to 1, `init_process_group` creates a group of ours where a program asks for Gloo."""
+"""If this environment variable is 1, `init_process_group` creates a farandole group when a program requests Gloo."""
 
 _log = logging.getLogger("farandole")
 _registered = False
 _devices = ["cpu", "cuda"]
-"""The devices of the backends; torch keeps this list and prefers an accelerator in it to the CPU."""
+"""The devices that the backends support; torch prefers an accelerator in this list to the CPU."""
 
 
 def autoload() -> None:
@@ -139,7 +139,7 @@ def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `batch_isend_irecv` that posts CUDA messages together; torch posts those of Python groups singly."""
+    """Return a `batch_isend_irecv` that posts CUDA messages as one batch; torch posts messages in Python groups one by one."""
 
     @functools.wraps(original)
     def batch_isend_irecv(p2p_op_list: Any) -> Any:
@@ -160,7 +160,7 @@ def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
 def _init_process_group(init: Callable[..., None]) -> Callable[..., None]:
     """Return an `init_process_group` whose default init_method for the backend over MPI is "mpi://".
 
-    Except for its own "mpi", torch reads the rank from the variables of torchrun before it calls the backend.
+    For all backends except "mpi", torch reads the rank from torchrun's variables before it calls the backend.
     """
     signature = inspect.signature(init)
 
@@ -190,7 +190,7 @@ def _init_process_group(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _replace_gloo(backend: str | None) -> str:
-    """Return `backend` with our backend in place of Gloo, which is torch's default on a CPU."""
+    """Return `backend` with Gloo, torch's default on CPUs, replaced by farandole."""
     backend = backend or ("cpu:gloo,cuda:nccl" if "cuda" in _devices else "gloo")
     return re.sub(r"\bgloo\b", "farandole", backend, flags=re.IGNORECASE)
 

@@ -17,7 +17,7 @@ EXTRAS = {
 
 
 def explain_missing(error: ModuleNotFoundError) -> str | None:
-    """Return which extra has the module that `error` misses, and the command to install it; None for other modules."""
+    """Return a message with the extra that contains the missing module and the command to install it; None for other modules."""
     module = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:
@@ -27,7 +27,7 @@ def explain_missing(error: ModuleNotFoundError) -> str | None:
 
 @contextmanager
 def optional_import() -> Iterator[None]:
-    """Import a module of an extra; a missing one raises ModuleNotFoundError with the command to install it."""
+    """Import a module from an extra; if it is missing, raise ModuleNotFoundError with the command to install it."""
     try:
         yield
     except ModuleNotFoundError as error:

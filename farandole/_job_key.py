@@ -1,4 +1,4 @@
-"""The key of a job, with which its ranks authenticate each other on the network.  Does not import torch.
+"""The job key, with which ranks authenticate each other on the network.  This module does not import torch.
 
 `farandole launch` creates a key for each job and passes it to the ranks in the variable FARANDOLE_JOB_KEY, which only
 processes of the same user can read.  With other launchers the user can set the variable.
@@ -30,5 +30,5 @@ def job_key() -> str | None:
 
 
 def derive(key: str, purpose: str) -> bytes:
-    """Derive 32 bytes from a key; they reveal neither the key nor other derived bytes."""
+    """Derive 32 bytes from a key, which reveal neither the key nor other derived bytes."""
     return hmac.digest(key.encode(), purpose.encode(), hashlib.sha256)

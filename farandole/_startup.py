@@ -1,7 +1,7 @@
-"""Settings of the interpreter and the C library that make processes start, run and exit faster.
+"""Configure the interpreter and the C library so that processes start, run and exit faster.
 
-Torch is a thousand modules.  While they are imported there is no garbage, but the collector traverses them repeatedly,
-which takes a fifth of the time; at the end the interpreter destroys every one, which takes another fifth.
+Torch consists of a thousand modules.  Importing them creates no garbage, but the collector traverses them repeatedly,
+which takes a fifth of the import time.  At exit, the interpreter destroys every module, which takes another fifth.
 """
 
 from __future__ import annotations

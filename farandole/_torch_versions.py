@@ -1,4 +1,4 @@
-"""The versions of torch that this package is tested with."""
+"""The torch versions with which this package is tested."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tested() -> str:
 
 
 def report_untested(global_rank: int) -> None:
-    """Log a warning, once and on rank 0, if this version of torch is untested; called when a group is made."""
+    """Log a warning, once and on rank 0, if this version of torch is untested; called when a group is created."""
     global _reported
     if global_rank != 0 or _reported:
         return

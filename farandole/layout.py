@@ -1,18 +1,18 @@
-"""The layout of a tensor: the part that each cell of the mesh stores, and the reduction of the gradients of its copies.
+"""The layout of a tensor: the part that each mesh cell stores, and the gradient reduction over its copies.
 
     qkv = Layout("0.qkv", (3 * 12, 12), shards=(("tensor", Shard(0, (Part(12, unit=4),) * 3)),))
     qkv.boxes(mesh, cell)              # the boxes of the global tensor that the cell stores: its heads of q, k and v
     norm = Layout("0.norm", (12,), same={"tensor"})                 # the gradient is the same on all ranks of the axis
     norm.reduction(mesh, piece)        # the ranks whose gradients are summed, and their weights
 
-Along each axis, a tensor is either divided in one dimension (`Shard`), or every coordinate has a copy.  The gradients
-of copies are summed, unless the axis is in `same`.  Gradient reduction, the division of optimizer states, the global
-norm, checkpoints and the planner use the functions of `Layout`, and contain no code for a particular axis.
+Along each axis, a tensor is either sharded in one dimension (`Shard`) or copied to every coordinate.  The copies' gradients
+are summed, unless the axis is in `same`.  Gradient reduction, optimizer-state sharding, the global norm, checkpoints and
+the planner use `Layout`, and contain no code for a particular axis.
 
 Terms:
 
 - A *box* is one range per dimension of the global tensor.
-- A *piece* is a box that every cell holds whole or not at all.  If boxes of different cells overlap in part, as for
+- A *piece* is a box that every cell holds either completely or not at all.  If boxes of different cells overlap in part, as for
   stages of different widths, they are cut into pieces.
 - The *replica set* of a piece contains the cells that hold the piece.
 - A replica set is divided into *classes*. The gradients within a class are identical.  The gradients of different
@@ -37,12 +37,12 @@ Box = tuple[tuple[int, int], ...]
 
 
 class LayoutError(ValueError):
-    """The layout does not fit the mesh; the message names the tensor and the sizes."""
+    """Raised if a layout does not match the mesh; the message contains the tensor and the sizes."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive rows of a sharded dimension that are divided separately, such as q, k and v in a fused projection.
+    """Consecutive rows in a sharded dimension that are sharded separately, such as q, k and v in a fused projection.
 
     `unit` rows stay together, such as the rows of an attention head.  `copies` neighbors on the axis hold the same
     chunk, such as ranks that share a key-value head.
@@ -55,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Shard:
-    """The division along dimension `dim`, in whole units of `unit` rows; `parts` are divided separately."""
+    """Sharding along dimension `dim` in multiples of `unit` rows; `parts` are sharded separately."""
 
     dim: int
     parts: tuple[Part, ...] = ()
@@ -64,9 +64,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the ranks that hold a piece sum its gradient.
+    """Describes how the ranks that hold a piece sum its gradient.
 
-    A column of `columns` is a set of ranks whose gradients, multiplied by `weights`, add up to the whole gradient.
+    Each column in `columns` is a set of ranks whose gradients, multiplied by `weights`, add up to the total gradient.
     Every rank that holds the piece is in exactly one column, and each column sums separately.  Norms and checkpoints
     use the first column.
     """
@@ -84,10 +84,10 @@ class Layout:
     """The layout of one tensor, equal on all ranks.
 
     Args:
-        name: the name of the tensor in the model of one process.
-        shape: the shape of the tensor in the model of one process.
-        stages: the pipeline stages that have the tensor; two stages have a tied embedding.
-        shards: pairs of an axis and the division along it, applied in this order.
+        name: the tensor's name in the unsharded model.
+        shape: the tensor's shape in the unsharded model.
+        stages: the pipeline stages that contain the tensor; two stages contain a tied embedding.
+        shards: pairs of an axis and the sharding along it, applied in this order.
         same: the axes along which copies have identical gradients, such as normalization weights under tensor
             parallelism.
     """
@@ -107,11 +107,11 @@ class Layout:
                 )
 
     def cells(self, mesh: Mesh) -> list[Cell]:
-        """Return the cells that have the tensor or a part of it."""
+        """Return the cells that store the tensor or a part of it."""
         return [cell for cell in mesh.cells if cell.pipeline in self.stages]
 
     def boxes(self, mesh: Mesh, cell: Cell) -> tuple[Box, ...]:
-        """Return the boxes of the global tensor that a cell stores, concatenated along the divided dimensions."""
+        """Return the boxes of the global tensor that a cell stores, concatenated along the sharded dimensions."""
         return self._boxes(
             tuple((mesh.width(axis, cell.pipeline), mesh.coordinate(cell, axis)) for axis, _ in self.shards)
         )
@@ -144,7 +144,7 @@ class Layout:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - layouts are small, and there are few meshes
     def pieces(self, mesh: Mesh) -> tuple[Box, ...]:
-        """Return the pieces of which the boxes of all cells consist, sorted, without empty boxes."""
+        """Return the non-empty pieces that make up the boxes of all cells, sorted."""
         if not self.shards:
             whole = tuple((0, length) for length in self.shape)
             return (whole,) if volume(whole) else ()
@@ -169,7 +169,7 @@ class Layout:
         return dict(found)
 
     def reduction(self, mesh: Mesh, piece: Box) -> Reduction:
-        """Return the ranks that sum their gradients of a piece, and the weights of the gradients.
+        """Return the ranks that sum a piece's gradient, and the weights of their gradients.
 
         Ranks communicate, not cells.  A rank with several cells of the replica set has one tensor, whose gradient is
         the sum over these cells.  The *signature* of a rank is the number of its cells in each class.  Ranks with the
@@ -215,7 +215,8 @@ def _reduction(layout: Layout, mesh: Mesh, piece: Box) -> Reduction:
     solution, *_ = np.linalg.lstsq(counts, np.ones(len(counts)), rcond=None)
     if not np.allclose(counts @ solution, 1):
         raise LayoutError(
-            f"{layout.name}: no weights sum the gradients of {piece} on ranks {', '.join(map(str, everyone))} so that each copy "
+            f"{layout.name}: no weights sum the gradients of {piece} on ranks "
+            f"{', '.join(map(str, everyone))} so that each copy "
             f"counts once; assign the stages of the mesh to other ranks"
         )
     return Reduction((everyone,), dict(zip(everyone, map(float, solution), strict=True)))
@@ -225,7 +226,7 @@ def _reduction(layout: Layout, mesh: Mesh, piece: Box) -> Reduction:
 
 
 def chunk(length: int, parts: int, number: int, unit: int = 1) -> tuple[int, int]:
-    """Return range `number` of `parts` ranges of whole units, as even as possible, the longer ranges first."""
+    """Split `length` into `parts` ranges of complete units, as evenly as possible and longer ranges first; return range `number`."""
     if length % unit:
         raise LayoutError(f"expected a multiple of {unit} elements, got {length}")
     least, longer = divmod(length // unit, parts)
@@ -248,7 +249,7 @@ def _overlap(a: Box, b: Box) -> bool:
 
 
 def _grid(box: Box, cuts: Sequence[Sequence[int]]) -> Iterator[Box]:
-    """Return the parts into which the `cuts` of each dimension divide a box."""
+    """Yield the parts of a box that result from `cuts` in each dimension."""
     ranges = [
         [(a, b) for a, b in itertools.pairwise(ends) if start <= a and b <= end]
         for (start, end), ends in zip(box, cuts, strict=True)
@@ -257,7 +258,7 @@ def _grid(box: Box, cuts: Sequence[Sequence[int]]) -> Iterator[Box]:
 
 
 def boxes_of_range(box: Box, start: int, end: int) -> list[Box]:
-    """Return the boxes that contain the flattened elements `start` to `end` of a box, in this order.
+    """Return boxes that together contain the flattened elements `start` to `end` of a box, in order.
 
     For n dimensions there are at most 2n - 1 boxes.
     """

@@ -1,4 +1,4 @@
-"""The mesh of ranks: the coordinates of each rank on the axes of parallelism, and the groups along the axes.
+"""The device mesh: the coordinates of each rank on the parallelism axes, and the groups along the axes.
 
     mesh = Mesh.box(8, data=2, pipeline=2, tensor=2)            # rank 0 is data 0, pipeline 0, tensor 0
     mesh.peers(cell, "tensor")                                  # the cells that differ from `cell` on that axis only
@@ -26,7 +26,7 @@ import torch
 from farandole.comm.communicator import Communicator
 
 AXES = ("data", "pipeline", "mirror", "spatial", "context", "expert", "tensor")
-"""The axes from the outermost, with distant ranks, to the innermost, whose ranks are neighbors and communicate most."""
+"""The axes in order, from the outermost, whose ranks are far apart, to the innermost, whose ranks are neighbors and communicate most."""
 
 
 LOSS_AXES = ("data", "context", "expert")
@@ -34,12 +34,12 @@ LOSS_AXES = ("data", "context", "expert")
 
 
 class MeshError(ValueError):
-    """The mesh is invalid; the message names the sizes, and the nearest valid size."""
+    """Raised if a mesh is invalid; the message contains the sizes and the nearest valid size."""
 
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """The coordinates of a cell in a mesh, and the rank that holds it."""
+    """A mesh cell: its coordinates and the rank that holds it."""
 
     data: int = 0
     pipeline: int = 0
@@ -65,10 +65,10 @@ class SubAxis:
 
 
 class Mesh:
-    """The cells of all ranks.
+    """A mesh of cells, which are distributed over ranks.
 
     Args:
-        cells: cells with distinct coordinates, on ranks that are numbered from 0.
+        cells: cells with distinct coordinates, on ranks numbered from 0.
         factors: the sub-axes of an axis, the outer one first: `{"data": {"hosts": 2, "local": 4}}` defines "data.hosts"
             and "data.local".
 
@@ -119,7 +119,7 @@ class Mesh:
         factors: Mapping[str, Mapping[str, int]] | None = None,
         **sizes: int,
     ) -> Mesh:
-        """Return the mesh whose axes have these sizes; `mirror=2` adds the reversed pipeline on the same ranks.
+        """Return a mesh with these axis sizes; `mirror=2` adds a reversed pipeline on the same ranks.
 
         Args:
             ranks: the number of ranks, or the ranks in the order in which they are assigned to cells (`by_host`).
@@ -146,7 +146,7 @@ class Mesh:
         mirror: int = 1,
         factors: Mapping[str, Mapping[str, int]] | None = None,
     ) -> Mesh:
-        """Return the mesh of a pipeline whose stages have different sizes, such as `[{"spatial": 4}, {"tensor": 1}]`.
+        """Return a pipeline mesh with different stage sizes, such as `[{"spatial": 4}, {"tensor": 1}]`.
 
         With `mirror=2`, stage s of the reversed direction is on the ranks of stage `len(stages) - 1 - s`.  If the two
         stages have different sizes, cells are assigned to the ranks of that stage in turn.
@@ -204,7 +204,7 @@ class Mesh:
         return int(getattr(cell, part.axis)) // part.stride % part.size
 
     def others(self, axes: Sequence[str]) -> list[str]:
-        """Return the axes that are not among `axes`; of a factored axis, the sub-axes that are not among them."""
+        """Return all axes except `axes`; for a factored axis, return its sub-axes except `axes`."""
         rest = []
         for axis in AXES:
             if axis in axes:
@@ -217,7 +217,7 @@ class Mesh:
         return rest
 
     def peers(self, cell: Cell, *axes: str) -> tuple[Cell, ...]:
-        """Return `cell` and the cells that differ from it on these axes only, in the order of their coordinates."""
+        """Return all cells that differ from `cell` on these axes only, including `cell`, in coordinate order."""
         for axis in axes:
             self.coordinate(cell, axis)  # raises MeshError for an unknown axis
         rest = self.others(axes)
@@ -253,7 +253,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Group:
-    """Some cells in the order of their coordinates, and their communicator; None if one rank holds all cells.
+    """A group of cells in coordinate order, and its communicator, which is None if one rank holds all cells.
 
     `places[i]` is the rank of cell i in the communicator.  Cells of one rank have the same place.  In a mirrored mesh
     the order of cells may differ from the order of ranks.
@@ -271,7 +271,7 @@ class Group:
 
 @dataclass
 class Groups:
-    """The communicators of a mesh to which this rank belongs, created in the same order on all ranks."""
+    """This rank's communicators in a mesh, created in the same order on all ranks."""
 
     mesh: Mesh
     comm: Communicator
@@ -296,13 +296,13 @@ class Groups:
                 self._made[ranks] = self.comm.create_group(ranks)
 
     def of(self, cell: Cell, *axes: str) -> Group:
-        """Return the group of `cell`, which this rank holds, and the cells that differ from it on these axes only."""
+        """Return the group with `cell`, which this rank holds, and all cells that differ from it on these axes only."""
         cells = self.mesh.peers(cell, *axes)
         ranks = ranks_of(cells)
         return Group(cells, ranks, self.of_ranks(ranks))
 
     def of_ranks(self, ranks: Sequence[int]) -> Communicator | None:
-        """Return the communicator of a set of ranks; None for one rank."""
+        """Return the communicator for a set of ranks; None for a single rank."""
         key = tuple(sorted(ranks))
         if len(key) == 1:
             return None
@@ -319,7 +319,7 @@ def ranks_of(cells: Iterable[Cell]) -> tuple[int, ...]:
 
 
 def by_host(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks ordered so that ranks of the same host are adjacent; `hosts` has the host of every rank."""
+    """Return the ranks in an order in which ranks on the same host are adjacent; `hosts` contains each rank's host."""
     first = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
     return sorted(range(len(hosts)), key=lambda rank: (first[hosts[rank]], rank))
 

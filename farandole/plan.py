@@ -1,8 +1,8 @@
-"""A plan: what the ranks of a job divide, and what they keep in memory.
+"""A plan: how a job shards training states, and how it saves memory.
 
     Plan(data=4, zero=2, precision="bf16", recompute="block", offload="disk:/scratch")
 
-A plan changes speed and memory, not the result of training.
+A plan affects speed and memory, but not the training result.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Compression = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"]
 
 
 class PlanError(ValueError):
-    """An invalid plan; the message names the field, its value and the nearest valid plan."""
+    """Raised for an invalid plan; the message contains the field, its value and the nearest valid plan."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where state is stored: with the model ("none"), in host memory, or in `folder` on a disk."""
+    """A storage location: with the model ("none"), in host memory, or in `folder` on a disk."""
 
     kind: Literal["none", "host", "disk"]
     folder: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Place:
-        """Return the place of "none", "host" or "disk:FOLDER".  Raise `PlanError` for anything else."""
+        """Parse "none", "host" or "disk:FOLDER".  Raise `PlanError` for any other text."""
         kind, _, folder = text.partition(":")
         if text == "none":
             return cls("none")
@@ -54,9 +54,9 @@ Base = Literal["int8", "int4", "nf4"]
 
 @dataclass(frozen=True)
 class LoRA:
-    """Adapters of low rank for the linear layers of a model (Hu et al., 2021).
+    """Options for LoRA: low-rank adapters for linear layers (Hu et al., 2021).
 
-    A pattern of `targets` or `also_train` is one of:
+    A pattern in `targets` or `also_train` is one of:
 
     - a name: the module with this path, or whose path ends with it after a dot (`"qkv"` matches `1.attention.qkv`);
     - a glob for the whole path, in which `*` matches dots too (`"*.attention.*"`); `"*.qkv"` also matches a top-level `qkv`;
@@ -72,8 +72,8 @@ class LoRA:
             Fine-Tuning with LoRA").
         bias: the biases to train: none, those of adapted layers ("lora_only"), or all.
         also_train: modules to train in full, as PEFT's `modules_to_save`; layers inside them get no adapter.
-        base: the type in which torchao stores the frozen weights of adapted layers: "int8", "nf4" (4 bits; Dettmers et al., 2023,
-            "QLoRA: Efficient Finetuning of Quantized LLMs"), or "int4" where torchao supports it.
+        base: the type in which torchao stores the frozen weights of adapted layers: "int8", "nf4" (4 bits; Dettmers
+            et al., 2023, "QLoRA: Efficient Finetuning of Quantized LLMs"), or "int4" where torchao supports it.
 
     Raises:
         TypeError, ValueError: for invalid options.
@@ -133,29 +133,31 @@ def as_patterns(option: str, given: Pattern | Sequence[Pattern]) -> tuple[Patter
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A choice of what ranks divide, and how they save memory.
+    """A parallelization plan: how training states are sharded, and how memory is saved.
 
     Args:
-        data: the number of ranks over which samples are divided; None for all ranks.
-        zero: the stage of ZeRO (Rajbhandari et al., 2020): ranks divide 1 optimizer states, 2 also gradients, 3 also weights.
-        hybrid: divide among the ranks of each host only, so that every host has a complete copy and hosts exchange only gradients.
-        precision: the type in which the model computes.  The optimizer updates master weights in the type in which the model was
-            created, and gradients are averaged in that type.  With "fp8" weights are bf16, and linear layers multiply 8-bit floats.
-        recompute: the activations that the backward pass computes again.
+        data: the number of ranks over which samples are distributed; None for all ranks.
+        zero: the ZeRO stage (Rajbhandari et al., 2020): 1 shards optimizer states, 2 also gradients, 3 also weights.
+        hybrid: shard only among the ranks on each host, so that every host has a complete copy and hosts exchange
+            only gradients.
+        precision: the type in which the model computes.  The optimizer updates master weights in the type in which
+            the model was created, and gradients are averaged in that type.  With "fp8" weights are bf16, and linear
+            layers multiply 8-bit floats.
+        recompute: the activations that are recomputed in the backward pass.
         activation_bytes: with `recompute="auto"`, the bytes of activations that a rank may keep.
         swap: where activations are stored until the backward pass: "none" (in place), "host" (models on an accelerator) or
             "disk:FOLDER" (models on a CPU).
-        offload: where master weights and optimizer states are stored between steps: "none" (with the model), "host" (models on an
-            accelerator) or "disk:FOLDER".
-        offloaded: what is offloaded in addition to optimizer states: "gradients" (with `zero` >= 2), or also "parameters" (with
-            `zero=3`).  Models on an accelerator offload them to host memory only.
+        offload: where master weights and optimizer states are stored between steps: "none" (with the model), "host"
+            (models on an accelerator) or "disk:FOLDER".
+        offloaded: what is offloaded in addition to optimizer states: "gradients" (with `zero` >= 2), or also
+            "parameters" (with `zero=3`).  Models on an accelerator offload them to host memory only.
         rounding: "stochastic" rounds updates to bf16 weights without master weights, which saves 4 bytes per parameter.
-        compression: the compression of gradients between hosts, with `zero=0`.  Gradients then differ from those of one process;
-            error feedback adds the error of a step to later steps.
+        compression: the compression of gradients between hosts, with `zero=0`.  Compressed gradients are
+            approximate; error feedback adds the error of a step to later steps.
         lora: the adapters to train, with the model's weights frozen.
 
     Raises:
-        PlanError: for options that are invalid or exclude each other.
+        PlanError: if options are invalid or conflict.
     """
 
     data: int | None = None
@@ -194,7 +196,8 @@ class Plan:
             )
         if self.rounding == "stochastic" and self.offload != "none":
             raise PlanError(
-                f"rounding='stochastic' with offload={self.offload!r}: stochastic rounding has no master weights to offload; "
+                f"rounding='stochastic' with offload={self.offload!r}: stochastic rounding has no master "
+                "weights to offload; "
                 f"nearest plan: rounding='nearest'"
             )
         if self.recompute == "auto" and self.activation_bytes is None:
@@ -226,7 +229,8 @@ class Plan:
             return
         if self.offload == "none":
             raise PlanError(
-                f"offloaded={self.offloaded!r} with offload='none': gradients and parameters are offloaded together with optimizer "
+                f"offloaded={self.offloaded!r} with offload='none': gradients and parameters are offloaded "
+                "together with optimizer "
                 f"states; nearest plan: offload='disk:FOLDER'"
             )
         least = 2 if self.offloaded == "gradients" else 3
@@ -238,7 +242,7 @@ class Plan:
 
     @property
     def offload_folder(self) -> str | None:
-        """The folder to which state is offloaded, or None."""
+        """The folder for offloaded states, or None."""
         return Place.parse(self.offload).folder or None
 
     def check(self, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""Benchmark collectives: latency and bandwidth of every installed backend, in one run.
+"""Benchmark the latency and bandwidth of collectives, with all installed backends in one run.
 
 `farandole launch` and mpiexec start `python -m farandole.bench.collectives SETUP`; under another launcher every rank
 calls `run`.
@@ -32,7 +32,7 @@ from farandole.launch.local import launch
 from farandole.launch.runtime import Runtime
 
 TIMEOUT_S = 3600.0
-"""The seconds for which ranks wait for a busy rank."""
+"""The timeout in seconds for a busy rank."""
 
 
 def start(setup: CollectivesSetup, ranks: int) -> int:
@@ -66,7 +66,7 @@ def run(setup: CollectivesSetup) -> None:
 
 
 def _copies(setup: CollectivesSetup) -> int:
-    """Return how many sets of buffers a rank allocates in host memory: one per implementation."""
+    """Return the number of buffer sets that a rank allocates in host memory, one per implementation."""
     return sum(name != "nccl" for name in setup.backends)
 
 
@@ -108,7 +108,7 @@ class _Benchmark:
                 self.say(table.line(row))
 
     def check_memory(self) -> None:
-        """Check the memory of all hosts; ranks of different hosts agree on the outcome."""
+        """Check the memory on all hosts, with the same result on all ranks."""
         refusal = ""
         try:
             self.setup.check_memory(self.comm.size, self.runtime.local_size, _copies(self.setup))

@@ -1,4 +1,4 @@
-"""Choose the backends to measure from those that are installed, the launcher, and the operations that each supports."""
+"""Choose the backends to measure, based on the installed packages, the launcher and the supported operations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def choose(setup: CollectivesSetup, ranks: int, launcher: str) -> CollectivesSet
         launcher: the launcher that starts the ranks, as in `Placement.launcher`.
 
     Raises:
-        BenchError: a requested backend does not support every requested operation.
+        BenchError: if a requested backend does not support all requested operations.
     """
     for name in setup.backends:
         check_choice("--backend", name, BACKENDS)
@@ -104,7 +104,7 @@ def why_unsupported(name: str, operation: Operation, setup: CollectivesSetup) ->
 
 
 def mpiexec_for(setup: CollectivesSetup, ranks: int) -> str | None:
-    """Return the mpiexec that starts the ranks if MPI is measured, or None for our own launcher."""
+    """Return the mpiexec that starts the ranks if MPI is measured, or None for `farandole launch`."""
     asked = [name for name in OVER_MPI if name in setup.backends]
     if importlib.util.find_spec("mpi4py") is None or (setup.backends and not asked):
         return None

@@ -16,11 +16,11 @@ from farandole.comm.dtypes import REDUCE_OPS
 from farandole.launch.runtime import Runtime
 
 Wait = Callable[[], Any]
-"""Blocks until what was begun is complete."""
+"""Blocks until an operation is complete."""
 
 
 class Implementation(Protocol):
-    """An implementation under test: a library, or one way to use it."""
+    """An implementation under test: a library, or a way of using it."""
 
     name: str
 
@@ -28,7 +28,7 @@ class Implementation(Protocol):
         """Allocate a buffer; a collective call."""
 
     def call(self, operation: Operation, reduction: str, input: Tensor, output: Tensor) -> Callable[[], Any]:
-        """Return a function that runs the collective and returns when this rank may continue."""
+        """Return a function that runs the collective."""
 
     def begin(
         self, operation: Operation, reduction: str, input: Tensor, output: Tensor
@@ -56,7 +56,7 @@ class Torch:
         self._group = group
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Allocate ordinary memory."""
+        """Allocate normal memory."""
         return torch.empty(count, dtype=dtype)
 
     def call(self, operation: Operation, reduction: str, input: Tensor, output: Tensor) -> Callable[[], Any]:
@@ -113,7 +113,7 @@ class Torch:
 
 
 class Shared(Torch):
-    """The backend farandole with buffers in shared memory."""
+    """The farandole backend with buffers in shared memory."""
 
     def __init__(self, name: str, comm: Communicator) -> None:
         super().__init__(name, comm.group)
@@ -125,14 +125,14 @@ class Shared(Torch):
 
 
 class Nccl(Torch):
-    """NCCL with tensors on this rank's accelerator; a call ends when the accelerator has finished it."""
+    """NCCL with tensors on this rank's accelerator; calls return after the accelerator has finished."""
 
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(name, group)
         self._device = device
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Allocate memory of the accelerator."""
+        """Allocate memory on the accelerator."""
         return torch.empty(count, dtype=dtype, device=self._device)
 
     def call(self, operation: Operation, reduction: str, input: Tensor, output: Tensor) -> Callable[[], Any]:

@@ -21,15 +21,15 @@ from farandole.bench.collectives_values import count_errors, expected, values
 from farandole.comm.communicator import Communicator
 
 TURNS = 10
-"""Into so many parts the iterations of a implementation are divided, between which the others have theirs."""
+"""The number of turns into which each implementation's iterations are divided; implementations alternate."""
 
 Row = dict[str, Any]
-"""One line of a table, with the keys of `collectives_table.COLUMNS`."""
+"""A table row, with the keys in `collectives_table.COLUMNS`."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operation at one size."""
+    """An operation at one size."""
 
     operation: Operation
     setup: CollectivesSetup
@@ -48,7 +48,7 @@ class Case:
 
 
 class Buffers:
-    """Input and output of one implementation at one size, and with `check` the expected values."""
+    """The input and output buffers of an implementation at one size, and with `check` the expected values."""
 
     def __init__(self, implementation: Implementation, case: Case) -> None:
         operation, setup, size, comm = case.operation, case.setup, case.size, case.comm
@@ -70,19 +70,19 @@ class Buffers:
             self._wanted = None if wanted is None else wanted.to(self.input.device)
 
     def fill(self) -> None:
-        """Fill the input with its values, and the output with wrong ones."""
+        """Fill the input with its values, and the output with wrong values."""
         if self._wanted is not None and self._result is self.output:
             self.output.copy_(self._wanted).add_(1)
         if self._given is not None:
             self.input.copy_(self._given)
 
     def errors(self) -> int:
-        """Return how many elements of the result are wrong."""
+        """Return the number of wrong elements in the result."""
         return 0 if self._wanted is None else count_errors(self._result, self._wanted, self._ranks)
 
 
 class Trial:
-    """One implementation at one operation and size."""
+    """An implementation with one operation and size."""
 
     def __init__(self, implementation: Implementation, case: Case) -> None:
         self.implementation = implementation
@@ -115,7 +115,7 @@ class Trial:
 
 
 def measure(implementations: list[Implementation], case: Case) -> list[Row]:
-    """Return the latencies of all implementations: the mean over iterations, then mean, minimum and maximum over ranks."""
+    """Return the latency of each implementation: its mean over iterations, and the mean, minimum and maximum of this over ranks."""
     iterations, warmup = case.counts
     trials = [Trial(implementation, case) for implementation in implementations]
     for trial in trials:
@@ -148,7 +148,7 @@ def take_turns(runs: list[Callable[[int], None]], iterations: int, comm: Communi
 
 
 def values_of_all_ranks(number: float, comm: Communicator) -> Tensor:
-    """Return the numbers of all ranks."""
+    """Gather one number from each rank."""
     numbers = torch.zeros(comm.size, dtype=torch.float64)
     numbers[comm.rank] = number
     comm.all_reduce(numbers)

@@ -15,7 +15,7 @@ from farandole.bench.collectives_values import count_errors, values
 
 
 class Exchange:
-    """Messages of one size by one implementation; ranks 2 and above only wait for the end."""
+    """Messages of one size with one implementation; ranks 2 and above only wait for the end."""
 
     def __init__(self, implementation: Implementation, case: Case) -> None:
         operation, setup, comm = case.operation, case.setup, case.comm
@@ -59,7 +59,7 @@ class Exchange:
             library.send(self._buffers.input, peer)
 
     def _stream(self) -> None:
-        """Send one way; the receiver confirms the last message."""
+        """Send in one direction; the receiver acknowledges the last message."""
         library, peer = self.implementation, self._peer
         if self._is_first:
             waits = [library.begin_send(self._buffers.input, peer) for _ in range(WINDOW)]
@@ -68,7 +68,7 @@ class Exchange:
         self._end(waits)
 
     def _streams(self) -> None:
-        """Send both ways at once."""
+        """Send in both directions at once."""
         library, peer = self.implementation, self._peer
         waits = [library.begin_receive(self._buffers.output, peer) for _ in range(WINDOW)]
         waits += [library.begin_send(self._buffers.input, peer) for _ in range(WINDOW)]

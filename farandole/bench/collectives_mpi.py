@@ -1,4 +1,4 @@
-"""MPI through mpi4py, as a program written for MPI calls it."""
+"""MPI through mpi4py, called as in a typical MPI program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farandole.bench.collectives_operations import ROOT, Operation
 from farandole.bench.setup import BenchError
 
 REDUCIBLE = ("float32", "float64", "int8", "uint8", "int16", "int32", "int64")
-"""The types that mpi4py's reductions take; to other operations a type is so many bytes."""
+"""The types that mpi4py's reductions accept; other operations treat elements as bytes."""
 
 _REDUCTIONS = {
     "sum": "SUM",
@@ -29,7 +29,7 @@ _REDUCTIONS = {
 
 
 class Mpi:
-    """MPI's world communicator, with the same ranks as the job."""
+    """MPI's world communicator, which has the same ranks as the job."""
 
     def __init__(self, name: str, rank: int, ranks: int) -> None:
         self.name = name

@@ -1,6 +1,6 @@
-"""The operations to measure: the buffers of each rank, and the bytes that its link must carry.
+"""The operations to measure: the buffers on each rank, and the bytes that its link must transfer.
 
-S is the size in bytes that a table shows: the larger of a rank's input and output.  `docs/guides/bench.md` derives the
+S is the size in bytes that a table shows, the larger of a rank's input and output.  `docs/guides/bench.md` derives the
 factors of the bus bandwidth.
 """
 
@@ -13,15 +13,15 @@ from typing import Literal
 ROOT = 0
 """The root of rooted collectives; in messages between two ranks, the rank that measures."""
 WINDOW = 64
-"""How many messages are under way at once in the tests of bandwidth."""
+"""The number of outstanding messages in bandwidth tests."""
 
 Extent = Literal["whole", "part", "none"]
-"""How much of S a buffer holds: all of it, one rank's part of it, or nothing as there is no such buffer."""
+"""The size of a buffer: S, one rank's part of S, or nothing because the operation has no such buffer."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective, or a test of messages between two ranks.
+    """A collective, or a point-to-point test between two ranks.
 
     `bus(n)` is busbw / algbw among n ranks.  A collective without an output works in place.
     """
@@ -34,7 +34,7 @@ class Operation:
     messages: bool = False
 
     def unit(self, ranks: int, itemsize: int) -> int:
-        """Return the bytes of which sizes are multiples."""
+        """Return the number of bytes of which all sizes are multiples."""
         return itemsize * (ranks if "part" in (self.input, self.output) or self.name == "all_to_all" else 1)
 
     def elements(self, extent: Extent, size: int, ranks: int, itemsize: int) -> int:
@@ -55,7 +55,7 @@ class Operation:
 
     @property
     def is_bandwidth(self) -> bool:
-        """Return whether the result is a bandwidth, not a latency."""
+        """Return whether the result is a bandwidth instead of a latency."""
         return self.name in ("bw", "bibw")
 
 

@@ -1,8 +1,8 @@
 """Measure how much of a collective overlaps with computation.
 
-First the collective is timed alone, and an amount of computation chosen that takes as long.  Then each iteration starts the
-collective, computes, and waits for the collective.  The amount of computation is fixed, not its time: a library that takes
-processor time from the computation makes it longer, and so hides nothing.
+First, the collective is timed alone, and an equally long computation is chosen.  Then each iteration starts the
+collective, computes, and waits for the collective.  The amount of computation is fixed, not its duration: a library
+that takes processor time from the computation prolongs it, which reduces the measured overlap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from farandole.bench.collectives_measure import Buffers, Case, Row, take_turns, 
 
 
 class Work:
-    """Products of small matrices, as many as an idle core computes in a given time."""
+    """The number of small matrix products that an idle core computes in a given time."""
 
     WIDTH = 48  # a product takes microseconds, so the time of short collectives can be matched
     TRIES = 200
@@ -30,7 +30,7 @@ class Work:
         self._each_s = (time.perf_counter() - begun) / self.TRIES
 
     def count_for(self, seconds: float) -> int:
-        """Return how many products take `seconds`."""
+        """Return the number of products that take `seconds`."""
         return max(1, round(seconds / self._each_s))
 
     def run(self, count: int) -> None:
@@ -40,7 +40,7 @@ class Work:
 
 
 class Overlap:
-    """One implementation at one operation and size, with and without computation between start and wait."""
+    """An implementation with one operation and size, with and without computation between start and wait."""
 
     def __init__(self, implementation: Implementation, case: Case, work: Work) -> None:
         self.implementation = implementation
@@ -54,7 +54,7 @@ class Overlap:
         self.pure_s = self.compute_s = self.overall_s = 0.0
 
     def warm_up(self, iterations: int) -> None:
-        """Choose the amount of computation that takes as long as the communication, averaged over the ranks."""
+        """Choose an amount of computation that takes as long as the communication, averaged over the ranks."""
         tries = max(1, iterations)
         self._pure(tries)
         self._count = self._work.count_for(float(values_of_all_ranks(self.pure_s / tries, self._comm).mean()))
@@ -86,7 +86,7 @@ class Overlap:
 
 
 def measure_overlap(implementations: list[Implementation], case: Case) -> list[Row]:
-    """Return how much of the communication each implementation hides, averaged over the ranks."""
+    """Return the overlap of each implementation in percent, averaged over the ranks."""
     iterations, warmup = case.counts
     work = Work()
     trials = [Overlap(implementation, case, work) for implementation in implementations]

@@ -37,7 +37,7 @@ _PANELS = {
 
 
 def draw(rows: list[Row], ranks: int, path: str) -> None:
-    """Draw all operations that have a size; the suffix of the file selects the format."""
+    """Draw all operations that have a size; the file suffix selects the format."""
     operations = [name for name in dict.fromkeys(row["operation"] for row in rows) if OPERATIONS[name].sized]
     panels = [
         (name, key)

@@ -1,4 +1,4 @@
-"""The options of a benchmark of collectives, checked before a rank starts."""
+"""The options of the collectives benchmark, checked before any rank starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = {
     )
 }
 LARGE = 8 << 10
-"""Above so many bytes fewer iterations are made."""
+"""Above this size in bytes, fewer iterations are measured."""
 _BITS = ("and", "or", "xor")
 _PICTURES = (".png", ".pdf", ".svg")
 _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -32,10 +32,10 @@ _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class CollectivesSetup:
-    """Options of a benchmark of collectives.
+    """Options of the collectives benchmark.
 
-    Sizes double from `min` to `max` bytes.  If `iterations` or `warmup` is None, it depends on the size.  Empty `backends` selects all
-    that are available; `left_out` has the reasons for the others.
+    Sizes double from `min` to `max` bytes.  If `iterations` or `warmup` is None, it depends on the size.  Empty
+    `backends` selects all available backends; `left_out` contains the reasons why other backends are unavailable.
     """
 
     operations: tuple[str, ...] = ("all_reduce",)
@@ -60,7 +60,7 @@ class CollectivesSetup:
         return DTYPES[self.dtype]
 
     def sizes(self, operation: Operation, ranks: int) -> list[int]:
-        """Return the sizes in bytes, each rounded down to whole elements and equal parts of all ranks."""
+        """Return the sizes in bytes, each rounded down to complete elements and equal parts for all ranks."""
         if not operation.sized:
             return [0]
         unit = operation.unit(ranks, self.kind.itemsize)
@@ -164,7 +164,7 @@ class CollectivesSetup:
 
 
 def parse_size(option: str, text: str) -> int:
-    """Return the bytes of a size such as 8, 1K, 4M or 2G, where 1K is 1024; raise BenchError for anything else."""
+    """Parse a size such as 8, 1K, 4M or 2G, where 1K is 1024; raise BenchError for any other text."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise BenchError(f"{option} {text!r} is not a size in bytes, as in 8, 64K, 4M or 1G")
@@ -173,7 +173,7 @@ def parse_size(option: str, text: str) -> int:
 
 
 def short_size(size: int) -> str:
-    """Return a size in the format of the command line: 512, 64K, 4M."""
+    """Format a size as on the command line: 512, 64K, 4M."""
     for shift, suffix in ((40, "T"), (30, "G"), (20, "M"), (10, "K")):
         if size >> shift and size % (1 << shift) == 0:
             return f"{size >> shift}{suffix}"

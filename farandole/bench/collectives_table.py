@@ -1,7 +1,7 @@
-"""Print the results in the columns of the OSU Micro-Benchmarks and of nccl-tests.
+"""Print the results with the columns of the OSU Micro-Benchmarks and nccl-tests.
 
-A line has one backend at one size.  The backend is the last column, so scripts for those benchmarks find the other columns where
-they expect them.
+Each line shows one backend and one size.  The backend is the last column, so scripts for those benchmarks find the
+other columns in the expected positions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SIZE_WIDTH = 12
 
 
 class Table:
-    """The table of one operation, printed line by line."""
+    """The table for one operation, printed line by line."""
 
     def __init__(self, operation: Operation, setup: CollectivesSetup) -> None:
         self._operation = operation

@@ -1,7 +1,7 @@
 """Input values and expected results, so that every element can be checked.
 
-Values repeat after a prime number of elements, so that a misplaced part is detected.  They are small integers that every type
-represents exactly, and differ between ranks.
+Values repeat after a prime number of elements, so that a misplaced part is detected.  They are small integers that
+every type represents exactly, and differ between ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def values(rank: int, count: int, dtype: torch.dtype, reduction: str | None) -> Tensor:
-    """Return the `count` elements of one rank's input; `reduction` names the reduction, if there is one."""
+    """Return the `count` elements of one rank's input; `reduction` is the name of the reduction, if any."""
     return _repeated(_period(rank, reduction), count, dtype)
 
 
@@ -56,7 +56,7 @@ def expected(
 
 
 def count_errors(found: Tensor, wanted: Tensor, ranks: int) -> int:
-    """Return how many elements are wrong; a rounded sum may differ by one rounding per rank."""
+    """Return the number of wrong elements; a rounded sum may differ by one rounding error per rank."""
     errors = 0
     for mine, right in zip(found.view(-1).split(_SLICE), wanted.view(-1).split(_SLICE), strict=True):
         if mine.dtype.is_floating_point:

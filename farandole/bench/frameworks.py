@@ -12,7 +12,7 @@ class Training(Protocol):
     """A training run on one rank, ready to start."""
 
     def step(self) -> None:
-        """Run one step: forward, backward, reduction of gradients, optimizer."""
+        """Run one step: forward pass, backward pass, gradient reduction, optimizer."""
 
     def finish(self) -> None:
         """Synchronize the device."""
@@ -22,20 +22,20 @@ class Training(Protocol):
 
 
 class Framework(Protocol):
-    """Builds training runs of a setup."""
+    """Creates training runs for a setup."""
 
     def check(self, setup: TrainingSetup) -> None:
-        """Raise BenchError, before a rank starts, for options that this framework does not support."""
+        """Raise BenchError for options that this framework does not support; called before any rank starts."""
 
     def build(self, setup: TrainingSetup, runtime: Runtime, implementation: str) -> Training:
-        """Return a training run of this rank with one of the framework's implementations; a collective call.
+        """Return this rank's training run with one of the framework's implementations; a collective call.
 
-        The implementation "alone" trains without communication and is the reference of the efficiency.
+        The implementation "alone" trains without communication and is the reference for the efficiency.
         """
 
 
 def find_framework(name: str) -> Framework:
-    """Return the framework of a setup; raise BenchError if it is unavailable."""
+    """Return the framework for a setup; raise BenchError if it is unavailable."""
     if name == "pytorch":
         from farandole.bench.torch_training import PyTorch
 

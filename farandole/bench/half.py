@@ -1,4 +1,4 @@
-"""Reduce fp32 tensors in fp16, as the compression of Horovod's tutorials does."""
+"""Reduce fp32 tensors in fp16, like the compression in Horovod's tutorials."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farandole.comm.compression import Compression, Compressor
 
 
 class HalfCommunicator(Communicator):
-    """A `Communicator` that all-reduces fp32 tensors in fp16; every other call goes to the group.
+    """A `Communicator` that all-reduces fp32 tensors in fp16; all other calls are forwarded to the group.
 
     Values keep 11 of 24 significand bits, and values above 65504 become infinite.
     """
@@ -33,7 +33,7 @@ class HalfCommunicator(Communicator):
         compression: Compressor | Compression | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """All-reduce `tensor` in place; an fp16 tensor is reduced as it is."""
+        """All-reduce `tensor` in place; an fp16 tensor is reduced without conversion."""
         if (
             not isinstance(tensor, Tensor)
             or tensor.dtype != torch.float32

@@ -1,4 +1,4 @@
-"""Measure the speeds that ranks reach at the same time on this machine, and cache them in the user's cache folder.
+"""Measure the speeds of all ranks on this machine while they work at the same time, and cache the results.
 
     python -m farandole.bench.machine FILE      # one rank of the measurement; rank 0 writes FILE
 
@@ -48,10 +48,10 @@ class Speeds:
 
 
 def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
-    """Return the speeds of `ranks` ranks on this machine, by default one per core; from the cache unless `remeasure`.
+    """Return the speeds of `ranks` ranks on this machine, by default one per core; read from the cache unless `remeasure`.
 
     Raises:
-        BenchError: ranks cannot be started.
+        BenchError: if ranks cannot be started.
     """
     together = min(ranks, usable_cores())
     kept = _cache_file(together)
@@ -113,7 +113,7 @@ def _stream(runtime: Runtime) -> float:
 
 
 def _bandwidth(runtime: Runtime) -> float:
-    """Return the bus bandwidth of all-reduces as large as a bucket of gradients and larger."""
+    """Return the bus bandwidth of all-reduces at least as large as a gradient bucket."""
     ranks = runtime.size
     if ranks == 1:
         return 1e12  # nothing is sent

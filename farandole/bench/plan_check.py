@@ -2,7 +2,7 @@
 
     python -m farandole.bench.plan_check ORDER
 
-ORDER is JSON; rank 0 writes the measurements of all ranks, a list of `Seen`, to the file that ORDER names.
+ORDER is JSON.  Rank 0 writes the measurements of all ranks, a list of `Seen`, to the file specified in ORDER.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from farandole.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class Seen:
-    """Measured bytes of a rank, without the pages of libraries.
+    """The measured bytes of a rank, without library pages.
 
-    `process` is measured before the model exists.  `parts` has the tensors that live between steps, and `tensors` the peak of the other
-    tensors in a step.  `start` is the peak before the first step, and `peak` the peak of the steps.
+    `process` is measured before the model exists.  `parts` contains the tensors that exist between steps, and `tensors` is the peak of the
+    other tensors in a step.  `start` is the peak before the first step, and `peak` is the peak during steps.
     """
 
     process: int
@@ -102,7 +102,7 @@ class HostMemory:
         start_peak()
 
     def peak(self) -> int:
-        """Return the most bytes in use since the start."""
+        """Return the peak of the bytes in use since the start."""
         return peak_bytes()
 
 
@@ -119,7 +119,7 @@ class CudaMemory:
         return 0
 
     def peak(self) -> int:
-        """Return the most bytes in use since the start, with the context."""
+        """Return the peak of the bytes in use since the start, including the context."""
         return self.process + torch.cuda.max_memory_allocated(self._device)
 
 
@@ -158,7 +158,7 @@ def measure(order: Order, runtime: Runtime) -> Seen:
 
 
 def _parts(trainer: Trainer, runtime: Runtime) -> dict[str, int]:
-    """Return the bytes of tensors between two steps; of shared weights a rank counts its share."""
+    """Return the bytes of tensors between two steps, including this rank's share of shared weights."""
     shards = trainer.engine.shards_of_buckets
     common = any(each.weights is not None and each.weights.shared for each in shards)
     weights = _storages(trainer.model.parameters())
@@ -181,7 +181,7 @@ def _storages(tensors: Any) -> int:
 
 
 def _peak_of_step(trainer: Trainer) -> int:
-    """Return the peak bytes of the tensors that live within a step."""
+    """Return the peak bytes of the tensors that exist only within a step."""
     gc.collect()
     longer = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
     with MemoryTracker([*longer, *trainer.model.parameters()]) as alive:

@@ -1,4 +1,4 @@
-"""Draw the picture of `farandole plan`: a bar per plan, divided into the parts of its memory."""
+"""Draw the picture for `farandole plan`: one bar per plan, divided into the parts of its memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GIB = 1 << 30
 
 
 def draw(planned: Planned, path: str) -> None:
-    """Draw the plans, the best on top; the suffix of the file selects the format."""
+    """Draw the plans, with the best on top; the file suffix selects the format."""
     estimates, memory = planned.estimates, planned.machine.memory
     figure, axis = plt.subplots(figsize=(9.5, 1.6 + 0.32 * len(estimates)), layout="constrained")
     places = range(len(estimates))
@@ -65,7 +65,8 @@ def draw(planned: Planned, path: str) -> None:
     axis.set_xlabel("GiB of the rank with the largest peak")
     parameters = short(planned.config.model.gpt().parameters)
     axis.set_title(
-        f"{planned.config.name} ({parameters} parameters) on {counted(planned.ranks, 'rank')}: plans that fit first, the fastest on top",
+        f"{planned.config.name} ({parameters} parameters) on {counted(planned.ranks, 'rank')}: plans that "
+        "fit first, the fastest on top",
         fontsize=10,
         loc="left",
         pad=16,

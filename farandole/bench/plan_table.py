@@ -24,10 +24,10 @@ COLUMNS = {
     "checkpoint": ("checkpoint",),
     "process": ("process", "allocator"),
 }
-"""The columns of the table, with the parts of an estimate that they add up."""
+"""The columns of the table, and the parts of an estimate that each column adds up."""
 
 _MOST_LINES, _FEW = 40, 12
-"""The most lines of a table, and of plans that do not fit if others do."""
+"""The maximum number of lines in a table, and of plans that do not fit if other plans fit."""
 
 TOLERANCE = 0.1
 """The largest accepted error of a predicted peak, as a fraction of the measured peak."""
@@ -44,7 +44,7 @@ def seconds(number: float) -> str:
 
 
 def choices(estimates: Sequence[Estimate]) -> list[str]:
-    """Return the fields in which the plans of `estimates` differ from each other or from the defaults; always ZeRO stage and recomputation."""
+    """Return the fields in which plans differ from each other or from the defaults, and always the ZeRO stage and recomputation."""
     plans, default = [one.plan for one in estimates], Plan()
     seldom = ("hybrid", "precision", "rounding", "offload", "offloaded", "swap")
     wanted = [name for name in seldom if {getattr(one, name) for one in plans} != {getattr(default, name)}]
@@ -60,7 +60,7 @@ def word(plan: Plan, name: str) -> str:
 
 
 def plans(planned: Planned) -> Group:
-    """Return the table: a line for each plan that fits, and for a few that do not."""
+    """Return the table, with a line for each plan that fits, and for a few plans that do not fit."""
     memory = planned.machine.memory
     fitting = [one for one in planned.estimates if one.fits(memory)]
     others = planned.estimates[len(fitting) :]

@@ -1,4 +1,4 @@
-"""Estimate the plans that `farandole plan` asks for, and check one of them by training."""
+"""Estimate the plans for `farandole plan`, and check one of them by training."""
 
 from __future__ import annotations
 
@@ -48,16 +48,17 @@ _ACCELERATORS_RESORTS: Sequence[dict[str, Sequence[Any]]] = (
     {"offload": ["none", "host", "disk:."]},
     {"offloaded": get_args(Offloaded), "swap": ["none", "host"], "rounding": get_args(Rounding)},
 )
-"""Additional choices, which are considered as long as no plan fits."""
+"""Additional choices, which are considered if no plan fits."""
 
 _CHECKED_PASSES = 2
-"""Micro-batches of a step that `--check` does: more add time and no memory."""
+"""The number of micro-batches per step with `--check`; more would take time without using more memory."""
 
 _FLOPS_PER_BYTE = 200
-"""Of accelerators that are not here: an A100 does 156 (312 TFLOP/s, 2 TB/s), an H100 295 (by their data sheets)."""
+"""The assumed FLOP per byte of memory traffic for other machines' accelerators; 156 for an A100 (312 TFLOP/s, 2 TB/s) and 295
+for an H100, by their data sheets."""
 
 _CONTEXT_BYTES = 600 << 20
-"""The approximate memory of a process on an accelerator before its first tensor; it depends on the loaded kernels."""
+"""The approximate memory that a process uses on an accelerator before its first tensor; it depends on the loaded kernels."""
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?(?:/s)?", re.IGNORECASE)
 
@@ -66,9 +67,10 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?(?:/s)?", re.IGNORECAS
 class PlanSetup:
     """Options of `farandole plan`: the run, the machine, and the plans to consider.
 
-    Without `ranks`, `default_ranks` chooses.  `memory` (bytes), `flops` and `bandwidth` are per rank; None stands for the values of this machine.  `accelerators` plans for
-    accelerators, and requires all three.  `choices` maps fields of `Plan` to the values to consider; every valid combination is a plan.
-    Without `choices`, `plan_candidates` selects the plans.
+    Without `ranks`, `default_ranks` selects the number.  `memory` (bytes), `flops` and `bandwidth` are per rank; None
+    selects this machine's values.  `accelerators` plans for accelerators, and requires all three.  `choices` maps
+    fields of `Plan` to the values to consider; every valid combination is a plan. Without `choices`,
+    `plan_candidates` selects the plans.
     """
 
     words: tuple[str, ...]
@@ -84,7 +86,7 @@ class PlanSetup:
 
 @dataclass(frozen=True)
 class Planned:
-    """Estimated plans, the best first, with the machine that they were estimated for."""
+    """Estimated plans, with the best first, and the machine for which they were estimated."""
 
     config: TrainConfig
     workload: Workload
@@ -97,7 +99,7 @@ def plan(setup: PlanSetup) -> Planned:
     """Estimate every requested plan.
 
     Raises:
-        ConfigError, PlanError, BenchError: the options are invalid."""
+        ConfigError, PlanError, BenchError: if options are invalid."""
     request = read_request(_words(setup), resume=False)
     config = load_config(request.source, request.overrides)
     ranks = setup.ranks or default_ranks(config)
@@ -125,7 +127,7 @@ def plan(setup: PlanSetup) -> Planned:
 
 
 def _words(setup: PlanSetup) -> list[str]:
-    """Return the words of the run; hf:FOLDER is the training of the model in a Hugging Face folder, of which config.json is read."""
+    """Return the words of the run; hf:FOLDER selects training of the model in a Hugging Face folder, which must contain config.json."""
     words: list[str] = []
     for word in setup.words:
         kind, _, folder = word.partition(":")
@@ -139,7 +141,7 @@ def _words(setup: PlanSetup) -> list[str]:
 
 
 def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> dict[str, Sequence[Any]]:
-    """Return the fields of `Plan` that options and overrides fix."""
+    """Return the `Plan` fields that are fixed by options and overrides."""
     choices: dict[str, Sequence[Any]] = {name: values for name, values in setup.choices.items() if values}
     section = config.plan
     for word in overrides:
@@ -159,7 +161,7 @@ def check(planned: Planned, steps: int) -> tuple[Estimate, list[dict[str, float]
     """Train `steps` steps under the first plan; return its estimate and the measurements of each rank.
 
     Raises:
-        BenchError: a rank failed, or this machine cannot run the plan.
+        BenchError: if a rank fails, or this machine cannot run the plan.
     """
     first = planned.estimates[0].plan
     if planned.machine.host == torch.cuda.is_available():
@@ -198,10 +200,10 @@ def dump(planned: Planned) -> str:
 
 
 def parse_number(option: str, text: str, base: int) -> float:
-    """Return the value of a number such as 16GiB, 1.5G or 50 G; K, M, G, T and P are powers of `base`.
+    """Parse a number such as 16GiB, 1.5G or 50 G, where K, M, G, T and P are powers of `base`.
 
     Raises:
-        BenchError: `text` is not such a number."""
+        BenchError: if `text` has another format."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
         raise BenchError(f"{option} {text!r} is not a number above 0, as in 512M, 16GiB or 1.5G")
@@ -275,7 +277,7 @@ def _accelerated(setup: PlanSetup) -> Machine:
 
 
 def _precision(config: TrainConfig, machine: Machine) -> str:
-    """Return the requested precision, or the choice of `farandole train` for "auto"."""
+    """Return the requested precision; for "auto", the precision that `farandole train` would choose."""
     if config.plan.precision != "auto":
         return config.plan.precision
     if not machine.host:

@@ -1,8 +1,8 @@
 """Read the memory of a process from Linux: see proc_pid_status(5), proc_pid_smaps_rollup(5) and proc_pid_clear_refs(5).
 
-Ranks of a host share memory, and the kernel counts shared pages in each of them.  The *proportional* size (PSS) divides every page
-among the processes that map it.  The kernel records the peak of private pages.  Shared pages stay constant during training, so
-their current proportional size is added to that peak.
+Ranks of a host share memory, and the kernel counts shared pages in each of them.  The *proportional* size (PSS)
+divides every page among the processes that map it.  The kernel records the peak of private pages.  Shared pages stay
+constant during training, so their current proportional size is added to that peak.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def start_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Return the peak bytes of this process since `start_peak`, without pages of files."""
+    """Return this process's peak bytes since `start_peak`, without file pages."""
     status = fields(_SELF / "status")
     own = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
     return own + fields(_SELF / "smaps_rollup")["Pss_Shmem"]
@@ -31,11 +31,11 @@ def data_bytes(process: Path = _SELF) -> int:
 
 
 def library_bytes() -> int:
-    """Return the bytes of file pages of this process, which other processes may map too."""
+    """Return the bytes of this process's file pages, which other processes may also map."""
     return fields(_SELF / "status")["RssFile"]
 
 
 def fields(path: Path) -> dict[str, int]:
-    """Return the values of the lines `Name:  123 kB` of a file of /proc, in bytes."""
+    """Return the values of lines such as `Name:  123 kB` in a /proc file, in bytes."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[-1] == "kB"}

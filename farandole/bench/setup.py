@@ -1,4 +1,4 @@
-"""The options of a training benchmark, checked before a rank starts."""
+"""The options of the training benchmark, checked before any rank starts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from farandole.models.resnet import STRIDE, resnet_config
 
 
 class BenchError(ValueError):
-    """The options of a benchmark are invalid; the message names the option and a valid value."""
+    """Raised if benchmark options are invalid; the message contains the option and a valid value."""
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """Options of a training benchmark: the model, the work of each rank, and how gradients are reduced.
+    """Options of the training benchmark: the model, the work per rank, and the gradient reduction.
 
-    A rank trains `micro_batch` images of `image_size` x `image_size` pixels per step, with `autocast` in bf16 where
-    autocast uses bf16.  After `num_warmup_batches` steps, each of `num_iters` measurements takes
-    `num_batches_per_iter` steps.  Rank 0 writes the result to `json`.
+    Each rank trains on `micro_batch` images with `image_size` x `image_size` pixels per step.  `autocast` enables
+    bf16 autocast.  After `num_warmup_batches` steps, each of `num_iters` measurements takes `num_batches_per_iter`
+    steps.  Rank 0 writes the result to `json`.
     """
 
     framework: str = "pytorch"
@@ -39,7 +39,7 @@ class TrainingSetup:
 
     @property
     def title(self) -> str:
-        """Return the model's name as its authors spell it."""
+        """Return the model's name in its authors' spelling."""
         return self.model.replace("resnet", "ResNet")
 
     def check(self) -> None:
@@ -80,7 +80,7 @@ class TrainingSetup:
 
 
 def check_choice(option: str, asked: str, known: Iterable[str]) -> None:
-    """Raise BenchError, with the nearest name, if `asked` is not in `known`."""
+    """Raise BenchError with the nearest name if `asked` is not in `known`."""
     names = list(known)
     if asked not in names:
         nearest = difflib.get_close_matches(asked, names, 1)

@@ -26,7 +26,7 @@ IMPLEMENTATIONS = {
 
 
 def build_resnet(config: ResNetConfig, image_size: int) -> keras.Model:
-    """Return the network of a config: images (batch, image_size, image_size, 3) to logits (batch, classes)."""
+    """Return the network for a config, which maps images (batch, image_size, image_size, 3) to logits (batch, classes)."""
     import keras
 
     layers = keras.layers
@@ -56,7 +56,7 @@ def build_resnet(config: ResNetConfig, image_size: int) -> keras.Model:
 
 
 class TensorFlowTraining:
-    """A training run of one rank with one implementation; ranks have different batches and equal initial weights."""
+    """A training run on one rank with one implementation; ranks have different batches and the same initial weights."""
 
     def __init__(self, setup: TrainingSetup, runtime: Runtime, implementation: str) -> None:
         import keras
@@ -116,5 +116,5 @@ class TensorFlow:
             raise BenchError("--framework tensorflow needs TensorFlow 2: pip install 'farandole[tensorflow]'")
 
     def build(self, setup: TrainingSetup, runtime: Runtime, implementation: str) -> TensorFlowTraining:
-        """Return a training run of this rank."""
+        """Return this rank's training run."""
         return TensorFlowTraining(setup, runtime, implementation)

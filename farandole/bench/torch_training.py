@@ -24,15 +24,15 @@ HOROVOD = "farandole.horovod.torch"
 
 
 def do_nothing() -> None:
-    """Do nothing: most implementations have nothing to close."""
+    """Do nothing, because most implementations need no cleanup."""
 
 
 @dataclass
 class Job:
-    """Model, optimizer and the synthetic batch that every step uses.
+    """The model, the optimizer, and the synthetic batch for all steps.
 
-    Images are in channels-last format: on a CPU with AMX bf16 is about 1.4 times as fast as with channels first (ResNet-50), and
-    fp32 is no slower.  Weights keep their format, because convolutions reorder them anyway.
+    Images are in channels-last format: on a CPU with AMX bf16 is about 1.4 times as fast as with channels first
+    (ResNet-50), and fp32 is no slower.  Weights keep their format, because convolutions reorder them anyway.
     """
 
     model: nn.Module
@@ -45,7 +45,7 @@ class Job:
     at_end: Callable[[], None] = do_nothing
 
     def backward(self, model: nn.Module) -> None:
-        """Compute the gradients of the batch's loss; `model` is the job's model, or a wrapper of it."""
+        """Compute the gradients of the batch's loss; `model` is the job's model, possibly wrapped."""
         with torch.autocast(self.images.device.type, torch.bfloat16, enabled=self.autocast):
             loss = F.cross_entropy(model(self.images), self.targets)
         loss.backward()
@@ -127,7 +127,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Job], Step]] = {
 
 
 class TorchTraining:
-    """A training run of one rank with one implementation."""
+    """A training run on one rank with one implementation."""
 
     def __init__(self, job: Job, make: Callable[[Job], Step]) -> None:
         self.step = make(job)
@@ -153,7 +153,7 @@ class PyTorch:
             )
 
     def build(self, setup: TrainingSetup, runtime: Runtime, implementation: str) -> TorchTraining:
-        """Return a training run of this rank; ranks have different batches and equal initial weights."""
+        """Return this rank's training run; ranks have different batches and the same initial weights."""
         config, device = resnet_config(setup.model), runtime.device
         torch.manual_seed(0)
         model = build_resnet(config).to(device)

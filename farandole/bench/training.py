@@ -1,10 +1,10 @@
-"""The synthetic training benchmark: images per second of a ResNet across ranks, and its scaling efficiency.
+"""The synthetic training benchmark: ResNet throughput in images per second, and the scaling efficiency.
 
 `farandole launch` starts `python -m farandole.bench.training SETUP`; under another launcher every rank calls `run`.
 
-A barrier precedes each measurement, and the time of the slowest rank counts.  Efficiency compares with the same training without
-communication, in two ways.  They take turns with the measurements, because times taken minutes apart on a shared machine are
-not comparable:
+A barrier precedes each measurement, and the time of the slowest rank counts.  The efficiency is relative to the same
+training without communication, in two variants.  All variants take turns, because times measured minutes apart on a
+shared machine are not comparable:
 
 - *apart*: all ranks train at the same time, without communication.  They share caches, memory bandwidth and clock frequency as in the
 parallel run, so this ratio is the cost of communication alone.
@@ -33,15 +33,15 @@ from farandole.bench.setup import TrainingSetup
 from farandole.launch.runtime import Runtime
 
 TIMEOUT_S = 3600.0
-"""The seconds for which ranks wait for a computing rank."""
+"""The timeout in seconds for a computing rank."""
 
 CONFIDENCE = 1.96
-"""Standard deviations to each side that hold 95 % of a normal distribution."""
+"""The number of standard deviations on each side that contain 95 % of a normal distribution."""
 
 
 @dataclass
 class Figures:
-    """Images per second of one rank, one value per iteration."""
+    """One rank's throughput in images per second, with one value per iteration."""
 
     values: list[float] = field(default_factory=list)
 
@@ -91,7 +91,7 @@ class _Benchmark:
         self.report()
 
     def trainings(self) -> dict[str, Training]:
-        """Return the figures by mode: together, apart and alone."""
+        """Return the throughput by mode: together, apart and alone."""
         build = self.framework.build
         trainings = {"together": build(self.setup, self.runtime, self.setup.implementation)}
         if self.setup.efficiency:
@@ -99,7 +99,7 @@ class _Benchmark:
         return trainings
 
     def implementations(self, trainings: dict[str, Training]) -> dict[str, Callable[[int], None]]:
-        """Return the runs that take turns on this rank, each a function of the number of steps."""
+        """Return the runs that take turns on this rank, as functions of the number of steps."""
 
         def steps(training: Training) -> Callable[[int], None]:
             def many(count: int) -> None:
@@ -115,7 +115,7 @@ class _Benchmark:
         return implementations
 
     def measure(self, name: str, implementation: Callable[[int], None]) -> float:
-        """Return the images per second of a rank in one iteration, equal on all ranks."""
+        """Return a rank's throughput in one iteration in images per second, with the same result on all ranks."""
         comm = self.runtime.comm
         comm.barrier()
         started = time.perf_counter()

@@ -2,11 +2,11 @@
 
 `farandole launch` starts `python -m farandole.bench.tune SETUP`; under another launcher every rank calls `run`.
 
-One rank per host takes part, on the first 2, 3, ... hosts.  The algorithms take turns.  A value is the minimum over turns of the
-mean time of consecutive calls on the slowest rank.  Consecutive calls need no barrier between them, because an all-reduce cannot end
-before all ranks have started it.
+One rank per host participates, on the first 2, 3, ... hosts.  The algorithms take turns.  Each value is the minimum
+over turns of the mean time of consecutive calls on the slowest rank.  Consecutive calls need no barrier between them,
+because an all-reduce cannot end before all ranks have started it.
 
-If all ranks share one host, each rank stands for a host, and messages go through its memory.
+If all ranks share one host, each rank simulates a host, and messages are passed through memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from farandole.launch.runtime import Runtime
 TIMEOUT_S = 600.0
 TURNS = 9
 CHANNEL = 16
-"""Sets these messages apart from those of collectives."""
+"""Distinguishes these messages from other collectives' messages."""
 _BYTES_PER_TURN = 4 << 20  # limits the number of calls for large sizes
 _MOST_CALLS = 30
 
@@ -53,7 +53,7 @@ Runs = dict[tuple[int, int, str], Callable[[], object]]
 
 @dataclass(frozen=True)
 class TuneSetup:
-    """Options of `farandole tune`: sizes from `min` to `max` bytes in factors of 4, the name of the link, and the file of the table."""
+    """Options of `farandole tune`: sizes from `min` to `max` bytes in factors of 4, the link's name, and the output file."""
 
     min: int = 64
     max: int = 16 << 20
@@ -74,7 +74,7 @@ class TuneSetup:
 
     @property
     def sizes(self) -> list[int]:
-        """Return the sizes in bytes, in whole elements."""
+        """Return the sizes in bytes, as multiples of the element size."""
         sizes, size = [], self.min
         while size <= self.max:
             sizes.append(size // 4 * 4)
@@ -153,7 +153,7 @@ class _Tuning:
                 print(f'# use it: farandole.comm.Options(table="{self.setup.output}"), on all hosts')
 
     def algorithms(self) -> dict[int, dict[int, dict[str, float]]]:
-        """Return the seconds of each algorithm between the first ranks of the first hosts, by number of hosts and size."""
+        """Return each algorithm's time in seconds between the first ranks of the first hosts, by number of hosts and size."""
         runs: Runs = {}
         for hosts in range(2, len(self.members) + 1):
             ranks = [members[0] for members in self.members[:hosts]]
@@ -167,7 +167,7 @@ class _Tuning:
         return found
 
     def reduce(self, transport: WireTransport | None, size: int, name: str) -> None:
-        """Run one all-reduce, if this rank takes part."""
+        """Run one all-reduce, if this rank participates."""
         if transport is None:
             return
         try:
@@ -176,7 +176,7 @@ class _Tuning:
             transport.release()
 
     def leaders(self) -> dict[int, dict[int, float]]:
-        """Return the seconds of an all-reduce of all ranks, by size and by the number of leaders per host."""
+        """Return the time in seconds of an all-reduce over all ranks, by size and number of leaders per host."""
         most = min(len(members) for members in self.members)
         if not self.spans or most < 2:
             return {}
@@ -197,9 +197,10 @@ class _Tuning:
         return found
 
     def take_turns(self, runs: Runs) -> dict[tuple[int, int, str], float]:
-        """Return the seconds of each: the minimum over turns of the slowest rank's time.
+        """Return each run's time in seconds: the minimum over turns of the slowest rank's time.
 
-        Every run has a turn before the next round, so a temporary disturbance affects one turn of several runs, not all turns of one.
+        All runs take one turn per round, so a temporary disturbance affects one turn of several runs, not all turns
+        of one run.
         """
         least = dict.fromkeys(runs, math.inf)
         for turn in range(1 + self.setup.turns):
@@ -220,7 +221,7 @@ class _Tuning:
 
 
 def report(link: Link) -> list[str]:
-    """Return the report: measured and modelled times, the fitted parameters, and the fastest algorithm."""
+    """Return the report with measured and predicted times, the fitted parameters, and the fastest algorithm."""
     names, table = list(ALL_REDUCE), Table((link,))
     others = len(link.seconds) > 1
     source = "the other numbers of hosts" if others else "all these figures"
@@ -253,7 +254,7 @@ def report(link: Link) -> list[str]:
 
 
 def _typical_error(link: Link, name: str) -> float:
-    """Return the median deviation of the model from the measurements, in percent."""
+    """Return the median deviation of the predictions from the measurements, in percent."""
     errors = [
         abs(link.model(name, hosts, size) / times[name] - 1)
         for hosts, sizes in link.seconds.items()

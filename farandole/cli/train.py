@@ -63,7 +63,7 @@ def train(
         typer.Option("--dry-run", help="Check the configuration, the data and the memory without training."),
     ] = False,
 ) -> None:
-    """Train a model across ranks: a GPT on text, a BERT, a ResNet, or a custom task.
+    """Train or fine-tune a model on any number of ranks.
 
     Without arguments, the command trains the preset `default`: a small GPT on the source files of the Python standard
     library, which takes a few minutes on two cores.
@@ -81,6 +81,12 @@ def train(
     Your own text (files, folders, .jsonl, .parquet), and a configuration file:
       farandole train data.path=notes/ steps=1000
       farandole train my.toml optimizer.learning_rate=1e-3
+
+    \b
+    Fine-tune a model from a Hugging Face folder on conversations, on text, or as a classifier:
+      farandole train sft model=FOLDER data.path=chat.jsonl plan.lora_rank=16
+      farandole train pretrain model=FOLDER data.path=notes/
+      farandole train classify model=FOLDER data.path=reviews.jsonl
 
     \b
     Shard optimizer states, gradients and weights across 4 ranks, with bf16 and recomputation:
@@ -196,7 +202,7 @@ def _print_next_step(run: Path, status: int) -> None:
     from farandole.train.run_folder import checkpoints
 
     saved = checkpoints(run)
-    if status == 0 and load_config(str(run / "config.toml")).task == "text":
+    if status == 0 and load_config(str(run / "config.toml")).task in ("text", "sft"):
         typer.echo(f'generate more: {command("generate", str(run))} --prompt "def"')
     elif status and saved:
         typer.echo(

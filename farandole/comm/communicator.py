@@ -136,7 +136,7 @@ class Communicator:
     def common(
         self, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> Tensor | None:
-        """Return an uninitialized tensor whose memory all ranks share; a collective call.
+        """Return a tensor of zeros whose memory all ranks share; a collective call.
 
         Every rank passes the same shape and type.  All ranks see the writes of one rank, so synchronize accesses, for
         example with `barrier`.

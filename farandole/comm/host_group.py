@@ -279,7 +279,7 @@ class HostGroup:
         return _tensor_in(part, shape, dtype)
 
     def allocate_common(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
-        """Return a tensor whose memory all ranks of the group share; every rank passes the same arguments."""
+        """Return a tensor of zeros in shared memory; every rank passes the same arguments."""
         length = _pages(shape, dtype)
         return _tensor_in((ctypes.c_char * length).from_buffer(self._share(length, flags)), shape, dtype)
 

@@ -3,9 +3,10 @@
     chat = prepare_chat("chat.jsonl", folder, context=1024)
     tokens, documents, targets = chat.train.read(np.array([0, 5]))       # each (2, 1024) of int64
 
-A record has `messages`, a list of {"role", "content"}, and optionally `tools`; or `prompt` and `completion`, two texts.  Only
-tokens that the assistant wrote are targets.  Several conversations share a window: `documents` numbers them, so that attention
-does not cross from one to another.  Conversations are never split: one that is longer than a window is truncated.
+A record has `messages`, a list of {"role", "content"}, and optionally `tools`; or `prompt` and `completion`, two
+texts.  Only tokens that the assistant wrote are targets.  Several conversations share a window: `documents` numbers
+them, so that attention does not cross from one to another.  Conversations are never split: one that is longer than a
+window is truncated.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class Conversations:
 def pack(lengths: list[int], size: int) -> list[list[int]]:
     """Assign items to bins of `size` by best fit decreasing: longest first, each to the fullest bin with enough space.
 
-    The result is deterministic.  Its number of bins is at most 11/9 of the optimum and 6/9 (Johnson et al., 1974, for best fit decreasing).
+    The result is deterministic.  Its number of bins is at most 11/9 of the optimum and 6/9 (Johnson et al., 1974, for
+    best fit decreasing).
     """
     bins: list[list[int]] = []
     open_bins: dict[int, list[int]] = {}  # by remaining space

@@ -191,9 +191,12 @@ def _texts(path: Path, text_field: str) -> Iterator[str]:
         if isinstance(text, str):
             yield text
         elif text is not None or text_field not in record:
-            found = ", ".join(record) if text is None else type(text).__name__
+            if text is not None:
+                raise DataError(
+                    f'{where}: expected text in field "{text_field}", found {type(text).__name__}'
+                )
             raise DataError(
-                f'{where}: no text in field "{text_field}"; found: {found}; choose a field with data.field='
+                f'{where}: no text in field "{text_field}"; found: {", ".join(record)}; choose a field with data.field='
             )
 
 

@@ -83,8 +83,8 @@ class Template:
     ) -> list[tuple[str, list[tuple[int, int]]]]:
         """Return texts with the ranges of characters that the assistant wrote.
 
-        There is one text for a conversation whose beginning is rendered alike in all its turns.  A template that changes earlier
-        turns, for example by removing their reasoning, gives one text per turn of the assistant.
+        There is one text for a conversation whose beginning is rendered alike in all its turns.  A template that
+        changes earlier turns, for example by removing their reasoning, gives one text per turn of the assistant.
 
         Raises:
             DataError: if the template refuses the messages, or renders a turn without its prompt.

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from farandole.models.layers import ACTIVATIONS, FeedForward, SelfAttention, position_embeddings
 from farandole.models.loss import head_loss, token_loss
+from farandole.models.meta import meta_device
 from farandole.models.sequence import SequenceInfo, Transformer
 
 EPSILON = 1e-12
@@ -234,7 +235,7 @@ def build_bert(config: BERTConfig, seed: int | None = None) -> BERT:
             device.
     """
     device = torch.get_default_device()
-    with torch.device("meta"):  # skips torch's default initialization
+    with meta_device():  # skips torch's default initialization
         model = bert(config)
     if device.type == "meta":
         return model

@@ -130,7 +130,8 @@ class _HeadLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError(
-                "head_loss does not support a second backward pass, because its gradients have been freed; call head_loss again"
+                "head_loss does not support a second backward pass, because its gradients have been "
+                "freed; call head_loss again"
             )
         # The forward pass divides by the number of targets, so the factor for the mean is 1 up to rounding.
         factor = grad_outputs[0] * ctx.divisor

@@ -66,7 +66,8 @@ class GroupedRouter(nn.Module):
         super().__init__()
         if experts % groups or top_groups > groups or top > experts // groups * top_groups:
             raise ValueError(
-                f"expected groups of equal size with at least {top} experts in {top_groups} of them, got experts={experts}, groups={groups}"
+                f"expected groups of equal size with at least {top} experts in {top_groups} of them, got "
+                f"experts={experts}, groups={groups}"
             )
         self.weight = nn.Parameter(torch.empty(experts, width))
         self.register_buffer("bias", torch.zeros(experts))

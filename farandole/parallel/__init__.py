@@ -1,1 +1,1 @@
-"""Parallelism: what splits a model or its data among ranks."""
+"""Parallel training: shard a model and its training states, and distribute data over ranks."""

@@ -7,15 +7,15 @@
 
 `zero` determines which part of the result a rank keeps, and where the unsharded buffer is:
 
-    0     the whole result, in the buffer                              all-reduce
+    0     the full result, in the buffer                               all-reduce
     1     the rank's shard of the result, in its part of the buffer    reduce-scatter
     2, 3  the rank's shard of the result, in separate memory; the      reduce-scatter, in each backward pass
-          buffer is from a pool, or the gradient that autograd created
+          buffer belongs to a pool or is autograd's gradient
 
 With hybrid sharding, the shards are then all-reduced over the ranks with the same shard.
 
-An offloaded shard is written after its reduction, and read by the next backward pass and by the update.  Meanwhile its norms are in
-memory, and changes (a clipping factor) are stored until the shard is read.
+An offloaded shard is written after its reduction, and read by the next backward pass and by the update.  In between,
+its norms stay in memory, and changes such as a clipping factor are applied when the shard is read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Bucket:
 
     Args:
         number: the number of this rank's shard.
-        shards: the ranks that divide the result; None for this rank alone.
+        shards: the ranks among which the result is sharded; None for this rank alone.
         replicas: the ranks with the same shard; None for this rank alone.
         pool: the pool of unsharded buffers (`zero` 2 and 3); None for a persistent buffer.
         place: the number of the bucket in the pool.
@@ -68,7 +68,7 @@ class Bucket:
         self.ready = False
         """Whether every parameter has its gradient in this backward pass."""
         self.in_flight = False
-        """Whether the reduction was started, and not waited for."""
+        """Whether the reduction was started but `wait` was not called."""
         self.compressor = None
         self._layout, self._number, self._dtype = plan.layout, number, plan.master_dtype
         self._device = plan.device
@@ -110,13 +110,13 @@ class Bucket:
     # ---- the path of a gradient ----
 
     def in_the_way(self) -> list[Bucket]:
-        """Return the buckets whose reductions in progress must end before `accumulate` gets memory."""
+        """Return the buckets whose reductions must end before `accumulate` can allocate memory."""
         if self._pool is None or self._buffer is not None:
             return []
         return self._pool.in_the_way(self._place)
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
-        """Add the `gradient` that autograd has accumulated for parameter `index`."""
+        """Add the gradient that autograd has accumulated for parameter `index`."""
         parameter = self.parameters[index]
         if self._use_as_it_is(gradient):
             parameter.grad = None
@@ -134,7 +134,7 @@ class Bucket:
         self.received[index] = True
 
     def is_complete(self, index: int) -> bool:
-        """Mark that parameter `index` gets no further gradient in this pass; return whether this holds for all parameters."""
+        """Mark parameter `index` as complete in this pass; return whether all parameters are complete."""
         self._waiting.discard(index)
         self.ready = not self._waiting
         return self.ready
@@ -166,7 +166,7 @@ class Bucket:
         return self.shards is not None and self._replicas is not None
 
     def advance(self) -> None:
-        """Continue with the reduction over replicas, if it is the next step."""
+        """Start the reduction over replicas, if it is due."""
         if not self._replicas_next or not self.in_flight:
             return
         self._wait_for_work()
@@ -178,7 +178,7 @@ class Bucket:
         )
 
     def wait(self) -> None:
-        """Wait until `reduced` has the result, and release the buffer of the pool."""
+        """Wait until the result is in `reduced`, and release the pool's buffer."""
         self.advance()
         self._wait_for_work()
         self.in_flight = False
@@ -195,8 +195,9 @@ class Bucket:
     def reduced(self) -> Tensor:
         """This rank's part of the result, flat, in memory; undefined before the first reduction of a step.
 
-        Its memory is allocated at the first use and released by `clear`, so that other data can use it: master weights that are
-        being offloaded at the start, and in each step activations, most of which are released before gradients exist.
+        Its memory is allocated at the first use and released by `clear`, so that other data can use it: at the start,
+        master weights that are being offloaded, and in each step activations, most of which are released before
+        gradients exist.
         """
         if self._reduced is None:
             with memory_tag("gradients", self.parameters):
@@ -215,7 +216,7 @@ class Bucket:
 
     @property
     def holds_result(self) -> bool:
-        """Whether there is a result, in memory or offloaded."""
+        """Whether a result exists, in memory or offloaded."""
         return self._reduced is not None or self._in_record
 
     # ---- offloaded results ----
@@ -240,7 +241,7 @@ class Bucket:
             yield self.reduced
 
     def change(self, change: Change, factor: float | None = None) -> None:
-        """Change the result, now or when it is read.  `factor`: by which its norms change, if they do so alike."""
+        """Apply `change` to the result, now or when it is read; `factor` is the common factor of its norms, if there is one."""
         if not self._in_record:
             change(self.reduced)
             return
@@ -253,7 +254,7 @@ class Bucket:
 
     @property
     def norms(self) -> dict[int, Tensor] | None:
-        """The Euclidean norms of the parts of parameters in the result, by index; None if they must be computed."""
+        """The Euclidean norms of the parameters' parts in the result, by index; None if they must be computed."""
         if not self._in_record or self._factor is None:
             return None
         return {index: norm * self._factor for index, norm in self._norms.items()}
@@ -283,12 +284,12 @@ class Bucket:
     # ---- steps and passes ----
 
     def begin_pass(self) -> None:
-        """Start to expect a gradient of every parameter."""
+        """Expect a gradient for every parameter from now on."""
         self._waiting = set(range(len(self.parameters)))
         self.ready = not self._waiting
 
     def clear(self) -> None:
-        """Forget the gradients: the next ones belong to a new step."""
+        """Discard the gradients, because the next gradients belong to a new step."""
         self._wait_for_work()  # left by a failed backward pass
         self._has_result = self.in_flight = False
         if self._pool is not None:
@@ -306,7 +307,9 @@ class Bucket:
             return  # each pass is reduced, and its result added
         if self._weight is not None:
             raise RuntimeError(
-                "a second backward pass would add to gradients that are already reduced over ranks: call optimizer.zero_grad() first, or pass all micro-batches of the step to engine.forward_backward"
+                "a second backward pass would add to gradients that are already reduced over ranks: call "
+                "optimizer.zero_grad() first, or pass all micro-batches of the step to "
+                "engine.forward_backward"
             )
         if self.shards is not None:
             # the average with the zeros of the other ranks restores it
@@ -316,26 +319,26 @@ class Bucket:
         self.received = [True] * len(self.parameters)
 
     def gradient_view(self, index: int) -> Tensor:
-        """Return the gradient of a parameter in the persistent buffer, for its `.grad`."""
+        """Return a parameter's gradient in the persistent buffer, for its `.grad`."""
         self._reduced = self._acquire()
         return self._gradient_view(index)
 
     def own_gradients(self) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return the buffer before the reduction, and this rank's gradients in it by parameter; other elements are undefined."""
+        """Return the buffer before the reduction, and this rank's gradients in it by parameter index; other elements are undefined."""
         whole = self._acquire()
         return whole, {index: view for index, view in enumerate(self._views) if self.received[index]}
 
     # ---- memory ----
 
     def _gradient_view(self, index: int) -> Tensor:
-        """Return a gradient in the buffer, as a separate tensor from the internal view, because Module.to() changes its data."""
+        """Return a gradient in the buffer as a new tensor, because Module.to() would change the data of the internal view."""
         view, shown = self._views[index], self._shown[index]
         if shown.data_ptr() != view.data_ptr() or shown.dtype != view.dtype:
             shown = self._shown[index] = view.detach()
         return shown
 
     def _use_as_it_is(self, gradient: Tensor) -> bool:
-        """Reduce `gradient` in autograd's memory, if the bucket does so and the gradient is laid out for it."""
+        """Reduce `gradient` in autograd's memory, if the bucket is zero-copy and the gradient's strides allow it."""
         if self._pool is None or not self._pool.zero_copy or self._buffer is not None:
             return False
         if gradient.layout != torch.strided or not gradient.is_contiguous():
@@ -367,23 +370,23 @@ class Bucket:
 
 
 DEPTH = 2
-"""The number of buffers of a pool, and of zero-copy gradients that may wait for their reduction."""
+"""The number of buffers in a pool, and the number of zero-copy gradients that may wait for their reduction."""
 
 
 def buffer_lengths(lengths: Sequence[int]) -> list[int]:
-    """Return the lengths of the buffers that buckets of these `lengths` use in turn: each as long as its longest bucket."""
+    """Return the lengths of the buffers for buckets with these `lengths`, which use the buffers in turn."""
     return [max(lengths[turn::DEPTH]) for turn in range(min(DEPTH, len(lengths)))]
 
 
 class BufferPool:
     """Double-buffered memory for unsharded gradients (`zero` 2 and 3).
 
-    Buckets of several parameters alternate between two buffers: one is filled while the other is reduced.  The gradient of a bucket
-    with one parameter is complete at once.  Such a bucket uses another two buffers, or no buffer if autograd's memory can be reduced
-    directly (*zero-copy*).
+    Buckets of several parameters alternate between two buffers: one is filled while the other is reduced.  A bucket
+    with a single parameter is complete immediately.  Such buckets use two other buffers, or no buffer if autograd's
+    memory can be reduced directly (*zero-copy*).
 
-    Bucket n of the pool uses buffer n % DEPTH on every rank, because buffers are in memory that ranks share, so that reductions need no
-    copies.  A bucket whose buffer is in use gets ordinary memory.
+    The buffers are in shared memory, so that reductions need no copies.  Therefore bucket n uses buffer n % DEPTH on
+    every rank.  If that buffer is in use, the bucket uses normal memory.
 
     Args:
         comm: the ranks that reduce the buckets; None for one rank.
@@ -422,7 +425,7 @@ class BufferPool:
         return [] if user is None else [user]
 
     def count(self, bucket: Bucket) -> None:
-        """Mark that bucket `bucket` uses memory of autograd."""
+        """Mark that a bucket uses autograd's memory."""
         self._zero_copies.append(bucket)
 
     def acquire(self, bucket: Bucket, number: int) -> Tensor:
@@ -436,7 +439,7 @@ class BufferPool:
             return torch.empty(self._lengths[number], dtype=self._dtype, device=self._device)
 
     def release(self, bucket: Bucket, number: int) -> None:
-        """Mark that bucket `bucket` has released its buffer."""
+        """Mark that a bucket has released its buffer."""
         if self.zero_copy:
             self._zero_copies.remove(bucket)
         elif self._users[number % DEPTH] is bucket:
@@ -444,12 +447,12 @@ class BufferPool:
 
 
 def norm_of(tensor: Tensor, order: float = 2) -> Tensor:
-    """Return a norm of `tensor`, in fp32 at least."""
+    """Return a norm of `tensor`, computed at least in fp32."""
     return torch.linalg.vector_norm(tensor, order, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
 def empty(comm: Communicator | None, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory that the ranks of `comm` share where they can, uninitialized; a collective call."""
+    """Return a tensor in shared memory if possible, and otherwise in normal memory; a collective call."""
     if comm is None:
         return torch.empty(length, dtype=dtype, device=device)
     return comm.empty(length, dtype=dtype, device=device)

@@ -22,13 +22,13 @@ from farandole.parallel.weights import FlatWeights, Masters, WholeWeights
 
 @dataclass(frozen=True)
 class Stores:
-    """The stores of gradients and weights that are offloaded."""
+    """The stores for offloaded gradients and weights."""
 
     gradients: OffloadedTensors | None = None
     weights: OffloadedTensors | None = None
 
     def close(self) -> None:
-        """Free the space."""
+        """Close the stores."""
         for tensors in (self.gradients, self.weights):
             if tensors is not None:
                 tensors.close()
@@ -57,7 +57,7 @@ def build(
     """Move the parameters of `model` into the buffers of the plan; a collective call.
 
     Args:
-        groups: the groups of ranks that sum and divide each bucket.
+        groups: the groups of ranks that reduce and shard each bucket.
         masters: the place of master weights.
         stores: the stores of offloaded gradients and weights; offloaded weights require `plan.gathered`.
     """
@@ -107,7 +107,7 @@ def build(
 
 
 def connect(mesh: Mesh, comm: Communicator, layouts: Iterable[Layout], zero: int) -> Groups:
-    """Return the groups that sum and divide the tensors of `layouts`; a collective call."""
+    """Return the groups that reduce and shard the tensors in `layouts`; a collective call."""
     alike = {(layout.stages, layout.shards, layout.same): layout for layout in layouts}
     sets = {
         ranks
@@ -124,7 +124,7 @@ def _number(bucket: BucketPlan, rank: int, zero: int) -> int:
 
 
 def _pools(plans: Sequence[BucketPlan], groups: Groups) -> list[tuple[BufferPool, int]]:
-    """Return the pool of each bucket with its number in the pool; buckets with equal type, device, filling and ranks share one."""
+    """Return each bucket's pool and its number in the pool; buckets with the same type, device, filling and ranks share a pool."""
     kinds: dict[tuple[torch.dtype, torch.device, Filling, tuple[int, ...]], list[int]] = {}
     for number, plan in enumerate(plans):
         kind = (plan.master_dtype, plan.device, plan.filling, plan.ranks.shards)
@@ -138,7 +138,7 @@ def _pools(plans: Sequence[BucketPlan], groups: Groups) -> list[tuple[BufferPool
 
 
 def _gatherer(model: nn.Module, plan: ShardingPlan, groups: Groups, built: Built) -> Gatherer:
-    """Gather over separate communicators, so that gathers do not wait for reductions of gradients."""
+    """Create separate communicators for gathers, so that gathers do not wait for gradient reductions."""
     gathered: list[list[GatheredWeights]] = [[] for _ in range(plan.groups)]
     copies: dict[tuple[int, ...], Communicator] = {}
     for each in built.weights:

@@ -1,32 +1,32 @@
-"""One order of collective calls on all ranks, although each rank knows only its own computation.
+"""Make all ranks issue their collective calls in the same order, although ranks may compute different blocks.
 
-Blocks gather their weights when they compute, and their gradients are reduced when they are complete.  If every rank made these calls
-when it needs them, ranks that compute different blocks (a skipped layer, an early exit, a rank without samples) would wait for
-each other forever, or combine different tensors of equal size.  So calls are numbered as *items*, and all ranks make them in an agreed
-order:
+A block's weights are gathered when it computes, and its gradients are reduced when they are complete.  If every rank
+made these calls on demand, ranks that compute different blocks (a skipped layer, an early exit, a rank without
+samples) would deadlock, or combine different tensors of equal size.  So calls are numbered as *items*, and all ranks
+make them in an agreed order:
 
     order.begin("backward")
     order.request(3)         # returns when item 3 has been launched
     order.advance(ready)     # launches the next items, as far as they are ready
     order.end(rest)          # launches the remaining items of this rank and of other ranks
 
-- The first pass of a kind is *negotiated*: before each launch, an all-reduce computes the minimum of the items that ranks request.  A
-  rank that requested another item takes part in the launch and requests its item again.  A rank that has ended its pass requests
-  nothing.  When no rank requests an item, the pass ends.
-- Later passes follow the order of the negotiated pass.  A rank that requests an item launches all items before it, including
-  reductions for which it has no gradients or only some.  Reductions are sums, so late gradients are reduced at the end of the
-  pass, and added.
-- A rank that requests an item outside the remaining order launches the rest of the order, and negotiates.  All ranks negotiate after
-  the last item, usually only to confirm that no rank requests an item, which costs one small reduction per pass.  If a rank does, the
-  next pass is negotiated entirely.
+- The first pass of a kind is *negotiated*: before each launch, an all-reduce computes the minimum of the items that
+  ranks request.  A rank that requested a different item joins the launch and requests its item again.  A rank that
+  has ended its pass requests nothing.  When no rank requests an item, the pass ends.
+- Later passes follow the order of the negotiated pass.  A rank that requests an item first launches all items before
+  it, including reductions for which it has only some gradients or none.  Reductions are sums, so late gradients are
+  reduced at the end of the pass, and added.
+- A rank that requests an item outside the remaining order launches the rest of the order, and negotiates.  All ranks
+  negotiate after the last item, usually only to confirm that no rank requests an item, which costs one small
+  reduction per pass.  If a rank does, the entire next pass is negotiated.
 
-*All ranks make the same calls.*  The calls of a rank are the whole agreed order, followed by rounds of negotiation.  In a round all
-ranks compute the same minimum, and all of them launch this item, or end the pass.
+*All ranks make the same calls.*  Each rank's calls are the full agreed order, followed by negotiation rounds.  In a
+round all ranks compute the same minimum, and all of them launch this item, or end the pass.
 
-*No rank waits forever.*  Calls are asynchronous, and a rank waits only for calls that it has launched.  Consider the first item or
-round that is not complete, and a rank that has not launched it.  All calls that this rank has launched are complete, so it does not wait;
-it computes, and launches the item when it requests a later one or ends its pass.  Each round launches an item that a rank requests, and
-a rank requests finitely many items in a pass.
+*No rank waits forever.*  Calls are asynchronous, and a rank waits only for calls that it has launched.  Consider the
+first item or round that is not complete, and a rank that has not launched it.  All calls that this rank has launched
+are complete, so it does not wait; it computes, and launches the item when it requests a later one or ends its pass.
+Each round launches an item that a rank requests, and a rank requests finitely many items in a pass.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class CallOrder:
         self._negotiated = []
 
     def request(self, item: int) -> None:
-        """Launch `item`, and what comes before it."""
+        """Launch `item` and all items before it."""
         if item in self._sequence[self._position :]:
             while self._next() != item:
                 self._launch_next()
@@ -83,22 +83,22 @@ class CallOrder:
             self._negotiate(item)
 
     def advance(self, ready: Callable[[int], bool]) -> None:
-        """Launch the next items, as far as they are ready."""
+        """Launch the next items that are ready, in order."""
         while (item := self._next()) is not None and ready(item):
             self._launch_next()
 
     def next_gathers(self, count: int) -> list[int]:
-        """Return the gathers that come next, as far as they are agreed."""
+        """Return the next gathers in the agreed order."""
         left = islice(self._sequence, self._position, None)
         return list(islice((item for item in left if item < self._gathers), count))
 
     @property
     def negotiates(self) -> bool:
-        """Whether the pass is negotiated, because no order exists."""
+        """Whether the pass is negotiated because no order exists."""
         return not self._sequence
 
     def end(self, rest: Callable[[], Iterable[int]] = lambda: ()) -> None:
-        """End the pass: launch what is left of the order, and `rest()`, what is then left on this rank."""
+        """End the pass: launch the remaining items in the order, then this rank's remaining items `rest()`."""
         if self._kind is None:
             return
         self._launch_rest()
@@ -112,7 +112,7 @@ class CallOrder:
         self._kind = None
 
     def abandon(self) -> None:
-        """Forget a pass that has failed."""
+        """Discard a failed pass."""
         self._kind = None
 
     def _next(self) -> int | None:
@@ -128,7 +128,7 @@ class CallOrder:
             self._launch_next()
 
     def _negotiate(self, wanted: int) -> None:
-        """Launch what ranks want until `wanted` is launched, or until no rank wants anything."""
+        """Launch requested items until `wanted` is launched, or until no rank requests an item."""
         while True:
             smallest = torch.tensor(wanted, dtype=torch.int32)
             self._comm.all_reduce(smallest, "min")

@@ -1,17 +1,17 @@
 """Data parallelism: gradients in buckets, reduced over the ranks during the backward pass.
 
-A bucket is reduced as soon as all its gradients are complete, during the backward pass (Li et al., 2020, "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training").  Ranks that reduce the same buckets use the same order: in the first step
-from the last parameter to the first, later the order in which the buckets were complete in the first step.  If weights are
-gathered, reductions and gathers share one order (`call_order`).
+A bucket is reduced as soon as all its gradients are complete, during the backward pass (Li et al., 2020, "PyTorch
+Distributed: Experiences on Accelerating Data Parallel Training").  Ranks that reduce the same buckets use the same
+order: in the first step, from the last parameter to the first; in later steps, the order in which buckets were
+completed in the first step.  If weights are gathered, reductions and gathers share one order (`call_order`).
 
 The path of a gradient:
 
     GradientReducer._hook           called by autograd when the gradient of a parameter is complete
     Bucket.accumulate               the gradient is in the buffer of its bucket
-    Bucket.reduce_async             all gradients of the bucket are complete: the collective starts
+    Bucket.reduce_async             all gradients in the bucket are complete: the collective starts
     Bucket.wait                     the bucket has the average, or this rank's shard of it
-    OptimizerShards.set_gradients   the average is the `.grad` that the optimizer uses
+    OptimizerShards.set_gradients   the optimizer gets the average as `.grad`
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ class StepEvents(Protocol):
     """Receives the events of a step."""
 
     def begin_step(self) -> None:
-        """Handle that the gradients of the previous step were cleared."""
+        """Handle the clearing of the previous step's gradients."""
 
     def begin_pass(self) -> None:
         """Handle the start of a backward pass; an exception ends the pass."""
 
     def before_reduction(self, number: int) -> None:
-        """Handle that the gradients of bucket `number` are complete on this rank."""
+        """Handle the completion of all gradients in bucket `number` on this rank."""
 
     def end_step(self) -> None:
-        """Handle that the gradients are the averages of the step."""
+        """Handle the end of a step, when gradients are averages."""
 
 
 @dataclass
 class _Queue:
-    """The numbers of the buckets of the same ranks in the order of reduction; those before `next` are reduced in this pass."""
+    """The buckets of one group of ranks by number, in reduction order; buckets before `next` are reduced in this pass."""
 
     ranks: tuple[int, ...]
     order: list[int] = field(default_factory=list)
@@ -87,13 +87,13 @@ class GradientReducer:
         gatherer: Gatherer | None,
     ) -> None:
         self.waited_s = 0.0
-        """The seconds in which this rank had nothing to do but wait for others."""
+        """The time in seconds that this rank has spent waiting for other ranks."""
         self.buckets, self.shards = list(buckets), list(shards)
         self.buffers = BufferAverage(model, comm)
         self.buffers_changed = False
-        """Whether any rank has changed a buffer in the step."""
+        """Whether any rank has changed a buffer in this step."""
         self.reduced = False
-        """Whether the gradients are the averages of a step that has had its last pass."""
+        """Whether the last pass of the step has ended, so that gradients are averages."""
         self._model, self._comm, self._events = model, comm, events
         self._every_pass, self._norms, self._gatherer = every_pass, norms, gatherer
         self._accumulating = False
@@ -146,7 +146,7 @@ class GradientReducer:
             self.end_pass(last=True)
 
     def begin_step(self) -> None:
-        """Forget the gradients of earlier passes."""
+        """Discard the gradients of earlier passes."""
         self._in_pass = False
         self.reduced = False
         self._used.zero_()
@@ -161,7 +161,7 @@ class GradientReducer:
         return self.reduced and all(shards.all_cleared for shards in self.shards)
 
     def join_pass(self, *, last: bool) -> None:
-        """Take part in a backward pass of the other ranks, without gradients."""
+        """Join the other ranks' backward pass, without gradients."""
         if self._every_pass or last:
             self._begin_or_resume()
             self.end_pass(last=last)
@@ -219,7 +219,9 @@ class GradientReducer:
                 self._begin_pass()
             elif self._gatherer is None and self._places[number] < queue.next:
                 raise RuntimeError(
-                    f"{self._name(parameter)} received a gradient after its gradients had been reduced in the same backward pass, or a failed pass was not followed by engine.zero_grad(); {_REENTRANT}"
+                    f"{self._name(parameter)} received a gradient after its gradients had been reduced in "
+                    "the same backward pass, or a failed pass was not followed by engine.zero_grad(); "
+                    f"{_REENTRANT}"
                 )
             gradient = shards.take_accumulated(index)
             if bucket.in_flight:  # it was reduced in order without this gradient, and is reduced again
@@ -254,7 +256,7 @@ class GradientReducer:
         Variable._execution_engine.queue_callback(self._passed)
 
     def _begin_or_resume(self) -> None:
-        """Begin a step, or have this pass add to the averages of the last one."""
+        """Begin a step, or let this pass add to the averages of the last pass."""
         if self.all_cleared:
             self.begin_step()
         elif self.reduced:
@@ -275,7 +277,7 @@ class GradientReducer:
             queue.next = 0
 
     def _launch_complete(self, queue: _Queue) -> None:
-        """Start the reduction of complete buckets, none before those that come before it."""
+        """Start the reductions of complete buckets, in order."""
         end = queue.next
         while end < len(queue.order) and self.buckets[queue.order[end]].ready:
             end += 1
@@ -298,15 +300,15 @@ class GradientReducer:
         self._events.before_reduction(number)
 
     def _without_gradients(self) -> None:
-        """Handle a backward pass in which no parameter of this rank got a gradient, whereas other ranks may have gradients."""
+        """Handle a backward pass in which this rank has no gradients, although other ranks may have gradients."""
         if not self._in_pass:
             self._begin_or_resume()
             self.end_pass(last=not self._accumulating)
 
     def _agree_on_order(self, completed: list[int]) -> None:
-        """Reduce buckets in later steps in the order in which they were complete on the first rank of each queue.
+        """Use the order in which buckets were completed on the first rank of each queue for all later steps.
 
-        So a bucket with an unused parameter, which is complete at the end of the pass, does not delay other buckets.
+        A bucket with an unused parameter, which is completed at the end of the pass, then does not delay other buckets.
         """
         # numbers differ between stages of a pipeline, names do not
         names = [bucket.plan.names[0] for bucket in self.buckets]
@@ -335,7 +337,7 @@ def has_engine(parameter: Tensor) -> bool:
 class BufferAverage:
     """Averages the floating-point buffers of `model` over the ranks of `comm`, if a step has changed them.
 
-    Each rank updates buffers, such as the statistics of BatchNorm, with its own samples; all ranks continue with the mean.
+    Each rank updates buffers, such as BatchNorm statistics, with its own samples; all ranks continue with the mean.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
@@ -344,13 +346,13 @@ class BufferAverage:
 
     @property
     def changed(self) -> bool:
-        """Whether this rank has changed a buffer since buffers were equal on all ranks."""
+        """Whether this rank has changed a buffer since the last average."""
         return self._versions() != self._known
 
     def average(self) -> None:
         """Average the buffers of modules in which any rank has changed a buffer; a collective call.
 
-        Other buffers are not averaged, because the mean of equal values may have other bits.
+        Other buffers are not averaged, because the mean of equal values can differ in the last bit.
         """
         modules = [
             module for module in self._model.modules() if any(True for _ in module.buffers(recurse=False))

@@ -1,15 +1,15 @@
-"""Sharded weights, which are gathered for each block while it computes (`zero=3`).
+"""Sharded weights that are gathered for each block while it computes (`zero=3`).
 
-Ranks that share memory need not gather (`weights`), unless shards are offloaded.  Elsewhere the weights of a block are gathered before its forward pass, and again
-for its backward pass, while the block before it computes.  They are released soon after.  All ranks gather in one order
-(`call_order`), whatever blocks they compute.
+Ranks that share memory do not need to gather (`weights`), unless shards are offloaded.  Otherwise a block's weights
+are gathered while the preceding block computes, both for the forward and for the backward pass, and released soon
+afterwards.  All ranks gather in the same order (`call_order`), even if they compute different blocks.
 
 Autograd saves weights for the backward pass, which would keep the gathered memory.  Therefore hooks
-(`torch.autograd.graph.saved_tensors_hooks`) replace a saved weight by its position in the group.  When the backward pass requests the
-tensor, the weights are gathered if they were released, and the tensor is a view of them.
+(`torch.autograd.graph.saved_tensors_hooks`) replace a saved weight by its position in the group.  When the backward
+pass requests the tensor, released weights are gathered again, and the tensor becomes a view of them.
 
-An offloaded shard is read before its group is gathered.  Because the order of gathers is known, it is read while earlier groups
-compute.
+An offloaded shard is read before its group is gathered.  Because the order of gathers is known, the read overlaps
+with the computation of earlier groups.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from farandole.parallel.sharding import BucketPlan
 from farandole.parallel.weights import FlatWeights, Masters, is_same_memory, nowhere
 
 CAPACITY = 3
-"""The number of groups that are gathered at a time: those of the current, the previous and the next block."""
+"""The number of groups that are gathered at a time: for the current, the previous and the next block."""
 
 READ_AHEAD = 2
 """The number of groups whose offloaded shards are being read, in addition to the gathered groups."""
@@ -49,7 +49,7 @@ _KEPT = CAPACITY - 1
 class GatheredWeights(FlatWeights):
     """The rank's shard of weights.
 
-    While weights are not gathered, parameters keep their shapes, are NaN, and use no memory.
+    While weights are not gathered, parameters keep their shapes, read as NaN, and use no memory.
 
     Args:
         offload: the store of the shard, if it is not in memory.
@@ -94,7 +94,7 @@ class GatheredWeights(FlatWeights):
         self._set(self._placeholders)
 
     def gather_over(self, comm: Communicator | None) -> None:
-        """Gather over `comm`, which has the same ranks: calls on it are ordered among themselves only."""
+        """Gather over `comm`, which has the same ranks, so that gathers are not ordered with other calls."""
         self._gather_comm = comm
 
     def gather_async(self) -> None:
@@ -121,7 +121,7 @@ class GatheredWeights(FlatWeights):
         return aligned_buffer(nbytes)[:nbytes].view(self.plan.dtype)
 
     def use(self) -> Tensor:
-        """Return the whole buffer, of which the parameters are views from now on."""
+        """Return the unsharded buffer, and make the parameters views of it."""
         assert self._whole is not None
         if not self.is_whole:
             self._wait_for_work()
@@ -136,7 +136,7 @@ class GatheredWeights(FlatWeights):
         return self._whole is not None
 
     def release(self) -> None:
-        """Keep this rank's shard only."""
+        """Release the gathered weights, and keep this rank's shard."""
         self._wait_for_work()
         if self._stored is not None:
             self._stored.drop()
@@ -151,7 +151,7 @@ class GatheredWeights(FlatWeights):
     # ---- offloaded shards ----
 
     def prefetch(self) -> None:
-        """Start to read the shard, unless the weights are whole."""
+        """Start reading the shard, unless the weights are gathered."""
         if self._stored is not None and self._whole is None:
             with memory_tag("weights", self.parameters):
                 self._stored.prefetch()
@@ -202,7 +202,7 @@ class GatheredWeights(FlatWeights):
             self._set_range(self.master, index, values)
 
     def all_gather_async(self) -> None:
-        """Take over the updated master weights; weights that were gathered before are released."""
+        """Copy the updated master weights to the shard, and release gathered weights."""
         self.release()
         if self.master is not None and self.has_master_copy:
             with self.in_memory(write=True, blank=True, device=self.master.device):
@@ -214,7 +214,7 @@ class GatheredWeights(FlatWeights):
 
 @dataclass(frozen=True)
 class _SavedPlace:
-    """The position of a saved tensor in the weights of a group."""
+    """The position of a saved tensor in a group's weights."""
 
     weights: GatheredWeights
     group: int
@@ -228,7 +228,7 @@ _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 @dataclass(frozen=True)
 class _SavedOutside:
-    """A tensor packed by the hooks around a module, because autograd calls only the innermost of nested hooks."""
+    """A tensor packed by enclosing hooks, because autograd calls only the innermost of nested hooks."""
 
     kept: Any
     unpack: Callable[[Any], Tensor]
@@ -292,7 +292,7 @@ class Gatherer:
     # ---- passes ----
 
     def end_pass(self, kind: Kind) -> None:
-        """End a forward or backward pass, of which this rank may not have computed anything.  All ranks call it."""
+        """End a forward or backward pass, even if this rank computed nothing in it; a collective call."""
         if self._whole_contexts:
             return
         if self._order.kind != kind:
@@ -313,14 +313,14 @@ class Gatherer:
         self._begin_pass("backward")
 
     def reduce(self, number: int) -> None:
-        """Reduce bucket `number`, whose gradients are complete, when its turn in the order comes."""
+        """Schedule the reduction of bucket `number`, whose gradients are complete."""
         if self._order.negotiates:
             self._order.request(len(self._groups) + number)
         else:
             self._order.advance(self._is_ready)
 
     def release(self) -> None:
-        """Release all groups: a pass has ended, or the weights have changed."""
+        """Release all groups, because a pass has ended or the weights have changed."""
         for group in self._groups:
             for weights in group:
                 weights.release()
@@ -334,7 +334,7 @@ class Gatherer:
         return all(weights.is_whole for group in self._groups for weights in group)
 
     def one_by_one(self) -> Iterator[list[nn.Parameter]]:
-        """Yield the parameters of all weights, some at a time, which are whole meanwhile.  All ranks go through them together."""
+        """Yield all parameters, one group at a time, with unsharded values; a collective call."""
         self.release()
         every = [weights for group in self._groups for weights in group]
         for weights, following in zip(every, [*every[1:], None], strict=True):
@@ -347,7 +347,7 @@ class Gatherer:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Return a context with unsharded weights, in which a rank may compute alone; all ranks enter and leave it together."""
+        """Return a context with unsharded weights, in which ranks can compute independently; all ranks enter and leave it together."""
         self.release()
         for weights in (weights for group in self._groups for weights in group):
             weights.gather_async()
@@ -372,7 +372,7 @@ class Gatherer:
     # ---- one group ----
 
     def _need(self, group: int) -> None:
-        """Gather a group, and start to gather the next one."""
+        """Gather a group, and start gathering the next group."""
         if self._whole_contexts or not self._groups[group]:
             return
         self._begin_pass("backward" if torch._C._current_graph_task_id() != -1 else "forward")
@@ -393,7 +393,7 @@ class Gatherer:
         return self._buckets[item - len(self._groups)].ready
 
     def _left(self) -> list[int]:
-        """Return the gradients that have not been reduced in this pass."""
+        """Return the numbers of the buckets that have not been reduced in this pass."""
         return [
             len(self._groups) + number
             for number, bucket in enumerate(self._buckets)
@@ -412,7 +412,7 @@ class Gatherer:
             Variable._execution_engine.queue_callback(self._passed)
 
     def _passed(self) -> None:
-        """Handle the end of a backward pass; the reducer of gradients ends it if it has seen gradients."""
+        """Handle the end of a backward pass, unless the gradient reducer handles it."""
         if self._order.kind == "backward":
             self.without_gradients()
 
@@ -438,7 +438,7 @@ class Gatherer:
         self._release_old(item)
 
     def _read_ahead(self) -> None:
-        """Start to read the shards that are going to be gathered."""
+        """Start reading the shards for the next gathers."""
         for group in self._order.next_gathers(READ_AHEAD):
             for weights in self._groups[group]:
                 weights.prefetch()

@@ -1,7 +1,7 @@
-"""Losses and metrics as means over all ranks, with any numbers of micro-batches, samples or tokens per rank.
+"""Compute losses and metrics as means over all ranks, with any number of micro-batches, samples or tokens per rank.
 
-The mean of a step is known only after all its losses.  So before the backward passes, losses are divided by the count of the
-previous step, and gradients are corrected afterwards if the count differs.  With equal counts there is no correction.
+The total count of a step is known only after its last forward pass.  Therefore losses are divided by the previous
+step's count before the backward passes, and gradients are corrected afterwards if the counts differ.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from farandole.parallel.engine import Engine
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
-"""`loss(output, batch)` returns the sum over a micro-batch, and the count of summands."""
+"""A function `loss(output, batch)` that returns the sum over a micro-batch and the number of summands."""
 
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The mean loss of a step over all ranks, and the count of its summands."""
+    """The mean loss of a step over all ranks, and the total count."""
 
     loss: float
     count: float
 
 
 def first_of(batch: Any) -> Any:
-    """Return the inputs of the model in a batch such as `(inputs, targets)`."""
+    """Return the model's inputs from a batch such as `(inputs, targets)`."""
     return batch[0] if isinstance(batch, tuple | list) else batch
 
 
 class GlobalMean:
-    """Runs the micro-batches of `engine`, on the ranks of `mesh`."""
+    """Runs micro-batches for `engine`, and computes means over the ranks of `mesh`."""
 
     def __init__(self, engine: Engine, mesh: Mesh) -> None:
         self._engine, self._comm = engine, engine.comm
@@ -47,7 +47,7 @@ class GlobalMean:
         own = self._comm.rank
         self._counts = all(places[rank] != places[own] for rank in range(own))
         self.expected: float | None = None
-        """The count of the last step; None before the first one."""
+        """The total count of the last step; None before the first step."""
 
     def forward_backward(self, batches: Iterable[Any], loss: Loss, inputs: Callable[[Any], Any]) -> StepLoss:
         """Run forward and backward passes over micro-batches; see `Engine.forward_backward`."""
@@ -92,7 +92,7 @@ class GlobalMean:
         return self._mean(sums, counts).loss
 
     def _most(self, mine: int) -> int:
-        """Return the largest number of micro-batches of any rank."""
+        """Return the maximum number of micro-batches on any rank."""
         if self._comm.size == 1:
             return mine
         number = torch.tensor(mine)
@@ -119,7 +119,7 @@ class GlobalMean:
         return total.float() if total.dtype in (torch.float16, torch.bfloat16) else total, count
 
     def _estimate(self, count: Tensor | float, passes: int) -> float:
-        """Return the count of the first step, assuming that all micro-batches are like the first ones."""
+        """Estimate the count of the first step, assuming that all micro-batches have the same count as the first."""
         expected = torch.as_tensor(count).detach().double().cpu().reshape(1) * self._counts
         if self._comm.size > 1:
             self._comm.all_reduce(expected, "sum")

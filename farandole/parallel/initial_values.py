@@ -1,4 +1,4 @@
-"""Initial values of parameters: those of rank 0, or those of a function that initializes a model block by block.
+"""Initialize parameters: from rank 0, with a function that initializes a model block by block, or from files.
 
 A model that is too large for one process is created on the meta device:
 
@@ -6,8 +6,8 @@ A model that is too large for one process is created on the meta device:
         model = build(config)                                   # shapes only
     engine = farandole.parallelize(model, plan, initialise=fill_block)
 
-A parameter first gets a placeholder with its shape and without memory.  After all ranks have allocated their shards, rank 0 computes the
-values block by block, and all ranks copy their parts.
+Parameters are first replaced by placeholders, which have a shape but no memory.  After all ranks have allocated their
+shards, rank 0 computes the values block by block, and each rank copies its shard.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from farandole.memory.blocks import blocks_of
 from farandole.memory.tracker import memory_tag
 from farandole.mesh import Groups, Mesh
 from farandole.parallel.sharding import ranks_of
-from farandole.parallel.weights import FlatWeights
+from farandole.parallel.weights import FlatWeights, is_placeholder
 
 Initialise = Callable[[str, nn.Module], None]
-"""A function that fills a block in place, given its name and the block with undefined parameters and buffers.
+"""A function `initialise(name, block)` that fills a block's undefined parameters and buffers in place.
 
-Rank 0 calls it for every block of `memory.blocks.blocks_of` in order, and then for each module with parameters or buffers that
-belong to no block.  Tensors shared with an earlier block are present, and their new values are ignored.
+Rank 0 calls it for every block of `memory.blocks.blocks_of` in order, and then for each module with parameters or buffers
+outside of blocks.  Tensors shared with an earlier block are already filled; changes to them are ignored.
 """
 
 
 class WeightSource(Protocol):
-    """Values of a model's tensors, any box of which can be read (`models.hf.pretrained.Weights`).
+    """A source of tensor values from which any box can be read, such as `models.hf.pretrained.Weights`.
 
-    A model on the meta device with an attribute `weight_source` is read by all ranks, each its own part.
+    If a model on the meta device has an attribute `weight_source`, each rank reads its shard from it.
     """
 
     @property
     def folder(self) -> Path:
-        """The origin, for messages."""
+        """The folder of the values, for error messages."""
 
     def __contains__(self, name: str) -> bool:
-        """Return whether there are values of a tensor."""
+        """Return whether the source has values for a tensor."""
 
     def read(self, requests: Sequence[tuple[str, Box, Tensor]]) -> object:
-        """Read boxes of tensors into tensors of their shapes."""
+        """Read boxes of tensors; each request is a name, a box, and the destination tensor."""
 
 
 def is_deferred(model: nn.Module) -> bool:
@@ -59,7 +59,7 @@ def is_deferred(model: nn.Module) -> bool:
 
 
 def stand_in(model: nn.Module, device: torch.device) -> dict[int, torch.dtype]:
-    """Give `model` parameters without memory and allocated buffers on `device`; tied tensors remain tied.
+    """Replace meta parameters by placeholders, and allocate meta buffers on `device`; tied tensors remain tied.
 
     Return the types of all parameters by their identity.
     """
@@ -75,7 +75,7 @@ def stand_in(model: nn.Module, device: torch.device) -> dict[int, torch.dtype]:
                 module._parameters[name] = twins[id(parameter)]  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                twins.setdefault(id(buffer), torch.zeros_like(buffer, device=device))
+                twins.setdefault(id(buffer), torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
                 module._buffers[name] = twins[id(buffer)]
     return {id(parameter): parameter.dtype for parameter in model.parameters()}
 
@@ -87,7 +87,7 @@ def fill_model(
     initialise: Initialise,
     types: Mapping[int, torch.dtype],
 ) -> None:
-    """Fill the parameters and buffers of `model` with the values of `initialise` on rank 0; a collective call.
+    """Initialize the parameters and buffers of `model` with `initialise` on rank 0; a collective call.
 
     Args:
         weights: the flat buffers; parameters outside of them are allocated.
@@ -126,10 +126,10 @@ def fill_model(
 
 
 def allocate(model: nn.Module, weights: Sequence[FlatWeights], types: Mapping[int, torch.dtype]) -> None:
-    """Give the parameters of `model` that are in no flat buffer uninitialized memory of their types."""
+    """Allocate uninitialized memory for placeholder parameters outside of flat buffers."""
     flat = {id(parameter) for weight in weights for parameter in weight.parameters}
     for parameter in model.parameters():
-        if id(parameter) not in flat and parameter.stride() == (0,) * parameter.dim() and parameter.dim():
+        if id(parameter) not in flat and is_placeholder(parameter):
             with memory_tag("weights", [parameter]):
                 parameter.data = torch.empty(
                     parameter.shape, dtype=types[id(parameter)], device=parameter.device
@@ -171,7 +171,7 @@ def broadcast_parameters(
     groups: Groups,
     names: Collection[str] | None = None,
 ) -> None:
-    """Copy parameters and buffers, or those with `names`, from the first rank that stores them to the others; a collective call."""
+    """Broadcast parameters and buffers from the first rank that stores them; a collective call.  `names` selects some of them."""
     everywhere = frozenset(range(mesh.stages))
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):

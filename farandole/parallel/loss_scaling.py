@@ -1,7 +1,8 @@
 """Loss scaling for fp16: scale the loss so that small gradients do not vanish, and skip and report steps that overflow.
 
-fp16 overflows above 65504 and underflows below about 6e-8.  The loss is multiplied by a scale that moves gradients into this range, and
-gradients are divided by the scale before they are used (Micikevicius et al., 2018, "Mixed Precision Training").
+fp16 overflows above 65504 and underflows below about 6e-8.  The loss is multiplied by a scale that moves gradients
+into this range, and gradients are divided by the scale before use (Micikevicius et al., 2018, "Mixed Precision
+Training").
 
 Rank 0 logs a warning for an overflow:
 
@@ -25,18 +26,18 @@ if TYPE_CHECKING:
 
 FIRST = 2.0**16
 MINIMUM = 2.0**-14
-"""With a smaller scale, a loss of ordinary size underflows in fp16."""
+"""The minimum scale: with a smaller scale, typical losses underflow in fp16."""
 
 _REPORT_EVERY = 100
-"""One of this many consecutive overflows at the minimum is reported."""
+"""At the minimum scale, one of this many consecutive overflows is reported."""
 
 
 class LossScaler:
-    """Dynamic loss scaling: the arithmetic of `torch.amp.GradScaler`, with a floor.
+    """Dynamic loss scaling as in `torch.amp.GradScaler`, with a minimum scale.
 
-    The scale is halved in a step that overflows, which is skipped, and doubled after `growth_interval` consecutive steps without an
-    overflow.  It is never below `minimum`; `stuck` counts consecutive overflows there.  `update` gets the same argument on all ranks,
-    so their scales are equal.
+    A step that overflows is skipped and halves the scale.  After `growth_interval` consecutive steps without
+    overflow, the scale is doubled.  At `minimum`, the scale stays constant and `stuck` counts consecutive overflows.
+    All ranks pass the same argument to `update`, so their scales are equal.
 
     With `enabled=False`, for types that need no scale, the scale is 1.
     """
@@ -68,7 +69,7 @@ class LossScaler:
         return loss * torch.tensor(self.scale) if self.enabled else loss
 
     def update(self, finite: bool) -> None:
-        """Count a step, and adapt the scale to whether its gradients were finite."""
+        """Count a step, and adapt the scale depending on whether the gradients were finite."""
         self.steps += 1
         if not self.enabled:
             return
@@ -84,7 +85,7 @@ class LossScaler:
 
     @property
     def is_reported(self) -> bool:
-        """Whether to report the last overflow: at the minimum of the scale, only some are reported."""
+        """Whether to report the last overflow; at the minimum scale, only some are reported."""
         return self.stuck <= 1 or self.stuck % _REPORT_EVERY == 0
 
     @property
@@ -116,7 +117,7 @@ class LossScaler:
 
 @dataclass(frozen=True)
 class Overflow:
-    """A skipped step: its number, counted from 1, its report, and the scale before and after it."""
+    """A skipped step: its number, counted from 1, its report, and the scales before and after the step."""
 
     step: int
     found: OverflowReport
@@ -132,16 +133,16 @@ class Overflow:
 
 
 def _number(scale: float) -> str:
-    """Format a scale for people: 65536, not 6.5536e+04."""
+    """Format a scale without an exponent, such as 65536."""
     return str(int(scale)) if scale == int(scale) and scale < 1e16 else f"{scale:g}"
 
 
 class ScaledSteps:
-    """Scales the loss of `engine` by `scaler`, unscales its gradients, and decides which steps are skipped.
+    """Scales the engine's loss with `scaler`, unscales its gradients, and decides which steps to skip.
 
-    A disabled scaler changes nothing.  In the step after an overflow, and with `diagnose` in every step, the outputs of blocks are
-    checked, to detect overflows of the forward pass.  With `report`, rank 0 logs a warning for every overflow, and at the minimum
-    of the scale for one in 100.
+    A disabled scaler changes nothing.  In the step after an overflow, and with `diagnose` in every step, the outputs
+    of blocks are checked, to detect overflows of the forward pass.  With `report`, rank 0 logs a warning for every
+    overflow, and at the minimum of the scale for one in 100.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class ScaledSteps:
     # ---- events of a step, called by the reducer ----
 
     def begin_step(self) -> None:
-        """Forget the gradients of the step before."""
+        """Discard the state of the previous step."""
         if self.watch is not None:
             self.watch.clear()
         self.norm: float | None = None  # norm of the averaged gradients, once it is known
@@ -170,7 +171,7 @@ class ScaledSteps:
         self._decided = False  # whether it is decided to skip the step
 
     def begin_pass(self) -> None:
-        """Refuse a loss that is not scaled."""
+        """Raise RuntimeError if the loss was not scaled."""
         if self.scaler.enabled and not self._in_backward:
             raise RuntimeError(
                 "fp16 needs a scaled loss: call engine.backward(loss) instead of loss.backward()"
@@ -178,12 +179,12 @@ class ScaledSteps:
         self._decided = False
 
     def before_reduction(self, number: int) -> None:
-        """Check the gradients of this rank, if they are watched."""
+        """Check this rank's gradients, if `watch` is enabled."""
         if self.watch is not None:
             self.watch.check(number)
 
     def end_step(self) -> None:
-        """Divide the averages by the loss scale."""
+        """Divide the averaged gradients by the loss scale."""
         if self.scaler.enabled:
             self._engine.scale_all(1 / self.scaler.scale)
             self._unscaled = True
@@ -206,7 +207,7 @@ class ScaledSteps:
 
     @property
     def finite(self) -> bool:
-        """Whether no overflow is known."""
+        """Whether no overflow has been detected."""
         return not self.scaler.enabled or self.norm is None or math.isfinite(self.norm)
 
     def decide(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a model when an engine is created, and before its updates."""
+"""Check a model when an engine is created and before updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from farandole.parallel.data import has_engine
 
 
 def check_model(model: nn.Module, *, moved: bool) -> None:
-    """Raise ValueError if an engine would train `model` differently from one process.
+    """Raise ValueError if an engine would train `model` differently than a single process.
 
     Args:
         moved: whether the engine moves parameters into flat buffers.
@@ -22,11 +22,13 @@ def check_model(model: nn.Module, *, moved: bool) -> None:
             raise ValueError(f"{name} is not initialized: run the model once before parallelize")
         if has_engine(parameter):
             raise ValueError(
-                f"{name} belongs to an engine already: call close() on that engine before creating another engine for the model"
+                f"{name} belongs to an engine already: call close() on that engine before creating another "
+                "engine for the model"
             )
     if moved and (pair := _overlapping(named)):
         raise ValueError(
-            f"{pair[0]} and {pair[1]} are different parameters that share memory, but the engine would store them separately: use the same nn.Parameter in both places, or copy one of them"
+            f"{pair[0]} and {pair[1]} are different parameters that share memory, but the engine would "
+            "store them separately: use the same nn.Parameter in both places, or copy one of them"
         )
 
 
@@ -40,7 +42,9 @@ def check_gradients(model: nn.Module, trained: Collection[int]) -> None:
         if parameter.grad is not None and id(parameter) not in trained:
             name = next(name for name, known in model.named_parameters() if known is parameter)
             raise RuntimeError(
-                f"{name} has a gradient that ranks do not average: it was frozen, or not in the model, when the engine was created; close() the engine, and create a new one after changing requires_grad or the model"
+                f"{name} has a gradient that ranks do not average: it was frozen, or not in the model, "
+                "when the engine was created; close() the engine, and create a new one after changing "
+                "requires_grad or the model"
             )
 
 

@@ -1,8 +1,8 @@
-"""Locate infinities and NaNs: the rank, the parameter and the block.
+"""Locate infinities and NaNs by rank, parameter and block.
 
-After gradients have been averaged, an infinity of one rank is on all ranks.  So each rank checks its own gradients in a bucket just before
-the bucket is reduced, while they are in the cache: it computes one norm of the bucket, and checks single parameters only if the norm is
-not finite.  Ranks exchange their findings only after a step with an overflow.
+Averaging spreads one rank's infinity to all ranks.  Therefore each rank checks its own gradients just before a bucket
+is reduced, while they are in the cache: it computes one norm per bucket, and checks individual parameters only if the
+norm is not finite.  Ranks exchange their findings only after a step with an overflow.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def kind_of(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """Gradients that were not finite; the same report on all ranks.
+    """A report about non-finite gradients, identical on all ranks.
 
     Args:
         kind: "inf" or "nan".
         rank: the first rank on which the gradient of `parameter` was not finite; None if only the average was not.
-        parameter: the first such parameter in the order of the model; None if only the norm was not finite.
+        parameter: the first such parameter in model order; None if only the norm was not finite.
         more_parameters: the number of other parameters with non-finite gradients, on any rank.
         other_ranks: the other ranks with non-finite gradients.
         output: a sentence about the outputs of the blocks, if they were checked.
@@ -70,7 +70,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class GradientWatch:
-    """Records which of this rank's own gradients were not finite in a step."""
+    """Records this rank's non-finite gradients in a step, before averaging."""
 
     def __init__(self, model: nn.Module, shards: Sequence[OptimizerShards]) -> None:
         named = list(model.named_parameters())
@@ -82,7 +82,7 @@ class GradientWatch:
         self._norms: list[tuple[list[int], Tensor]] = []
 
     def clear(self) -> None:
-        """Forget the step before."""
+        """Discard the findings of the previous step."""
         self._kinds.clear()
         self._norms.clear()
 
@@ -114,7 +114,7 @@ class GradientWatch:
         return replace(found, output=outputs.describe(table[:, -2:].tolist(), found.rank))
 
     def _kinds_here(self) -> list[int]:
-        """Return the kind of every gradient of this rank, in the order of the model."""
+        """Return the kinds of all gradients on this rank, in model order."""
         for places, norms in self._norms:
             for place, norm in zip(places, norms.cpu(), strict=True):
                 self._note(place, kind_of(norm))
@@ -122,7 +122,7 @@ class GradientWatch:
         return [self._kinds.get(place, 0) for place in range(len(self.names))]
 
     def _kinds_averaged(self) -> list[int]:
-        """Return the kind of every averaged gradient in this rank's part."""
+        """Return the kinds of the averaged gradients in this rank's shards."""
         kinds = [0] * len(self.names)
         for places, shards in zip(self._places, self._shards, strict=True):
             for index, gradient in shards.set():
@@ -135,7 +135,7 @@ class GradientWatch:
 
 
 class OutputWatch:
-    """Records the first block of `model` whose output is not finite, while it is armed."""
+    """Records the first block of `model` with a non-finite output, while checks are enabled."""
 
     def __init__(self, model: nn.Module) -> None:
         self._blocks = blocks_of(model)
@@ -148,7 +148,7 @@ class OutputWatch:
         return bool(self._handles)
 
     def arm(self) -> None:
-        """Check the output of every block from now on, which costs a pass over each."""
+        """Check the output of every block from now on; this reads each output once."""
         self._first = None
         if not self._handles:
             self._handles = [
@@ -163,11 +163,11 @@ class OutputWatch:
         self._handles = []
 
     def found(self) -> tuple[int, int]:
-        """Return the first block and the kind of its output; the block is -1 if all were finite, -2 if none was checked."""
+        """Return the first block with a non-finite output and the kind; the block is -1 if all outputs were finite, -2 if none was checked."""
         return self._first or (-1 if self.armed else -2, 0)
 
     def describe(self, found: Sequence[Sequence[int]], rank: int | None) -> str:
-        """Describe what all ranks `found`: the output on `rank` if it was not finite, else on the first rank with such an output."""
+        """Describe the first non-finite output: on `rank` if it has one, else on the first rank that has one."""
         bad = {r: (block, kind) for r, (block, kind) in enumerate(found) if block >= 0}
         if not bad:
             checked = any(block == -1 for block, _ in found)
@@ -203,7 +203,7 @@ def _floating(value: Any) -> Iterator[Tensor]:
 
 
 def _blame(table: Tensor, names: Sequence[str], by_rank: bool) -> OverflowReport:
-    """Report the first parameter and its rank in a table (rank, parameter) of kinds: of own gradients, or of averages."""
+    """Report the first non-finite parameter and its rank from a table (rank, parameter) of kinds."""
     bad = table.amax(0).nonzero().flatten().tolist()
     if not bad:
         return OverflowReport("inf")  # only the sum of squares overflowed

@@ -50,26 +50,26 @@ def parallelize(
 ) -> Engine:
     """Return an engine that trains `model` on all ranks of `comm` under `plan`; a collective call.
 
-    All ranks start with the parameters of rank 0.  The engine owns the parameters of `model`: call the engine instead of the model.
-    Recomputed and adapted layers are logged at level INFO.
+    All ranks start with the parameters of rank 0.  The engine owns the parameters of `model`: call the engine instead
+    of the model. Layers with recomputation or adapters are logged at level INFO.
 
     Args:
-        model: the model, on the CPU, an accelerator or, with `initialise`, the meta device.
+        model: the model on a CPU or accelerator, or on the meta device with `initialise` or a `weight_source`.
         plan: the plan, by default `Plan()`.  LoRA adapters and stochastic rounding depend on torch's seed on rank 0.
-        comm: the ranks, by default all ranks of the job.
-        example: an input of a rank's micro-batch, with which `recompute="attention"` and "auto" measure activations.
-        loss: a function of the output, for the same measurement.
-        initialise: `initialise(name, block)` fills one block of a model on the meta device, so that a process needs memory only for
-            its shards and one block.
-        diagnose: with `precision="fp16"`, check the outputs of blocks in every step, so that the report of the first overflow names the
-            block.
-        watch: check the gradients of each rank before they are averaged, so that `Engine.locate_nonfinite` names the rank and
-            the parameter.
+        comm: the communicator, by default with all ranks of the job.
+        example: the input of one micro-batch, with which `recompute="attention"` and "auto" measure activations.
+        loss: a function of the output for this measurement.
+        initialise: `initialise(name, block)` fills one block of a model on the meta device, so that a process needs
+            memory only for its shards and one block.
+        diagnose: with `precision="fp16"`, check the outputs of blocks in every step, so that the report of the first
+            overflow names the block.
+        watch: check the gradients of each rank before they are averaged, so that `Engine.locate_nonfinite` names the
+            rank and the parameter.
         report: print a line on rank 0 for each overflow of fp16.
 
     Raises:
-        PlanError: the plan does not suit the ranks or the model.
-        RuntimeError: no process group exists.
+        PlanError: if the plan is not valid for the ranks or the model.
+        RuntimeError: if no process group exists.
     """
     plan = plan or Plan()
     if comm is None:
@@ -82,7 +82,9 @@ def parallelize(
     if plan.precision == "fp32" and types - {torch.float32, torch.float64}:
         odd = next(n for n, p in model.named_parameters() if p.dtype not in (torch.float32, torch.float64))
         raise PlanError(
-            f"precision='fp32' requires fp32 parameters, but {odd} has type {dict(model.named_parameters())[odd].dtype}: create the model in fp32, the type of the master weights for lower precisions"
+            f"precision='fp32' requires fp32 parameters, but {odd} has type "
+            f"{dict(model.named_parameters())[odd].dtype}: create the model in fp32, the type of the "
+            "master weights for lower precisions"
         )
     if diagnose and plan.precision != "fp16":
         raise PlanError(
@@ -118,7 +120,8 @@ def parallelize(
 def _add_lora(model: nn.Module, lora: LoRA) -> None:
     if is_deferred(model) and (lora.base is not None or not hasattr(model, "weight_source")):
         raise PlanError(
-            "LoRA is not supported for a model on the meta device without weights: create the model in memory, or with from_pretrained(folder, lazy=True)"
+            "LoRA is not supported for a model on the meta device without weights: create the model in "
+            "memory, or with from_pretrained(folder, lazy=True)"
         )
     try:
         _log.info("LoRA: %s", add_lora(model, lora))
@@ -134,13 +137,13 @@ def _swap(model: nn.Module, plan: Plan) -> Swap:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Return the device on which the model computes; for a model on the meta device the default device."""
+    """Return the device on which the model computes; for a model on the meta device, the default device."""
     devices = [tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     return devices[0] if devices else torch.get_default_device()
 
 
 def _recompute(model: nn.Module, plan: Plan, example: Any, loss: Callable[[Any], Tensor] | None) -> None:
-    """Apply the plan's recomputation, measured in the precision of the plan."""
+    """Apply the plan's recomputation, measured in the plan's precision."""
     kind = None if plan.precision == "fp32" else TYPES[plan.precision]
     try:
         done = apply_recompute(
@@ -156,7 +159,7 @@ def _recompute(model: nn.Module, plan: Plan, example: Any, loss: Callable[[Any],
 
 
 def _common_seed(comm: Communicator) -> int:
-    """Return the seed of torch on rank 0."""
+    """Return rank 0's torch seed; a collective call."""
     seed = torch.tensor(torch.initial_seed() % 2**63)
     if comm.size > 1:
         comm.broadcast(seed)

@@ -1,8 +1,8 @@
-"""The types of a plan's precision: the cast of inputs, and matrix products of 8-bit floats through torchao.
+"""Apply a plan's precision: casts of inputs, and 8-bit matrix products through torchao.
 
 With fp8, weights and the values between layers are bf16.  Each product of a linear layer scales its two operands by
 their largest value and casts them (Micikevicius et al., 2022, "FP8 Formats for Deep Learning"): e4m3 in the forward pass,
-e5m2 for gradients.  Parameters remain the same objects, so plans can divide and offload them.
+e5m2 for gradients.  Parameters remain the same objects, so they can be sharded and offloaded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def check_float8(device: torch.device) -> None:
-    """Raise `PlanError` unless `device` multiplies 8-bit floats and torchao is there."""
+    """Raise `PlanError` unless `device` multiplies 8-bit floats and torchao is installed."""
     if not _multiplies(device):
         raise PlanError(
             f"precision='fp8': {_name(device)} does not multiply 8-bit floats; NVIDIA's accelerators do from compute "
@@ -51,10 +51,10 @@ def check_float8(device: torch.device) -> None:
 
 
 def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
-    """Make the linear layers in `model` multiply 8-bit floats; return their names.
+    """Convert the linear layers in `model` to 8-bit matrix products, and return their names.
 
-    Layers with a size that is not a multiple of 16, and subclasses of `nn.Linear`, are not changed.  With `emulate`, values are
-    rounded to 8 bits and multiplied in their original type, slowly and on any device.
+    Layers with a size that is not a multiple of 16, and subclasses of `nn.Linear`, are not changed.  With `emulate`,
+    values are rounded to 8 bits and multiplied in their original type, slowly and on any device.
 
     Raises:
         PlanError: if torchao is missing, or no layer can be changed.
@@ -63,7 +63,8 @@ def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
     names = [name for name, module in model.named_modules() if name and _is_suitable(module)]
     if not names:
         raise PlanError(
-            f"precision='fp8' requires an nn.Linear inside the model whose sizes are multiples of {_UNIT}, but the model has none; nearest plan: precision='bf16'"
+            f"precision='fp8' requires an nn.Linear inside the model whose sizes are multiples of {_UNIT}, "
+            "but the model has none; nearest plan: precision='bf16'"
         )
     float8.convert_to_float8_training(
         model,

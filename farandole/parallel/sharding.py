@@ -1,11 +1,11 @@
-"""Plan buckets: the parameters of each bucket, the ranks that sum its gradients, and the ranks that divide it.
+"""Plan the buckets: their parameters, the ranks that reduce their gradients, and the ranks that shard them.
 
     plan = plan_sharding(model, mesh, layouts, rank, zero=2)
     plan.trained[0].ranks.column       # the ranks whose gradients are summed
-    plan.trained[0].ranks.shards       # those of them that divide states, gradients and weights
+    plan.trained[0].ranks.shards       # the ranks among which states, gradients and weights are sharded
 
-The plan is computed from layouts without communication, with the same result on all ranks, so the planner can use it for models on the
-meta device and any number of ranks.
+The plan is computed from layouts without communication, with the same result on all ranks, so the planner can use it
+for models on the meta device and any number of ranks.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ HYBRID = "data.hosts"
 """The sub-axis along which hybrid sharding replicates states."""
 
 Filling = Literal["copied", "copied at once", "zero-copy"]
-"""How gradients get into a bucket: copied one by one, copied as the only one, or used in autograd's memory as the only one."""
+"""How a bucket is filled: with several copied gradients, with one copied gradient, or with one gradient in autograd's memory."""
 
 
 @dataclass(frozen=True)
 class ReductionRanks:
-    """The ranks that sum a gradient, from the point of view of one of them.
+    """The ranks that reduce a gradient together with a given rank.
 
     Args:
         column: all ranks whose gradients are summed.
-        shards: the ranks of the column that divide the sum, in the order of the shards.
-        replicas: the ranks of the column with the same shard.
+        shards: the ranks in the column among which the sum is sharded, in shard order.
+        replicas: the ranks in the column with the same shard.
         weight: the factor of this rank's gradient in the sum; None if the sum is the average over the column.
-        key: equal for parameters that are summed by the same ranks in the same way.
+        key: a key that is equal for parameters with the same reduction.
     """
 
     column: tuple[int, ...]
@@ -58,17 +58,17 @@ class ReductionRanks:
 
     @property
     def holders(self) -> int:
-        """The number of ranks that have the same shard of the sum; columns have the same sums."""
+        """The number of ranks with the same shard of the sum, over all columns."""
         return len(self.replicas) * len(self.copies) // len(self.column)
 
     def number(self, rank: int) -> int:
-        """Return the number of the shard of `rank`."""
+        """Return the shard number of `rank`."""
         return self.shards.index(rank)
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Parameters of one type, on one device, in one flat buffer."""
+    """Parameters with the same type and device, in one flat buffer."""
 
     parameters: Sequence[nn.Parameter]
     names: Sequence[str]
@@ -97,7 +97,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """The buckets of a model; trained ones in the order in which a backward pass completes them."""
+    """The buckets of a model; buckets of trained parameters are in the order in which a backward pass completes them."""
 
     trained: list[BucketPlan]
     frozen: list[BucketPlan]
@@ -115,7 +115,7 @@ class ShardingPlan:
 
 
 def data_mesh(ranks: int, hosts: Sequence[object] | None = None) -> Mesh:
-    """Return the mesh of data parallelism alone.
+    """Return a mesh with only a data axis.
 
     Args:
         hosts: the host of every rank, for hybrid sharding; the axis is then factored into "data.hosts" and "data.local".
@@ -128,14 +128,15 @@ def data_mesh(ranks: int, hosts: Sequence[object] | None = None) -> Mesh:
         return Mesh.box(ranks, data=ranks)
     if len(set(counts.values())) > 1:
         raise PlanError(
-            f"hybrid=True requires the same number of ranks on each host, but the hosts have {', '.join(map(str, counts.values()))}; nearest plan: hybrid=False"
+            "hybrid=True requires the same number of ranks on each host, but the hosts have "
+            f"{', '.join(map(str, counts.values()))}; nearest plan: hybrid=False"
         )
     factors = {"data": {"hosts": len(counts), "local": ranks // len(counts)}}
     return Mesh.box(by_host(list(map(str, hosts or ()))), data=ranks, factors=factors)
 
 
 def replicated_layouts(model: nn.Module) -> dict[str, Layout]:
-    """Return the layouts of a model of which every rank computes with all parameters, by name, tied ones once."""
+    """Return layouts by name for a model whose parameters are complete on every rank; tied parameters are listed once."""
     return {name: Layout(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()}
 
 
@@ -151,12 +152,12 @@ def plan_sharding(
     gathered: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> ShardingPlan:
-    """Divide the parameters of `rank` into buckets.
+    """Assign the parameters on `rank` to buckets.
 
     Args:
         layouts: the layouts of all parameters of the mesh, in the same order on all ranks.
         dtype: the type in which the model computes; None for the types of the parameters.
-        flat: whether parameters are moved into flat buffers; by default if states are divided or `dtype` is given.
+        flat: whether parameters are moved into flat buffers; by default if states are sharded or `dtype` is given.
         gathered: whether weights are gathered block by block.
         bucket_bytes: the approximate size of a bucket in bytes of parameters.
 
@@ -207,7 +208,7 @@ def plan_sharding(
 
 
 def ranks_of(mesh: Mesh, layout: Layout, rank: int, zero: int) -> ReductionRanks:
-    """Return the ranks that sum the gradient of the tensor of `rank`, and the ranks that divide the sum.
+    """Return the ranks that reduce and shard the gradient of a tensor on `rank`.
 
     Raises:
         LayoutError: if these ranks differ between elements of the tensor.
@@ -224,7 +225,8 @@ def _ranks_of(mesh: Mesh, layout: Layout, rank: int, zero: int) -> ReductionRank
     found = [layout.reduction(mesh, piece) for piece in pieces or own[:1]]
     if any(other != found[0] for other in found[1:]):
         raise LayoutError(
-            f"{layout.name}: parts of the tensor of rank {rank} are summed by different ranks; give the parts tensors of their own"
+            f"{layout.name}: parts of the tensor of rank {rank} are summed by different ranks; give the "
+            "parts tensors of their own"
         )
     return _ranks(mesh, found[0], rank, zero)
 
@@ -252,7 +254,7 @@ def _ranks(mesh: Mesh, reduction: Reduction, rank: int, zero: int) -> ReductionR
 
 @functools.lru_cache(maxsize=1024)
 def _divided(mesh: Mesh, column: tuple[int, ...], zero: int) -> list[tuple[int, ...]]:
-    """Return the parts of the ranks in one column, which divide the sum."""
+    """Return the ranks in one column among which the sum is sharded."""
     parts: dict[tuple[object, ...], list[int]] = {}
     for each in column:
         cells = mesh.of_rank(each)
@@ -266,10 +268,10 @@ def _divided(mesh: Mesh, column: tuple[int, ...], zero: int) -> list[tuple[int, 
 def fill(
     parameters: Iterable[nn.Parameter], bucket_bytes: int, keys: Mapping[int, object] | None = None
 ) -> list[list[nn.Parameter]]:
-    """Divide parameters into buckets of about `bucket_bytes` in the given order; a bucket has one type, device and key.
+    """Assign parameters to buckets of about `bucket_bytes` in the given order; a bucket has one type, device and key.
 
-    A parameter of at least this size has its own bucket, so that its gradient need not be copied (`bucket`).  `keys` has the keys of
-    parameters by identity.
+    A parameter of at least this size gets a separate bucket, so that its gradient need not be copied (`bucket`).
+    `keys` maps the identities of parameters to keys.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device, object], list[nn.Parameter]] = {}
     full: list[list[nn.Parameter]] = []
@@ -298,7 +300,7 @@ def _of_statistics(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _is_frozen(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is frozen and an ordinary floating-point tensor, neither integer nor quantized."""
+    """Return whether a parameter is a frozen floating-point tensor, neither integer nor quantized."""
     plain = parameter.is_floating_point() and type(parameter.data) is torch.Tensor
     return not parameter.requires_grad and plain
 
@@ -311,7 +313,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class FlatRange:
-    """The part of a tensor in a shard: `length` consecutive elements of the flattened tensor.
+    """A tensor's part in a shard: `length` consecutive elements of the flattened tensor.
 
     The part begins at element `start` of tensor `index`, and at element `offset` of the shard.
     """
@@ -323,10 +325,10 @@ class FlatRange:
 
 
 class FlatLayout:
-    """The positions of tensors of `shapes` in a buffer of `length` elements, which is divided into `shards` of equal length.
+    """The positions of tensors with `shapes` in a flat buffer that consists of `shards` of equal length.
 
-    A shard may end within a tensor.  Elements between tensors and after the last tensor are padding.  With `strides` of dense tensors,
-    elements have the order of their memory; with several shards, tensors are contiguous.
+    A shard may end within a tensor.  Elements between tensors and after the last tensor are padding.  With several
+    shards, tensors are contiguous; with one shard, they can have other dense `strides`.
     """
 
     def __init__(
@@ -348,11 +350,11 @@ class FlatLayout:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether there are elements that belong to no tensor."""
+        """Whether the buffer has padding."""
         return self.length != sum(self.counts)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return the tensors as parts of a buffer."""
+        """Return the tensors as views of a buffer."""
         if self._strides is not None:
             offset = int(buffer.storage_offset())
             return [
@@ -365,7 +367,7 @@ class FlatLayout:
         ]
 
     def zero_gaps(self, buffer: Tensor) -> None:
-        """Set the elements of a buffer that belong to no tensor to zero.  The memory of the tensors is not touched."""
+        """Set the padding in a buffer to zero, without touching the tensors' memory."""
         ends = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
         for end, start in zip([0, *ends], [*self.starts, self.length], strict=True):
             if end < start:
@@ -376,7 +378,7 @@ class FlatLayout:
         return buffer[number * self.shard_length : (number + 1) * self.shard_length]
 
     def ranges(self, number: int) -> list[FlatRange]:
-        """Return the parts of tensors in shard `number` in order; empty tensors have no part."""
+        """Return the tensors' parts in shard `number`, in order; empty tensors have no part."""
         low, high = number * self.shard_length, (number + 1) * self.shard_length
         found = []
         for index, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):

@@ -1,15 +1,14 @@
-"""The weights of a bucket: the weights with which the model computes, and the master weights that the optimizer updates.
+"""A bucket's weights: the weights with which the model computes, and the master weights that the optimizer updates.
 
-The optimizer of a rank updates its shard in the type of the master weights.  If the model computes in the same type, the master weights
-are a part of the model's weights.
+Each rank's optimizer updates the rank's shard in the master weights' type.  If the model computes in the same type, the
+master weights are a part of the model's weights.
 
-    WholeWeights       every rank has all weights in one flat buffer, of which the parameters are views; ranks that share memory
-                       have one buffer for all
-    GatheredWeights    a rank has its shard, in memory or offloaded; blocks gather their weights when they compute (`gathered_weights`)
+    WholeWeights       every rank has all weights in one flat buffer; ranks that share memory have one buffer in common
+    GatheredWeights    each rank has its shard, in memory or offloaded; blocks gather their weights (`gathered_weights`)
 
-Ranks that share a buffer read all of it, and each updates its own shard in place, without gathering.  Two barriers separate
-reads and writes (`Engine`): no rank updates before all ranks have ended their backward passes, and no rank reads before all ranks have
-updated.
+Ranks that share a buffer read all of it, and each updates its own shard in place, without gathering.  Two barriers
+separate reads and writes (`Engine`): no rank updates before all ranks have ended their backward passes, and no rank
+reads before all ranks have updated.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ EDIT = "make changes within `with engine.edit_parameters():`, or load them with 
 
 
 class FlatWeights(ABC):
-    """The weights of the parameters of `plan`, in a flat buffer divided into shards; this rank has shard `number`.
+    """The weights of the parameters in `plan`, in a flat buffer that consists of shards; this rank has shard `number`.
 
     Args:
-        shards: the ranks that divide the buffer; None for this rank alone.
-        trained: whether there are master weights.
+        shards: the ranks among which the buffer is sharded; None for this rank alone.
+        trained: whether the parameters are trained and therefore have master weights.
     """
 
     shard: Tensor
-    """The rank's shard of the model's weights; an offloaded shard is NaN outside of `in_memory`."""
+    """This rank's shard of the model's weights; an offloaded shard reads as NaN outside of `in_memory`."""
     master: Tensor | None
-    """The rank's shard of master weights; None for frozen parameters and offloaded master weights."""
+    """This rank's shard of the master weights; None for frozen parameters and offloaded master weights."""
     is_offloaded = False
-    """Whether the shard is in memory only when it is needed."""
+    """Whether the shard is offloaded between uses."""
     shared = False
-    """Whether all ranks of the host have one copy."""
+    """Whether all ranks on the host share one copy."""
 
     def __init__(
         self,
@@ -67,26 +66,27 @@ class FlatWeights(ABC):
         self.has_master_copy = (
             trained and masters != "none" and (plan.dtype != plan.master_dtype or elsewhere)
         )
-        """Whether master weights are tensors of their own."""
+        """Whether master weights are separate tensors."""
 
     @abstractmethod
     def use_weights(self) -> None:
-        """Make the parameters the tensors with which the model computes."""
+        """Let the parameters refer to the weights with which the model computes."""
 
     @abstractmethod
     def use_masters(self) -> None:
-        """Make the parameters unsharded copies of the master weights; a collective call."""
+        """Let the parameters refer to unsharded copies of the master weights; a collective call."""
 
     @abstractmethod
     def is_in_place(self, index: int) -> bool:
         """Return whether parameter `index` has the memory that the engine assigned to it."""
 
     def check_in_place(self) -> None:
-        """Raise RuntimeError if a parameter is not where the engine has put it."""
+        """Raise RuntimeError if a parameter was moved out of the engine's memory."""
         for index, name in enumerate(self.plan.names):
             if not self.is_in_place(index):
                 raise RuntimeError(
-                    f"{name} was moved out of the memory that the engine updates: call model.to(), .half() and similar methods before parallelize, and do not assign to .data; {EDIT}"
+                    f"{name} was moved out of the memory that the engine updates: call model.to(), .half() "
+                    f"and similar methods before parallelize, and do not assign to .data; {EDIT}"
                 )
 
     @abstractmethod
@@ -95,7 +95,7 @@ class FlatWeights(ABC):
 
     @abstractmethod
     def all_gather_async(self) -> None:
-        """Start to give all ranks the updated master weights."""
+        """Start distributing the updated master weights to all ranks."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -107,16 +107,17 @@ class FlatWeights(ABC):
     ) -> Iterator[None]:
         """Return a context in which `shard` has its values; changes are kept only with `write`.
 
-        With `blank`, an offloaded shard has undefined values, because all will be written.  It is on `device` if it can be read there.
+        With `blank`, an offloaded shard is not read, because all of its values will be written.  If possible, it is read to
+        `device`.
         """
         yield
 
     @abstractmethod
     def prefetch(self) -> None:
-        """Start to bring an offloaded shard to memory."""
+        """Start reading an offloaded shard."""
 
     def ranges(self) -> Iterator[tuple[nn.Parameter, slice, int]]:
-        """Yield (parameter, place in this rank's shard, start) of the parts of parameters in the shard."""
+        """Yield (parameter, slice of this rank's shard, first element in the parameter) for all parts in the shard."""
         for part in self._layout.ranges(self.number):
             yield self.parameters[part.index], slice(part.offset, part.offset + part.length), part.start
 
@@ -125,7 +126,7 @@ class FlatWeights(ABC):
             parameter.data = tensor
 
     def _gathered(self, shard: Tensor) -> list[Tensor]:
-        """Return new tensors with the values of all ranks' shards."""
+        """Gather the shards of all ranks, and return unsharded tensors."""
         whole = shard.new_empty(self._layout.length)
         if self.comm is None:
             whole.copy_(shard)
@@ -134,15 +135,17 @@ class FlatWeights(ABC):
         return self._layout.views(whole)
 
     def _master_shard(self) -> Tensor:
-        """Return a copy of the rank's shard in the type of the master weights, from parameters with their original memory."""
+        """Return a copy of this rank's shard in the master weights' type, from parameters in their original memory."""
         shard = torch.zeros(self._layout.shard_length, dtype=self.plan.master_dtype, device=self.plan.device)
         for part in self._layout.ranges(self.number):
+            if is_placeholder(self.parameters[part.index]):
+                continue
             values = self.parameters[part.index].detach().reshape(-1)
             shard[part.offset : part.offset + part.length] = values[part.start : part.start + part.length]
         return shard
 
     def _first_master(self, masters: Masters, copy: Tensor) -> Tensor:
-        """Return the master weights, with the values of `copy`."""
+        """Return the initial master weights, given a `copy` of the shard."""
         if masters == "none":
             return nowhere(copy.numel(), copy.dtype, copy.device)
         if masters == "offloaded" and is_accelerator(copy.device):
@@ -150,7 +153,7 @@ class FlatWeights(ABC):
         return copy if self.has_master_copy else self.shard
 
     def _set_range(self, shard: Tensor, index: int, values: Tensor) -> None:
-        """Copy into a `shard` its part of the values of parameter `index`."""
+        """Copy the shard's part of the `values` of parameter `index` to `shard`."""
         for part in self._layout.ranges(self.number):
             if part.index == index:
                 own = values.reshape(-1)[part.start : part.start + part.length]
@@ -158,7 +161,7 @@ class FlatWeights(ABC):
 
 
 class WholeWeights(FlatWeights):
-    """All weights in one flat buffer, on every rank or once for all ranks that share memory."""
+    """Unsharded weights in one flat buffer, either on every rank or shared by all ranks on the host."""
 
     def __init__(
         self,
@@ -183,27 +186,28 @@ class WholeWeights(FlatWeights):
                     self.master = self._first_master(masters, self._master_shard()) if apart else self.shard
             self._views = self._layout.views(self._buffer)
             if shards is None or not self.shared or shards.rank == 0:
-                self._buffer.zero_()
                 for parameter, view in zip(self.parameters, self._views, strict=True):
-                    view.copy_(parameter)
+                    if not is_placeholder(parameter):
+                        view.copy_(parameter)
             self.use_weights()
         if shards is not None and self.shared:
             shards.barrier()
 
     def _allocate(self) -> Tensor:
+        """Return the buffer, filled with zeros; its pages are not touched."""
         length, dtype = self._layout.length, self.plan.dtype
         if self.comm is not None and self.shared:
             buffer = self.comm.common(length, dtype=dtype, device=self.plan.device)
             assert buffer is not None
             return buffer
-        return torch.empty(length, dtype=dtype, device=self.plan.device)
+        return torch.zeros(length, dtype=dtype, device=self.plan.device)
 
     def use_weights(self) -> None:
-        """Make the parameters views of the buffer."""
+        """Let the parameters refer to views of the buffer."""
         self._set(self._views)
 
     def use_masters(self) -> None:
-        """Make the parameters unsharded copies of the master weights; a collective call."""
+        """Let the parameters refer to unsharded copies of the master weights; a collective call."""
         if self.has_master_copy and self.master is not None:
             self._set(self._gathered(self.master))
         else:
@@ -224,7 +228,7 @@ class WholeWeights(FlatWeights):
         """Do nothing: the weights are in memory."""
 
     def all_gather_async(self) -> None:
-        """Start to give all ranks the updated shards."""
+        """Start distributing the updated shards to all ranks."""
         if self.master is not None and self.has_master_copy:
             self.shard.copy_(self.master)
         if self.comm is not None and not self.shared:
@@ -235,6 +239,11 @@ class WholeWeights(FlatWeights):
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+
+def is_placeholder(tensor: Tensor) -> bool:
+    """Return whether a tensor has a shape but no memory, as created by `initial_values.stand_in`."""
+    return tensor.numel() > 1 and not any(tensor.stride())
 
 
 def nowhere(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,13 +1,14 @@
-"""Read, load and change unsharded parameters of a model whose parameters are sharded or have master weights.
+"""Read, load and change unsharded parameters while a model is sharded or has master weights.
 
     state = engine.state_dict()                 # unsharded values, on all ranks
     model.load_state_dict(state)                # all ranks; the optimizer continues from the loaded values
     with engine.edit_parameters():              # all ranks make the same changes
         model.head.weight.mul_(0.5)
 
-The optimizer of an engine updates *master weights*: shards, or values of a higher precision.  The next update would undo a
-change of the model's parameters that is not copied to the master weights, and a change by several ranks in shared memory would be applied
-several times.  Such changes are detected before the next update and raise an error.
+An engine's optimizer updates *master weights*: shards, or values in higher precision.  If the model's parameters were
+changed without changing the master weights, the next update would undo the change.  If several ranks changed
+parameters in shared memory, the change would be applied several times.  Such changes are detected before the next
+update and raise an error.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from farandole.parallel.weights import EDIT, FlatWeights
 
 
 class WholeParameters:
-    """Provides unsharded values of the parameters of `model`, which are stored as `weights`."""
+    """Provides unsharded values of the model's parameters, which are stored as `weights`."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class WholeParameters:
         comm: Communicator,
         is_whole: Callable[[], bool],
     ) -> None:
-        """Create it; `is_whole()` returns whether gathered weights are unsharded."""
+        """Initialize; `is_whole()` returns whether gathered weights are unsharded."""
         self._model, self._weights, self._comm = model, list(weights), comm
         self._is_whole = is_whole
         self._gathers = any(isinstance(weight, GatheredWeights) for weight in weights)
@@ -59,7 +60,7 @@ class WholeParameters:
             self._model.__dict__["__deepcopy__"] = _RefusedCopy()
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._model.__dict__.pop("__deepcopy__", None)
@@ -67,11 +68,11 @@ class WholeParameters:
     # ---- unannounced changes ----
 
     def remember(self) -> None:
-        """Record the current versions of the parameters as unchanged."""
+        """Record the parameters' current versions as unchanged."""
         self._versions = [[p._version for p in weight.parameters] for weight in self._weights]
 
     def check(self) -> None:
-        """Raise RuntimeError if parameters were changed by others than the optimizer."""
+        """Raise RuntimeError if parameters were changed outside of the optimizer."""
         for weight, versions in zip(self._weights, self._versions, strict=True):
             weight.check_in_place()
             for name, parameter, version in zip(weight.plan.names, weight.parameters, versions, strict=True):
@@ -104,10 +105,11 @@ class WholeParameters:
 
     @contextmanager
     def edit(self) -> Iterator[None]:
-        """Return a context in which all ranks may change the parameters in place in the same way; master weights get the values."""
+        """Return a context in which all ranks can make the same in-place changes to parameters, which also change the master weights."""
         if self._masters_elsewhere and self._weights:
             raise RuntimeError(
-                "the master weights are offloaded and cannot be changed through the parameters: load weights before engine.optimizer(...) is called"
+                "the master weights are offloaded and cannot be changed through the parameters: load "
+                "weights before engine.optimizer(...) is called"
             )
         with self.masters():
             yield
@@ -135,7 +137,8 @@ class WholeParameters:
                 return
             if metadata.get("assign_to_params_buffers"):
                 raise RuntimeError(
-                    "load_state_dict(assign=True) would replace the parameters that the engine updates: omit assign=True, or load before parallelize"
+                    "load_state_dict(assign=True) would replace the parameters that the engine updates: "
+                    "omit assign=True, or load before parallelize"
                 )
             self._context = self.edit()
             self._context.__enter__()
@@ -155,21 +158,23 @@ class WholeParameters:
         def before(module: nn.Module, *_: Any) -> None:
             if id(module) in self._modules and not self._editing and not self._is_whole():
                 raise RuntimeError(
-                    "this rank has only its shards of the parameters: call engine.state_dict() on all ranks to get unsharded values"
+                    "this rank has only its shards of the parameters: call engine.state_dict() on all "
+                    "ranks to get unsharded values"
                 )
 
         return before
 
 
 class _RefusedCopy:
-    """The `__deepcopy__` of a model with sharded parameters, which raises an error."""
+    """Replaces `__deepcopy__` for a model with sharded parameters, and raises an error."""
 
     def __call__(self, memo: Any) -> NoReturn:
-        """Refuse."""
+        """Raise RuntimeError."""
         raise RuntimeError(
-            "the model cannot be copied, because this rank has only its shards of the parameters: create another model, and load the result of engine.state_dict()"
+            "the model cannot be copied, because this rank has only its shards of the parameters: create "
+            "another model, and load the result of engine.state_dict()"
         )
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to pickle, too."""
+        """Raise RuntimeError when the model is pickled."""
         self(None)

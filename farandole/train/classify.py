@@ -1,7 +1,7 @@
 """Task "classify": fine-tune a BERT model to classify texts, or a ViT model to classify images.
 
-Text data are JSON lines, Parquet or Arrow files with a text (`data.field`) and a class name or number (`data.label`).
-Image data have the same format as for task "images".
+Texts are read from JSON lines, Parquet or Arrow files with the fields `data.field` (the text) and `data.label` (a class
+name or number).  Images are read as for task "images".
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class TextClassification(Task):
         largest = max(int(row.max(initial=0)) for row in tokens)
         if largest >= origin.config.vocabulary:
             raise DataError(
-                f"{folder / 'tokenizer.json'} contains token {largest}, but the model's vocabulary has only {origin.config.vocabulary} tokens"
+                f"{folder / 'tokenizer.json'} contains token {largest}, but the model's vocabulary has "
+                f"only {origin.config.vocabulary} tokens"
             )
         numbers = {name: number for number, name in enumerate(self.classes)}
         labels = np.array([numbers[name] for name in names], np.int64)
@@ -153,7 +154,8 @@ class ImageClassification(ImagesTask):
         sizes = describe_folder(config, ("vit",)).config
         if sizes.height != sizes.image_width or sizes.channels != 3:
             raise ConfigError(
-                f"model={config.model.folder} needs images with {sizes.height} x {sizes.image_width} pixels and {sizes.channels} "
+                f"model={config.model.folder} needs images with {sizes.height} x {sizes.image_width} "
+                f"pixels and {sizes.channels} "
                 f"channels, but task='classify' supports only square images with 3 channels"
             )
         super().__init__(

@@ -267,7 +267,8 @@ class TrainConfig(_Section):
         if share % size:
             near_size = max(n for n in range(1, min(size, share) + 1) if share % n == 0)
             raise ConfigError(
-                f"micro_batch={size} must divide the {share} samples per rank and step (on {ranks} ranks); try micro_batch={near_size}"
+                f"micro_batch={size} must divide the {share} samples per rank and step (on {ranks} ranks); "
+                f"try micro_batch={near_size}"
             )
         return share // size, size
 

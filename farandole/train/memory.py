@@ -17,6 +17,7 @@ from farandole.launch.control_groups import available_memory
 from farandole.memory.disk import Bandwidth
 from farandole.models.gpt import GPTConfig
 from farandole.models.hf.architecture import decoders
+from farandole.models.meta import meta_device
 from farandole.parallel.lora import add_lora
 from farandole.plan import Plan
 from farandole.planner import Estimate, Machine, Workload, bytes_per_parameter, estimate_workload
@@ -40,7 +41,7 @@ def workload_of(config: TrainConfig, ranks: int) -> Workload:
     count, samples = config.micro_batches(ranks)
     if config.model.folder:
         describe_folder(config, decoders())
-    with torch.device("meta"):
+    with meta_device():
         model = build_language_model(config)
         tokens = torch.empty(samples, config.model.context, dtype=torch.int64)
 

@@ -135,7 +135,8 @@ def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]
     config = saved_config(read_metadata(checkpoint).config)
     if config.task not in ("text", "sft"):
         raise CheckpointError(
-            f"checkpoint {checkpoint} belongs to task={config.task!r}: expected task='text' or 'sft', which can generate text"
+            f"checkpoint {checkpoint} belongs to task={config.task!r}: expected task='text' or 'sft', "
+            "which can generate text"
         )
     if config.model.folder:
         origin = read_config(checkpoint)

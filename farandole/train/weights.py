@@ -55,7 +55,9 @@ def load_initial_weights(model: nn.Module, config: TrainConfig) -> None:
     for name, tensor in expected.items():
         if name in saved and saved[name].shape != tensor.shape:
             raise ConfigError(
-                f"weights={config.weights}: {name} has shape {tuple(saved[name].shape)} in {file}, but {tuple(tensor.shape)} in the model; use the [model] section of the run that saved the weights"
+                f"weights={config.weights}: {name} has shape {tuple(saved[name].shape)} in {file}, but "
+                f"{tuple(tensor.shape)} in the model; use the [model] section of the run that saved the "
+                "weights"
             )
     parameters = {name for name, _ in model.named_parameters()}
     if odd := sorted((saved.keys() - expected.keys()) | (parameters - saved.keys())):

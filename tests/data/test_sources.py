@@ -96,7 +96,7 @@ def test_parquet_with_a_chosen_column(tmp_path: Path) -> None:
     assert _documents(path, "body") == ["x", "y", "z"]
     with pytest.raises(DataError, match='no column "content"; found: text, body, n'):
         _documents(path, "content")
-    with pytest.raises(DataError, match='expected text in column "n", found int64'):
+    with pytest.raises(DataError, match='row 1: expected text in field "n", found int'):
         _documents(path, "n")
     path.write_bytes(b"no such thing")
     with pytest.raises(DataError, match="is not a Parquet file"):

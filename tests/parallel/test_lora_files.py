@@ -296,7 +296,7 @@ def test_folders_that_are_no_adapters(tmp_path: Path) -> None:
     config.write_text("{")
     refused("adapter_config.json is damaged")
     config.write_text("[1]")
-    refused("it is a list, not an object")
+    refused("expected a JSON object, found list")
     with pytest.raises(ValueError, match="no LoRA adapters to save"):
         save_adapter(model(), tmp_path / "none")
     assert not (tmp_path / "none").exists()

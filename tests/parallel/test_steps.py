@@ -119,7 +119,7 @@ def _refusals(rank: int, size: int) -> None:
         engine.forward_backward([], _loss)
     engine.zero_grad()
     engine.forward_backward(batches, _loss)
-    with pytest.raises(RuntimeError, match="give all micro-batches of a step to one call"):
+    with pytest.raises(RuntimeError, match="pass all micro-batches of the step in one call"):
         engine.forward_backward(batches, _loss)
     engine.close()
 

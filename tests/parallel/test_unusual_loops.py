@@ -287,7 +287,7 @@ ERRORS = {
     _assigned_gradients: "was assigned a gradient, which ranks have not averaged",
     _hooks_after: "call register_post_accumulate_grad_hook before parallelize",
     _two_engines: "belongs to an engine already",
-    _given_twice: "was given to the engine already",
+    _given_twice: "engine.optimizer was already called with this optimizer",
     _foreign_group: "expected parameters that the engine trains",
     _lazy: "0.weight is not initialized",
 }
@@ -365,4 +365,4 @@ def _common_memory(rank: int, size: int) -> str:
 
 def test_parameters_in_the_same_memory(ranks: Any) -> None:
     for message in ranks(2).run(_common_memory):
-        assert "first and second are different parameters in the same memory" in message
+        assert "first and second are different parameters that share memory" in message

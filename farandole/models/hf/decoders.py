@@ -227,7 +227,8 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     unknown = [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]
     if unknown or len(kinds) != layers:
         raise FolderError(
-            f"{fields.where} has layer_types={kinds}: expected sliding_attention or full_attention for each of {layers} layers"
+            f"{fields.where} has layer_types={kinds}: expected sliding_attention or full_attention for "
+            f"each of {layers} layers"
         )
     windows = tuple(window if kind == "sliding_attention" and used else None for kind in kinds)
     return windows if any(windows) else ()

@@ -30,6 +30,7 @@ from farandole.models.hf.files import (
     write_file,
 )
 from farandole.models.hf.mapping import Box, Part, Table, overlap, volume
+from farandole.models.meta import meta_device
 from farandole.models.sequence import Transformer
 
 CONFIG = "config.json"
@@ -107,7 +108,7 @@ def from_pretrained(
     path = Path(folder).expanduser()
     origin, entries = _open(path, classes, changes)
     device = torch.get_default_device()
-    with torch.device("meta"):
+    with meta_device():
         model = origin.architecture.build(origin.config)
     model = model.to(dtype or torch.get_default_dtype())
     weights = Weights(origin, entries, model, seed, optional=classes is not None)
@@ -261,7 +262,8 @@ class Weights:
                 expected = part.shape(self._shapes[ours])
                 if entry.shape != expected:
                     raise FolderError(
-                        f"{entry.file}: {original[part.name]} has shape {list(entry.shape)}, but config.json requires {list(expected)}"
+                        f"{entry.file}: {original[part.name]} has shape {list(entry.shape)}, but "
+                        f"config.json requires {list(expected)}"
                     )
                 used.add(part.name)
                 found.append((part, entry))
@@ -357,11 +359,13 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
             if parameter is not None:
                 new = twins.get(id(parameter))
                 if new is None:
-                    new = twins[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device))
+                    new = twins[id(parameter)] = nn.Parameter(
+                        torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    )
                 module._parameters[name] = new  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = torch.zeros_like(buffer, device=device)
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
 
 
 # ---- writing ----

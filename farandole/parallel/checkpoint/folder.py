@@ -1,4 +1,4 @@
-"""Checkpoints of an engine in a folder: written in the foreground or background, loaded under any plan and number of ranks.
+"""Save engine checkpoints in the foreground or background, and load them under any plan and number of ranks.
 
     engine.save(folder, extra={"step": n})            # `state` lists the contents
     pending = engine.save(folder, asynchronous=True)  # copies the state to host memory; a thread writes the copy
@@ -7,7 +7,7 @@
     engine.export(folder)                             # model.safetensors: parameters and buffers alone, for other tools
     engine.load_weights(folder)
 
-A folder is called `FOLDER.tmp` until all of its files are on the disk.
+A folder is named `FOLDER.tmp` until all of its files are on disk.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether this rank has ended its part; `wait` tells whether it has succeeded."""
+        """Whether this rank has finished writing; `wait` reports errors."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
@@ -70,7 +70,7 @@ class PendingSave:
             raise
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Return when this rank has ended its part, or after `timeout_s`; not a collective call."""
+        """Wait until this rank has finished writing, or for `timeout_s`; not a collective call."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -119,7 +119,7 @@ _background_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGro
 
 
 def _background_group(comm: Communicator) -> dist.ProcessGroup:
-    """Return a group of the same ranks: collectives of the thread must not mix with those of training."""
+    """Return a group with the same ranks, so that the thread's collectives do not mix with collectives in training."""
     if comm.group not in _background_groups:
         ranks = [dist.get_global_rank(comm.group, rank) for rank in range(comm.size)]
         _background_groups[comm.group] = local_group(comm.group, ranks)
@@ -163,7 +163,7 @@ def _json(values: Mapping[str, Any]) -> str:
 
 
 def _copy(value: Tensor | Range) -> Tensor | Range:
-    """Return a copy in host memory; offloaded states are read when they are written."""
+    """Return a copy in host memory; offloaded states are copied when they are written."""
     if isinstance(value, Range):
         return value if value.held is None else replace(value, held=value.held.to("cpu", copy=True))
     return value.detach().to("cpu", copy=True)
@@ -193,13 +193,14 @@ def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None
 
 
 def _check_optimizers(engine: Engine, found: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` unless the engine has the saved optimizers; an engine without any can load all."""
+    """Raise `CheckpointError` unless the engine's optimizers match the saved ones; an engine without optimizers always matches."""
     own = engine.metadata()
     counts = [[len(groups) for groups in each["groups"]] for each in (own, found)]
     if engine.optimizers and (own["optimizers"] != found["optimizers"] or counts[0] != counts[1]):
         saved = ", ".join(found["optimizers"]) or "no optimizer"
         raise CheckpointError(
-            f"it contains the state of {saved} with {counts[1]} parameter groups, but the engine has {', '.join(own['optimizers'])} with {counts[0]}"
+            f"it contains the state of {saved} with {counts[1]} parameter groups, but the engine has "
+            f"{', '.join(own['optimizers'])} with {counts[0]}"
         )
 
 
@@ -215,7 +216,7 @@ def prepare(folder: Path) -> None:
 
 
 def partial_folder(folder: Path) -> Path:
-    """Return the name of a folder while it is being written."""
+    """Return the temporary name of a folder that is being written."""
     return folder.with_name(f"{folder.name}.tmp")
 
 
@@ -223,7 +224,7 @@ def partial_folder(folder: Path) -> Path:
 def fail_on_all(
     comm: Communicator, folder: Path, kind: type[CheckpointError] = CheckpointError
 ) -> Iterator[None]:
-    """Raise a `CheckpointError` about `folder` on all ranks if any fails in the block; all ranks enter it."""
+    """Raise a `CheckpointError` about `folder` on all ranks if any rank fails in the block; all ranks enter the context."""
     failure: OSError | str = ""
     try:
         yield
@@ -235,7 +236,7 @@ def fail_on_all(
 def raise_on_all(
     comm: Communicator, failure: OSError | str, folder: Path, kind: type[CheckpointError] = CheckpointError
 ) -> None:
-    """Raise a `CheckpointError` about `folder` on all ranks if any has a `failure`."""
+    """Raise a `CheckpointError` about `folder` on all ranks if any rank has a `failure`; a collective call."""
     for rank, reason in enumerate(comm.all_gather_object(failure)):
         if reason:
             error = kind(f"checkpoint {folder}: {reason} (rank {rank})")
@@ -244,7 +245,7 @@ def raise_on_all(
 
 
 def reason_of(error: BaseException) -> OSError | str:
-    """Return the failure of the disk that led to `error`, of several ranks or of closing files; or its first line."""
+    """Return the disk failure that caused `error`, or the first line of its message."""
     if isinstance(error, CheckpointException):
         reasons = [reason_of(failure) for failure, _ in error.failures.values()]
         return next((reason for reason in reasons if isinstance(reason, OSError)), reasons[0])

@@ -1,7 +1,7 @@
-"""Parts of global tensors, as PyTorch's distributed checkpoints save and load them: boxes, by name and offset.
+"""Save and load parts of global tensors as boxes in PyTorch's distributed checkpoint format.
 
-A rank's tensor consists of one or several boxes of a global tensor (`Place`).  The rank stores a range of its flattened elements
-(`Range`), which PyTorch saves as boxes.
+A rank's tensor consists of one or several boxes of a global tensor (`Place`).  The rank stores a range of its
+flattened elements (`Range`), which PyTorch saves as boxes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from farandole.layout import Box, boxes_of_range, volume
 class Place:
     """The position of a rank's tensor in the global tensor of `shape`.
 
-    The tensor of shape `local` consists of `regions`: pairs of a box of itself and the corresponding box of the global tensor.
+    The rank's tensor has shape `local` and consists of `regions`: pairs of a local box and the corresponding global box.
     """
 
     shape: tuple[int, ...]
@@ -39,13 +39,13 @@ class Place:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Place:
-        """Return the place of a tensor that is whole on this rank."""
+        """Return the place of a tensor that is complete on this rank."""
         box = _box_of(shape)
         return Place(tuple(shape), tuple(shape), ((box, box),))
 
     @staticmethod
     def of_boxes(shape: Sequence[int], local: Sequence[int], boxes: Sequence[Box]) -> Place:
-        """Return the place of a tensor of several boxes, concatenated along the dimension in which they differ."""
+        """Return the place of a tensor that consists of several boxes, concatenated along the dimension in which they differ."""
         regions: list[tuple[Box, Box]] = []
         begun = 0
         for box in boxes:
@@ -60,7 +60,7 @@ class Place:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the range is the whole tensor."""
+        """Whether the tensor is complete on this rank."""
         return self.local == self.shape and len(self.regions) == 1
 
 
@@ -72,8 +72,9 @@ def _box_of(shape: Sequence[int]) -> Box:
 class Range:
     """Consecutive elements of a rank's flattened tensor, from element `start` on.
 
-    PyTorch saves them as boxes of the global tensor, through two methods (`torch.distributed._checkpointable`) and the planners
-    below.  `load` reads the flat elements if they are not `held` in memory; they are valid until the next call.
+    PyTorch saves them as boxes of the global tensor, through two methods (`torch.distributed._checkpointable`) and
+    the planners below.  `load` reads the flat elements if they are not `held` in memory; they are valid until the
+    next call.
     """
 
     place: Place
@@ -99,11 +100,11 @@ class Range:
 
     @property
     def nbytes(self) -> int:
-        """The size of the elements."""
+        """The total size of the elements in bytes."""
         return self.length * self.dtype.itemsize
 
     def part(self, offsets: Sequence[int]) -> Tensor:
-        """Return the elements of the box of the global tensor that begins at `offsets`."""
+        """Return the elements in the box of the global tensor that begins at `offsets`."""
         for box, elements in self.boxes():
             if tuple(start for start, _ in box) == tuple(offsets):
                 return elements
@@ -153,16 +154,16 @@ class Range:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans to save ranges and ordinary tensors, by name."""
+    """Plans to save ranges and tensors by name."""
 
     nbytes = 0
-    """The bytes that this rank writes, known after ranks have divided the work."""
+    """The bytes that this rank writes, known once the plan is final."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Take the part of the plan that is this rank's."""
+        """Receive this rank's part of the global plan."""
         for data in (item.tensor_data for item in new_plan.items):
             if data is not None:
                 self.nbytes += data.chunk.sizes.numel() * data.properties.dtype.itemsize
@@ -175,7 +176,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Plans to load ranges and ordinary tensors, by name."""
+    """Plans to load ranges and tensors by name."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -183,20 +184,20 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Keep the state as it is: torch's planner drops values of types that it does not know."""
+        """Keep all values, because torch's planner drops values of unknown types."""
         self.state_dict = self.original_state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the tensor to read `index` into."""
+        """Return the destination tensor for `index`."""
         found = self.state_dict[index.fqn]
         return found.part(index.offset or ()) if isinstance(found, Range) else super().lookup_tensor(index)
 
 
 def read_state(folder: Path, state: dict[str, Any], metadata: Metadata | None = None) -> None:
-    """Read the ranges and tensors of `state` from checkpoint `folder`, on this rank alone.
+    """Read the ranges and tensors in `state` from checkpoint `folder`, on this rank alone.
 
-    `metadata` is the metadata of the checkpoint if the caller has read it.
+    `metadata` is the checkpoint's metadata, if the caller has already read it.
 
     `torch.distributed.checkpoint.load` has the same steps, but warns if ranks load different tensors.
     """

@@ -1,10 +1,11 @@
-"""Write the weights of an engine as safetensors files or a Hugging Face folder, and load them from such files.
+"""Write an engine's weights as safetensors files or as a Hugging Face folder, and load weights from such files.
 
     model.safetensors                                        or, for larger models,
     model-00001-of-00003.safetensors ... and model.safetensors.index.json, in the layout of Hugging Face
 
-No rank holds the unsharded model.  Ranks write the boxes that they store to a checkpoint, and then each rank writes some of the files from it, a
-few tensors at a time.  To load, each rank reads only the elements that it stores, into the memory where the engine keeps them.
+No rank holds the unsharded model.  Ranks write the boxes that they store to a checkpoint, and then each rank writes
+some of the files from it, a few tensors at a time.  To load, each rank reads only the elements that it stores, into
+the memory where the engine keeps them.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _PREFIX = "model."
 _STATE = "state"
 
 _CACHED_BYTES = 64 << 20
-"""The largest tensor that is kept in memory while its parts are written."""
+"""The maximum size of a tensor that is kept in memory while its parts are written."""
 
 _Entries = dict[str, TensorStorageMetadata]
 
@@ -66,7 +67,7 @@ _Entries = dict[str, TensorStorageMetadata]
 
 
 def export(engine: Engine, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
-    """Write the weights as safetensors under the names of the model; see `Engine.export`."""
+    """Write the weights as safetensors files with the model's tensor names; see `Engine.export`."""
 
     def tensors(saved: _Entries) -> list[Written]:
         return [_same(name, entry) for name, entry in saved.items()]
@@ -92,7 +93,7 @@ def save_pretrained(engine: Engine, folder: Path, dtype: torch.dtype | None, fil
 
 
 def write_weights(path: Path, state: Path, model: nn.Module) -> None:
-    """Write one file of the parameters and buffers in checkpoint `state` of `model`, in the types with which `model` computes.
+    """Write the model's parameters and buffers in checkpoint `state` to one file, in the types in which the model computes.
 
     Not a collective call.
     """
@@ -118,9 +119,9 @@ def _write(
     """Write a new folder; a collective call.
 
     Args:
-        tensors: returns the tensors to write for the parameters and buffers of the model.
-        dtype: the type of floating-point tensors; None keeps the types in which they are saved.
-        describe_model: writes further files, given the folder and the type of the weights.
+        tensors: a function that returns the tensors to write for the model's parameters and buffers.
+        dtype: the type of floating-point tensors; None keeps the saved types.
+        describe_model: a function that writes further files, given the folder and the weights' type.
     """
     comm, temporary = engine.comm, partial_folder(folder)
     with fail_on_all(comm, folder):
@@ -172,7 +173,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _saved(state: Path, model: nn.Module) -> _Entries:
-    """Return the saved parameters and buffers by their names in the model, in its order."""
+    """Return the saved parameters and buffers by name, in model order."""
     order = {name: number for number, (name, _) in enumerate(_tensors(model))}
     entries = {
         name.removeprefix(_PREFIX): entry
@@ -183,7 +184,7 @@ def _saved(state: Path, model: nn.Module) -> _Entries:
 
 
 def lora_scalings(model: nn.Module) -> dict[str, float]:
-    """Return the scaling of the adapter by the name of the weight to which it is not yet added."""
+    """Return the scalings of unmerged adapters by the names of their weights."""
     return {
         f"{path}.weight": layer.lora.scaling for path, layer in lora_layers(model).items() if not layer.merged
     }
@@ -193,7 +194,7 @@ class _StateReader:
     """Reads tensors to write from a checkpoint.
 
     Args:
-        scalings: adapters to add to weights, for tensors that are written under other names than those of the model.
+        scalings: the scalings of adapters that are added to weights in Hugging Face folders.
     """
 
     def __init__(self, folder: Path, scalings: Mapping[str, float]) -> None:
@@ -243,7 +244,7 @@ class _StateReader:
 
 @dataclass(frozen=True)
 class _Files:
-    """Weights in safetensors files under the names of the model."""
+    """Weights in safetensors files with the model's tensor names."""
 
     entries: Mapping[str, Entry]
     folder: Path
@@ -256,9 +257,9 @@ class _Files:
 
 
 def read_weights(engine: Engine, source: WeightSource) -> None:
-    """Read the parameters and buffers that this rank stores, into their memory; a collective call.
+    """Read the parameters and buffers that this rank stores, directly into their memory; a collective call.
 
-    Tensors that `source` does not have keep their values.
+    Tensors that are missing in `source` keep their values.
 
     Raises:
         CheckpointError: on all ranks, if one of them cannot read.
@@ -295,7 +296,7 @@ def load_weights(engine: Engine, path: Path) -> None:
 
 
 def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _Files:
-    """Return the entries by the names of the engine's model, after checks of names, shapes and lengths."""
+    """Check names, shapes and lengths, and return the entries by the model's tensor names."""
     aliases = _aliases(engine)
     known = {alias for names in aliases.values() for alias in names} | {
         n for n, _ in engine.model.named_buffers()
@@ -321,7 +322,7 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
 
 
 def _aliases(engine: Engine) -> dict[str, list[str]]:
-    """Return all names of each parameter by its first name: files may have a tied one under another."""
+    """Return all names of each parameter by its first name, because files can list a tied parameter under any of them."""
     names: dict[int, list[str]] = {}
     for name, parameter in engine.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -329,7 +330,7 @@ def _aliases(engine: Engine) -> dict[str, list[str]]:
 
 
 def _entries(path: Path) -> dict[str, Entry]:
-    """Return the tensors in a file, or in the files of a folder."""
+    """Return the tensors in a file, or in all files in a folder."""
     try:
         if path.is_dir():
             if not (path / INDEX).exists() and not (path / FILE).exists():

@@ -5,9 +5,9 @@
     random.rankN            the generator of a rank; random.cuda.rankN is the generator of its accelerator
     compression.rankN.KEY   the compression residuals of a rank
 
-Every rank saves the boxes that it stores under the names of an unsharded model, and loads the boxes that it needs from the saved
-boxes.  So a checkpoint loads under any number of ranks, ZeRO stage and precision.  Tensors that several ranks store have the same name
-and position on each rank, and are written once.
+Each rank saves its boxes under the tensor names of the unsharded model, and loads the boxes that it needs from the
+saved boxes. Therefore a checkpoint can be loaded with any number of ranks, ZeRO stage and precision.  A tensor that
+several ranks store is written once.
 
 Offloaded optimizer states pass through memory one bucket at a time when they are saved and loaded.
 """
@@ -43,14 +43,15 @@ State = dict[str, "Tensor | Range"]
 
 
 def state_of(engine: Engine, rank: int) -> State:
-    """Return the state of `engine`; its tensors are the engine's own."""
+    """Return the state of `engine`; its tensors share memory with the engine."""
     reader = _WeightReader()
     state: State = {f"model.{s.name}": reader.range_of(s) for s in stored_tensors(engine)}
     for stem, place, shard, start, states in _states(engine):
         for key, value in states.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
-                    f"an optimizer keeps {key!r} of {stem.partition('.')[2]} as {type(value).__name__}: only tensors can be saved"
+                    f"an optimizer keeps {key!r} of {stem.partition('.')[2]} as {type(value).__name__}: "
+                    "only tensors can be saved"
                 )
             by_element = value.dim() and value.numel() == shard.numel()
             state[f"{stem}/{key}"] = Range.of(value, start, place) if by_element else value
@@ -67,7 +68,7 @@ def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -
     """Return new tensors for the entries of `saved` that this rank needs.
 
     Raises:
-        CheckpointError: if a trained parameter is missing, or has another shape.
+        CheckpointError: if a trained parameter is missing or has a different shape.
     """
     state: State = {}
     for stored in stored_tensors(engine):
@@ -94,7 +95,7 @@ def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -
 
 
 def restore(engine: Engine, rank: int, loaded: State) -> None:
-    """Set `engine` to the values that were loaded into the tensors of `empty_state`; all ranks call it."""
+    """Restore `engine` from the tensors of `empty_state` after they were loaded; a collective call."""
     with torch.no_grad():
         pairs = ((stored, loaded.get(f"model.{stored.name}")) for stored in stored_tensors(engine))
         set_values((stored, new.values) for stored, new in pairs if isinstance(new, Range))
@@ -113,7 +114,7 @@ def restore(engine: Engine, rank: int, loaded: State) -> None:
 
 
 def _as_state(found: Tensor | Range, shard: nn.Parameter) -> Tensor:
-    """Return a state as optimizers keep it: laid out as the shard, on its device."""
+    """Return an optimizer state with the shape, strides and device of the shard."""
     if isinstance(found, Tensor):
         return found
     like = torch.empty_like(shard, dtype=found.dtype, requires_grad=False)
@@ -122,9 +123,9 @@ def _as_state(found: Tensor | Range, shard: nn.Parameter) -> Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """The part of a parameter or buffer on this rank: `values()`, from element `start` of its tensor on.
+    """This rank's part of a parameter or buffer: `values()` begin at element `start` of the rank's tensor.
 
-    Values can be changed in place; values of offloaded `weights` only while the weights are in memory.
+    Values can be changed in place.  If `weights` are offloaded, this requires them to be in memory.
     """
 
     name: str
@@ -136,7 +137,7 @@ class Stored:
 
 
 def stored_tensors(engine: Engine) -> Iterator[Stored]:
-    """Yield parameters and buffers, by the names of the model's state."""
+    """Yield this rank's parts of all parameters and buffers."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     trained = {id(parameter) for bucket in engine.buckets for parameter in bucket.parameters}
     for part in engine.stored_parts():
@@ -156,7 +157,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def set_values(found: Iterable[tuple[Stored, Tensor]]) -> None:
-    """Set what a rank stores to values, those of offloaded weights a bucket at a time."""
+    """Set this rank's parts of tensors to values; offloaded weights are set one bucket at a time."""
     for weights, members in groupby(found, key=lambda pair: pair[0].weights):
         with nullcontext() if weights is None else weights.in_memory(write=True):
             for stored, values in members:
@@ -172,7 +173,7 @@ class _WeightReader:
         self._values: dict[str, Tensor] = {}
 
     def range_of(self, stored: Stored) -> Range:
-        """Return what is stored of a parameter; it is read when it is needed, if it is offloaded."""
+        """Return this rank's part of a parameter as a range; offloaded values are read on demand."""
         values, weights = stored.values(), stored.weights
         if weights is None or not weights.is_offloaded:
             return Range.of(values, stored.start, stored.place)
@@ -189,7 +190,7 @@ class _WeightReader:
 
 
 def _place(engine: Engine, name: str, tensor: Tensor) -> Place:
-    """Return the place of a tensor of this rank, by its layout."""
+    """Return the place of a tensor on this rank, from its layout."""
     layout = engine.layouts.get(name)
     if layout is None or not layout.shards:
         return Place.whole(tensor.shape)
@@ -205,7 +206,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _states(engine: Engine) -> Iterator[tuple[str, Place, nn.Parameter, int, dict[str, Any]]]:
-    """Yield (name of the entries before "/", place, shard, start, states) of the states that optimizers keep in memory."""
+    """Yield (entry name before "/", place, shard, start, states) for all optimizer states in memory."""
     if engine.offloaded:
         return
     places = _places(engine)
@@ -220,7 +221,7 @@ def _prefix(number: int) -> str:
 
 
 def _keys_of(entries: Iterable[str]) -> defaultdict[str, list[str]]:
-    """Return the keys of optimizer states, by the part of the names before "/"."""
+    """Return the keys of optimizer states by the entry name before "/"."""
     keys: defaultdict[str, list[str]] = defaultdict(list)
     for entry in entries:
         stem, _, key = entry.rpartition("/")
@@ -238,13 +239,13 @@ def _described(description: STORAGE_TYPES) -> TensorStorageMetadata:
 
 
 def _empty_as(description: STORAGE_TYPES) -> Tensor:
-    """Return memory for a whole tensor."""
+    """Return an empty tensor for a complete tensor."""
     found = _described(description)
     return torch.empty(found.size, dtype=found.properties.dtype)
 
 
 def _empty_range(description: STORAGE_TYPES, place: Place, start: int, length: int) -> Range | None:
-    """Return memory for elements of a tensor, which earlier versions saved flat; None for a tensor of another shape."""
+    """Return an empty range for a tensor's elements, which earlier versions saved flat; None if the shape differs."""
     found = _described(description)
     size = tuple(found.size)
     if size != place.shape:
@@ -257,7 +258,7 @@ def _empty_range(description: STORAGE_TYPES, place: Place, start: int, length: i
 def _empty_optimizer_state(
     description: STORAGE_TYPES, shard: nn.Parameter, start: int, place: Place
 ) -> Tensor | Range:
-    """Return memory for a state by element, or for a whole one such as a number."""
+    """Return an empty range for an elementwise state, or an empty tensor for another state such as a number."""
     by_element = _described(description).size and _empty_range(description, place, start, shard.numel())
     return by_element or _empty_as(description)
 
@@ -266,7 +267,7 @@ def _empty_optimizer_state(
 
 
 def _offloaded_state(engine: Engine, stored: Mapping[str, Tensor | Range]) -> State:
-    """Return offloaded states, read when they are written, in this order; master weights replace `stored` values."""
+    """Return offloaded states as ranges that are read when they are written; master weights replace `stored` values."""
     places = _places(engine)
     state: State = {}
     for number, update in enumerate(engine.offloaded):
@@ -298,7 +299,7 @@ def _load_master(reader: UnitReader, unit: int, at: int) -> Tensor:
 
 
 def load_offloaded(engine: Engine, folder: Path, loaded: Mapping[str, Tensor | Range]) -> None:
-    """Set offloaded optimizers to the states in checkpoint `folder`, after `restore` of `loaded`; each rank reads by itself."""
+    """Restore offloaded optimizer states from checkpoint `folder`, after `restore`; not a collective call."""
     if not engine.offloaded:
         return
     places = _places(engine)
@@ -329,7 +330,7 @@ def load_offloaded(engine: Engine, folder: Path, loaded: Mapping[str, Tensor | R
 
 
 def _places(engine: Engine) -> dict[int, tuple[str, int, Place]]:
-    """Return for each tensor that is updated the name of its parameter, its start in the parameter, and the parameter's place."""
+    """Return the parameter's name, the first element in the parameter, and the parameter's place, for each updated tensor."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     return {
         id(shard): (names[id(parameter)], start, _place(engine, names[id(parameter)], parameter))

@@ -16,7 +16,7 @@ from farandole.plan import LoRA
 
 @dataclass(frozen=True)
 class Summary:
-    """The adapted layers of a model by path, its numbers of parameters, and the bytes of all parameters."""
+    """A summary of an adapted model: its adapted layers by path, its parameter counts, and the bytes of all parameters."""
 
     layers: tuple[str, ...]
     trained: int
@@ -41,7 +41,7 @@ def add_lora(model: nn.Module, lora: LoRA) -> Summary:
     Raises:
         ValueError: if a pattern matches nothing or no plain `nn.Linear`, the model already has adapters, or weights
             would no longer be tied.  The model is then unchanged.
-        ImportError: if torchao is needed and missing.
+        ImportError: if torchao is required and missing.
     """
     present = lora_layers(model)
     if present:
@@ -66,7 +66,7 @@ def add_lora(model: nn.Module, lora: LoRA) -> Summary:
 
 
 def summarize(model: nn.Module) -> Summary:
-    """Return the adapted layers and the numbers of parameters of `model`."""
+    """Return the model's adapted layers and parameter counts."""
     parameters = list(model.parameters())
     return Summary(
         layers=tuple(lora_layers(model)),
@@ -77,13 +77,13 @@ def summarize(model: nn.Module) -> Summary:
 
 
 def merge(model: nn.Module, untie: bool = False) -> None:
-    """Add the updates to the weights, so that the model has the same output (up to rounding) at the speed of the base model.
+    """Add the updates to the weights, so that the model has the same output (up to rounding) and is as fast as the base model.
 
     Weights are changed in place and rounded once; bf16 and fp16 weights lose the part of the update below their
     precision. A quantized weight becomes an ordinary tensor. Adapters are kept for `unmerge`, `save_adapter` and `remove`.
 
     Args:
-        untie: give a layer its own copy of a weight that other modules use too.
+        untie: copy a weight for the adapted layer if other modules use it too.
 
     Raises:
         ValueError: if other modules use a weight and `untie` is false, or an update is not finite.
@@ -179,7 +179,7 @@ def _biases(model: nn.Module, lora: LoRA, layers: Iterable[str]) -> dict[str, nn
 
 
 def _check_trained_alone(model: nn.Module, trained: dict[str, nn.Module]) -> None:
-    """Refuse to train only some of several tied modules, because loading the adapter would untie them."""
+    """Raise ValueError if only some of several tied modules are trained, because loading the adapter would untie them."""
     inside = {module for outer in trained.values() for module in outer.modules()}
     for path, outer in trained.items():
         for name, parameter in outer.named_parameters():

@@ -1,10 +1,11 @@
-"""Adapters of models from Hugging Face folders, under the names of the layers of `transformers`.
+"""Convert adapters of models from Hugging Face folders to and from the layer names in `transformers`.
 
-A model here may have one fused layer for several layers of `transformers`, such as queries, keys and values.  The adapter of a fused layer has one A
-(rank, in) and one B (out, rank).  For PEFT it becomes one adapter per layer with the same A and the rows of B that belong to the layer.
+One fused layer of a model can correspond to several layers in `transformers`, such as queries, keys and values.  The
+adapter of a fused layer has one A (rank, in) and one B (out, rank).  For PEFT it becomes one adapter per layer with
+the same A and the rows of B that belong to the layer.
 
-In the other direction, layers may have different A.  The fused adapter then has all their ranks: A is their concatenation, and B is zero where the
-rows of a layer meet the ranks of another layer.
+In the other direction, layers may have different matrices A.  The fused adapter's A is then the concatenation of all
+A, and B is zero in the blocks that combine the rows of one layer with the ranks of another layer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def origin_of(model: nn.Module) -> Pretrained | None:
 
 
 def for_peft(origin: Pretrained, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of an adapter, named as in `peft_adapter`, under the names of `transformers`."""
+    """Convert an adapter's tensors, which have names as in `peft_adapter`, to the names in `transformers`."""
     table, found = origin.table, {}
     for name, tensor in tensors.items():
         stem, kind = _split(name)
@@ -59,7 +60,7 @@ def for_peft(origin: Pretrained, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 def config_for_peft(
     origin: Pretrained, config: dict[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the configuration of PEFT for the tensors of `for_peft`."""
+    """Return the PEFT configuration for the tensors that `for_peft` returned."""
     paths = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
     others = {n.rpartition(".")[0] for n in tensors if ".lora_" not in n and ".base_layer." not in n}
     classes = origin.values.get("architectures") or [""]
@@ -78,9 +79,9 @@ def config_for_peft(
 def from_peft(
     origin: Pretrained, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a configuration and tensors with the names of the model, for those of PEFT.
+    """Convert a PEFT configuration and its tensors to the model's names.
 
-    Adapters with names of the model are returned unchanged.
+    Adapters that already use the model's names are returned unchanged.
     """
     table = origin.table
     modules = {_module(table, part): (ours, part) for ours, parts in table.parts.items() for part in parts}
@@ -128,7 +129,7 @@ def from_peft(
 
 
 def _fused(parts: tuple[Part, ...], adapters: list[tuple[Part, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return A and B of one layer for adapters of its parts."""
+    """Return the A and B of a fused layer, given the adapters of its parts."""
     first = adapters[0][1]
     if len(parts) == 1:
         return first, adapters[0][2]
@@ -146,7 +147,7 @@ def _fused(parts: tuple[Part, ...], adapters: list[tuple[Part, Tensor, Tensor]])
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return the path of a layer, and "lora_A", "lora_B" or the name of another tensor."""
+    """Split a tensor name into the layer's path and "lora_A", "lora_B" or another tensor name."""
     for kind in ("lora_A", "lora_B"):
         if name.endswith(f".{kind}.weight"):
             return name.removesuffix(f".{kind}.weight"), kind
@@ -162,5 +163,5 @@ def _rows(part: Part, ours: str) -> tuple[int, int] | None:
 
 
 def _module(table: Table, part: Part) -> str:
-    """Return the path of the layer of `transformers` that has the tensor of a part."""
+    """Return the path of the layer in `transformers` that contains a part's tensor."""
     return table.module(part.name.rpartition(".")[0])

@@ -57,18 +57,18 @@ class LoRALinear(nn.Linear):
         return f"{super().extra_repr()}, rank={self.lora.rank}, alpha={self.lora.alpha:g}{state}"
 
     def update(self) -> Tensor:
-        """Return s B A (out, in), in fp32 or the type of the weight if it is wider."""
+        """Return s B A (out, in), in fp32 or in the weight's type if it is wider."""
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
             return (self.lora_B.to(dtype) @ self.lora_A.to(dtype)).mul_(self.lora.scaling)
 
     def add_to_weight(self, sign: int) -> None:
-        """Add `sign` times the update to the weight, in place; a quantized weight becomes an ordinary tensor."""
+        """Add `sign` times the update to the weight in place; a quantized weight becomes a dense tensor."""
         update = self.update()
         with torch.no_grad():
             if is_wrapper(self.weight.data):
                 self.weight = nn.Parameter(dense(self.weight), requires_grad=False)
-            # rounded once, to the type of the weight
+            # rounded once, to the weight's type
             self.weight.copy_(self.weight.to(update.dtype).add_(update, alpha=sign))
 
 

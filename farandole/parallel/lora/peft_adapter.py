@@ -1,4 +1,4 @@
-"""Save and load LoRA adapters in the format of PEFT.
+"""Save and load LoRA adapters in PEFT format.
 
 A folder with two files:
 
@@ -9,7 +9,8 @@ A folder with two files:
     adapter_config.json         {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": [PATH, ...],
                                  "lora_dropout": ..., "use_rslora": ..., "bias": ..., "modules_to_save": ..., ...}
 
-PATH is the path of the layer in the model, or, for a model from a Hugging Face folder, in the model of `transformers`.  Each file is written to a temporary name, flushed and renamed.
+PATH is the path of the layer in the model, or, for a model from a Hugging Face folder, in the model of
+`transformers`.  Each file is written to a temporary name, flushed and renamed.
 """
 
 from __future__ import annotations
@@ -58,8 +59,7 @@ def save_adapter(
 
     Args:
         base_model: the name of the base model to write into the configuration.
-        values: tensors by their names in the model, to write in place of those of the model, which may be sharded or
-            changing.
+        values: tensors by name, to write instead of the model's tensors if these are sharded or may change.
 
     Raises:
         ValueError: if the model has no LoRA.
@@ -87,13 +87,13 @@ def save_adapter(
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> Summary:
-    """Load the adapter in `folder` into `model`: add LoRA as saved to a plain model, or replace the values of its LoRA.
+    """Load the adapter in `folder` into `model`: add adapters to a plain model, or replace the values of existing adapters.
 
     For a quantized base, call `add_lora` first.
 
     Raises:
-        AdapterError: if files are missing or damaged, need an unsupported feature, or have other names, shapes, rank or
-            scaling than the model.  The model is then unchanged.
+        AdapterError: if files are missing or damaged, require an unsupported feature, or do not match the model's names,
+            shapes, rank or scaling.  The model is then unchanged.
         ValueError: as in `add_lora`.
     """
     model, folder = _unwrapped(model), Path(folder).expanduser()
@@ -110,7 +110,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> Summary:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside the wrappers of `torch.compile` and DDP, which change names."""
+    """Return the model inside `torch.compile` and DDP wrappers, which change names."""
     compiled = getattr(model, "_orig_mod", None)  # its class takes seconds to import
     inner = model.module if isinstance(model, DistributedDataParallel) else compiled
     return _unwrapped(inner) if isinstance(inner, nn.Module) else model
@@ -244,16 +244,16 @@ _HARMLESS = {
         "runtime_config",
     ),  # have an effect only together with other fields
 }
-"""Fields that are ignored: the origin of an adapter, or its layers, which follow from its tensors."""
+"""Ignored fields: the origin of an adapter, and its layers, which are determined by its tensors."""
 
 _STARTS = (True, False, "gaussian", "orthogonal")
-"""Supported initializations of A and B; others change the weights of the base model."""
+"""Supported initializations of A and B; other initializations change the base model's weights."""
 
 _SHOWN = 6
 
 
 class AdapterError(RuntimeError):
-    """An adapter cannot be written or read, or does not fit the model; the message names the adapter and the reason."""
+    """Raised if an adapter cannot be written or read or does not match the model; the message contains the adapter and the reason."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Frozen weights of 8 or 4 bits, quantized by torchao, and their products.
+"""Frozen weights with 8 or 4 bits, quantized by torchao, and products with them.
 
 A product dequantizes the weight temporarily, in the forward pass and
 again in the backward pass, for the gradient of the input (Dettmers et al., 2023, "QLoRA").
@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _NF4_UNIT = 64 * 256
-"""Each 64 weights share a scale, and each 256 scales share a scale of scales; torchao supports multiples of this size."""
+"""The block size: 64 weights share a scale, and 256 scales share a second-level scale; torchao supports multiples of this size."""
 
 
 def quantized_weights(linears: Mapping[str, nn.Linear], base: str) -> dict[str, Tensor]:
-    """Return the weight of each layer in the type `base`.
+    """Quantize the weight of each layer to the type `base`.
 
     Raises:
         ImportError: if torchao is missing.
@@ -100,7 +100,7 @@ def dense(weight: Tensor) -> Tensor:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return whether a tensor is a wrapper of other tensors, as quantized tensors are."""
+    """Return whether a tensor wraps other tensors, like quantized tensors."""
     return hasattr(tensor, "__tensor_flatten__")
 
 
@@ -119,7 +119,7 @@ def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """A product that saves only the quantized weight for the backward pass."""
+    """A matrix product that saves only the quantized weight for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -142,7 +142,7 @@ class _FrozenLinear(torch.autograd.Function):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the warnings of torchao's import about kernels for other devices."""
+    """Suppress torchao's import warnings about kernels for other devices."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

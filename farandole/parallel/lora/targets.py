@@ -1,4 +1,4 @@
-"""Find the modules that match the patterns of a LoRA, and the modules that share their weights."""
+"""Find the modules that match LoRA patterns, and the modules that share their weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from farandole.plan import ALL_LINEAR, LoRA, Pattern, as_patterns
 
 
 def find_targets(model: nn.Module, lora: LoRA) -> dict[str, nn.Linear]:
-    """Return the layers that `lora` adapts by path, in the order of the model.
+    """Return the layers that `lora` adapts by path, in model order.
 
     Raises:
-        ValueError: if a pattern matches nothing, or a module that cannot be adapted.
+        ValueError: if a pattern matches nothing or a module that cannot be adapted.
     """
     if isinstance(model, nn.Linear):
         raise ValueError(
@@ -48,7 +48,7 @@ def find_targets(model: nn.Module, lora: LoRA) -> dict[str, nn.Linear]:
 
 
 def find_trained(model: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
-    """Return the modules of `lora.also_train` by path.  Raise ValueError if a pattern matches nothing."""
+    """Return the modules in `lora.also_train` by path.  Raise ValueError if a pattern matches nothing."""
     modules = _modules(model)
     found: dict[str, nn.Module] = {}
     for pattern in as_patterns("also_train", lora.also_train):
@@ -63,7 +63,7 @@ def find_trained(model: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
 
 
 def held_elsewhere(model: nn.Module, tensor: Tensor, owners: Iterable[nn.Module]) -> list[str]:
-    """Return the names of parameters of modules other than `owners` that share memory with `tensor`."""
+    """Return the names of parameters outside of `owners` that share memory with `tensor`."""
     own = set(owners)
     return [
         f"{path}.{name}" if path else name
@@ -127,7 +127,7 @@ def _why_not(module: nn.Module) -> str | None:
 
 
 def _check_fast_path(model: nn.Module, found: dict[str, nn.Module]) -> None:
-    """Refuse layers whose weights torch's encoder uses without calling them, because their adapters would have no effect."""
+    """Raise ValueError for layers whose weights torch's encoder uses without calling them, because their adapters would have no effect."""
     targets = set(found.values())
     for path, module in model.named_modules():
         if (
@@ -144,7 +144,7 @@ def _check_fast_path(model: nn.Module, found: dict[str, nn.Module]) -> None:
 
 
 def _inside(found: Iterable[str], linear: Sequence[str]) -> str:
-    """Return the Linear layers inside of the modules that a pattern matches, as a suggestion."""
+    """Return the Linear layers inside the modules that a pattern matches, as a suggestion."""
     within = [path for path in linear if any(path.startswith(f"{outer}.") for outer in found)]
     return f"; Linear layers inside: {_listed(within)}" if within else f"; Linear layers: {_listed(linear)}"
 

@@ -1,1 +1,1 @@
-"""The optimizers of an engine: what they update on a rank, and how they are driven."""
+"""The engine's optimizers: the tensors that they update on each rank, and their steps."""

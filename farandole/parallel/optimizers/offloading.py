@@ -1,7 +1,7 @@
-"""Offload stores of a plan for optimizer states, gradients and weights, and the update of offloaded shards.
+"""Offload optimizer states, gradients and weights as a plan specifies, and update offloaded shards.
 
-Every bucket is a unit of the update: its records are read, updated with this rank's shard of the averaged gradients, and written, while
-the records of the next bucket are read.  The model's weights get the new values at the same time.
+Every bucket is a unit of the update: its records are read, updated with this rank's shard of the averaged gradients,
+and written, while the records of the next bucket are read.  The model's weights get the new values at the same time.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _AHEAD = 2
 
 
 def records_at(place: Place, comm: Communicator, *, pinned: bool) -> Records:
-    """Return a function that creates records of given sizes at `Plan.offload`; a collective call of `comm`.
+    """Return a function that creates records with given sizes in the storage `Plan.offload`; a collective call.
 
-    The function is a collective call too, and raises `OffloadError` on all ranks if one of them has no space.
+    The function is also a collective call, and raises `OffloadError` on all ranks if any rank has too little space.
     """
     if place.kind != "disk":
         return partial(host_records, pinned=pinned)
@@ -54,16 +54,18 @@ def records_at(place: Place, comm: Communicator, *, pinned: bool) -> Records:
 def stores_at(
     place: Place, offloaded: Offloaded, plan: ShardingPlan, comm: Communicator, *, accelerator: bool
 ) -> Stores:
-    """Return the stores of gradients and weights for `Plan.offload` and `Plan.offloaded`; a collective call of `comm`.
+    """Return the stores for gradients and weights according to `Plan.offload` and `Plan.offloaded`; a collective call.
 
     Raises:
-        OffloadError: on all ranks, if one of them has no space.
+        OffloadError: on all ranks, if any rank has too little space.
     """
     if offloaded == "optimizer":
         return Stores()
     if place.kind == "disk" and accelerator:
         raise OffloadError(
-            f"offloaded={offloaded!r} with offload='disk:{place.folder}' is not supported for models on an accelerator, because a disk is read into host memory: use offload='host' or offloaded='optimizer'"
+            f"offloaded={offloaded!r} with offload='disk:{place.folder}' is not supported for models on an "
+            "accelerator, because a disk is read into host memory: use offload='host' or "
+            "offloaded='optimizer'"
         )
     sizes = {"gradients": [b.layout.shard_length * b.master_dtype.itemsize for b in plan.trained]}
     if offloaded == "parameters":
@@ -84,7 +86,7 @@ def stores_at(
 
 
 def _require_space(folder: str, needed: int, comm: Communicator) -> None:
-    """Refuse on all ranks what does not fit on one, before any rank makes a file."""
+    """Raise `OffloadError` on all ranks if the records do not fit on any rank, before files are created."""
     here = host_identity()
     wanted = comm.all_gather_object((here, needed))
     _together(comm, lambda: require_space(folder, sum(size for host, size in wanted if host == here)))
@@ -108,9 +110,10 @@ def _together(comm: Communicator, make: Callable[[], T]) -> T:
 
 
 class OffloadedUpdate:
-    """Keeps the master weights and states of `optimizer`, which updates this rank's shards, in records.
+    """Stores the master weights and states of `optimizer`, which updates this rank's shards, in offloaded records.
 
-    Its `step` becomes a step of the engine: `before` completes the averaged gradients, `after` distributes the updated weights.
+    `optimizer.step` becomes a step of the engine: `before` completes the averaged gradients, and `after` distributes the
+    updated weights.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class OffloadedUpdate:
         optimizer.step = step  # type: ignore[method-assign]
 
     def step(self) -> None:
-        """Average gradients, update all shards, and give all ranks the updated weights."""
+        """Average gradients, update all shards, and distribute the updated weights to all ranks."""
         self._before()
         with memory_tag("masters and states"):
             if any(shard.grad is not None for unit in self.state.units for shard in unit):
@@ -164,7 +167,7 @@ class OffloadedUpdate:
             self.state.load(unit, states)
 
     def saved(self) -> Iterator[tuple[nn.Parameter, ShardState]]:
-        """Yield each shard with its weights and states, valid until the next one."""
+        """Yield each shard with its weights and states, which are valid until the next iteration."""
         for unit, states in self.state.saved():
             with self._shards[unit].values_in_place(write=False):
                 for shard, kept in zip(self.state.units[unit], states, strict=True):

@@ -1,10 +1,10 @@
-"""Whole parameters for optimizers that compute with matrices, such as Muon, Adafactor and LAMB.
+"""Unsharded parameters for optimizers that compute with matrices, such as Muon, Adafactor and LAMB.
 
-With `zero` >= 1 a rank stores a shard of each bucket, and a shard may end within a matrix.  Each matrix has an owner among the ranks that
-store its parts.  The owner updates the whole matrix, and stores its optimizer states:
+With `zero` >= 1, each rank stores a shard of each bucket, and a shard may end within a matrix.  Each matrix has an owner
+among the ranks that store its parts.  The owner updates the complete matrix and stores its optimizer states:
 
     owned.receive()     # owners receive the gradients and master weights of their matrices
-    optimizer.step()    # updates whole matrices
+    optimizer.step()    # updates complete matrices
     owned.send_back()   # every rank receives its parts of the updated master weights
 
 A parameter within one shard is updated in place, and not sent.  Between steps an owned parameter is NaN and uses no
@@ -38,7 +38,7 @@ class _Part:
 
 
 class OwnedParameters:
-    """The parameters of one optimizer that this rank updates as whole tensors.
+    """The parameters that this rank updates as complete tensors with one optimizer.
 
     Args:
         shards: this rank's shards of each bucket.
@@ -74,19 +74,19 @@ class OwnedParameters:
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Give the owned parameters their gradients and values; a collective call."""
+        """Receive the gradients and values of the owned parameters; a collective call."""
         for exchange in self._exchanges:
             exchange.receive()
 
     @torch.no_grad()
     def send_back(self) -> None:
-        """Give all ranks their parts of the new values, and free the owned parameters; a collective call."""
+        """Send all ranks their parts of the new values, and free the owned parameters; a collective call."""
         for exchange in self._exchanges:
             exchange.send_back()
 
 
 class _Exchange:
-    """The divided parameters of one bucket, and the exchange of their parts between holders and owners."""
+    """The parameters in one bucket that span several shards, and the exchange of their parts between holders and owners."""
 
     def __init__(self, shards: OptimizerShards, comm: Communicator, parts: Sequence[_Part]) -> None:
         self._shards, self._comm = shards, comm
@@ -108,7 +108,7 @@ class _Exchange:
             yield self._shards.parameters[index], whole, 0
 
     def receive(self) -> None:
-        """Give the owned parameters their gradients and values."""
+        """Receive the gradients and values of the owned parameters."""
         sent = self._empty(_COPIES * sum(self._to_owners))
         at = 0
         for part in self._held:
@@ -143,7 +143,7 @@ class _Exchange:
         self._received = True
 
     def send_back(self) -> None:
-        """Give all ranks their parts of the new values, if this step has received any."""
+        """Send all ranks their parts of the new values, if `receive` was called in this step."""
         if not self._received:
             return
         self._received = False
@@ -177,7 +177,7 @@ class _Exchange:
 
 
 def _owned_parts(shards: OptimizerShards, members: set[int], load: list[int]) -> list[_Part]:
-    """Return the parts of parameters on several ranks with their owners, and add their elements to `load` of each rank."""
+    """Return the parts of parameters that span several ranks, with their owners, and add their elements to the owners' `load`."""
     layout = shards.bucket.plan.layout
     holders: dict[int, list[tuple[int, FlatRange]]] = {}
     for rank in range(layout.shards):

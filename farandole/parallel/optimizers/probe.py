@@ -1,6 +1,7 @@
-"""Find out whether an optimizer works on elements, on whole parameters, or on all parameters together.
+"""Determine whether an optimizer updates elements independently, parameters independently, or all parameters together.
 
-Instead of a list of names, this uses a few steps on small tensors: the optimizer updates two matrices, and copies of it update parts.
+Instead of a list of names, a few steps on small tensors are compared: the optimizer updates two matrices, and copies of the
+optimizer update their parts.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from torch.optim import Optimizer
 
 _SHAPES = ((4, 6), (5, 3))
 _CUT = 10
-"""One shard has this many elements of the first matrix, the other shard the remaining elements and the second matrix."""
+"""The number of elements of the first matrix in the first shard; the second shard has the other elements and the second matrix."""
 _STEPS = 3
 
 
 def why_not_elementwise(optimizer: Optimizer) -> str:
-    """Return why `optimizer` would give other results for shards of its parameters, or "" if it would not."""
+    """Return why `optimizer` would give different results with sharded parameters, or "" if the results are equal."""
     return _try_parts(optimizer, _cut, "update each element by itself")
 
 
 def why_not_by_parameter(optimizer: Optimizer) -> str:
-    """Return why `optimizer` would give other results for each parameter alone, or "" if it would not."""
+    """Return why `optimizer` would give different results with separate parameters, or "" if the results are equal."""
     return _try_parts(
         optimizer, lambda tensors, number: [tensors[number].clone()], "update each parameter by itself"
     )
@@ -67,7 +68,7 @@ def _try_group(
 
 
 def _cut(tensors: list[Tensor], number: int) -> list[Tensor]:
-    """Return shard `number` of two, as flat tensors."""
+    """Return one of two shards as flat tensors."""
     first, second = (tensor.reshape(-1) for tensor in tensors)
     return [first[:_CUT].clone()] if number == 0 else [first[_CUT:].clone(), second.clone()]
 
@@ -86,7 +87,7 @@ def _run(
 
 
 def _twin_of(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
-    """Return an optimizer of the same class and settings for other parameters."""
+    """Return an optimizer with the same class and settings for other parameters."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # the method of a scheduler, bound to the optimizer itself

@@ -1,11 +1,12 @@
 """Stochastic rounding: train bf16 weights without fp32 master weights.
 
-bf16 has 8 bits of precision, so rounding to nearest loses every update below 1/256 of a weight.  Stochastic rounding rounds up with a
-probability equal to the distance from the number below.  Its result is exact in expectation, so small updates add up (Gupta et al., 2015,
-"Deep Learning with Limited Numerical Precision"; for training in bf16: Zamirai et al., 2020, "Revisiting BFloat16 Training").
+bf16 has 8 bits of precision, so rounding to nearest loses every update below 1/256 of a weight.  Stochastic rounding
+rounds up with a probability equal to the distance from the number below.  Its result is exact in expectation, so
+small updates add up (Gupta et al., 2015, "Deep Learning with Limited Numerical Precision"; for training in bf16:
+Zamirai et al., 2020, "Revisiting BFloat16 Training").
 
-Master weights, of 4 bytes per parameter, are not stored: an update converts the weights of one bucket at a time to fp32, and rounds
-them back.  The optimizer computes in fp32, and its states are fp32.
+Master weights, which take 4 bytes per parameter, are not stored: an update converts one bucket of weights at a time to fp32,
+and rounds them back.  The optimizer computes in fp32, and its states are fp32.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _CHUNK = 1 << 16
 def round_stochastically(target: Tensor, source: Tensor, generator: torch.Generator) -> None:
     """Round `source` (fp32, flat, contiguous) to `target` (bf16, same length); overwrite `source`.
 
-    A value between two bf16 numbers becomes the upper one with a probability equal to its distance from the lower.  bf16 numbers,
-    infinities and NaNs are unchanged.
+    A value between two bf16 numbers becomes the upper one with a probability equal to its distance from the lower.
+    bf16 numbers, infinities and NaNs are unchanged.
     """
     wrong: Tensor | None = None
     if not math.isfinite(torch.linalg.vector_norm(source)):  # otherwise all values are finite
@@ -53,10 +54,11 @@ def round_stochastically(target: Tensor, source: Tensor, generator: torch.Genera
 
 
 class StochasticRounding:
-    """Makes an optimizer update the bf16 weights of buckets.
+    """Makes an optimizer update the bf16 weights in buckets.
 
-    The direction of rounding depends only on `seed`, the number of `steps` and the position of a weight.  So it is the same on ranks that
-    update the same weights, and in a run that resumes from a checkpoint of the weights, the optimizer's state and `steps`.
+    The rounding direction depends only on `seed`, the number of `steps` and the position of a weight.  Therefore it is the
+    same on ranks that update the same weights, and in a run that resumes from a checkpoint with the weights, the
+    optimizer's state and `steps`.
     """
 
     def __init__(self, seed: int = 0) -> None:

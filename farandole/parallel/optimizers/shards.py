@@ -3,8 +3,8 @@
     shards.set_gradients(used, norms)     # the optimizer and PyTorch's functions see gradients
     shards.clear_gradients()
 
-A shard is an `nn.Parameter`: the master weights of a parameter, or their part in this rank's shard of the bucket.  If the
-optimizer updates shards, the `.grad` of a parameter is a `ShardedGradient`, a placeholder for the gradient without memory:
+A shard is an `nn.Parameter`: a parameter's master weights, or their part in this rank's shard of the bucket.  If the
+optimizer updates shards, the parameter's `.grad` is a `ShardedGradient`, a placeholder without memory:
 
     nn.utils.clip_grad_norm_(model.parameters(), 1)  # the global norm, and the same factor on every rank's shards
     parameter.grad.abs()                             # RuntimeError: names the calls of the engine
@@ -29,10 +29,10 @@ from farandole.parallel.weights import FlatWeights
 
 
 class OptimizerShards:
-    """The tensors of `bucket` that the optimizer updates.
+    """The tensors in `bucket` that the optimizer updates.
 
     Args:
-        weights: None if the optimizer updates the model's parameters themselves (`zero=0` and one type).
+        weights: the bucket's weights; None if the optimizer updates the model's parameters directly (`zero=0`, same type).
         number: the number of this rank's shard.
         offloaded: whether shards are offloaded between updates; they are then flat.
     """
@@ -43,9 +43,9 @@ class OptimizerShards:
         self.bucket, self.weights, self.number = bucket, weights, number
         self.parameters = bucket.parameters
         self.tensors: list[nn.Parameter | None] = [None] * len(self.parameters)
-        """For each parameter the tensor that the optimizer updates; None where this rank has no part of it."""
+        """The tensor that the optimizer updates, for each parameter; None if this rank has no part of the parameter."""
         self.starts = [0] * len(self.parameters)
-        """Where the tensor begins in the flattened parameter."""
+        """The first element of each tensor in the flattened parameter."""
         self._slices: dict[int, slice] = {}  # of the rank's shard of the bucket
         self._gradients: list[Tensor | None] = [None] * len(self.parameters)
         self._marks: list[ShardedGradient | None] = [None] * len(self.parameters)
@@ -70,7 +70,7 @@ class OptimizerShards:
     # ---- gradients ----
 
     def set_gradients(self, used: Sequence[bool], norms: GradientNorms) -> None:
-        """Set the `.grad` of tensors whose parameters any rank used, and of no others."""
+        """Set the `.grad` of all tensors whose parameters were used on any rank."""
         names = self.bucket.plan.names
         for index, (parameter, tensor, anybody) in enumerate(
             zip(self.parameters, self.tensors, used, strict=True)
@@ -92,7 +92,7 @@ class OptimizerShards:
                 tensor.grad = self._gradient(index)
 
     def set(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index, gradient) of the tensors whose gradient is set; changes of offloaded ones are lost."""
+        """Yield (index, gradient) for tensors whose gradient is set; changes to offloaded gradients are lost."""
         if not self.bucket.holds_result:
             return
         with self.bucket.in_memory() as reduced:
@@ -101,7 +101,7 @@ class OptimizerShards:
                 yield index, reduced[self._slices[index]] if own else self._gradient(index)
 
     def norms(self, order: float) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index, norm of the gradient) of the tensors whose gradient is set."""
+        """Yield (index, gradient norm) for tensors whose gradient is set."""
         known = self.bucket.norms if order == 2 else None
         if known is None:
             yield from ((index, norm_of(gradient, order)) for index, gradient in self.set())
@@ -129,11 +129,11 @@ class OptimizerShards:
 
     @property
     def all_cleared(self) -> bool:
-        """Whether all gradients that were set have been cleared, which starts a new step."""
+        """Whether all gradients have been cleared, which starts a new step."""
         return all(self._is_cleared(index) for index in range(len(self.parameters)))
 
     def resume(self, used: Tensor) -> None:
-        """Make another backward pass add to the existing gradients, and update `used`, the parameters with gradients."""
+        """Let another backward pass add to the existing gradients, and update `used`, the parameters with gradients."""
         self.bucket.resume()
         for index, tensor in enumerate(self.tensors):
             if self._is_cleared(index):
@@ -166,7 +166,7 @@ class OptimizerShards:
 
     @contextmanager
     def gradients_in_place(self) -> Iterator[None]:
-        """Return a context in which the tensors have gradients that are offloaded or on another device."""
+        """Return a context in which tensors have their gradients, even if these are offloaded or on another device."""
         marks: list[tuple[nn.Parameter, Tensor]] = []
         try:
             with self.bucket.in_memory(next(t.device for t in self.tensors if t is not None)) as reduced:
@@ -182,7 +182,7 @@ class OptimizerShards:
                 tensor.grad = mark
 
     def _gradient(self, index: int) -> Tensor:
-        """Return the gradient of a tensor in the memory of the bucket, which is not offloaded, whether it is set or not."""
+        """Return a tensor's gradient in the memory of the bucket, which must not be offloaded, even if it is not set."""
         if self.weights is None:
             return self.bucket.gradient_view(index)
         found = self._gradients[index]
@@ -201,7 +201,7 @@ class OptimizerShards:
             self.bucket.change(lambda reduced: change(reduced[part]))
 
     def _is_elsewhere(self, tensor: Tensor) -> bool:
-        """Return whether only an update provides the gradient of a tensor."""
+        """Return whether a tensor has its gradient only during an update."""
         return self.bucket.is_offloaded or tensor.device != self.bucket.plan.device
 
     def _is_assigned(self, index: int) -> bool:
@@ -212,8 +212,10 @@ class OptimizerShards:
 
     def _assigned(self, index: int) -> RuntimeError:
         return RuntimeError(
-            f"{self.bucket.plan.names[index]} was assigned a gradient, which ranks have not averaged: call loss.backward() or "
-            f"engine.backward(loss) in place of torch.autograd.grad(); engine.gradients() and engine.scale_gradients(factor) change "
+            f"{self.bucket.plan.names[index]} was assigned a gradient, which ranks have not averaged: call "
+            "loss.backward() or "
+            "engine.backward(loss) in place of torch.autograd.grad(); engine.gradients() and "
+            "engine.scale_gradients(factor) change "
             f"averaged gradients"
         )
 
@@ -236,13 +238,13 @@ class OptimizerShards:
         return self.weights is not None and self.weights.has_master_copy and self.weights.master is not None
 
     def values(self, index: int) -> Tensor:
-        """Return the values of tensor `index`, in its shape, or flat; of offloaded weights only while these are in memory."""
+        """Return the values of tensor `index`, in its shape or flat; offloaded weights must be in memory."""
         tensor, weights = self.tensors[index], self.weights
         assert tensor is not None
         return tensor.detach() if weights is None or self.has_masters else weights.shard[self._slices[index]]
 
     def update_weights(self, tensors: Iterable[nn.Parameter]) -> None:
-        """Copy the values of offloaded `tensors` to the weights of the model."""
+        """Copy the values of offloaded `tensors` to the model's weights."""
         assert self.weights is not None
         wanted = {id(tensor) for tensor in tensors}
         updated = {index: part for index, part in self._slices.items() if id(self.tensors[index]) in wanted}
@@ -256,7 +258,7 @@ class OptimizerShards:
 
     @contextmanager
     def values_in_place(self, *, write: bool) -> Iterator[None]:
-        """Return a context in which the tensors have the values of offloaded weights, which are written at its end if `write`."""
+        """Return a context in which the tensors have the values of offloaded weights; with `write`, they are written at its end."""
         if self.weights is None or self.weights.has_master_copy or not self.weights.is_offloaded:
             yield
         else:
@@ -279,7 +281,7 @@ class OptimizerShards:
                 tensor.data = data
 
     def prefetch(self) -> None:
-        """Start to read what an update of offloaded tensors needs."""
+        """Start reading the data for an update of offloaded tensors."""
         self.bucket.prefetch()
         if self.weights is not None and not self.weights.has_master_copy:
             self.weights.prefetch()
@@ -307,9 +309,9 @@ class GradientNorms:
 
     Args:
         names: the names of all parameters of the model, in the same order on all ranks.
-        parts: a function that yields, for norms of an order, (name of a parameter, norm of this rank's part of its gradient, number of
-            ranks with the same part).
-        comm: the ranks whose parts are added; None if this rank has whole gradients.
+        parts: a function that yields, for norms of an order, (name of a parameter, norm of this rank's part of its
+            gradient, number of ranks with the same part).
+        comm: the ranks whose parts are added; None if this rank has unsharded gradients.
     """
 
     def __init__(
@@ -330,7 +332,7 @@ class GradientNorms:
         return self._numbers[name]
 
     def clear(self) -> None:
-        """Forget the norms: the gradients have changed."""
+        """Discard the norms, because the gradients have changed."""
         self._norms.clear()
 
     def of(self, name: str, order: float) -> Tensor:
@@ -340,7 +342,7 @@ class GradientNorms:
         return self._norms[order][self._numbers[name]]
 
     def total(self) -> float:
-        """Return the Euclidean norm of all gradients, infinite or NaN if an element is; a collective call."""
+        """Return the Euclidean norm of all gradients, which is infinite or NaN if any element is; a collective call."""
         squares: dict[int, list[Tensor]] = {}
         for _, norm, holders in self._parts(2):
             squares.setdefault(holders, []).append(norm.to(self._device, torch.float64))
@@ -367,19 +369,19 @@ class GradientNorms:
 
 
 class ShardedGradient(Tensor):
-    """A placeholder for the averaged gradient of `parameter`; `change` changes this rank's part, if it has one."""
+    """A placeholder for the averaged gradient of `parameter`; `change` modifies this rank's part, if it has one."""
 
     _change_part: Callable[[Change], None] | None
     _norms: GradientNorms
     _name: str
     received: Tensor | None
-    """The gradient that autograd has added in another backward pass."""
+    """The gradient that autograd has added in a further backward pass."""
 
     @staticmethod
     def __new__(
         cls, parameter: Tensor, change: Callable[[Change], None] | None, norms: GradientNorms, name: str
     ) -> ShardedGradient:
-        """Make one, of the parameter's shape, type and device."""
+        """Create a placeholder with the parameter's shape, type and device."""
         made: ShardedGradient = Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
@@ -395,7 +397,7 @@ class ShardedGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute what is supported."""
+        """Run supported operations, and raise RuntimeError for others."""
         gradient, *rest = args
         if isinstance(gradient, cls) and not any(isinstance(each, cls) for each in rest):
             if function in _ELEMENTWISE:
@@ -410,16 +412,20 @@ class ShardedGradient(Tensor):
                 return gradient
         found = next(each for each in _flat(args) if isinstance(each, cls))
         raise RuntimeError(
-            f"{function.__name__.split('.')[0]} of the gradient of {found._name}: this rank does not have the whole gradient in "
-            f"the type of the parameter. engine.gradients() returns what it has; engine.clip(max_norm), engine.gradient_norm() and "
-            f"engine.scale_gradients(factor) work on all of it, and so do torch.nn.utils.clip_grad_norm_ and clip_grad_value_; an "
+            f"{function.__name__.split('.')[0]} of the gradient of {found._name}: this rank does not have "
+            "the whole gradient in "
+            "the type of the parameter. engine.gradients() returns what it has; engine.clip(max_norm), "
+            "engine.gradient_norm() and "
+            "engine.scale_gradients(factor) work on all of it, and so do torch.nn.utils.clip_grad_norm_ "
+            "and clip_grad_value_; an "
             f"optimizer is given to engine.optimizer(...)"
         )
 
     def _change(self, function: Any, rest: Sequence[Any], kwargs: dict[str, Any]) -> ShardedGradient:
         if any(isinstance(each, Tensor) and each.numel() != 1 for each in rest):
             raise RuntimeError(
-                f"the gradient of {self._name} cannot be combined with a tensor of many elements, because this rank has only a shard of the gradient; engine.gradients() returns this shard"
+                f"the gradient of {self._name} cannot be combined with a tensor of many elements, because "
+                "this rank has only a shard of the gradient; engine.gradients() returns this shard"
             )
         self._norms.clear()
         if self._change_part is not None:
@@ -430,7 +436,8 @@ class ShardedGradient(Tensor):
     def _norm(self, order: float = 2.0) -> Tensor:
         if not order > 0:
             raise RuntimeError(
-                f"expected an order above 0 for the norm of the gradient of {self._name}, got {order}; engine.gradients() returns this rank's shards of all gradients"
+                f"expected an order above 0 for the norm of the gradient of {self._name}, got {order}; "
+                "engine.gradients() returns this rank's shards of all gradients"
             )
         return self._norms.of(self._name, float(order))
 

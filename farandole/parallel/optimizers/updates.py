@@ -1,10 +1,10 @@
-"""The optimizers of an engine, and the collective work before and after their steps.
+"""The engine's optimizers, and the collective operations before and after their steps.
 
     updates.add(optimizer)    # `optimizer.step()` then updates the shards of this rank
 
-An elementwise optimizer (SGD, Adam, AdamW, Adagrad, ...) updates shards.  An optimizer that treats each parameter separately
-(Adafactor, Muon, LAMB, Shampoo) updates whole parameters on the ranks that own them (`owned_parameters`).  An optimizer that combines all
-parameters (LBFGS, Prodigy) needs all of them on every rank.
+An elementwise optimizer (SGD, Adam, AdamW, Adagrad, ...) updates shards.  An optimizer that treats each parameter
+separately (Adafactor, Muon, LAMB, Shampoo) updates whole parameters on the ranks that own them (`owned_parameters`).
+An optimizer that combines all parameters (LBFGS, Prodigy) needs all of them on every rank.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from farandole.parallel.optimizers.shards import OptimizerShards
 from farandole.plan import Place
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
-"""The types of settings that a checkpoint contains; tensors, such as a learning rate, are set by their owners."""
+"""The types of settings that checkpoints contain; tensor settings, such as a learning rate, are not saved."""
 
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
-"""Settings that select an implementation and do not change the result."""
+"""Settings that select an implementation without changing the result."""
 
 
 class Updates:
-    """Makes optimizers update the shards of this rank.
+    """Makes optimizers update this rank's shards.
 
     Args:
         shards: the shards of each bucket.
         layouts: the layouts of all parameters.
         zero: the ZeRO stage.
         place: the place of master weights and states.
-        before, after: functions called at the start and at the end of each step; `before` returns whether there are gradients.
+        before, after: functions called at the start and at the end of each step; `before` returns whether there are
+            gradients.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class Updates:
         self._owned: list[OwnedParameters] = []
 
     def add(self, optimizer: Optimizer) -> None:
-        """Make `optimizer` update the shards of this rank; a collective call.
+        """Make `optimizer` update this rank's shards; a collective call.
 
         Raises:
-            ValueError: if it would give other results.
-            OffloadError: if there is no space for its states.
+            ValueError: if the results would differ.
+            OffloadError: if there is too little space for the states.
         """
         owned = None
         if not self._updates_elements(optimizer):
@@ -91,13 +92,13 @@ class Updates:
         self.optimizers.append(optimizer)
 
     def tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
-        """Yield (parameter, tensor, start) of all tensors for which optimizers may have states: shards, and whole parameters."""
+        """Yield (parameter, tensor, start) for all tensors that can have optimizer states: shards and complete parameters."""
         yield from self._tensors_of_shards()
         for owned in self._owned:
             yield from owned.tensors()
 
     def settings(self) -> list[list[dict[str, Any]]]:
-        """Return the settings of all groups of each optimizer, as a checkpoint holds them."""
+        """Return the settings of all parameter groups in each optimizer, for a checkpoint."""
         return [
             [
                 {k: v for k, v in group.items() if isinstance(v, _PLAIN) and k not in _IMPLEMENTATION}
@@ -107,26 +108,28 @@ class Updates:
         ]
 
     def restore_settings(self, saved: Iterable[Sequence[Mapping[str, Any]]]) -> None:
-        """Restore the settings of the optimizers that `settings` returned."""
+        """Restore the optimizer settings that `settings` returned."""
         for optimizer, groups in zip(self.optimizers, saved, strict=False):
             for group, settings in zip(optimizer.param_groups, groups, strict=False):
                 group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
 
     def close(self) -> None:
-        """Free what is offloaded."""
+        """Close the offload stores."""
         for update in self.offloaded:
             update.close()
 
     def _follow_new_groups(self, optimizer: Optimizer, *, fixed: bool) -> None:
-        """Make `add_param_group` accept parameters of the model, unless groups are `fixed`."""
+        """Make `add_param_group` accept the model's parameters, or raise an error if groups are `fixed`."""
         plain = type(optimizer).add_param_group
         trained = {id(parameter) for shards in self._shards for parameter in shards.parameters}
 
         def add_param_group(changed: Optimizer, param_group: dict[str, Any]) -> None:
-            """Make the optimizer update additional parameters of the model."""
+            """Add parameters of the model to the optimizer."""
             if fixed:
                 raise RuntimeError(
-                    "add_param_group is not supported for this optimizer, because its states are offloaded or stored on ranks that own whole parameters: add all groups before engine.optimizer(...)"
+                    "add_param_group is not supported for this optimizer, because its states are "
+                    "offloaded or stored on ranks that own whole parameters: add all groups before "
+                    "engine.optimizer(...)"
                 )
             given = param_group["params"]
             given = [given] if isinstance(given, Tensor) else list(given)
@@ -145,12 +148,13 @@ class Updates:
         """Return whether `optimizer` can update shards; otherwise it must update whole parameters.
 
         Raises:
-            ValueError: if it can do neither in this engine.
+            ValueError: if neither is possible in this engine.
         """
         name, offload = type(optimizer).__name__, self._place.kind
         if offload != "none" and optimizer.state:
             raise ValueError(
-                f"{name} already has a state, but offload={offload!r} requires an optimizer without one: pass the optimizer to engine.optimizer before its first step"
+                f"{name} already has a state, but offload={offload!r} requires an optimizer without one: "
+                "pass the optimizer to engine.optimizer before its first step"
             )
         members = _members(optimizer)
         plans = [shards.bucket.plan for shards in self._shards]
@@ -177,7 +181,8 @@ class Updates:
             where = f"zero={self._zero}, where each parameter is updated by one rank"
         if reason:
             raise ValueError(
-                f"{name} cannot be used with {where}: {reason}; use zero=0 without offload, or an elementwise optimizer such as AdamW"
+                f"{name} cannot be used with {where}: {reason}; use zero=0 without offload, or an "
+                "elementwise optimizer such as AdamW"
             )
         return False
 
@@ -194,7 +199,7 @@ class Updates:
             return None
 
         def averaged() -> Any:
-            """Run the closure with the updated weights of all ranks, and leave averaged gradients."""
+            """Run the closure with the updated weights of all ranks, and average the gradients."""
             self._end_step(owned)
             loss = closure()
             self._begin_step(owned)
@@ -218,12 +223,12 @@ class Updates:
 
 
 def _members(optimizer: Optimizer) -> set[int]:
-    """Return the identities of the parameters of `optimizer`."""
+    """Return the identities of the optimizer's parameters."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def use_shards(optimizer: Optimizer, shards: Iterable[tuple[nn.Parameter, nn.Parameter, int]]) -> None:
-    """Make `optimizer` update shards, and keep its states for them.
+    """Replace the optimizer's parameters by shards, and shard its states.
 
     Args:
         shards: tuples (parameter, shard, first element of the flattened parameter); a whole parameter is also a shard.
@@ -246,7 +251,7 @@ def use_shards(optimizer: Optimizer, shards: Iterable[tuple[nn.Parameter, nn.Par
 
 
 def _clear_parameters_too(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Make `zero_grad` of an optimizer of shards also clear the `.grad` of the parameters."""
+    """Make the `zero_grad` of an optimizer that updates shards also clear the `.grad` of the parameters."""
     plain = type(optimizer).zero_grad
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:

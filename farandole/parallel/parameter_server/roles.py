@@ -67,7 +67,8 @@ class ParameterServer:
         Args:
             optimizer: a function that creates the optimizer of a server from its part of the parameters.
             mode: "sync" applies the mean of one gradient from every worker; "async" applies each gradient on arrival.
-            staleness: with "async", the number of gradients by which a worker may be ahead of the slowest; None for no bound.
+            staleness: with "async", the number of gradients by which a worker may be ahead of the slowest; None for
+                no bound.
             split: whether large tensors may be divided among servers.
 
         Raises:
@@ -76,7 +77,9 @@ class ParameterServer:
         """
         if not callable(optimizer):
             raise TypeError(
-                f"expected optimizer to be a function that returns an optimizer for a server's parameters, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1); it returned a {type(optimizer).__name__}"
+                "expected optimizer to be a function that returns an optimizer for a server's parameters, "
+                "such as lambda parameters: torch.optim.SGD(parameters, lr=0.1); it returned "
+                f"{type(optimizer).__name__}"
             )
         if mode not in ("sync", "async"):
             raise ValueError(f"expected mode='sync' or 'async', got {mode!r}")

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class Session:
     """A context that all ranks enter, created by `ParameterServer.session`.
 
-    A worker repeatedly calls `pull`, computes gradients with `backward`, and calls `push`.
-    The initial parameters are those of the first worker's model.  At the end of the context, the models of all workers have the
-    same final parameters.  Frozen parameters and buffers (running statistics) remain local to each worker.
+    A worker repeatedly calls `pull`, computes gradients with `backward`, and calls `push`. The initial parameters are
+    those of the first worker's model.  At the end of the context, the models of all workers have the same final
+    parameters.  Frozen parameters and buffers (running statistics) remain local to each worker.
 
     On a server, the body of the context does nothing.  The server serves when its body ends, until all workers have left;
     `report` then has the statistics.  It continues without lost workers.
@@ -129,7 +129,8 @@ class Session:
     def _worker(self) -> Worker:
         if not self.is_worker:
             raise RuntimeError(
-                f"rank {self._roles.rank} is a server (servers: ranks {self._roles.servers}), which cannot pull or push: train only if session.is_worker"
+                f"rank {self._roles.rank} is a server (servers: ranks {self._roles.servers}), which cannot "
+                "pull or push: train only if session.is_worker"
             )
         if self._remote is None:
             raise RuntimeError("the session is not open: call pull() and push() within its `with` block")

@@ -66,5 +66,6 @@ def _check(optimizer: torch.optim.Optimizer, packing: Packing) -> None:
         )
     if kind.__name__ in SHAPED and not all(piece.whole for piece in packing.pieces):
         raise ValueError(
-            f"{kind.__name__} requires unsharded tensors, but large tensors are split among the servers: use session(..., split=False)"
+            f"{kind.__name__} requires unsharded tensors, but large tensors are split among the servers: "
+            "use session(..., split=False)"
         )

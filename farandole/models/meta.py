@@ -1,0 +1,36 @@
+"""Create models on the meta device, without memory or initial values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_RANDOM = frozenset(
+    {"normal_", "uniform_", "kaiming_normal_", "kaiming_uniform_", "trunc_normal_", "xavier_uniform_"}
+)
+
+
+class _SkipRandomValues(TorchFunctionMode):
+    """Skips random initialization on the meta device, because its first call imports torch's compiler (2 to 8 s)."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _RANDOM:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def meta_device() -> Iterator[None]:
+    """Create tensors on the meta device in a `with` block."""
+    with torch.device("meta"), _SkipRandomValues():
+        yield
