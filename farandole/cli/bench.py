@@ -1,4 +1,4 @@
-"""`farandole bench`: measure training and collectives on this machine."""
+"""The command `farandole bench`: measure training and collective performance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OFFERED = "one per accelerator, else one per core, at least 2"
 
 app = typer.Typer(
-    help="Measure the speed of this machine: training and collectives.",
+    help="Measure training and collective performance.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
@@ -26,46 +26,46 @@ app = typer.Typer(
 @app.command()
 def training(
     model: Annotated[
-        str, typer.Option(help="resnet18, 34, 50, 101, 152, tiny or tiny-bottleneck.")
+        str, typer.Option(help="Model: resnet18, 34, 50, 101, 152, tiny or tiny-bottleneck.")
     ] = "resnet50",
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", "-n", min=1, help="Processes of the job.", show_default=OFFERED),
+        typer.Option("--ranks", "-n", min=1, help="Number of processes in the job.", show_default=OFFERED),
     ] = None,
     micro_batch: Annotated[
         int, typer.Option("--micro-batch", "--batch-size", help="Images per rank and step.")
     ] = 32,
-    num_warmup_batches: Annotated[int, typer.Option(help="Steps before the first measurement.")] = 10,
+    num_warmup_batches: Annotated[int, typer.Option(help="Warmup steps before the first measurement.")] = 10,
     num_batches_per_iter: Annotated[int, typer.Option(help="Steps per measurement.")] = 10,
-    num_iters: Annotated[int, typer.Option(help="Measurements.")] = 10,
-    image_size: Annotated[int, typer.Option(help="Height and width of the images in pixels.")] = 224,
+    num_iters: Annotated[int, typer.Option(help="Number of measurements.")] = 10,
+    image_size: Annotated[int, typer.Option(help="Image height and width in pixels.")] = 224,
     autocast: Annotated[
-        bool, typer.Option("--autocast", help="Compute in bf16 where autocast does; weights stay in fp32.")
+        bool, typer.Option("--autocast", help="Compute in bf16 with autocast; weights stay in fp32.")
     ] = False,
     implementation: Annotated[
-        str, typer.Option(help="Reduces the gradients: farandole, ddp, ddp-gloo or horovod.")
+        str, typer.Option(help="Gradient reduction: farandole, ddp, ddp-gloo or horovod.")
     ] = "farandole",
     fp16_allreduce: Annotated[
-        bool, typer.Option("--fp16-allreduce", help="Reduce gradients as fp16.")
+        bool, typer.Option("--fp16-allreduce", help="Reduce gradients in fp16.")
     ] = False,
     efficiency: Annotated[
         bool,
-        typer.Option("--efficiency", help="Compare with ranks that do not communicate, and with one rank."),
+        typer.Option("--efficiency", help="Also measure ranks that do not communicate, and a single rank."),
     ] = False,
-    framework: Annotated[str, typer.Option(help="pytorch or tensorflow.")] = "pytorch",
+    framework: Annotated[str, typer.Option(help="Framework: pytorch or tensorflow.")] = "pytorch",
     json: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Also write the measurements to FILE.", show_default=False),
     ] = None,
 ) -> None:
-    """Measure the images per second of a ResNet that trains on synthetic images.
+    """Measure ResNet training throughput on synthetic images, in images per second.
 
-    The report has the format of Horovod's synthetic benchmark: the mean and 1.96 standard deviations.
+    The report uses the format of Horovod's synthetic benchmark: the mean and 1.96 standard deviations.
 
     \b
       farandole bench training --model resnet50 --micro-batch 64 --num-iters 5
-      farandole bench training --model tiny --image-size 32 --efficiency      takes seconds
-      farandole bench training --implementation ddp-gloo                      PyTorch's own
+      farandole bench training --model tiny --image-size 32 --efficiency      finishes in seconds
+      farandole bench training --implementation ddp-gloo                      PyTorch's DDP
       mpirun -n 4 farandole bench training                                    under another launcher
     """
     from farandole.bench.setup import TrainingSetup
@@ -92,50 +92,54 @@ def collectives(
     op: Annotated[
         list[str] | None,
         typer.Option(
-            help="all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, gather, scatter or barrier; "
-            "between two ranks latency, bw or bibw.  Repeatable.",
+            help="Operation: all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, gather, scatter or "
+            "barrier; between two ranks, latency, bw or bibw.  Repeatable.",
             show_default="all_reduce",
         ),
     ] = None,
     backend: Annotated[
         list[str] | None,
         typer.Option(
-            help="farandole, shared (buffers that all ranks share), gloo, mpi, farandole-mpi or nccl.  Repeatable.",
-            show_default="all that are installed",
+            help="Backend: farandole, shared (shared-memory buffers), gloo, mpi, farandole-mpi or nccl.  Repeatable.",
+            show_default="all installed backends",
         ),
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", "-n", min=1, help="Processes of the job.", show_default=OFFERED),
+        typer.Option("--ranks", "-n", min=1, help="Number of processes in the job.", show_default=OFFERED),
     ] = None,
-    least: Annotated[str, typer.Option("--min", metavar="BYTES", help="Smallest size: 8, 1K, 4M.")] = "8",
+    least: Annotated[
+        str, typer.Option("--min", metavar="BYTES", help="Smallest message size, such as 8, 1K or 4M.")
+    ] = "8",
     most: Annotated[
-        str, typer.Option("--max", metavar="BYTES", help="Largest size; each size is twice the one before.")
+        str, typer.Option("--max", metavar="BYTES", help="Largest message size.  Sizes double at each step.")
     ] = "4M",
-    dtype: Annotated[str, typer.Option(help="Type of the elements.")] = "float32",
-    reduction: Annotated[str, typer.Option(help="sum, avg, product, min, max, and, or, xor.")] = "sum",
+    dtype: Annotated[str, typer.Option(help="Element data type.")] = "float32",
+    reduction: Annotated[
+        str, typer.Option(help="Reduction: sum, avg, product, min, max, and, or, xor.")
+    ] = "sum",
     iterations: Annotated[
         int | None,
-        typer.Option("--iterations", "-i", help="Measured calls.", show_default="1000, above 8K 100"),
+        typer.Option(
+            "--iterations", "-i", help="Number of measured calls.", show_default="1000; above 8K, 100"
+        ),
     ] = None,
     warmup: Annotated[
         int | None,
-        typer.Option(
-            "--warmup", "-x", help="Calls before the measured calls.", show_default="100, above 8K 10"
-        ),
+        typer.Option("--warmup", "-x", help="Number of warmup calls.", show_default="100; above 8K, 10"),
     ] = None,
     full: Annotated[
         bool,
         typer.Option(
-            "--full", "-f", help="Also print minimum and maximum over the ranks, and the iterations."
+            "--full", "-f", help="Also print the minimum and maximum over ranks, and the iterations."
         ),
     ] = False,
     validate: Annotated[
-        bool, typer.Option("--validate", "-c", help="Check every element of every result.")
+        bool, typer.Option("--validate", "-c", help="Check every element in every result.")
     ] = False,
     overlap: Annotated[
         bool,
-        typer.Option("--overlap", help="Measure the share of non-blocking calls that a computation hides."),
+        typer.Option("--overlap", help="Measure how much of a non-blocking call overlaps with computation."),
     ] = False,
     pin: Annotated[bool, typer.Option("--pin", help="Pin each rank to its own cores.")] = False,
     json: Annotated[
@@ -144,13 +148,17 @@ def collectives(
     ] = None,
     picture: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Also draw them to FILE: .png, .pdf or .svg.", show_default=False),
+        typer.Option(
+            metavar="FILE",
+            help="Also plot the measurements to FILE (.png, .pdf or .svg).",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
-    """Measure latency and bandwidth of collectives, with all backends interleaved in one run.
+    """Measure the latency and bandwidth of collectives, with all backends interleaved in one run.
 
-    The table has the columns of the OSU Micro-Benchmarks and the bandwidths of nccl-tests.  MPI is measured if mpi4py
-    and mpiexec are installed (pip install mpi4py mpich).
+    The table has the same columns as the OSU Micro-Benchmarks, and bandwidths as defined by nccl-tests.  MPI is
+    measured if mpi4py and mpiexec are installed (pip install mpi4py mpich).
 
     \b
       farandole bench collectives                             all_reduce on 2 ranks
@@ -185,8 +193,8 @@ def collectives(
 
 
 def run_or_refuse(name: str, measure: Callable[[Placement], int]) -> NoReturn:
-    """Run `measure` with the placement of this process, and exit with its status; report errors in one line."""
-    # Imports here and not above: `--help` need not wait for torch.
+    """Run `measure` with this process's placement, and exit with its status.  Report errors in one line."""
+    # import here, so that `--help` does not wait for torch
     from farandole.bench.setup import BenchError
     from farandole.launch.environments import find_placement
     from farandole.launch.placement import LaunchError
@@ -197,14 +205,14 @@ def run_or_refuse(name: str, measure: Callable[[Placement], int]) -> NoReturn:
         rank = placement.rank
         status = measure(placement)
     except (BenchError, LaunchError) as refusal:
-        if rank == 0:  # under another launcher all ranks have the same error, and one reports it
+        if rank == 0:  # under another launcher, all ranks have the same error, so only rank 0 reports it
             typer.echo(f"farandole {name}: {refusal}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(status)
 
 
 def launched_ranks(ranks: int | None, placement: Placement) -> int | None:
-    """Return the number of ranks that another launcher started; None if this process is to start them."""
+    """Return the number of ranks that another launcher has started, or None if this process must start them."""
     from farandole.bench.setup import BenchError
     from farandole.launch.placement import ALONE
 
@@ -212,20 +220,20 @@ def launched_ranks(ranks: int | None, placement: Placement) -> int | None:
         return None
     if ranks not in (None, placement.size):
         raise BenchError(
-            f"--ranks {ranks} conflicts with {placement.launcher}, which started {placement.size}; omit --ranks"
+            f"--ranks {ranks}: {placement.launcher} has already started {placement.size}; omit --ranks"
         )
     return placement.size
 
 
 def default_ranks() -> int:
-    """Return the ranks that this host offers, at least 2: a single rank has no peer to communicate with."""
+    """Return the number of ranks that this host supports, but at least 2, because one rank cannot communicate."""
     from farandole.launch.limits import offered_ranks
 
     return max(2, offered_ranks())
 
 
 def _train(setup: TrainingSetup, ranks: int | None, placement: Placement) -> int:
-    """Measure as a rank of a running job; without one, check the setup and launch the ranks."""
+    """Measure training as a rank in a running job; outside a job, check the setup and launch the ranks."""
     from farandole.bench.frameworks import find_framework
     from farandole.bench.training import run
     from farandole.launch.local import launch
@@ -240,7 +248,7 @@ def _train(setup: TrainingSetup, ranks: int | None, placement: Placement) -> int
 
 
 def _communicate(setup: CollectivesSetup, ranks: int | None, placement: Placement) -> int:
-    """Measure collectives as a rank of a running job; without one, launch the ranks."""
+    """Measure collectives as a rank in a running job; outside a job, launch the ranks."""
     from farandole.bench.collectives import run, start
     from farandole.bench.collectives_backends import choose
 

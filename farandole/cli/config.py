@@ -1,4 +1,4 @@
-"""`farandole config`: show a training configuration, list its keys, explain a key."""
+"""The command `farandole config`: show a training configuration, list its keys, or explain a key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from farandole.cli.mistakes import Command
 
 app = typer.Typer(
-    help="Show a training configuration, list its keys, explain a key.",
+    help="Show a training configuration, list its keys, or explain a key.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
@@ -17,7 +17,7 @@ app = typer.Typer(
 
 
 def complete_words(incomplete: str) -> list[str]:
-    """Return the presets and the keys that begin with `incomplete`, for the completion of a shell."""
+    """Return the presets and keys that begin with `incomplete`, for shell completion."""
     from farandole.train.config import known_keys, presets
 
     words = [*presets(), *(f"{key}=" for key in known_keys())]
@@ -25,7 +25,7 @@ def complete_words(incomplete: str) -> list[str]:
 
 
 def complete_keys(incomplete: str) -> list[str]:
-    """Return the keys that begin with `incomplete`, for the completion of a shell."""
+    """Return the keys that begin with `incomplete`, for shell completion."""
     from farandole.train.config import known_keys
 
     return [key for key in known_keys() if key.startswith(incomplete)]
@@ -37,13 +37,13 @@ def show(
         list[str] | None,
         typer.Argument(
             metavar="PRESET|FILE|KEY=VALUE",
-            help="The same words as for farandole train.",
+            help="The same arguments as for farandole train.",
             show_default=False,
             autocompletion=complete_words,
         ),
     ] = None,
     changed: Annotated[
-        bool, typer.Option("--changed", help="Only the keys that differ from the preset default.")
+        bool, typer.Option("--changed", help="Show only keys that differ from the default preset.")
     ] = False,
 ) -> None:
     """Print the configuration that farandole train would use, as TOML.
@@ -71,7 +71,7 @@ def show(
 def keys(
     section: Annotated[
         str | None,
-        typer.Argument(help="Only the keys of this section, such as plan.", show_default=False),
+        typer.Argument(help="List only the keys in this section, such as plan.", show_default=False),
     ] = None,
 ) -> None:
     """List all keys with their defaults and descriptions.
@@ -89,7 +89,7 @@ def keys(
     found = [key for name, key in all_keys().items() if section is None or name.startswith(f"{section}.")]
     if not found:
         sections = dict.fromkeys(name.partition(".")[0] for name in all_keys() if "." in name)
-        _refuse("keys", ConfigError(f"unknown section {section}: sections are {', '.join(sections)}"))
+        _refuse("keys", ConfigError(f"unknown section {section}; sections are {', '.join(sections)}"))
     table = Table.grid("", "", padding=(0, 2))
     for key in found:
         table.add_row(key.assignment, key.description)
@@ -105,7 +105,7 @@ def explain(
         str, typer.Argument(help="A key, such as optimizer.learning_rate.", autocompletion=complete_keys)
     ],
 ) -> None:
-    """Explain a key: its description, type, limits and default, and whether a resumed run may change it.
+    """Explain a key: description, type, limits, default, and whether a resumed run may change it.
 
     \b
       farandole config explain plan.zero

@@ -1,4 +1,4 @@
-"""`farandole info`: the versions and the hardware of this machine, and how ranks would communicate here."""
+"""The command `farandole info`: show versions, hardware, and how ranks on this machine would communicate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKAGES = (
     "keras",
     "horovod",
 )
-"""The packages of which a report gives the versions."""
+"""The packages whose versions are reported."""
 
 PREFIXES = (
     "FARANDOLE_",
@@ -43,15 +43,16 @@ PREFIXES = (
     "KMP_",
     "LD_PRELOAD",
 )
-"""The beginnings of the names of environment variables that a report includes."""
+"""The prefixes of the environment variables that are reported."""
 
 
 def info(
     report: Annotated[
-        bool, typer.Option("--report", help="Print more, as Markdown for a bug report, without secrets.")
+        bool,
+        typer.Option("--report", help="Print more details without secrets, as Markdown for a bug report."),
     ] = False,
 ) -> None:
-    """Show the versions, the cores, and how ranks would communicate here.
+    """Show the versions, the cores, and how ranks on this machine would communicate.
 
     \b
       farandole info                            this machine
@@ -82,7 +83,7 @@ def _facts() -> list[tuple[str, str]]:
 
 
 def _details() -> list[tuple[str, str]]:
-    """Return what explains failures: limits of the system, versions, and variables that change behavior."""
+    """Return details that can explain failures: system limits, versions, and environment variables."""
     from farandole.data.wording import size
     from farandole.launch.control_groups import available_memory
 
@@ -129,7 +130,7 @@ def _versions() -> str:
 
 
 def _shown(name: str) -> str:
-    """Return the value of a variable, unless its name is that of a secret."""
+    """Return the value of an environment variable, or a placeholder if the name indicates a secret."""
     secret = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))
     return "(hidden)" if secret else os.environ[name]
 
@@ -143,7 +144,7 @@ def _cores() -> str:
     text = f"{cores} usable of {os.cpu_count()} logical processors"
     if len(processors) != cores:
         text += f", {len(processors)} hardware threads"
-    return text if quota is None else f"{text}, limited to the time of {quota:g}"
+    return text if quota is None else f"{text}, limited to {quota:g} CPUs' time"
 
 
 def _accelerators() -> str:
@@ -176,7 +177,7 @@ def _placement() -> str:
 
 
 def _launchers() -> str:
-    """Return the launchers on the path, and those next to this interpreter, as in an environment that is not activated."""
+    """Return the launchers on the path, and the launchers next to this interpreter."""
     next_to_python = str(Path(sys.executable).parent)
     on_path, off_path = [], []
     for name in ("farandole", "torchrun", "mpiexec", "mpirun", "srun"):

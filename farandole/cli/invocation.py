@@ -1,4 +1,4 @@
-"""Print commands for the user to copy, with the name under which the user runs farandole."""
+"""Format commands that the user can copy, with the name under which the user runs farandole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def command(*words: str) -> str:
-    """Return `farandole WORDS...` for a shell, with the name under which the user runs `farandole`.
+    """Return `farandole WORDS...` for a shell, starting with the user's name for `farandole`.
 
     The name may be a path (`.venv/bin/farandole`) or a module (`python -m farandole`).
     """

@@ -1,4 +1,4 @@
-"""`farandole launch`: run any Python program in several ranks."""
+"""The command `farandole launch`: run any Python program in several ranks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 RANK_OPTIONS = ("--ranks", "-n", "-np", "--num-proc")
 
-FIXED = "the ranks of a job are fixed when it starts; torchrun --nnodes MIN:MAX script.py starts elastic jobs"
+FIXED = "the number of ranks is fixed at the start of a job; for elastic jobs, use torchrun --nnodes MIN:MAX script.py"
 
 
-LOG = "--output-filename DIR writes the output of each rank to files"
-TIMEOUT = "--start-timeout is the time that hosts wait for each other, in seconds"
-SELECTION = "omit it: --rendezvous or --hosts selects the network between hosts"
-TUNED = "set --fusion-threshold-mb and --cycle-time-ms by hand"
-HIERARCHICAL = "omit it: the ranks of a host communicate through shared memory"
+LOG = "use --output-filename DIR, which writes each rank's output to files"
+TIMEOUT = "use --start-timeout, the time in seconds that hosts wait for each other"
+SELECTION = "omit it, because --rendezvous or --hosts selects the network between hosts"
+TUNED = "set --fusion-threshold-mb and --cycle-time-ms manually"
+HIERARCHICAL = "omit it, because ranks on one host communicate through shared memory"
 
 
 class LaunchCommand(Command):
-    """Refuses options of horovodrun and torchrun without a counterpart, and names the alternative."""
+    """Rejects horovodrun and torchrun options without a counterpart, and suggests the alternative."""
 
     elsewhere = {
         "--min-np": FIXED,
@@ -38,32 +38,32 @@ class LaunchCommand(Command):
         "--min-num-proc": FIXED,
         "--max-num-proc": FIXED,
         "--slots-per-host": FIXED,
-        "--reset-limit": "--max-restarts is the number of restarts",
-        "--host-discovery-script": f"{FIXED}; --hosts or --hostfile names the hosts",
-        "--check-build": "`farandole info` lists what is available",
-        "--gloo": "omit it: ranks of one host use shared memory, ranks of several hosts TCP",
+        "--reset-limit": "use --max-restarts to limit the number of restarts",
+        "--host-discovery-script": f"{FIXED}; to name the hosts, use --hosts or --hostfile",
+        "--check-build": "run `farandole info` to list the available features",
+        "--gloo": "omit it, because ranks on one host use shared memory, and ranks on several hosts use TCP",
         "--mpi": "start the ranks with MPI's own launcher: mpirun -n 4 python script.py",
         "--jsrun": "start the ranks with LSF's own launcher: jsrun -n 4 python script.py",
         "--mpi-args": "start the ranks with MPI's own launcher: mpirun ARGS -n 4 python script.py",
-        "--config-file": "write the options on the command line",
+        "--config-file": "pass the options on the command line",
         "--log-level": "set the level in the program: logging.getLogger('farandole').setLevel(level)",
         "--prefix-output-with-timestamp": LOG,
         "--autotune": TUNED,
         "--autotune-log-file": TUNED,
         "--hierarchical-allreduce": HIERARCHICAL,
         "--hierarchical-allgather": HIERARCHICAL,
-        "--rdzv-id": "omit it: the address of --rendezvous identifies the job",
+        "--rdzv-id": "omit it, because the address of --rendezvous identifies the job",
         "--rdzv-conf": TIMEOUT,
         "--local-addr": SELECTION,
-        "--monitor-interval": "omit it: the ranks are checked 20 times a second",
-        "--start-method": "omit it: each rank is a new process",
-        "--role": "omit it: all ranks of a job have the same role",
+        "--monitor-interval": "omit it, because the launcher checks the ranks 20 times per second",
+        "--start-method": "omit it, because each rank is a new process",
+        "--role": "omit it, because all ranks of a job have the same role",
         "--log-dir": LOG,
         "--redirects": LOG,
         "--tee": LOG,
         "--local-ranks-filter": LOG,
-        "--numa-binding": "--pin, the default, pins each rank to its own cores",
-        "--run-path": "omit it: scripts run in the process of the rank",
+        "--numa-binding": "use --pin (the default), which pins each rank to its own cores",
+        "--run-path": "omit it, because scripts run in the rank's process",
     }
 
 
@@ -80,37 +80,39 @@ def _nodes(text: str | int) -> int:
 
 
 def launch(
-    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")],
+    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file or, with -m, a module.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the program.")
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments for the program.")
     ] = None,
     ranks: Annotated[
         int | None,
         typer.Option(
             *RANK_OPTIONS,
             min=1,
-            show_default="one per accelerator, else one per core; with --hosts all slots",
-            help="Processes of the whole job.",
+            show_default="one per accelerator, else one per core; with --hosts, all slots",
+            help="Number of processes in the whole job.",
         ),
     ] = None,
     nproc_per_node: Annotated[
         str | None,
         typer.Option(
-            metavar="auto|gpu|cpu|N", show_default=False, help="Processes on this host, as in torchrun."
+            metavar="auto|gpu|cpu|N",
+            show_default=False,
+            help="Number of processes on this host, as in torchrun.",
         ),
     ] = None,
     module: Annotated[
-        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")
+        bool, typer.Option("--module", "-m", help="Treat SCRIPT as a module, as in python -m.")
     ] = False,
     no_python: Annotated[
-        bool, typer.Option("--no-python", help="SCRIPT is a command, which is not run by Python.")
+        bool, typer.Option("--no-python", help="Treat SCRIPT as a command, and do not run it with Python.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="How often all ranks are started again after a failure, on one host.")
+        int, typer.Option(min=0, help="How many times to restart all ranks after a failure (one host only).")
     ] = 0,
     pin: Annotated[bool, typer.Option("--pin/--no-pin", help="Pin each rank to its own cores.")] = True,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of each rank.", show_default="cores divided by ranks")
+        int | None, typer.Option(min=1, help="Threads per rank.", show_default="cores divided by ranks")
     ] = None,
     output: Annotated[
         str | None,
@@ -118,14 +120,17 @@ def launch(
             "--output-filename",
             metavar="DIR",
             show_default=False,
-            help="Write the output of rank N to DIR/rank.N/stdout and stderr.",
+            help="Write rank N's output to DIR/rank.N/stdout and stderr.",
         ),
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print the processes that are started.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print the processes that the launcher starts.")
+    ] = False,
     replace_gloo: Annotated[
         bool,
         typer.Option(
-            "--replace-gloo", help="Use farandole in place of Gloo: for Accelerate, Lightning and others."
+            "--replace-gloo",
+            help="Use farandole in place of Gloo, for Accelerate, Lightning and other tools.",
         ),
     ] = False,
     hosts: Annotated[
@@ -135,27 +140,32 @@ def launch(
             "-H",
             metavar="HOST:SLOTS,...",
             show_default=False,
-            help="Start the ranks on these hosts, from here.",
+            help="Start the ranks on these hosts from this host.",
         ),
     ] = None,
     hostfile: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", show_default=False, help="Read --hosts from a file with lines like: node0 slots=4"
+            metavar="FILE",
+            show_default=False,
+            help="Read the hosts from a file with lines such as: node0 slots=4",
         ),
     ] = None,
     remote_shell: Annotated[
         str,
         typer.Option(
-            envvar="FARANDOLE_REMOTE_SHELL", help="The command that runs a command on another host, like ssh."
+            envvar="FARANDOLE_REMOTE_SHELL",
+            help="The program that runs commands on other hosts, such as ssh.",
         ),
     ] = "ssh",
     ssh_port: Annotated[
-        int | None, typer.Option("--ssh-port", "-p", min=1, max=65535, help="For ssh -p.")
+        int | None, typer.Option("--ssh-port", "-p", min=1, max=65535, help="Port for ssh -p.")
     ] = None,
     ssh_identity_file: Annotated[
         Path | None,
-        typer.Option("--ssh-identity-file", "-i", metavar="FILE", show_default=False, help="For ssh -i."),
+        typer.Option(
+            "--ssh-identity-file", "-i", metavar="FILE", show_default=False, help="Identity file for ssh -i."
+        ),
     ] = None,
     network_interface: Annotated[
         str | None,
@@ -165,11 +175,11 @@ def launch(
             "--nics",
             metavar="NAME,...",
             show_default=False,
-            help="The network interfaces between hosts.",
+            help="The network interfaces to use between hosts.",
         ),
     ] = None,
     start_timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that hosts wait for each other at the start.")
+        float, typer.Option(min=0.1, help="How long hosts wait for each other at the start, in seconds.")
     ] = 600.0,
     nodes: Annotated[
         int,
@@ -182,7 +192,7 @@ def launch(
         ),
     ] = 1,
     node_rank: Annotated[
-        int | None, typer.Option(min=0, show_default="0", help="The number of this host, from 0.")
+        int | None, typer.Option(min=0, show_default="0", help="The number of this host, starting from 0.")
     ] = None,
     rendezvous: Annotated[
         str | None,
@@ -190,15 +200,18 @@ def launch(
             "--rendezvous",
             "--rdzv-endpoint",
             metavar="HOST:PORT",
-            help="Where the hosts rendezvous: a free port of the first.",
+            help="The address where hosts rendezvous: a free port on the first host.",
             show_default=False,
         ),
     ] = None,
     rdzv_backend: Annotated[
-        str | None, typer.Option(metavar="c10d|static", show_default=False, help="Accepted for torchrun.")
+        str | None,
+        typer.Option(
+            metavar="c10d|static", show_default=False, help="Accepted for compatibility with torchrun."
+        ),
     ] = None,
     standalone: Annotated[
-        bool, typer.Option("--standalone", help="Start a job on this host alone, the default.")
+        bool, typer.Option("--standalone", help="Start a job on this host only (the default).")
     ] = False,
     master_addr: Annotated[
         str | None, typer.Option(metavar="HOST", show_default=False, help="The host of --rendezvous.")
@@ -234,14 +247,14 @@ def launch(
         int | None, typer.Option(min=0, help="Sets HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.")
     ] = None,
 ) -> None:
-    """Run a Python program in several processes, the ranks of one job.
+    """Run a Python program in several processes, which are the ranks of one job.
 
-    The program joins the job with farandole.init(), or as any program for torchrun does.  The output of the
-    ranks passes through.  If a rank fails the others are stopped, and the cause is printed once.  Ctrl-C asks the
-    ranks to stop; a second Ctrl-C kills them.
+    The program joins the job with farandole.init(), or in the same way as under torchrun.  The launcher passes the
+    ranks' output through.  If a rank fails, the launcher stops the other ranks and prints the cause once.  Ctrl-C asks
+    the ranks to stop; a second Ctrl-C kills them.
 
-    The options of torchrun and horovodrun are accepted too, with hyphens or underscores.  `python` before the
-    script may be written or omitted.
+    The command also accepts the options of torchrun and horovodrun, with hyphens or underscores.  `python` before the
+    script is optional.
 
     \b
       farandole launch --ranks 2 train.py --lr 0.1    --lr belongs to train.py
@@ -250,13 +263,14 @@ def launch(
       farandole launch -np 8 -H node0:4,node1:4 train.py
                                                       two hosts, over ssh
 
-    Or without ssh, on both hosts, with --node-rank 0 and --node-rank 1:
+    Without ssh, run the following command on both hosts, with --node-rank 0 on the first and --node-rank 1 on the
+    second:
 
     \b
       farandole launch -n 8 --nodes 2 --node-rank 0 \\
           --rendezvous node0:29500 train.py
 
-    On a network that you do not trust, also set FARANDOLE_JOB_KEY to the same secret on both hosts.
+    On an untrusted network, also set FARANDOLE_JOB_KEY to the same secret on both hosts.
     """
     from farandole.launch.hosts import parse_rendezvous
     from farandole.launch.local import run_on_this_host
@@ -286,7 +300,7 @@ def launch(
         if master_addr is not None or master_port is not None:
             if rendezvous is not None or master_addr is None:
                 raise LaunchError(
-                    "pass --rendezvous HOST:PORT, or --master-addr HOST with --master-port PORT"
+                    "use either --rendezvous HOST:PORT, or --master-addr HOST with --master-port PORT"
                 )
             rendezvous = f"{master_addr}:{master_port or 29500}"
         if hosts is None and hostfile is None:
@@ -297,13 +311,12 @@ def launch(
         else:
             if nproc_per_node is not None:
                 raise LaunchError(
-                    "--nproc-per-node cannot be combined with --hosts; specify each host's slots instead, "
-                    "as in node0:4,node1:4"
+                    "--nproc-per-node is not supported with --hosts; specify each host's slots, as in node0:4,node1:4"
                 )
             if nodes > 1 or node_rank or rendezvous is not None or standalone or rdzv_backend is not None:
                 raise LaunchError(
-                    "--hosts starts the launchers on all hosts; --nodes, --node-rank, --rendezvous, "
-                    "--rdzv-backend and --standalone are for launchers that you start on each host"
+                    "--hosts and --hostfile start the launchers on all hosts; omit --nodes, --node-rank, --rendezvous, "
+                    "--rdzv-backend and --standalone, which are for launchers that you start on each host"
                 )
             from farandole.launch.remote import RemoteShell, launch_on_hosts
 
@@ -317,14 +330,14 @@ def launch(
     except LaunchError as error:
         typer.echo(f"farandole launch: {error}", err=True)
         raise typer.Exit(2) from None
-    except KeyboardInterrupt:  # before a rank was started
+    except KeyboardInterrupt:  # interrupted before any rank started
         typer.echo(describe_stop(signal.SIGINT, ()), err=True)
         raise typer.Exit(128 + signal.SIGINT) from None
     raise typer.Exit(status)
 
 
 def _hosts(hosts: str | None, hostfile: Path | None, ranks: int | None) -> list[Host]:
-    """Return the hosts of the job with their ranks, from --hosts or --hostfile."""
+    """Return the job's hosts and their ranks, from --hosts or --hostfile."""
     from farandole.launch.hosts import assign_ranks, parse_hosts, read_hostfile
     from farandole.launch.placement import LaunchError
 
@@ -335,36 +348,37 @@ def _hosts(hosts: str | None, hostfile: Path | None, ranks: int | None) -> list[
 
 
 def _only_with_hosts(**given: object) -> None:
-    """Refuse options that have no effect on this host alone."""
+    """Reject options that require --hosts or --hostfile."""
     from farandole.launch.placement import LaunchError
 
     for name, value in given.items():
         if value is not None:
             raise LaunchError(
-                f"--{name.replace('_', '-')} requires --hosts or --hostfile; add one of them, or omit this option"
+                f"--{name.replace('_', '-')} requires --hosts or --hostfile; name the hosts, or omit it"
             )
 
 
 def _check_torchrun(
     backend: str | None, standalone: bool, nodes: int, node_rank: int | None, rendezvous: str | None
 ) -> None:
-    """Refuse combinations of torchrun's options that start no job here."""
+    """Reject unsupported combinations of torchrun options."""
     from farandole.launch.placement import LaunchError
 
     if backend not in (None, "c10d", "static"):
-        raise LaunchError(
-            f"--rdzv-backend {backend}: expected c10d or static; farandole needs no other service"
-        )
+        raise LaunchError(f"--rdzv-backend {backend} is not supported; use c10d or static, or omit it")
     if standalone and (nodes > 1 or node_rank or rendezvous is not None):
         raise LaunchError(
-            "--standalone starts a job on this host only; omit it, or omit --nodes, --node-rank and --rendezvous"
+            "--standalone starts a job on this host only; omit either --standalone or --nodes, --node-rank and "
+            "--rendezvous"
         )
     if nodes > 1 and node_rank is None and backend == "c10d":
-        raise LaunchError(f"--rdzv-backend c10d requires --node-rank on each of the {nodes} hosts, from 0")
+        raise LaunchError(
+            f"--rdzv-backend c10d requires --node-rank on each of the {nodes} hosts, starting from 0"
+        )
 
 
 def _ranks_here(ranks: int | None, per_node: str | None, nodes: int) -> int:
-    """Return the number of ranks on this host, from --ranks or --nproc-per-node, else what the machine offers."""
+    """Return the number of ranks on this host, from --ranks, from --nproc-per-node, or from the hardware."""
     from farandole.launch.limits import offered_accelerators, offered_ranks
     from farandole.launch.placement import LaunchError
 
@@ -373,8 +387,8 @@ def _ranks_here(ranks: int | None, per_node: str | None, nodes: int) -> int:
             return offered_ranks()
         if ranks % nodes:
             raise LaunchError(
-                f"--ranks {ranks} is not a multiple of --nodes {nodes}; for different numbers of ranks, "
-                "pass --nproc-per-node on each host"
+                f"--ranks {ranks} cannot be divided evenly among --nodes {nodes}; to start different numbers of ranks, "
+                f"set --nproc-per-node on each host"
             )
         return ranks // nodes
     if ranks is not None:
@@ -389,19 +403,19 @@ def _ranks_here(ranks: int | None, per_node: str | None, nodes: int) -> int:
         raise LaunchError("--nproc-per-node gpu: this host has no accelerator; try --nproc-per-node cpu")
     if per_node.isdecimal() and int(per_node) > 0:
         return int(per_node)
-    raise LaunchError(f"--nproc-per-node {per_node}: expected auto, gpu, cpu or a number from 1")
+    raise LaunchError(f"--nproc-per-node {per_node}: expected auto, gpu, cpu or a positive number")
 
 
 def _hint(target: str, arguments: list[str], ranks: int | None) -> None:
-    """Print a note if --ranks follows the script, so that the script gets it."""
+    """Print a note if --ranks follows the script and is therefore passed to it."""
     word = next((word for word in arguments if word.split("=")[0] in RANK_OPTIONS), None)
     if ranks is None and word is not None:
         typer.echo(
-            f"{word} follows {target} and is passed to it; put {word} before {target} to set the ranks",
+            f"{word} follows {target} and is passed to it; to set the number of ranks, put {word} before {target}",
             err=True,
         )
 
 
 def _set_variables(**values: object) -> None:
-    """Set the variables HOROVOD_NAME of horovodrun's options for the program."""
+    """Set the HOROVOD_ environment variables that correspond to horovodrun options."""
     os.environ.update({f"HOROVOD_{name}": str(value) for name, value in values.items() if value is not None})

@@ -1,6 +1,6 @@
-"""The command `farandole`: one file per subcommand.
+"""The command `farandole`.  Each subcommand has its own file.
 
-Subcommands import their modules when they run, so that `farandole --help` takes little time.
+Subcommands import their modules when they run, so that `farandole --help` is fast.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from farandole.cli.plan import plan
 from farandole.cli.train import TrainCommand, train
 from farandole.cli.tune import tune
 
-HELP = """Parallel computing on PyTorch, on a laptop's cores or on a cluster.
+HELP = """Parallel computing with PyTorch, on a laptop's cores or on a cluster.
 
 \b
   farandole train                           train a language model
-  farandole config keys                     the keys of its configuration
-  farandole plan gpt2-small -n 8            does it fit, and how fast is it?
+  farandole config keys                     list the configuration keys
+  farandole plan gpt2-small -n 8            predict memory and speed
   farandole generate runs --prompt "def"    generate text
   farandole launch --ranks 4 script.py      run your own program on 4 ranks
-  farandole bench training                  images per second of a ResNet
-  farandole bench collectives               latency and bandwidth of collectives
-  farandole tune                            the fastest algorithms between hosts
-  farandole info                            what this machine offers
+  farandole bench training                  measure ResNet training
+  farandole bench collectives               measure collectives
+  farandole tune                            find the fastest algorithms between hosts
+  farandole info                            show versions and hardware
 
 farandole COMMAND --help describes a command, with examples.
 """
@@ -42,17 +42,19 @@ app = typer.Typer(
     name="farandole",
     help=HELP,
     no_args_is_help=True,
-    rich_markup_mode=None,  # plain text, wrapped to the terminal
+    rich_markup_mode=None,  # plain text, wrapped to the terminal width
     pretty_exceptions_enable=False,
     context_settings={
         "help_option_names": ["-h", "--help"],
-        "token_normalize_func": lambda name: name.replace("_", "-"),  # --nproc_per_node is --nproc-per-node
+        "token_normalize_func": lambda name: name.replace(
+            "_", "-"
+        ),  # accepts --nproc_per_node for --nproc-per-node
     },
 )
 app.command(cls=TrainCommand)(train)
 app.command(cls=Command)(plan)
 app.command(cls=Command)(generate)
-# options end at the program; the words after it are its arguments
+# options end at the program name; later words are the program's arguments
 app.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})(launch)
 app.command(cls=Command)(info)
 app.add_typer(config, name="config")
@@ -70,15 +72,15 @@ def _options(
 
 
 def horovodrun() -> None:
-    """Run `farandole launch` with the words of a horovodrun command line, and end the process.
+    """Run `farandole launch` with a horovodrun command line, and end the process.
 
-    The script is named farandole-horovodrun: a script named horovodrun would overwrite Horovod's, or be overwritten.
+    The script is named farandole-horovodrun, because the name horovodrun would conflict with Horovod's script.
     """
     main(["launch", *sys.argv[1:]])
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run the command line, and end the process; Ctrl-C ends it without a trace."""
+    """Run the command line, and end the process.  Ctrl-C ends the process without a traceback."""
     try:
         app(words, prog_name="farandole")
     except KeyboardInterrupt:

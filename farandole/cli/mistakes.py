@@ -1,4 +1,4 @@
-"""Errors for unknown options, with the nearest option or the alternative."""
+"""Report unknown options with the nearest option or an alternative."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typer.core import TyperCommand
 
 
 class Command(TyperCommand):
-    """A subcommand whose errors name the nearest option."""
+    """A subcommand that suggests alternatives to unknown options."""
 
     elsewhere: Mapping[str, str] = {}
-    """Options of other launchers without a counterpart here, and their alternatives."""
+    """Options of other launchers that have no counterpart, and their alternatives."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments; refuse an unknown option with the nearest option or the alternative."""
+        """Parse the arguments, and reject unknown options with a suggestion."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -32,4 +32,4 @@ class Command(TyperCommand):
             return f"{name} is not supported: {self.elsewhere[name]}"
         options = [option for param in self.params for option in (*param.opts, *param.secondary_opts)]
         nearest = difflib.get_close_matches(name, [o for o in options if o.startswith("-")], 1)
-        return f"there is no option {name}" + (f"; nearest: {nearest[0]}" if nearest else "")
+        return f"unknown option {name}" + (f"; did you mean {nearest[0]}?" if nearest else "")

@@ -1,4 +1,4 @@
-"""`farandole plan`: whether a training fits, and how fast it will be, before it runs."""
+"""The command `farandole plan`: predict the memory and speed of a training run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def plan(
         list[str] | None,
         typer.Argument(
             metavar="[PRESET] [KEY=VALUE]...",
-            help="The training: the same words as for farandole train.",
+            help="The training run: the same arguments as for farandole train.",
             show_default=False,
             autocompletion=complete_words,
         ),
@@ -28,19 +28,19 @@ def plan(
             "--ranks",
             "-n",
             min=1,
-            help="Processes of the job.",
-            show_default="one per accelerator, else one per core, if they divide the batch",
+            help="Number of processes in the job.",
+            show_default="one per accelerator, else one per core, if the batch is divisible",
         ),
     ] = None,
     nodes: Annotated[
-        int, typer.Option("--nodes", "--nnodes", min=1, help="Hosts, with equal numbers of ranks.")
+        int, typer.Option("--nodes", "--nnodes", min=1, help="Number of hosts, with equal numbers of ranks.")
     ] = 1,
     memory: Annotated[
         str | None,
         typer.Option(
             metavar="BYTES",
-            help="Memory of each rank: 16GiB.",
-            show_default="the free memory of this host, divided by its ranks",
+            help="Memory per rank, such as 16GiB.",
+            show_default="this host's free memory divided by its ranks",
         ),
     ] = None,
     zero: Annotated[
@@ -48,7 +48,10 @@ def plan(
     ] = None,
     recompute: Annotated[
         list[str] | None,
-        typer.Option(help="none, block, selective or attention.  Repeatable.", show_default="all"),
+        typer.Option(
+            help="Recomputation to consider: none, block, selective or attention.  Repeatable.",
+            show_default="all",
+        ),
     ] = None,
     offload: Annotated[
         list[str] | None,
@@ -73,12 +76,14 @@ def plan(
     ] = None,
     precision: Annotated[
         list[str] | None,
-        typer.Option(help="fp32, bf16 or fp16.  Repeatable.", show_default="as configured"),
+        typer.Option(
+            help="Precision to consider: fp32, bf16 or fp16.  Repeatable.", show_default="as configured"
+        ),
     ] = None,
     rounding: Annotated[
         list[str] | None,
         typer.Option(
-            help="Rounding of bf16 weights: nearest or stochastic.  Repeatable.",
+            help="Rounding for bf16 weights: nearest or stochastic.  Repeatable.",
             show_default="nearest; if nothing fits, both",
         ),
     ] = None,
@@ -86,56 +91,64 @@ def plan(
         bool | None,
         typer.Option(
             "--hybrid/--no-hybrid",
-            help="Hybrid sharding: ZeRO divides states within each host only.",
+            help="Hybrid sharding: ZeRO shards states only within each host.",
             show_default="both, with several --nodes",
         ),
     ] = None,
     flops: Annotated[
         str | None,
-        typer.Option(metavar="N", help="FLOP/s of each rank: 50G, 300T.", show_default="measured"),
+        typer.Option(metavar="N", help="FLOP/s per rank, such as 50G or 300T.", show_default="measured"),
     ] = None,
     bandwidth: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Bytes/s between ranks: 12G.", show_default="measured"),
+        typer.Option(
+            metavar="N", help="Bandwidth between ranks in bytes/s, such as 12G.", show_default="measured"
+        ),
     ] = None,
     accelerators: Annotated[
         bool,
         typer.Option(
             "--accelerators",
-            help="Plan for accelerators that this host lacks; requires the three options above.",
+            help="Plan for accelerators that this host lacks.  Requires --memory, --flops and --bandwidth.",
         ),
     ] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine again.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Run the best plan on real ranks, and compare.")
+        bool,
+        typer.Option(
+            "--check", help="Run the best plan on real ranks, and compare the results with the prediction."
+        ),
     ] = False,
-    steps: Annotated[int, typer.Option(min=2, help="Steps of --check.")] = 3,
+    steps: Annotated[int, typer.Option(min=2, help="Number of steps for --check.")] = 3,
     json: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Also write the plans to FILE, as JSON.", show_default=False),
     ] = None,
     picture: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Also draw them to FILE: .png, .pdf or .svg.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="Also plot the plans to FILE (.png, .pdf or .svg).", show_default=False
+        ),
     ] = None,
 ) -> None:
-    """Predict memory and seconds per step of all plans for a training; the fastest plan that fits comes first.
+    """Predict the memory and step time of all plans for a training run, fastest first.
 
-    Nothing is trained.  The speed of this machine is measured once, in seconds, unless --flops and --bandwidth give it.
-    The exit status is 1 if no plan fits, or if --check measures a peak more than 10 % from the prediction.
+    Plans that do not fit in memory come last.  Without --check, nothing is trained.  The command measures this
+    machine's speed once, which takes seconds, unless --flops and --bandwidth specify the speed. The exit status is 1 if
+    no plan fits, or if the peak memory measured by --check differs from the prediction by more than 10 %.
 
     \b
       farandole plan                                    the default preset on this machine
       farandole plan gpt2-small -n 8 --memory 16GiB --picture plans.png
       farandole plan my.toml micro_batch=8 --zero 2 --precision fp32 --precision bf16
       farandole plan gpt2-small -n 64 --nodes 8 --accelerators --memory 80GiB --flops 300T --bandwidth 12G
-      farandole plan tiny plan.zero=1 --check       run the best plan, and compare
+      farandole plan tiny plan.zero=1 --check       run the best plan and compare
 
     \b
-    The training of a model from a Hugging Face folder, of which only config.json is needed:
+    Plan for a model from a Hugging Face folder (only config.json is required):
       farandole plan hf:llama-8b -n 64 --nodes 8 --accelerators --memory 80GiB --flops 400T --bandwidth 25G model.context=4096
     """
-    # imported here so that `--help` does not wait for torch
+    # import here, so that `--help` does not wait for torch
     from farandole.bench.planning import PlanSetup, parse_number
     from farandole.bench.setup import BenchError
     from farandole.launch.placement import LaunchError
@@ -172,7 +185,7 @@ def plan(
 
 
 def _answer(setup: PlanSetup, json: str | None, picture: str | None, steps: int | None) -> int:
-    """Print the plans, and with `steps` the check of the first one; return the exit status."""
+    """Print the plans.  With `steps`, also check the first plan.  Return the exit status."""
     from rich.console import Console
 
     from farandole.bench import plan_table
@@ -194,7 +207,7 @@ def _answer(setup: PlanSetup, json: str | None, picture: str | None, steps: int 
 
 
 def _write(planned: Planned, json: str | None, picture: str | None) -> None:
-    """Write the requested files.  Raises `BenchError` if one cannot be written."""
+    """Write the requested files.  Raises `BenchError` if a file cannot be written."""
     from pathlib import Path
 
     from farandole.bench.planning import dump
@@ -207,5 +220,5 @@ def _write(planned: Planned, json: str | None, picture: str | None) -> None:
             from farandole.bench.plan_picture import draw
 
             draw(planned, picture)
-    except (OSError, ValueError) as error:  # matplotlib raises ValueError for an unknown suffix
+    except (OSError, ValueError) as error:  # matplotlib raises ValueError for unknown suffixes
         raise BenchError(f"cannot write {picture or json}: {error}") from error

@@ -1,4 +1,4 @@
-"""`farandole train`: train a model across ranks."""
+"""The command `farandole train`: train a model across ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 PRESETS = resources.files("farandole.train") / "presets"
 
 WORDS = f"""A preset ({", ".join(sorted(Path(file.name).stem for file in PRESETS.iterdir()))}) or a TOML file, then
-any number of KEY=VALUE with the full names of keys: steps=1000 model.width=384 optimizer.learning_rate=1e-3.  With
---resume also the folder of a run."""
+any number of KEY=VALUE arguments with full key names: steps=1000 model.width=384 optimizer.learning_rate=1e-3.  With --resume, also a run's folder."""
 
 
 class TrainCommand(Command):
-    """Accepts `--resume=RUN` for `--resume RUN`: --resume is a flag, and RUN is one of the words."""
+    """Accepts `--resume=RUN` as `--resume RUN`, where --resume is a flag and RUN is an argument."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line."""
@@ -52,68 +51,68 @@ def train(
             "--ranks",
             "-n",
             min=1,
-            help="Processes of the job.",
-            show_default="one per accelerator, else one per core, if they divide the batch; with --resume as before",
+            help="Number of processes in the job.",
+            show_default="one per accelerator, else one per core, if the batch is divisible; with --resume, as before",
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume the last run, or the run whose folder is given.")
+        bool, typer.Option("--resume", help="Resume the last run, or the run in the given folder.")
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check the configuration, the data and the memory, and do not train."),
+        typer.Option("--dry-run", help="Check the configuration, the data and the memory without training."),
     ] = False,
 ) -> None:
     """Train or fine-tune a model on any number of ranks.
 
-    Without arguments, train the preset `default`: a small GPT that learns the source files of the Python standard
-    library in a few minutes on two cores.
+    Without arguments, the command trains the preset `default`: a small GPT on the source files of the Python standard
+    library, which takes a few minutes on two cores.
 
-    Each run writes checkpoints, metrics, the loss curve and a sample of text to a new folder, runs/NAME-DATE-TIME.
-    Ctrl-C saves a checkpoint and stops; --resume continues.
+    Each run writes checkpoints, metrics, the loss curve and a text sample to its own folder, runs/NAME-DATE-TIME.
+    Ctrl-C saves a checkpoint and stops the run; --resume continues a run.
 
     \b
-    The default preset; a tiny preset that takes seconds; checks without training:
+    The default preset, a tiny preset that takes seconds, and a check without training:
       farandole train
       farandole train tiny
       farandole train gpt2-small --dry-run
 
     \b
-    Your own text (files, folders, .jsonl, .parquet); a configuration file:
+    Your own text (files, folders, .jsonl, .parquet), and a configuration file:
       farandole train data.path=notes/ steps=1000
       farandole train my.toml optimizer.learning_rate=1e-3
 
     \b
-    Fine-tune a model in a Hugging Face folder: on conversations, on text, as a classifier:
+    Fine-tune a model from a Hugging Face folder on conversations, on text, or as a classifier:
       farandole train sft model=FOLDER data.path=chat.jsonl plan.lora_rank=16
       farandole train pretrain model=FOLDER data.path=notes/
       farandole train classify model=FOLDER data.path=reviews.jsonl
 
     \b
-    Shard optimizer states, gradients and weights over 4 ranks, with bf16 and recomputation:
+    Shard optimizer states, gradients and weights across 4 ranks, with bf16 and recomputation:
       farandole train --ranks 4 plan.zero=3 plan.precision=bf16 plan.recompute=block
 
     \b
-    Other tasks: predict masked words, classify images, your own class Mine in my_module.py:
+    Predict masked words, classify images, or train the task Mine in my_module.py:
       farandole train tiny task=masked-text
       farandole train task=images data.path=photos/ images.network=resnet50
       farandole train task=my_module:Mine options.depth=3
 
     \b
-    Resume the last run, or a given run:
+    Resume the last run or a specific run:
       farandole train --resume
       farandole train --resume runs/stdlib-20260102-030405
 
     \b
-    On several hosts; with another launcher:
+    On several hosts, and under another launcher:
       farandole launch --hosts node0:4,node1:4 -m farandole train
       torchrun --nproc-per-node 8 -m farandole train
 
     \b
-    List every key with its default and its description:
+    List every key with its default and description:
       farandole config keys
     """
-    # imported here so that `--help` does not wait for them
+    # import here, so that `--help` does not wait for these modules
     from farandole.launch.placement import LaunchError
     from farandole.train.start import REFUSALS
 
@@ -126,7 +125,7 @@ def train(
 
 
 def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> int:
-    """Train as a rank of a running job; without one, check everything and launch the ranks."""
+    """Train as a rank in a running job; outside a job, check everything and launch the ranks."""
     from farandole.launch.environments import find_placement
     from farandole.launch.limits import offered_ranks
     from farandole.launch.placement import ALONE
@@ -138,11 +137,12 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
     if placement is not ALONE:
         if ranks not in (None, placement.size):
             raise ConfigError(
-                f"--ranks {ranks} conflicts with {placement.launcher}, which started {placement.size}; omit --ranks"
+                f"--ranks {ranks}: {placement.launcher} has already started {placement.size}; omit --ranks"
             )
         if dry_run:
             raise ConfigError(
-                f"--dry-run runs without ranks, but {placement.launcher} started this process as a rank"
+                f"--dry-run runs without ranks, but {placement.launcher} started this process as a rank; "
+                f"run farandole train --dry-run without the launcher"
             )
         from farandole.train.worker import join
 
@@ -153,11 +153,11 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
     start = check(request, ranks)
     if ranks is None and start.checkpoint is None and start.ranks < (offered := offered_ranks()):
         typer.echo(
-            f"training on {start.ranks} of {offered} cores or accelerators: more ranks do not divide "
-            f"batch={start.config.batch}",
+            f"training on {start.ranks} of {offered} cores or accelerators, because more ranks "
+            f"do not divide batch={start.config.batch}",
             err=True,
         )
-    with uncollected():  # loads torch, which takes seconds
+    with uncollected():  # importing torch takes seconds
         from farandole.train.memory import check_memory, summary
 
     check_memory(start.config, start.ranks)
@@ -170,7 +170,7 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
 
 
 def _check_task(config: TrainConfig) -> None:
-    """Make the task before the ranks start: errors are found early, and the tokens are cached."""
+    """Create the task before the ranks start, to find errors early and to cache the tokens."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -189,7 +189,7 @@ def _check_task(config: TrainConfig) -> None:
 
 
 def _launch(order: Order, ranks: int) -> int:
-    """Run the ranks; then print the next command."""
+    """Run the ranks, and then print the next command."""
     from farandole.launch.local import launch
 
     status = launch("farandole.train.worker", [order.dump()], ranks=ranks, module=True)
@@ -209,4 +209,4 @@ def _print_next_step(run: Path, status: int) -> None:
             f"{saved[-1].name} is saved; to resume: {command('train', '--resume', str(run))}", err=True
         )
     elif status:
-        typer.echo(f"no checkpoint is saved: run {run} ended before its first one", err=True)
+        typer.echo(f"no checkpoint was saved, because run {run} ended before its first checkpoint", err=True)

@@ -1,4 +1,4 @@
-"""`farandole tune`: which all-reduce algorithm is fastest between these hosts."""
+"""The command `farandole tune`: find the fastest all-reduce algorithm between hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def tune(
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", "-n", min=1, help="Processes of the job.", show_default=OFFERED),
+        typer.Option("--ranks", "-n", min=1, help="Number of processes in the job.", show_default=OFFERED),
     ] = None,
     output: Annotated[
         str | None,
@@ -23,27 +23,29 @@ def tune(
     ] = None,
     link: Annotated[
         str | None,
-        typer.Option(help="Name of the link in the table, such as '25 Gbit/s Ethernet'.", show_default=False),
+        typer.Option(help="Link name in the table, such as '25 Gbit/s Ethernet'.", show_default=False),
     ] = None,
-    least: Annotated[str, typer.Option("--min", metavar="BYTES", help="Smallest size: 64, 1K, 4M.")] = "64",
+    least: Annotated[
+        str, typer.Option("--min", metavar="BYTES", help="Smallest message size, such as 64, 1K or 4M.")
+    ] = "64",
     most: Annotated[
-        str, typer.Option("--max", metavar="BYTES", help="Largest size; each size is 4 times the one before.")
+        str,
+        typer.Option("--max", metavar="BYTES", help="Largest message size.  Sizes quadruple at each step."),
     ] = "16M",
-    turns: Annotated[
-        int, typer.Option(help="Measurements of each algorithm, of which the minimum counts.")
-    ] = 9,
+    turns: Annotated[int, typer.Option(help="Measurements per algorithm.  The minimum counts.")] = 9,
 ) -> None:
-    """Measure the all-reduce algorithms between hosts: ring, doubling, rabenseifner, and the number of leaders.
+    """Find the fastest all-reduce algorithms and numbers of leaders between hosts.
 
-    Run it in a job on the hosts to measure.  Outside a job, it starts ranks on this host, each of which stands for a
-    host.  Use the table with farandole.comm.Options(table="tuned.json").
+    The algorithms are ring, doubling and rabenseifner.  Run the command in a job on the hosts to measure.  Outside a
+    job, the command starts ranks on this host, each of which represents a host.  Use the table with
+    farandole.comm.Options(table="tuned.json").
 
     \b
     On two hosts:
       farandole launch --hosts node0:4,node1:4 -m farandole tune --output tuned.json
 
     \b
-    To see how it works:
+    To try the command on one host:
       farandole tune -n 4
     """
     from farandole.bench.collectives_setup import parse_size

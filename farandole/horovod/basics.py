@@ -1,7 +1,7 @@
-"""The state of this process as a Horovod rank, and the functions that initialize and query the state.
+"""Initialize and query this process's Horovod state.
 
-Horovod's API has one state per process: the object `horovod`.  The functions `*_built` and `*_enabled` describe the
-backends of torch.distributed.
+Each process has one state, the object `horovod`.  The functions `*_built` and `*_enabled` describe the
+torch.distributed backends.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from farandole.launch.runtime import init as join_job
 _log = logging.getLogger("horovod")
 
 TIMEOUT_S = 600.0
-"""The time limit of a collective, and of a tensor that only some ranks have submitted."""
+"""The timeout for collectives, and for tensors that only some ranks have submitted."""
 
 
 Collect = Callable[[Request], Any]
-"""Returns the result of an operation, given the finished request."""
+"""A function that returns an operation's result, given the finished request."""
 
 
 class Horovod:
-    """The state of this process: its ranks, its process sets, and the requests whose results are not collected."""
+    """Stores this process's ranks, process sets and uncollected requests."""
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
         self.timeline = Timeline()
         self.settings = Settings()
         self.handles: dict[int, tuple[Engine, Request, Collect]] = {}
-        self._numbers = itertools.count(1)  # handles are true, because Horovod scripts test `if handle`
+        self._numbers = itertools.count(1)  # starts at 1, because Horovod scripts test `if handle`
         self._sets: dict[int, ProcessSet] = {}
-        self._world: list[int] = []  # ranks in torch's world
+        self._world: list[int] = []  # global torch.distributed ranks
         self._groups: list[dist.ProcessGroup] = []
         self._local = (0, 1, 0, 1)
         self._homogeneous = True
@@ -60,12 +60,12 @@ class Horovod:
     # ---- initialization and shutdown ----
 
     def init(self, comm: Any = None, process_sets: str | Iterable[ProcessSet] | None = None) -> None:
-        """Join the job.  The second call does nothing.
+        """Join the job.  Repeated calls do nothing.
 
         Args:
-            comm: The ranks that form Horovod's world: a list, the same on each of these ranks, or an mpi4py
-                communicator.  None means all ranks.
-            process_sets: The process sets to register, or "dynamic".  More sets can be added later in either case.
+            comm: The ranks in Horovod's world: a list, identical on all these ranks, or an mpi4py communicator.  None
+                selects all ranks.
+            process_sets: The process sets to register, or "dynamic".  In both cases, more sets can be added later.
 
         Raises:
             ValueError: `comm` or `process_sets` is invalid, this rank is not in `comm`, or an environment variable
@@ -81,10 +81,11 @@ class Horovod:
         self._world = self._chosen_ranks(comm, runtime)
         if runtime.rank not in self._world:
             raise ValueError(
-                f"hvd.init(comm={self._world}) was called by rank {runtime.rank}, which is not in comm"
+                f"hvd.init(comm={self._world}) was called by rank {runtime.rank}, which is not in comm; "
+                f"call hvd.init on the ranks in comm only"
             )
         self.runtime = runtime
-        # exit handlers run in reverse order of registration: the engines must end before runtime.close()
+        # exit handlers run in reverse order of registration, and the engines must end before runtime.close()
         atexit.unregister(self.shutdown)
         atexit.register(self.shutdown)
         if self.rank == 0:
@@ -104,7 +105,7 @@ class Horovod:
                 self.add_process_set(process_set)
 
     def shutdown(self) -> None:
-        """Leave the job.  Operations in flight fail on all ranks.  The second call does nothing."""
+        """Leave the job.  Operations in flight fail on all ranks.  Repeated calls do nothing."""
         if self.runtime is None:
             return
         gone, runtime, self.runtime = self._world_is_destroyed(), self.runtime, None
@@ -118,21 +119,21 @@ class Horovod:
         self.handles.clear()
         while self._groups:
             group = self._groups.pop()
-            if not gone:  # otherwise the program has destroyed the world and all its groups
+            if not gone:  # destroying the world also destroys its groups
                 dist.destroy_process_group(group)
         runtime.close()
         if self._owns_world and dist.is_initialized():
-            # the runtime does not destroy a world that was formed by elastic.form
+            # runtime.close() does not destroy a world that elastic.form created
             dist.destroy_process_group()
 
     def _world_is_destroyed(self) -> bool:
-        """Return whether the program has destroyed the world of the last `init`."""
+        """Return whether the program has destroyed the world that `init` joined."""
         return self.runtime is None or self.runtime.is_closed
 
     # ---- elastic programs ----
 
     def prepare_to_reform(self) -> None:
-        """Exchange the data that the ranks need to form a new world after some ranks have died."""
+        """Exchange the data that the ranks need to form a new world if some ranks die."""
         runtime = self.joined()
         if self._elastic is not None or runtime.size == 1:
             return
@@ -145,7 +146,7 @@ class Horovod:
         self._elastic = World(store, runtime.rank, runtime.size, self._generation)
 
     def reform(self) -> None:
-        """Leave the world and form a new world of the surviving ranks.  All survivors must call this method."""
+        """Leave the world and form a new one with the surviving ranks.  All survivors must call this method."""
         self.joined()
         world, self._elastic = self._elastic, None
         self.shutdown()
@@ -170,7 +171,7 @@ class Horovod:
         ranks = list(comm)
         if ranks != sorted(set(ranks)) or not 0 <= ranks[0] <= ranks[-1] < runtime.size:
             raise ValueError(
-                f"expected comm to be an ascending list of ranks below {runtime.size} without repetition, got {ranks}"
+                f"expected comm to be an ascending list of distinct ranks below {runtime.size}, got {ranks}"
             )
         return ranks
 
@@ -199,7 +200,7 @@ class Horovod:
 
     @property
     def local(self) -> tuple[int, int, int, int]:
-        """Return local rank, local size, cross rank and cross size."""
+        """Return the local rank, local size, cross rank and cross size."""
         self.joined()
         return self._local
 
@@ -210,7 +211,7 @@ class Horovod:
         return self._homogeneous
 
     def _set_local_ranks(self, runtime: Runtime) -> None:
-        """Set local rank and size (within the host) and cross rank and size (among hosts, for one local rank)."""
+        """Set the local and cross ranks and sizes."""
         hosts: list[str] = [text.rstrip("\0") for text in self._gather_text(runtime.host)]
         mine, rank = hosts[self.rank], self.rank
         local_rank, local_size = hosts[:rank].count(mine), hosts.count(mine)
@@ -222,14 +223,14 @@ class Horovod:
         self._homogeneous = len({hosts.count(name) for name in names}) == 1
 
     def _gather_text(self, text: str) -> list[str]:
-        """All-gather one text of each rank, truncated to 256 bytes."""
+        """All-gather one string per rank, truncated to 256 bytes."""
         data = torch.zeros(1, 256, dtype=torch.uint8)
         encoded = text.encode()[:256]
         data[0, : len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         return [row.numpy().tobytes().decode(errors="replace") for row in self._gather_rows(data)]
 
     def _gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """All-gather one row of each rank."""
+        """All-gather one row per rank."""
         signature = Signature(ALLGATHER, (row.dtype,), (tuple(row.shape),))
         engine = global_process_set.member()
         request = Request(engine.name_for("init"), signature, [row])
@@ -256,7 +257,7 @@ class Horovod:
             process_set = ProcessSet(process_set)
         size, ranks = self.size, process_set.ranks
         if process_set.process_set_id is not None:
-            raise ValueError(f"{process_set} is already registered")
+            raise ValueError(f"{process_set} is already registered; do not add it again")
         if not ranks or not 0 <= ranks[0] <= ranks[-1] < size:
             raise ValueError(f"expected at least one rank, and ranks from 0 to {size - 1}; got {process_set}")
         row = torch.zeros(1, size, dtype=torch.uint8)
@@ -271,7 +272,7 @@ class Horovod:
         for other_set in self._sets.values():
             if other_set.ranks == ranks:
                 raise ValueError(
-                    f"{other_set} already has the ranks {ranks}; use this set instead of a second set with these ranks"
+                    f"{other_set} already has the ranks {ranks}; use this set instead of adding another one"
                 )
         self._register(process_set, ranks, max(self._sets) + 1)
         return process_set
@@ -287,7 +288,7 @@ class Horovod:
         """
         self.joined()
         if process_set.process_set_id is None:
-            raise ValueError(f"{process_set} is not registered")
+            raise ValueError(f"cannot remove {process_set}, because it is not registered")
         if process_set.process_set_id == 0:
             return False
         engine = process_set.engine
@@ -298,7 +299,7 @@ class Horovod:
         return True
 
     def process_sets(self) -> dict[int, list[int]]:
-        """Return the ranks of each registered set, by the set's id."""
+        """Return each registered set's ranks, keyed by set id."""
         self.joined()
         return {number: list(process_set.ranks or ()) for number, process_set in self._sets.items()}
 
@@ -312,7 +313,7 @@ class Horovod:
         self._sets[number] = process_set
 
     def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
-        """Create a process group of ranks in torch's world."""
+        """Create a process group from global torch.distributed ranks."""
         backend = dist.get_backend()
         whole = len(self._world) == self.joined().size
         group: dist.ProcessGroup = dist.new_group(
@@ -327,7 +328,7 @@ class Horovod:
     # ---- handles, timeline ----
 
     def submit(self, engine: Engine, request: Request, collect: Collect) -> int:
-        """Submit a request and return its handle, for which `synchronize` returns `collect(request)`."""
+        """Submit a request and return its handle.  `synchronize(handle)` returns `collect(request)`."""
         engine.submit(request)
         handle = next(self._numbers)
         self.handles[handle] = (engine, request, collect)
@@ -391,14 +392,14 @@ def is_homogeneous() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Start to write a timeline on rank 0.
+    """Start writing a timeline on rank 0.
 
     Args:
         file_path: The file to write.
         mark_cycles: Whether to mark each negotiation cycle that executes operations.
 
     Raises:
-        ValueError: A timeline is being written.
+        ValueError: A timeline is already being written.
         OSError: The file cannot be written.
     """
     horovod.joined()
@@ -418,7 +419,7 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_built() -> bool:
-    """Return False.  mpirun may start the ranks, but the ranks do not communicate through MPI."""
+    """Return False, because ranks do not communicate through MPI, even if mpirun started them."""
     return False
 
 
@@ -433,9 +434,9 @@ def gloo_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return whether Gloo communicates the CPU tensors of this job.
+    """Return whether this job communicates CPU tensors through Gloo.
 
-    The result is False before `init`, and in jobs whose ranks communicate through shared memory.
+    The result is False before `init` and in jobs that communicate through shared memory.
     """
     if horovod.runtime is None:
         return False
@@ -444,7 +445,7 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """Return the version of PyTorch's NCCL (2.19.3 is 21903), or 0 without NCCL."""
+    """Return PyTorch's NCCL version as an integer (21903 for 2.19.3), or 0 without NCCL."""
     if not dist.is_nccl_available():
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]

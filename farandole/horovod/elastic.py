@@ -1,4 +1,4 @@
-"""Elastic training (experimental): commit a state, and continue from the last commit on the surviving ranks.
+"""Elastic training (experimental): continue from the last committed state on the surviving ranks.
 
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)
 
@@ -14,13 +14,13 @@ form a smaller world, and call the function again.
 
 Limitations:
 
-- Ranks can leave a job but not join a job, and hosts are not discovered.
+- Ranks can leave a running job but cannot join it, and new hosts are not discovered.
 - All ranks must be on one host.
 - The launcher must not stop the job when a rank fails.  `farandole launch` and torchrun stop the job.
 
-The rendezvous of the survivors uses the store of the first world, which is in the process of rank 0 or in the launcher.
-The first survivor waits until each rank of the old world has arrived or its process has ended, and publishes the list
-of arrived ranks.  These ranks form the new world, in the old order.  Process file descriptors report ended processes.
+The survivors rendezvous through the first world's store, which rank 0 or the launcher hosts.  The first survivor waits
+until each rank in the old world has arrived or its process has ended.  It then publishes the list of arrived ranks,
+which form the new world in the old order.  Process file descriptors (pidfds) detect ended processes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from farandole.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 
 
 class State:
-    """The state of a program.  Subclasses define how to save, restore and broadcast the state.
+    """A training state.  Subclasses define how to save, restore and broadcast the state.
 
     Args:
         bcast_object: A function that broadcasts an object from rank 0 to all ranks.
@@ -58,11 +58,11 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Register functions to call after the world has changed, for example to scale the learning rate."""
+        """Register functions to call after the world changes, for example to scale the learning rate."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Adapt to the new world, before the state is broadcast."""
+        """Adapt to the new world before the state is broadcast."""
         while not self._host_messages.empty():
             self._host_messages.get()
         self.reset()
@@ -70,21 +70,21 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int = 0) -> None:
-        """Report a change of the hosts.  All ranks restart the function at the next commit.
+        """Report a host change.  All ranks restart the training function at the next commit.
 
         Args:
-            timestamp: The time of the change.  The change is ignored if a later change was handled.
+            timestamp: The time of the change.  The change is ignored if a later change was already handled.
             update_res: 1 if hosts were only removed.  The state is then not broadcast.
         """
         self._host_messages.put((timestamp, update_res == 1))
 
     def commit(self) -> None:
-        """Save the state, and restart the function if hosts have changed.  All ranks must call this method."""
+        """Save the state, and restart the training function if hosts have changed.  All ranks must call this method."""
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise `HostsUpdatedInterrupt` on all ranks if rank 0 has a new change.  All ranks must call this method."""
+        """Raise `HostsUpdatedInterrupt` if rank 0 has received a host change.  All ranks must call this method."""
         latest, only_removed = self._last_update, True
         while not self._host_messages.empty():
             timestamp, removed = self._host_messages.get()
@@ -96,7 +96,7 @@ class State:
             raise HostsUpdatedInterrupt(only_removed)
 
     def save(self) -> None:
-        """Keep a copy of the state in memory."""
+        """Save a copy of the state in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
@@ -104,7 +104,7 @@ class State:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Broadcast the state of rank 0.  All ranks must call this method."""
+        """Broadcast rank 0's state.  All ranks must call this method."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -112,12 +112,12 @@ class State:
 
 
 class ObjectState(State):
-    """A state of Python objects.
+    """A state that consists of Python objects.
 
     Args:
         bcast_object: A function that broadcasts an object from rank 0 to all ranks.
         get_rank: A function that returns this process's rank.
-        kwargs: The initial values of the attributes.  The state saves deep copies.
+        kwargs: The attributes and their initial values.  `save` makes deep copies.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ObjectState(State):
         self._set_attributes()
 
     def sync(self) -> None:
-        """Broadcast the attributes of rank 0."""
+        """Broadcast rank 0's attributes."""
         if self._saved_state:
             current = {name: getattr(self, name) for name in self._saved_state}
             self._saved_state = self._bcast_object(current)
@@ -150,14 +150,14 @@ class ObjectState(State):
 def run_with(
     function: Callable[..., Any], reset: Callable[[], None], begin: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Return a function that calls `function`, and calls `function` again after each change of the world.
+    """Wrap `function` so that it is called again after each change to the world.
 
     Args:
         function: The training function, whose first argument is a `State`.
         reset: A function that forms the new world.
-        begin: A function to call once, before the first call of `function`.
+        begin: A function to call once, before the first call to `function`.
 
-    The returned function raises `MismatchError`, because a mismatch would occur again.
+    The returned function does not retry after a `MismatchError`, because the mismatch would recur.
     """
 
     @functools.wraps(function)
@@ -183,19 +183,19 @@ def run_with(
 
 
 TIMEOUT_S = 600.0
-"""The default of HOROVOD_ELASTIC_TIMEOUT: how long survivors wait for a live rank that does not arrive."""
+"""The default value of HOROVOD_ELASTIC_TIMEOUT, the time that survivors wait for a live rank to arrive."""
 
 _POLL_INTERVAL_S = 0.02
 
 
 class World:
-    """The ranks of a world, with the data to form a new world of the survivors.  All ranks must construct a `World`.
+    """The ranks in a world, and the data that survivors need to form a new world.  All ranks must create a `World`.
 
     Args:
         store: A store that outlives the world.
         rank: This process's rank.
         size: The number of ranks.
-        generation: The number of times that a new world was formed.
+        generation: The number of worlds formed before this one.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, generation: int) -> None:
@@ -208,11 +208,11 @@ class World:
         self._processes = [os.pidfd_open(pid) for pid, _ in everyone] if self._one_host else []
 
     def survivors(self) -> list[int]:
-        """Wait for the other survivors and return the ranks of the survivors.
+        """Wait for all survivors and return their ranks.
 
         Raises:
-            HorovodInternalError: The ranks are on several hosts, the store has ended, a live rank did not arrive
-                within the time limit, or this rank arrived too late.
+            HorovodInternalError: The ranks are on several hosts, the store is unreachable, a live rank did not arrive
+                within the timeout, or this rank arrived too late.
         """
         if not self._one_host:
             raise HorovodInternalError(
@@ -236,7 +236,8 @@ class World:
             ) from error
         if self.rank not in members:
             raise HorovodInternalError(
-                f"rank {self.rank} arrived too late: ranks {members} have formed a new world"
+                f"rank {self.rank} arrived too late: ranks {members} have formed a new world; "
+                f"increase HOROVOD_ELASTIC_TIMEOUT for slower ranks"
             )
         return members
 
@@ -246,7 +247,7 @@ class World:
             os.close(self._processes.pop())
 
     def _wait_for_each(self, timeout_s: float) -> list[int]:
-        """Wait until each rank has arrived or died, and return the arrived ranks."""
+        """Wait until each rank has arrived or died, and return the ranks that arrived."""
         deadline = time.monotonic() + timeout_s
         open_ranks, members = set(range(self.size)), []
         while open_ranks:
@@ -266,14 +267,14 @@ class World:
 
 
 def _has_ended(process: int) -> bool:
-    """Return whether the process of a process file descriptor has ended; this includes zombies."""
+    """Return whether the process behind a process file descriptor has ended; zombies have ended."""
     poll = select.poll()
     poll.register(process, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def form(world: World, members: Sequence[int], generation: int, timeout_s: float) -> None:
-    """Initialize torch's default process group with the surviving members of a world."""
+    """Initialize torch's default process group with a world's surviving members."""
     dist.init_process_group(
         world.backend,
         store=dist.PrefixStore(f"farandole/elastic/{generation}/world", world.store),

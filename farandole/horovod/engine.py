@@ -1,6 +1,6 @@
-"""The engine of one process set: a queue of requests, and the thread that executes the requests in cycles.
+"""The engine of one process set: a request queue, and a thread that executes the requests in cycles.
 
-This module decides when a cycle begins.  `negotiation` describes the protocol of a cycle and its correctness.
+This module decides when a cycle begins.  `negotiation` describes the cycle protocol and proves its correctness.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from farandole.horovod.requests import UNNAMED, Request
 from farandole.horovod.settings import Settings
 
 _CLOSE_TIMEOUT_S = 5.0
-"""The time limit of `close`.  Live ranks take part in a cycle within `HEARTBEAT_S`."""
+"""The timeout for `close`.  Live ranks join a cycle within `HEARTBEAT_S`."""
 
 SHUT_DOWN = (
     "Horovod has been shut down. This was caused by an exception on one of the ranks, or by an operation "
@@ -33,7 +33,7 @@ SHUT_DOWN = (
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of a process set, which only its engine uses."""
+    """The process groups reserved for a process set's engine."""
 
     control: dist.ProcessGroup
     data: dist.ProcessGroup
@@ -45,9 +45,9 @@ class Engine:
     Args:
         groups: The process groups of the process set.
         ranks: The members' ranks in the world.
-        settings: The options of the engine.
+        settings: The engine options.
         timeline: The timeline.
-        limit_s: The time limit of a request that waits for other ranks.
+        limit_s: The timeout for a request that waits for other ranks.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Engine:
         self._in_flight: dict[str, Request] = {}
         self._wake = threading.Condition()
         self._asleep = False  # whether the thread must be woken for a new request
-        self._waiters = 0  # threads that wait for a result; the next cycle then begins without delay
+        self._waiters = 0  # threads that wait for a result; if positive, the next cycle begins at once
         self._next_cycle = 0.0
         self._closing = False
         self._ended: BaseException | None = None
@@ -80,7 +80,7 @@ class Engine:
     # ---- methods for other threads ----
 
     def name_for(self, kind: str) -> str:
-        """Return a name for an unnamed request.
+        """Generate a name for an unnamed request.
 
         Ranks that submit unnamed requests in the same order get the same names.
         """
@@ -90,7 +90,7 @@ class Engine:
         return f"{kind}{UNNAMED}{number}"
 
     def submit(self, request: Request) -> None:
-        """Put a request into the queue.
+        """Enqueue a request.
 
         Raises:
             ValueError: A request with the same name is in flight.
@@ -111,7 +111,7 @@ class Engine:
                 self._wake.notify()
 
     def wait(self, request: Request) -> None:
-        """Block until a request is finished, and raise its error."""
+        """Block until a request finishes, and raise its error if it failed."""
         if not request.finished():
             with self._wake:
                 self._waiters += 1
@@ -125,13 +125,13 @@ class Engine:
             request.wait()
 
     def drain(self) -> None:
-        """Wait for all requests of this rank that are in flight, and ignore their errors."""
+        """Wait for all of this rank's requests in flight, and ignore their errors."""
         for request in list(self._in_flight.values()):
             with contextlib.suppress(HorovodInternalError):
                 self.wait(request)
 
     def request_close(self) -> None:
-        """Request the shutdown of the engines of all ranks.  Requests in flight fail."""
+        """Ask the engines on all ranks to shut down.  Requests in flight fail."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -140,7 +140,7 @@ class Engine:
         """Shut the engine down and wait until its thread has ended."""
         self.request_close()
         self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():  # another rank hangs, or its death was not detected
+        if self._thread.is_alive():  # another rank hangs or died undetected
             self._abort()
             self._thread.join(_CLOSE_TIMEOUT_S)
 
@@ -152,12 +152,12 @@ class Engine:
             with torch.no_grad():  # autograd forbids in-place writes to parameters, which are leaves
                 reason = self._serve()
             self._end(HorovodInternalError(reason))
-        except BaseException as error:  # without this thread, waiting threads and ranks would block forever
+        except BaseException as error:  # otherwise waiting threads and ranks would block forever
             self._end(error)
             self._abort()
 
     def _serve(self) -> str:
-        """Run cycles until the set is shut down; return the reason."""
+        """Run cycles until the process set is shut down, and return the reason."""
         negotiator, progress, reason = self._negotiator, True, None
         while True:
             self._pause(progress)
@@ -187,9 +187,9 @@ class Engine:
     def _pause(self, progress: bool) -> None:
         """Sleep until the next cycle.
 
-        Without pending requests, sleep until a request is submitted or until the heartbeat.  Otherwise sleep until the
-        cycle time has passed, so that requests are fused, unless a thread waits for a result and the last cycle made
-        progress.
+        Without pending requests, sleep until a request is submitted or until the next heartbeat.  Otherwise sleep until
+        the cycle time has passed, so that more requests can be fused.  If a thread is waiting for a result and the last
+        cycle made progress, do not sleep.
         """
         if not (self._submitted or self._negotiator.pending() or self._closing):
             with self._wake:
@@ -229,5 +229,5 @@ class Engine:
         for group in (self._groups.control, self._groups.data):
             with contextlib.suppress(
                 RuntimeError
-            ):  # Gloo does not support abort; its peers detect the closed connection
+            ):  # Gloo cannot abort; its peers detect the closed connection
                 group.abort()

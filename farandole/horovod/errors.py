@@ -4,21 +4,21 @@ from __future__ import annotations
 
 
 class HorovodInternalError(RuntimeError):
-    """An operation failed because ranks disagree, a rank died, or Horovod was shut down.
+    """Raised if an operation fails because ranks disagree, a rank died, or Horovod was shut down.
 
     `hvd.elastic.run` catches this error, restores the last commit and continues.
     """
 
 
 class MismatchError(HorovodInternalError):
-    """Ranks submitted different operations under one name.
+    """Raised if ranks submit different operations under the same name.
 
-    `hvd.elastic.run` does not catch this error, because a restart would repeat it.
+    `hvd.elastic.run` does not catch this error, because it would recur after a restart.
     """
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The set of hosts has changed, and `hvd.elastic.run` calls the training function again with the current state.
+    """Raised if the hosts change.  `hvd.elastic.run` calls the training function again with the current state.
 
     Args:
         skip_sync: Whether to skip the broadcast of the state.
@@ -33,5 +33,5 @@ NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
 def not_initialized() -> ValueError:
-    """Return the error for calls before `hvd.init()`."""
+    """Return the error to raise for calls before `hvd.init()`."""
     return ValueError(NOT_INITIALIZED)

@@ -1,7 +1,7 @@
-"""Execute the requests that all ranks have submitted: fuse all-reduces and call the collectives of the data group.
+"""Execute the requests that all ranks have submitted: fuse all-reduces, and run collectives on the data group.
 
-Tensor fusion combines all-reduces with equal data type, operation, factors and device in one buffer.  The agreed list
-of requests determines the fused tensors, so all ranks fuse the same tensors.
+Tensor fusion copies all-reduces with the same data type, operation, scale factors and device into one buffer.  The
+agreed request list determines which tensors are fused, so all ranks fuse the same tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SMALLEST_BUFFER = 1 << 20
 
 @dataclass
 class Pack:
-    """The tensors of one all-reduce.  A member is a ready name and the index of a tensor in its group."""
+    """The tensors in one all-reduce.  A member is a ready request and the index of a tensor in its group."""
 
     dtype: torch.dtype
     members: list[tuple[Ready, int]] = field(default_factory=list)
@@ -48,14 +48,15 @@ class Pack:
 
     @property
     def names(self) -> list[str]:
-        """Return the names in the pack, without repetition."""
+        """Return the distinct request names in the pack."""
         return list(dict.fromkeys(ready.name for ready, _ in self.members))
 
 
 def pack(ready: Iterable[Ready], threshold: int) -> list[Pack]:
-    """Combine all-reduces with equal data type, operation, factors and device into packs of at most `threshold` bytes.
+    """Combine compatible all-reduces into packs of at most `threshold` bytes.
 
-    A larger tensor has its own pack.  Packs are in the order of their first members.
+    All-reduces are compatible if their data types, operations, scale factors and devices are equal.  A larger tensor
+    gets a pack to itself.  The packs are ordered by their first members.
     """
     packs: list[Pack] = []
     open_packs: dict[tuple[object, ...], Pack] = {}
@@ -76,7 +77,7 @@ def pack(ready: Iterable[Ready], threshold: int) -> list[Pack]:
 
 
 class FusionBuffer:
-    """Memory for one pack at a time, shared by all ranks of the group if possible.
+    """Memory for one pack at a time, shared by all ranks in the group if possible.
 
     The buffer grows to the size of the largest pack.  Packs are the same on all ranks, so all ranks grow the buffer at
     the same time.
@@ -87,21 +88,21 @@ class FusionBuffer:
         self._memory: dict[torch.device, Tensor] = {}
 
     def acquire(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a flat tensor of `size` bytes; its contents are undefined."""
+        """Return an uninitialized flat tensor of `size` bytes."""
         memory = self._memory.get(device)
         if memory is None or memory.numel() < size:
             capacity = _SMALLEST_BUFFER
             while capacity < size:
                 capacity *= 2
             self._memory.pop(device, None)
-            # a normal tensor can be written within and outside inference mode
+            # a normal tensor can be written inside and outside inference mode
             with torch.inference_mode(False):
                 memory = self._memory[device] = self._comm.empty(capacity, dtype=torch.uint8, device=device)
         return memory[:size].view(dtype)
 
 
 def views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Return consecutive parts of a flat tensor with the shapes of other tensors."""
+    """Return consecutive views into a flat tensor, shaped like the tensors in `like`."""
     parts: list[Tensor] = torch._C._nn.unflatten_dense_tensors(flat, like)
     return parts
 
@@ -115,13 +116,13 @@ _REDUCE_OPS = {
 
 
 def rows_of(total: int, size: int) -> list[int]:
-    """Divide `total` rows among `size` ranks; the first ranks get one more row if necessary."""
+    """Return the number of rows per rank; the first ranks get the remainder, one row each."""
     share, more = divmod(total, size)
     return [share + (rank < more) for rank in range(size)]
 
 
 def combine(a: Tensor, b: Tensor) -> Tensor:
-    """Return the Adasum of two tensors with the same shape and data type; the coefficients are computed in float64."""
+    """Return the Adasum of two tensors with equal shapes and data types.  The coefficients are computed in float64."""
     one, other = a.reshape(-1).double(), b.reshape(-1).double()
     dot, a_square, b_square = one @ other, one @ one, other @ other
     a_weight = torch.where(a_square > 0, 1 - dot / (2 * a_square), 1.0)
@@ -130,21 +131,22 @@ def combine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def adasum(flat: Tensor, parts: Callable[[Tensor], Sequence[Tensor]], group: dist.ProcessGroup) -> None:
-    """Combine each part of `flat` over the ranks of the group with Adasum, in place.
+    """Combine each part of `flat` across the group with Adasum, in place.
 
     Adasum (Maleki et al., 2020, "Scaling Distributed Training with Adaptive Summation", arXiv:2006.02924) combines two
     gradients a and b into
 
         (1 - a.b / 2|a|^2) a  +  (1 - a.b / 2|b|^2) b
 
-    The result is the sum of orthogonal gradients and the mean of equal gradients.  Ranks are combined in pairs, then
-    pairs of pairs, so the number of ranks must be a power of two.  In round k a rank exchanges its vector with the rank
-    that differs in bit k.  Both ranks compute the same combination, lower rank first, so all results are bitwise equal.
+    The result is the sum for orthogonal gradients and the mean for equal gradients.  Ranks are combined in pairs, then
+    in pairs of pairs, so the number of ranks must be a power of two.  In round k, a rank exchanges its vector with the
+    rank whose number differs in bit k.  Both ranks compute the same combination, lower rank first, so all results are
+    bitwise equal.
 
     Args:
-        flat: A flat tensor, the same size on all ranks.
-        parts: A function that splits a tensor like `flat` into parts.  Each part has its own coefficients (the
-            per-layer variant of the paper).
+        flat: A flat tensor with the same size on all ranks.
+        parts: A function that splits a tensor shaped like `flat` into parts.  Each part has its own coefficients (the
+            per-layer variant in the paper).
         group: The process group.
     """
     rank, size = group.rank(), group.size()
@@ -167,17 +169,17 @@ def adasum(flat: Tensor, parts: Callable[[Tensor], Sequence[Tensor]], group: dis
 
 
 def unsuitable_for_adasum(size: int) -> str | None:
-    """Return the error message if Adasum cannot combine `size` ranks, or None."""
+    """Return an error message if Adasum cannot combine `size` ranks, otherwise None."""
     if size & (size - 1):
         return f"Running Adasum with {size} ranks is not possible: the number of ranks must be a power of 2"
     return None
 
 
 class Executor:
-    """Executes lists of ready names on one process set.  The lists are the same on all members.
+    """Executes lists of ready requests on one process set.  The lists are the same on all members.
 
     Args:
-        group: The data group of the process set.
+        group: The process set's data group.
         ranks: The members' ranks in the world.
         threshold: The fusion threshold in bytes.
         timeline: The timeline.
@@ -200,10 +202,10 @@ class Executor:
         }
 
     def run(self, ready: Sequence[Ready], finished: Callable[[Request, BaseException | None], None]) -> None:
-        """Execute the names, and call `finished` for each request of this rank with its error or None.
+        """Execute the ready requests, and call `finished` with each of this rank's requests and its error or None.
 
-        `finished` receives a `MismatchError` for a request that differs between ranks.  The failure of a rank raises
-        the exception of the process group.
+        `finished` receives a `MismatchError` for a request that differs between ranks.  If a rank fails, the process
+        group's exception propagates.
         """
         if self._timeline.active:
             now = time.monotonic()
@@ -230,11 +232,11 @@ class Executor:
                 finished(one.request, None)
 
     def _execute(self, one: Ready, request: Request) -> None:
-        """Execute one request of a kind that is not fused."""
+        """Execute one request that is not fused."""
         kind = one.signature.kind
         begin = time.monotonic()
         _wait_for_inputs(request)
-        # a barrier or a join has no collective, because the negotiation has synchronized the ranks
+        # barriers and joins need no collective, because the negotiation has synchronized the ranks
         if kind in self._kinds:
             self._kinds[kind](one, request)
         _wait_for_outputs(request)
@@ -317,7 +319,7 @@ class Executor:
         request.outputs = outputs
 
     def _gather_rows(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
-        """Concatenate the tensors of all ranks, which may have different numbers of rows."""
+        """Concatenate the tensors from all ranks, which may have different numbers of rows."""
         most, rest = max(rows), tensor.shape[1:]
         everyone = tensor.new_empty((len(rows), most, *rest))
         if everyone.numel() == 0:
@@ -348,7 +350,7 @@ class Executor:
         output = tensor.new_empty((sum(received), *tensor.shape[1:]))
         row = tensor[:1].numel() if len(tensor) else output[:1].numel()
         if row or not tensor.shape[1:]:
-            # flat, so that a row of any shape is one block of `width` elements
+            # flatten, so that a row of any shape is a block of `width` elements
             width = max(1, row)
             dist.all_to_all_single(
                 output.view(-1),
@@ -387,12 +389,12 @@ class Executor:
 
 
 def agreed_shape(one: Ready, index: int) -> tuple[int, ...]:
-    """Return the shape of one tensor of a ready name."""
+    """Return the agreed shape of one tensor in a ready request."""
     return one.signature.shapes[index]
 
 
 def _scale(tensor: Tensor, factor: float) -> None:
-    """Multiply in place; integers are multiplied in float64 and truncated, as in Horovod."""
+    """Scale `tensor` in place.  Integers are multiplied in float64 and truncated, as in Horovod."""
     if factor == 1:
         return
     if tensor.is_floating_point():
@@ -402,7 +404,7 @@ def _scale(tensor: Tensor, factor: float) -> None:
 
 
 def _mode_of(requests: Iterable[Request | None]) -> AbstractContextManager[object]:
-    """Return inference mode if a request has inference tensors, which can only be written in inference mode."""
+    """Return inference mode if any request has inference tensors, which are writable in inference mode only."""
     for request in requests:
         if request is not None and any(t.is_inference() for t in (*request.inputs, *request.outputs)):
             return torch.inference_mode()
@@ -416,6 +418,6 @@ def _wait_for_inputs(request: Request) -> None:
 
 
 def _wait_for_outputs(request: Request) -> None:
-    """Wait until the device has written the outputs, because the program may use the outputs on any stream."""
+    """Wait until the device has written the outputs, because the program may use them on any stream."""
     if request.event is not None:
         torch.accelerator.synchronize()

@@ -1,13 +1,13 @@
-"""The timeline, and the check for stalled tensors.
+"""Record the timeline, and detect stalled tensors.
 
-The timeline is a file for Perfetto or chrome://tracing.  Each tensor is a "process" of the trace, as in Horovod.
+The timeline is a file for Perfetto or chrome://tracing.  Each tensor is a "process" in the trace, as in Horovod.
 NEGOTIATE_ALLREDUCE lasts from this rank's request until all ranks have requested the tensor.  ALLREDUCE follows, and
-contains MEMCPY_IN_FUSION_BUFFER, the collective and MEMCPY_OUT_FUSION_BUFFER.  The format is the JSON array form of
-"Trace Event Format" (Chromium project).
+contains MEMCPY_IN_FUSION_BUFFER, the collective and MEMCPY_OUT_FUSION_BUFFER.  The file format is the JSON array form
+of the Chromium project's "Trace Event Format".
 
-A tensor is stalled if some ranks have requested the tensor and other ranks have not done so within a time limit.  The
-table of the negotiation is the same on all ranks, so each rank knows the missing ranks.  The first rank of the process
-set logs a warning, and any rank may end the run.
+A tensor is stalled if some ranks have requested the tensor but other ranks have not done so within a time limit.  The
+negotiation table is the same on all ranks, so each rank can determine which ranks are missing.  The first rank in the
+process set logs a warning, and any rank may end the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from farandole.horovod.settings import Settings
 
 
 class Timeline:
-    """Writes the events of one rank to a file.  Without a file, events are ignored and `active` is False."""
+    """Writes one rank's events to a file.  Without a file, events are ignored and `active` is False."""
 
     def __init__(self) -> None:
         self.active = False
@@ -39,7 +39,7 @@ class Timeline:
         """Open the file.
 
         Raises:
-            ValueError: A timeline is being written.
+            ValueError: A timeline is already being written.
             OSError: The file cannot be written.
         """
         with self._lock:
@@ -54,7 +54,7 @@ class Timeline:
             self.active = True
 
     def stop(self) -> None:
-        """Complete the JSON and close the file.  Without a file, do nothing."""
+        """Complete the JSON and close the file, if a file is open."""
         with self._lock:
             self.active = False
             if self._file is None:
@@ -67,7 +67,7 @@ class Timeline:
     def span(
         self, name: str, activity: str, begin: float, end: float, arguments: dict[str, Any] | None = None
     ) -> None:
-        """Record an activity of a tensor.  `begin` and `end` are values of `time.monotonic`."""
+        """Record a tensor's activity.  `begin` and `end` are `time.monotonic` values."""
         with self._lock:
             if self._file is None:
                 return
@@ -89,7 +89,7 @@ class Timeline:
             self._flush()
 
     def mark(self, name: str) -> None:
-        """Record an instant that applies to all tensors."""
+        """Record an instant event that applies to all tensors."""
         with self._lock:
             if self._file is not None:
                 number = self._number("cycles")
@@ -122,16 +122,16 @@ class Timeline:
 _log = logging.getLogger("horovod")
 
 _SHOWN = 6
-"""The maximum number of names to list for each rank."""
+"""The maximum number of names listed per rank."""
 
 
 class StallInspector:
     """Checks the negotiation table for stalled tensors.
 
     Args:
-        settings: The options of the engine.
+        settings: The engine options.
         ranks: The members' ranks in the world.
-        limit_s: The time after which a stall ends the run if HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is not set.
+        limit_s: The stall time that ends the run if HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is not set.
         logs_warnings: Whether this rank logs warnings.
     """
 
@@ -153,10 +153,10 @@ class StallInspector:
         self._next_check = self._next_warning = 0.0
 
     def check(self, table: Mapping[str, Collection[int]], joined: Collection[int]) -> str | None:
-        """Log a warning about stalled names.
+        """Log a warning about stalled tensors.
 
         Args:
-            table: The members that have announced each name.
+            table: The members that have announced each tensor, keyed by tensor name.
             joined: The members that have joined.
 
         Returns:
@@ -177,8 +177,8 @@ class StallInspector:
         missing = self._missing(late, table, joined)
         text = (
             f"One or more tensors were submitted by a subset of ranks and have waited for the remaining ranks for "
-            f"more than {self.warn_s:g} seconds. Either ranks submit different tensors, or only some ranks submit "
-            f"tensors. Both cause a deadlock.\nMissing ranks:\n{missing}"
+            f"more than {self.warn_s:g} seconds. Different ranks may have submitted different tensors, or some ranks "
+            f"may have submitted none. Both cause a deadlock.\nMissing ranks:\n{missing}"
         )
         if ends:
             return f"{text}\nStalled for longer than {self._shutdown_s:g} seconds: shutting down."

@@ -1,46 +1,44 @@
 """The negotiation protocol: find the named requests that all ranks of a process set have submitted.
 
-Ranks submit the same names in different orders and at different times, because the hooks of a backward pass run in the
-order in which gradients become ready.  Collectives must run in the same order on all ranks.  The ranks agree on the
-order in *cycles*.  A cycle has one or two steps.  Each step is a collective on a control group that serves no other
-purpose:
+Ranks submit the same names in different orders and at different times, because backward hooks run in the order in which
+gradients become ready.  Collectives must run in the same order on all ranks, so the ranks agree on the order in
+*cycles*.  A cycle has one or two steps.  Each step is a collective on a dedicated control group:
 
-1. Every rank contributes a row of bits, and an all-reduce combines the rows with AND.  Bit s means that the rank has
-   submitted the request in slot s of the cache, with the cached signature.  One more bit means that the rank has
-   nothing to announce.
+1. Every rank contributes a row of bits, and an all-reduce combines the rows with AND.  Bit s is set if the rank has
+   submitted the request in cache slot s with the cached signature.  An extra bit is set if the rank has nothing to
+   announce.
 2. If any rank has something to announce, an all-gather sends every rank's announcement to every rank.  An announcement
-   contains names and signatures that are not in the cache, slots whose agreement is invalid, whether the rank has
-   joined, and whether the rank shuts down.
+   lists the names and signatures that are not in the cache and the slots whose agreements are invalid.  It also states
+   whether the rank has joined and whether the rank is shutting down.
 
-A cycle returns the list of requests to execute: first the slots whose bit is set in the result, by slot number, then
-the names that every rank has announced (joined ranks need not), in the order in which the announcements completed the
-names.  `execution` fuses the list into packs and executes the packs in order.
+A cycle returns the list of requests to execute.  The list starts with the slots whose bit is set in the result, sorted
+by slot number.  Then come the names that every rank (except joined ranks) has announced, in the order in which the
+announcements became complete.  `execution` fuses the list into packs and executes the packs in order.
 
 *All ranks execute the same list in the same order.*  Let S be the replicated state: the cache, the table of announced
 names, and the set of joined ranks.  S is initially empty on all ranks.  The result of step 1 is equal on all ranks,
 because it is the result of an all-reduce.  The result of step 2 is equal on all ranks, because it is the result of an
-all-gather.  The list, the new S and the packs are functions of S and these two results.  The list, the new S and the
-packs do not depend on local state, such as the time or this rank's pending requests.  By induction over cycles, S and
-the list are equal in every cycle.  Only the start time of a cycle and the contribution of a rank are local decisions.
-(The local requests by slot follow S: if an agreement leaves the cache while the rank has set its bit, the rank
-announces the request again.)
+all-gather.  The list, the new S and the packs depend only on S and these two results, and not on local state such as
+the time or this rank's pending requests.  By induction over cycles, S and the list are equal on all ranks in every
+cycle.  Only the start time of a cycle and a rank's contribution are local decisions.  (If an agreement leaves the cache
+after the rank has set its bit, the rank announces the request again.)
 
 *Only submitted requests are executed.*  A bit is set in the result only if every rank that has not joined has set the
-bit.  A name is complete only if every rank that has not joined has announced the name.  A rank sets a bit or announces
-a name only for a submitted request, and keeps the request until the request is executed.  A joined rank contributes
-zeros and needs no request.
+bit.  A name is complete only if every rank that has not joined has announced it.  A rank sets a bit or announces a name
+only for a submitted request, and keeps the request until execution.  A joined rank contributes zeros and needs no
+request.
 
-*No request waits forever.*  Within a cycle a rank waits only for the other ranks' contributions to collectives: the
-collectives of the control group, and the collectives of the data group for the list, which is the same on all ranks.
-So a cycle ends once every rank has begun the cycle.  A rank begins a cycle when it has pending requests, and at the
-latest after `HEARTBEAT_S`.  The thread of a rank does not block elsewhere.  Each process set has its own groups and
-thread, so no set waits for another set.  A request that all ranks submit is therefore executed at most two cycles after
-the last rank's submission: one cycle to announce the request or to set its bit, and one more cycle if its slot was
-invalidated in the meantime.  If some rank never submits a request, `monitoring` reports the names and ranks, and ends
-the run after a time limit.  If a process dies, the collective of the control group raises on all other ranks.
+*No request waits forever.*  Within a cycle, a rank waits only for other ranks' contributions to collectives, on the
+control group and (for the agreed list) on the data group.  A cycle therefore ends once every rank has begun it.  A rank
+begins a cycle when it has pending requests, and at the latest after `HEARTBEAT_S`.  The engine thread does not block
+elsewhere.  Each process set has its own groups and thread, so no set waits for another set.  A request that all ranks
+submit is therefore executed at most two cycles after the last submission: one cycle to announce the request or set its
+bit, and a second cycle if its slot was invalidated in the meantime.  If some rank never submits a request, `monitoring`
+reports the names and ranks, and ends the run after a time limit.  If a process dies, the control group's collective
+raises an exception on all other ranks.
 
-*The response cache* holds the requests on which all ranks have agreed.  Each agreement has a small number, its slot.  A
-training loop repeats names with the same signatures in every step.  A cached name costs one bit per cycle.
+*The response cache* holds the requests on which all ranks have agreed.  Each agreement occupies a numbered slot.  A
+training loop repeats the same names and signatures in every step, and a cached name costs one bit per cycle.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ from farandole.horovod.requests import (
 
 @dataclass(frozen=True)
 class Entry:
-    """An agreement of all ranks of the process set: the name, and the signature of each rank."""
+    """An agreement among all ranks in the process set: the request name, and each rank's signature."""
 
     slot: int
     name: str
@@ -78,10 +76,10 @@ class Entry:
 
 
 class ResponseCache:
-    """An LRU cache of at most `capacity` agreements.
+    """An LRU cache for at most `capacity` agreements.
 
-    The contents depend only on the calls of `add`, `use` and `remove`.  Ranks that make the same calls in the same
-    order have the same contents.
+    The contents depend only on the calls to `add`, `use` and `remove`.  Ranks that make the same calls in the same
+    order have equal caches.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -94,7 +92,7 @@ class ResponseCache:
         return len(self._by_name)
 
     def find(self, name: str) -> Entry | None:
-        """Return the agreement on a name, or None."""
+        """Return the agreement for a name, or None."""
         return self._by_name.get(name)
 
     def at(self, slot: int) -> Entry:
@@ -102,11 +100,11 @@ class ResponseCache:
         return self._by_slot[slot]
 
     def use(self, entry: Entry) -> None:
-        """Mark an agreement as the most recently executed."""
+        """Mark an agreement as the most recently used."""
         self._by_name.move_to_end(entry.name)
 
     def add(self, name: str, signatures: Sequence[Signature]) -> int | None:
-        """Store an agreement, and return the slot of the discarded agreement, or None."""
+        """Store an agreement.  Return the slot of the evicted agreement, or None."""
         if not self.capacity:
             return None
         gone = None
@@ -122,7 +120,7 @@ class ResponseCache:
         return gone
 
     def remove(self, slot: int) -> None:
-        """Discard the agreement in a slot.  An empty slot is ignored."""
+        """Discard the agreement in a slot, if any."""
         entry = self._by_slot.pop(slot, None)
         if entry is not None:
             del self._by_name[entry.name]
@@ -134,12 +132,12 @@ class ResponseCache:
 
 
 HEARTBEAT_S = 1.0
-"""The interval between cycles on an idle rank.  Other ranks learn in these cycles which requests are missing."""
+"""The interval between cycles on an idle rank.  These cycles tell the other ranks which requests are missing."""
 
 _QUIET = 1
-"""The first byte of a row if this rank has nothing to announce."""
+"""The first byte of the row from a rank that has nothing to announce."""
 _INLINE_BYTES = 2040
-"""The maximum size of the part of an announcement in the first all-gather of step 2.
+"""The maximum number of announcement bytes in the first all-gather of step 2.
 
 A second all-gather sends the remaining bytes of longer announcements.
 """
@@ -147,7 +145,7 @@ A second all-gather sends the remaining bytes of longer announcements.
 
 @dataclass
 class Ready:
-    """A name that all ranks execute.  `request` is this rank's request, or None if this rank has joined."""
+    """A request that all ranks execute.  `request` is this rank's request, or None if this rank has joined."""
 
     name: str
     signatures: Sequence[Signature | None]
@@ -158,14 +156,14 @@ class Ready:
     def signature(self) -> Signature:
         """Return the signature of the first rank that has not joined.
 
-        The number of rows may differ between ranks for an all-gather or an all-to-all.
+        In all-gathers and all-to-alls, the number of rows may differ between ranks.
         """
         return next(found for found in self.signatures if found is not None)
 
 
 @dataclass
 class Announcement:
-    """The message from one rank to all ranks in step 2."""
+    """The message that a rank sends to all ranks in step 2."""
 
     requests: list[tuple[str, Signature]] = field(default_factory=list)
     invalidated: list[int] = field(default_factory=list)
@@ -183,9 +181,10 @@ class Outcome:
 
 
 class Negotiator:
-    """Runs the cycles of one process set on this rank.
+    """Runs negotiation cycles for one process set on this rank.
 
-    The attribute `table` maps each incomplete name to its signatures by member, in the order of first announcement.
+    The attribute `table` maps each incomplete name to its signatures by member.  The names are in the order of their
+    first announcement.
 
     Args:
         group: The control group.
@@ -197,11 +196,11 @@ class Negotiator:
         self._group = group
         self._rank, self._size = group.rank(), group.size()
         self._ranks = ranks
-        # replicated: the same on all ranks
+        # replicated state, equal on all ranks
         self.cache = ResponseCache(capacity)
         self.table: dict[str, dict[int, Signature]] = {}
         self.joined: list[int] = []
-        # local: this rank's requests by their progress
+        # local state: this rank's requests, by progress
         self._unannounced: deque[Request] = deque()
         self._announced: dict[str, Request] = {}
         self._hits: dict[int, Request] = {}
@@ -226,7 +225,7 @@ class Negotiator:
             self._unannounced.append(request)
 
     def pending(self) -> bool:
-        """Return whether any request is waiting for other ranks or for its announcement."""
+        """Return whether any request is unannounced or waiting for other ranks."""
         return bool(self._hits or self._unannounced or self._announced)
 
     def drop_all(self) -> None:
@@ -236,7 +235,7 @@ class Negotiator:
         self._announced.clear()
 
     def invalidate_older_than(self, before: float) -> None:
-        """Announce cached requests that were submitted before a time by name, so that the table shows missing ranks."""
+        """Announce older cached requests by name, so that the table shows the missing ranks."""
         for slot in [slot for slot, request in self._hits.items() if request.submitted < before]:
             self._invalidated.append(slot)
             self._announce_again(slot)
@@ -244,7 +243,7 @@ class Negotiator:
     # ---- a cycle ----
 
     def cycle(self, shutdown: str | None = None) -> Outcome:
-        """Run one cycle.  All members must run the same number of cycles."""
+        """Run one cycle.  All members must take part."""
         mine = self._announcement(shutdown)
         bits = self._bits
         if self._rank in self.joined:  # a joined rank agrees to every request
@@ -270,7 +269,7 @@ class Negotiator:
         return mine
 
     def _combine(self, bits: int, quiet: bool) -> tuple[int, bool]:
-        """Run step 1.  Return the bits that all ranks have set, and whether no rank has an announcement."""
+        """Run step 1.  Return the bits that all ranks have set, and whether all ranks have nothing to announce."""
         row = self._row
         data = row.numpy()
         data[0] = _QUIET if quiet else 0
@@ -293,7 +292,7 @@ class Negotiator:
         return ready
 
     def _exchange(self, mine: Announcement) -> list[Announcement]:
-        """Run step 2.  Return the announcements of all ranks."""
+        """Run step 2.  Return the announcements from all ranks."""
         payload = pickle.dumps(mine, protocol=pickle.HIGHEST_PROTOCOL)
         blocks = self._gather(len(payload).to_bytes(8, "little") + payload[:_INLINE_BYTES], 8 + _INLINE_BYTES)
         lengths = [int.from_bytes(block[:8], "little") for block in blocks]
@@ -308,20 +307,20 @@ class Negotiator:
         return [pickle.loads(text) for text in texts]
 
     def _gather(self, data: bytes, size: int) -> list[bytes]:
-        """All-gather `size` bytes of each rank."""
+        """All-gather `size` bytes from each rank."""
         mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
         everyone = torch.empty(self._size, size, dtype=torch.uint8)
         dist.all_gather(list(everyone.unbind()), mine, group=self._group)
         return [row.numpy().tobytes() for row in everyone]
 
-    # ---- reading announcements: the results depend on replicated state only ----
+    # ---- processing announcements: the results depend on replicated state only ----
 
     def _read(self, announcements: Sequence[Announcement], outcome: Outcome) -> None:
         for announcement in announcements:
             for slot in announcement.invalidated:
                 self.cache.remove(slot)
                 self._announce_again(slot)
-        complete: dict[str, None] = {}  # in order
+        complete: dict[str, None] = {}  # ordered
         for member, announcement in enumerate(announcements):
             for name, signature in announcement.requests:
                 if signature.kind == JOIN:
@@ -362,9 +361,9 @@ class Negotiator:
         return Ready(name, signatures, self._announced.pop(name, None), error)
 
     def _refusal_after_join(self, name: str, signature: Signature) -> str | None:
-        """Return the error for a request that is not supported after a join, or None.
+        """Return an error message if a request is not supported after a join, otherwise None.
 
-        The zeros that joined ranks contribute are correct for Sum and Average only.
+        Joined ranks contribute zeros, which are correct for Sum and Average only.
         """
         if not self.joined:
             return None
@@ -380,7 +379,7 @@ class Negotiator:
         )
 
     def _announce_again(self, slot: int) -> None:
-        """Queue the request of a discarded agreement for announcement by name."""
+        """Queue a discarded agreement's request for announcement by name."""
         request = self._hits.pop(slot, None)
         self._bits &= ~(1 << slot)
         if request is not None:

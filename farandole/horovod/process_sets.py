@@ -1,4 +1,4 @@
-"""Process sets: subsets of the ranks for collective operations."""
+"""Define process sets, the subsets of ranks that run collective operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ProcessSet:
             hvd.allreduce(tensor, process_set=even)
 
     Args:
-        ranks: Ranks in the world, without repetition, in any order.
+        ranks: Distinct ranks in the world, in any order.
 
     Raises:
         ValueError: `ranks` is not a list of distinct integers.
@@ -34,9 +34,9 @@ class ProcessSet:
                 f"for an MPI communicator, pass comm.allgather(hvd.rank())"
             ) from None
         if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in given):
-            raise ValueError(f"expected a list of ranks, which are integers; got {given}")
+            raise ValueError(f"expected a list of integer ranks, got {given}")
         if len(set(given)) < len(given):
-            raise ValueError(f"expected a list of ranks without repetition, got {given}")
+            raise ValueError(f"expected a list of distinct ranks, got {given}")
         self.ranks: list[int] | None = sorted(given)
         self.process_set_id: int | None = None
         self.engine: Engine | None = None
@@ -62,7 +62,7 @@ class ProcessSet:
         return len(self._registered())
 
     def register(self, number: int, ranks: list[int], world_rank: int, engine: Engine | None) -> None:
-        """Set the attributes of a registered set.  `engine` is None if this process is not in the set."""
+        """Mark the set as registered.  `engine` is None if this process is not in the set."""
         self.process_set_id, self.ranks, self._world_rank, self.engine = number, ranks, world_rank, engine
 
     def invalidate(self) -> None:
@@ -70,7 +70,7 @@ class ProcessSet:
         self.process_set_id, self.ranks, self.engine = None, None, None
 
     def member(self) -> Engine:
-        """Return the engine of this process.
+        """Return this process's engine for the set.
 
         Raises:
             ValueError: The set is not registered, or this process is not in the set.
@@ -79,7 +79,8 @@ class ProcessSet:
             return self.engine
         self._registered()
         raise ValueError(
-            f"rank {self._world_rank} is not in process set {self} and cannot take part in its operations"
+            f"rank {self._world_rank} is not in process set {self} and cannot run its operations; "
+            f"check process_set.included() first"
         )
 
     def _registered(self) -> list[int]:

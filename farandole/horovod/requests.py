@@ -1,7 +1,7 @@
-"""Requests to the engine, and the comparison of the requests of different ranks.
+"""Define requests to the engine, and compare requests across ranks.
 
-A request is an operation with a name.  A `Signature` is the part of a request that is sent to other ranks.  A `Request`
-adds the tensors of this rank.
+A request is a named operation.  A `Signature` is the part of a request that is sent to other ranks.  A `Request` adds
+this rank's tensors.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
 OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 
 UNNAMED = ".noname."
-"""Part of every generated name.  Generated names are used once and therefore not cached."""
+"""A marker in every generated name.  Generated names are used once and therefore not cached."""
 
 
 class Signature(NamedTuple):
-    """The properties of a request that ranks compare.  A grouped operation has several shapes and types."""
+    """The request properties that ranks compare.  A grouped operation has several shapes and data types."""
 
     kind: str
     dtypes: tuple[torch.dtype, ...] = ()
@@ -48,14 +48,14 @@ class Signature(NamedTuple):
 
 
 class Request:
-    """One request of this rank.
+    """A request from this rank.
 
     Args:
         name: The name of the operation.
         signature: The properties that ranks compare.
         inputs: The tensors to read.
-        outputs: The tensors to write: the inputs for an operation in place, and none if the size of the results
-            depends on other ranks.  In that case the engine sets `outputs`.
+        outputs: The tensors to write.  An in-place operation writes its inputs.  The list is empty if the result sizes
+            depend on other ranks; the engine then sets `outputs`.
     """
 
     __slots__ = (
@@ -79,9 +79,9 @@ class Request:
         self.outputs = outputs
         self.received_splits: list[int] = []
         self.error: BaseException | None = None
-        self.event: Any = None  # on the device, recorded after the inputs
+        self.event: Any = None  # a device event, recorded after the inputs
         self.submitted = time.monotonic()
-        self._done = _thread.allocate_lock()  # held until the request is finished
+        self._done = _thread.allocate_lock()  # held until the request finishes
         self._done.acquire()
 
     def finish(self, error: BaseException | None = None) -> None:
@@ -94,21 +94,21 @@ class Request:
         return not self._done.locked()
 
     def wait(self) -> None:
-        """Block until the request is finished, and raise its error."""
+        """Block until the request finishes, and raise its error if it failed."""
         self._done.acquire()
         self._done.release()
         if self.error is not None:
-            # each waiting thread raises a new exception, because an exception has only one traceback
+            # an exception has only one traceback, so each waiting thread raises a new exception
             kind = type(self.error) if isinstance(self.error, HorovodInternalError) else HorovodInternalError
             raise kind(str(self.error)) from self.error
 
 
 def disagreement(name: str, signatures: Sequence[Signature | None], ranks: Sequence[int]) -> str | None:
-    """Return a message that describes the mismatch of the ranks' signatures, or None if the signatures agree.
+    """Return an error message if the ranks' signatures differ, otherwise None.
 
     Args:
         name: The name of the request.
-        signatures: The signature of each member of the process set, None for members that have joined.
+        signatures: The signature from each member of the process set, or None for members that have joined.
         ranks: The members' ranks in the world.
     """
     given = [(rank, found) for rank, found in zip(ranks, signatures, strict=True) if found is not None]
@@ -127,8 +127,8 @@ def disagreement(name: str, signatures: Sequence[Signature | None], ranks: Seque
     for (rank, _), kind in zip(given, kinds, strict=True):
         if kind != kinds[0]:
             return (
-                f"Mismatched collective operations for tensor {name}: rank {first_rank} did {_one(kinds[0])}, "
-                f"but rank {rank} did {_one(kind)}."
+                f"Mismatched collective operations for tensor {name}: rank {first_rank} requested {_one(kinds[0])}, "
+                f"but rank {rank} requested {_one(kind)}."
             )
     found = [signature for _, signature in given]
     problem = (
@@ -151,12 +151,12 @@ def disagreement(name: str, signatures: Sequence[Signature | None], ranks: Seque
 
 
 def _one(kind: str) -> str:
-    """Return a kind of operation with its indefinite article."""
+    """Return an operation kind with its indefinite article."""
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def _show(value: Any) -> str:
-    """Return a value as text: shapes as lists, and a tuple with one item as the item."""
+    """Format a value: shapes as lists, and one-item tuples as their item."""
     if isinstance(value, torch.Size):
         return str(list(value))
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""The environment variables of Horovod 0.28, which `hvd.init()` reads."""
+"""Read the Horovod 0.28 environment variables for `hvd.init()`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 UNSUPPORTED = {
-    "HOROVOD_AUTOTUNE": "set HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME by hand",
+    "HOROVOD_AUTOTUNE": "set HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME manually",
     "HOROVOD_AUTOTUNE_LOG": "farandole has no autotuner",
     "HOROVOD_HIERARCHICAL_ALLREDUCE": "ranks on one host always reduce in shared memory",
     "HOROVOD_HIERARCHICAL_ALLGATHER": "ranks on one host always gather in shared memory",
@@ -15,12 +15,12 @@ UNSUPPORTED = {
     "HOROVOD_CONTROLLER": "negotiation uses the process group of farandole.init()",
     "HOROVOD_DISABLE_GROUP_FUSION": "groups are fused; HOROVOD_FUSION_THRESHOLD=0 disables fusion",
 }
-"""Variables without effect, and the reason or the alternative."""
+"""Variables that have no effect, with the reason or an alternative."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of the engine.  `fusion_threshold` is in bytes, `cache_capacity` in names."""
+    """The engine options.  `fusion_threshold` is in bytes, and `cache_capacity` is a number of names."""
 
     cycle_time_s: float = 0.001
     fusion_threshold: int = 128 << 20
@@ -32,10 +32,10 @@ class Settings:
 
     @staticmethod
     def read(environ: Mapping[str, str]) -> Settings:
-        """Return the settings from environment variables.
+        """Read the settings from environment variables.
 
         Raises:
-            ValueError: The value of a variable is not a number, is negative or is infinite.
+            ValueError: A variable is not a number, is negative or is infinite.
         """
         disabled = _flag(environ, "HOROVOD_STALL_CHECK_DISABLE")
         return Settings(
@@ -69,7 +69,7 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
     try:
         number = float(text)
     except ValueError:
-        raise ValueError(f"{name}={text!r} is not a number") from None
+        raise ValueError(f"expected {name} to be a number, got {text!r}") from None
     if not 0 <= number < float("inf"):
-        raise ValueError(f"{name}={text} must be finite and at least 0")
+        raise ValueError(f"expected {name} to be finite and at least 0, got {text}")
     return number

@@ -1,10 +1,10 @@
-"""Install `farandole.horovod` under Horovod's module names, so that scripts that import `horovod.torch` run unchanged.
+"""Install `farandole.horovod` under Horovod's module names, so that Horovod scripts run unchanged.
 
     python -m farandole.horovod.shim script.py --its arguments
     farandole launch -n 2 -m farandole.horovod.shim script.py --its arguments
     mpirun -n 2 python -m farandole.horovod.shim -m package.module
 
-`horovod.x` is an alias of the module `farandole.horovod.x`.  `_MODULES` lists the exceptions.
+`horovod.x` is an alias for the module `farandole.horovod.x`.  `_MODULES` lists the exceptions.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _MODULES = {
     "horovod.tensorflow.mpi_ops": ".tensorflow",
     "horovod.keras.callbacks": ".tensorflow.callbacks",
 }
-"""Modules of Horovod whose counterparts have other names, relative to `farandole.horovod`."""
+"""Horovod modules whose counterparts have different names, relative to `farandole.horovod`."""
 
 
 class HorovodFinder(MetaPathFinder):
-    """Import `horovod` and its submodules from `farandole.horovod`."""
+    """Imports `horovod` and its submodules from `farandole.horovod`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -68,7 +68,7 @@ def _exists(module: str) -> bool:
 
 
 class _AliasLoader(Loader):
-    """Loads a module as an alias of a module with another name."""
+    """Loads a module under another name."""
 
     def __init__(self, ours: str) -> None:
         self._ours = ours
@@ -80,7 +80,8 @@ class _AliasLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has replaced it with the spec of the alias
+        # restore the spec that the import system has replaced with the alias's spec
+        module.__spec__ = self._spec
 
 
 def install() -> None:
@@ -90,10 +91,10 @@ def install() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script, or a module after `-m`, as `python` does.
+    """Run a script, or a module given by `-m`, as `python` does.
 
     Args:
-        arguments: The script or module, and its arguments.
+        arguments: The script or module, followed by its arguments.
     """
     is_module = arguments[:1] == ["-m"]
     program = arguments[int(is_module) :]

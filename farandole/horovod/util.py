@@ -1,4 +1,4 @@
-"""The functions of `horovod.common.util`."""
+"""Provide the functions in `horovod.common.util`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def split_list(items: Sequence[Any], parts: int) -> list[Sequence[Any]]:
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Return whether the number of ranks is a power of two, as Adasum requires."""
+    """Return whether `num_rank` is a power of two, as Adasum requires."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 

@@ -1,1 +1,1 @@
-"""Models as an `nn.Sequential` of blocks, written for one device, independent of ranks."""
+"""Provide models as `nn.Sequential` blocks, written for one device and independent of ranks."""

@@ -1,11 +1,12 @@
-"""Attention with grouped heads, causal and document masks, windows and biases, using the fastest implementation for the device.
+"""Compute attention with grouped heads, masks, windows and biases, with the fastest implementation for the device.
 
-`torch.nn.functional.scaled_dot_product_attention` (SDPA) is the fastest nearly everywhere.  There are three exceptions on a CPU:
+`torch.nn.functional.scaled_dot_product_attention` (SDPA) is almost always fastest.  There are three exceptions on a
+CPU:
 
-- Training in bf16 or fp16 with sequences that fit into the cache.  The backward pass of the flash kernel takes twice as long as two
-  batched matrix products and a softmax (measured with AMX and AVX-512, 128 to 512 positions).
+- Training in bf16 or fp16 with sequences that fit in the cache.  The flash kernel's backward pass takes twice as long
+  as two batched matrix products and a softmax (measured with AMX and AVX-512, for 128 to 512 positions).
 - Grouped heads.  `enable_gqa` takes 1.5 to 2.5 times as long as repeated keys and values.
-- Packed documents.  One call per document skips the masked part of the scores.
+- Packed documents.  One call per document skips the masked scores.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from farandole.models.sequence import SequenceInfo
 
 MAX_PRODUCT_POSITIONS = 512
-"""The largest number of positions for which storing the score matrix is cheaper than recomputing it."""
+"""The largest number of positions for which storing the score matrix is faster than recomputing it."""
 
 
 def attention(
@@ -32,22 +33,23 @@ def attention(
     bias: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return softmax(scale query key^T + bias) value over the positions that each query may attend to.
+    """Return the attention output, softmax(scale query key^T + bias) value, over the visible positions.
 
     Args:
         query: (batch, heads, positions, width).
-        key, value: (batch, key-value heads, key positions, width); the number of heads is a multiple of the key-value
-            heads.  Values may have another width.  With more key positions than positions, the queries are the last
-            positions.
+        key, value: (batch, key-value heads, key positions, width).  The number of heads must be a multiple of the
+            number of key-value heads.  Values may have a different width.  If there are more key positions than
+            queries, the queries are the last positions.
         info: the documents; the default is one document per sequence.
         causal: whether a position attends only to itself and earlier positions.
-        scale: the factor of the scores, by default 1 / sqrt(width).
-        window: the number of most recent positions, including its own, to which a position attends; None for all.
+        scale: the factor applied to the scores, by default 1 / sqrt(width).
+        window: the number of most recent positions, including the current one, that a position attends to; None for
+            all.
         bias: (1 or batch, heads, positions, key positions), added to the scores.
         dropout: the probability of dropping an attention weight.
 
     Returns:
-        (batch, heads, positions, width of values).
+        (batch, heads, positions, value width).
     """
     info = info or SequenceInfo()
     positions, keys = query.shape[2], key.shape[2]
@@ -76,7 +78,7 @@ def visible(
     window: int | None,
     device: torch.device,
 ) -> Tensor:
-    """Return the mask of visible positions, (1 or batch, 1, positions, keys) of bool."""
+    """Return the boolean mask of visible positions, of shape (1 or batch, 1, positions, keys)."""
     at = torch.arange(keys - positions, keys, device=device)[:, None]
     distance = at - torch.arange(keys, device=device)
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
@@ -100,7 +102,7 @@ def _attention(
     bias: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """Compute attention where `mask` (bool), or the causal mask if it is None, is true."""
+    """Compute attention where `mask` is true.  If `mask` is None, use the causal mask."""
     groups = query.shape[1] // key.shape[1]
     on_cpu = query.device.type == "cpu"
     if groups > 1 and on_cpu:
@@ -122,7 +124,7 @@ def _attention(
 
 
 def _added(query: Tensor, mask: Tensor | None, causal: bool, bias: Tensor | None) -> Tensor:
-    """Return the mask and the bias as one tensor to add to the scores, which broadcasts to them."""
+    """Combine the mask and the bias into one tensor that broadcasts to the scores."""
     added = query.new_zeros(1, 1, 1, 1) if bias is None else bias.to(query.dtype)
     if mask is not None:
         return added.masked_fill(~mask, float("-inf"))
@@ -135,7 +137,7 @@ def _added(query: Tensor, mask: Tensor | None, causal: bool, bias: Tensor | None
 def _by_products(
     query: Tensor, key: Tensor, value: Tensor, added: Tensor, scale: float, dropout: float
 ) -> Tensor:
-    """Compute attention with explicit products; `added` broadcasts to the scores."""
+    """Compute attention with explicit matrix products.  `added` broadcasts to the scores."""
     batch, heads, positions, width = query.shape
     count = batch * heads
     if added.shape[0] == added.shape[1] == 1:

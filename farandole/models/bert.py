@@ -1,15 +1,16 @@
-"""BERT: a bidirectional transformer that predicts masked tokens, as an `nn.Sequential`.
+"""BERT: a bidirectional transformer that predicts masked tokens.
 
 The blocks follow Devlin et al., 2019, "BERT: Pre-training of Deep Bidirectional Transformers for Language
-Understanding", as in the published weights: normalized token, position and segment embeddings; post-normalized
-layers; a head with one more transform, an output weight tied to the token embedding, and a bias.  There is no
-next-sentence head, which does not help (Liu et al., 2019, "RoBERTa").  `farandole.models.hf` reads published weights.
+Understanding", and match the published weights: normalized token, position and segment embeddings; post-normalized
+layers; and a head with an additional transform, an output weight tied to the token embedding, and a bias.  The
+next-sentence head is omitted, because it does not help (Liu et al., 2019, "RoBERTa").  `farandole.models.hf` reads
+published weights.
 
     model = build_bert(bert_config("bert-base"))
     logits = model(tokens)                       # (batch, positions) -> (batch, positions, vocabulary)
     total, count = model(tokens, None, targets)  # the summed loss of the targets that are not negative
 
-A model that is too large for memory is initialized block by block, with the same weights:
+A model that is too large for memory can be initialized block by block, with the same weights:
 
     with torch.device("meta"):
         model = build_bert(config)
@@ -35,25 +36,25 @@ from farandole.models.meta import meta_device
 from farandole.models.sequence import SequenceInfo, Transformer
 
 EPSILON = 1e-12
-"""The epsilon of layer normalization in the published weights."""
+"""The layer-normalization epsilon of the published weights."""
 
 
 @dataclass(frozen=True)
 class BERTConfig:
-    """The configuration of a BERT.
+    """The configuration of a BERT model.
 
-    With vocabulary V, context C, segments S, layers L, width D and feed-forward width F the model has exactly
+    With vocabulary V, context C, segments S, layers L, width D and feed-forward width F, the model has exactly
 
         (V + C + S) D + 2 D  +  L (4 D^2 + 2 D F + 9 D + F)  +  D^2 + 3 D + V
 
-    parameters: embeddings and their normalization; per layer 4 D^2 + 4 D for attention, 2 D F + D + F for the
-    feed-forward network and 4 D for two normalizations; the head's transform, its normalization and the bias of
-    the logits, whose weight is the token embedding.
+    parameters.  The first term counts the embeddings and their normalization.  Each layer has 4 D^2 + 4 D parameters
+    for attention, 2 D F + D + F for the feed-forward network and 4 D for two normalizations.  The last term counts the
+    head's transform, its normalization and the logit bias.  The logit weight is the token embedding.
 
     Args:
         feed_forward: the width of the feed-forward network; 0 selects 4 D.
         padding: the padding token; None if all sequences are full.
-        classes: the number of classes of a classifier; 0 for a head that predicts masked tokens.
+        classes: the number of classes for a classifier head; 0 for a head that predicts masked tokens.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -83,11 +84,13 @@ class BERTConfig:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"expected dropout at least 0 and below 1, got {self.dropout}")
         if self.padding is not None and not 0 <= self.padding < self.vocabulary:
-            raise ValueError(f"padding={self.padding} is not a token of a vocabulary of {self.vocabulary}")
+            raise ValueError(
+                f"expected padding to be a token below vocabulary={self.vocabulary}, got {self.padding}"
+            )
 
     @property
     def parameters(self) -> int:
-        """The number of parameters."""
+        """Return the number of parameters."""
         d, f = self.width, self.feed_forward
         embedding = (self.vocabulary + self.context + self.segments) * d + 2 * d
         layer = 4 * d * d + 2 * d * f + 9 * d + f
@@ -101,14 +104,14 @@ CONFIGS = {
     "bert-2.5b": BERTConfig(30522, 512, layers=192, heads=16, width=1024),
     "tiny": BERTConfig(300, 32, layers=2, heads=2, width=16),
 }
-"""The paper's two networks, bert-large with eight times the layers, and a network for tests."""
+"""The paper's two networks, a bert-large with eight times as many layers, and a network for tests."""
 
 
 def bert_config(name: str, **changes: Any) -> BERTConfig:
-    """Return the configuration `name`, with `changes` to its fields.
+    """Return configuration `name`, with the fields in `changes` replaced.
 
     Raises:
-        ValueError: if the name is unknown; the message suggests the closest name.
+        ValueError: if the name is unknown.  The message suggests the closest name.
     """
     if name not in CONFIGS:
         nearest = difflib.get_close_matches(name.lower(), CONFIGS, 1, cutoff=0.4)
@@ -121,7 +124,7 @@ def bert_config(name: str, **changes: Any) -> BERTConfig:
 
 
 class BERTEmbedding(nn.Module):
-    """The normalized sum of token, position and segment embeddings."""
+    """Embeds tokens as the normalized sum of token, position and segment embeddings."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
@@ -133,7 +136,7 @@ class BERTEmbedding(nn.Module):
         self.padding = config.padding
 
     def forward(self, tokens: Tensor | tuple[Tensor, Tensor], info: SequenceInfo | None = None) -> Tensor:
-        """Embed tokens (batch, positions) of int64, or a pair of tokens and segments; the default segment is 0."""
+        """Embed int64 tokens (batch, positions), or a pair of tokens and segments.  The default segment is 0."""
         tokens, segments = tokens if isinstance(tokens, tuple) else (tokens, None)
         if info is not None and info.documents is not None and info.positions is None:
             positions = self.positions.weight[: tokens.shape[1]]  # padding does not shift positions
@@ -148,7 +151,7 @@ class BERTEmbedding(nn.Module):
 
 
 class BERTBlock(nn.Module):
-    """One layer: attention and feed-forward network, each with a residual connection and post-normalization."""
+    """One layer: attention and a feed-forward network, each with a residual connection and post-normalization."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
@@ -165,7 +168,7 @@ class BERTBlock(nn.Module):
 
 
 class MaskedTokenHead(nn.Module):
-    """The head for masked tokens: a transform, then an output projection with a bias and a weight (vocabulary, width) that may be shared."""
+    """The head for masked tokens: a transform, followed by an output projection whose weight may be shared."""
 
     def __init__(self, config: BERTConfig, weight: Tensor) -> None:
         super().__init__()
@@ -176,7 +179,7 @@ class MaskedTokenHead(nn.Module):
         self._activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
-        """Map hidden states (..., width) to logits (..., vocabulary), or with `targets` to the summed loss and the number of targets."""
+        """Return the logits (..., vocabulary), or with `targets` the summed loss and the number of targets."""
         if targets is not None:
             return head_loss(x, targets, self.weight, self.bias, before=self._before)
         return F.linear(self._before(x), self.weight, self.bias)
@@ -187,7 +190,7 @@ class MaskedTokenHead(nn.Module):
 
 
 class ClassifierHead(nn.Module):
-    """Classify a sequence by its first position: a pooling layer with tanh, dropout, and a linear layer."""
+    """Classifies a sequence by its first position, with a tanh pooling layer, dropout and a linear layer."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
@@ -196,16 +199,16 @@ class ClassifierHead(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
-        """Map (batch, positions, width) to logits (batch, classes), or with `targets` (batch) to the summed loss and their number."""
+        """Return the logits (batch, classes), or with `targets` the summed loss and the number of targets."""
         logits = self.classifier(self.dropout(torch.tanh(self.pooler(x[:, 0]))))
         return logits if targets is None else token_loss(logits, targets)
 
 
 class BERT(Transformer):
-    """A transformer that masks padding tokens."""
+    """A bidirectional transformer that masks padding tokens."""
 
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
-        """Return `info` with padding as a separate document, if the configuration has a padding token."""
+        """Mark padding as a separate document in `info`, if the configuration has a padding token."""
         info = super().prepare(inputs, info)
         padding = getattr(self[0], "padding", None)
         if padding is None or info.documents is not None:
@@ -215,7 +218,7 @@ class BERT(Transformer):
 
 
 def bert(config: BERTConfig) -> BERT:
-    """Return a BERT with torch's default initial weights, and with a classifier if `config.classes` is not 0."""
+    """Return a BERT with torch's default initial weights.  With `config.classes`, the head is a classifier."""
     embedding = BERTEmbedding(config)
     layers = [BERTBlock(config) for _ in range(config.layers)]
     head = ClassifierHead(config) if config.classes else MaskedTokenHead(config, embedding.tokens.weight)
@@ -225,14 +228,14 @@ def bert(config: BERTConfig) -> BERT:
 
 
 def build_bert(config: BERTConfig, seed: int | None = None) -> BERT:
-    """Return a BERT on torch's default device.
+    """Return a BERT model on torch's default device.
 
     Args:
-        seed: the seed of the initial weights, by default drawn from torch's global generator.  Unused on the meta
+        seed: the seed for the initial weights, drawn by default from torch's global generator.  Unused on the meta
             device.
     """
     device = torch.get_default_device()
-    with meta_device():  # skips the default initialization of torch's layers
+    with meta_device():  # skips torch's default initialization
         model = bert(config)
     if device.type == "meta":
         return model
@@ -242,23 +245,23 @@ def build_bert(config: BERTConfig, seed: int | None = None) -> BERT:
         initialise(block.to_empty(device=device), block_generator(seed, index))
     embedding, head = model[0], model[-1]
     if isinstance(head, MaskedTokenHead) and isinstance(embedding, BERTEmbedding):
-        head.weight = embedding.tokens.weight  # `to_empty` has untied the weights
+        head.weight = embedding.tokens.weight  # tie the weights again after `to_empty`
     return model
 
 
 def block_generator(seed: int, index: int) -> torch.Generator:
-    """Return the generator for block `index` (0 is the embedding, the last one the head) of a model with `seed`."""
+    """Return the random generator for block `index` of a model with seed `seed`."""
     digest = hashlib.blake2b(str(seed).encode(), digest_size=4).digest()
-    # torch uses 32 bits of a seed; addition keeps the seeds of a model's blocks distinct
+    # torch uses 32 bits of a seed; adding the index keeps the block seeds distinct
     return torch.Generator().manual_seed((int.from_bytes(digest) + index) % 2**32)
 
 
 @torch.no_grad()
 def initialise(block: nn.Module, generator: torch.Generator) -> None:
-    """Initialize one block: normal weights of deviation 0.02, zero biases, and identity normalization.
+    """Initialize one block: normal weights with standard deviation 0.02, zero biases, and identity normalization.
 
-    Numbers are drawn in fp32 on the generator's device, so they do not depend on the block's device or type.
-    A head's `weight` is not changed, because it belongs to the embedding.
+    Random numbers are drawn in fp32 on the generator's device, so the weights do not depend on the block's device or
+    data type.  A head's `weight` is not changed, because the embedding owns the weight.
 
     Raises:
         ValueError: if the block is on the meta device.
@@ -274,7 +277,9 @@ def initialise(block: nn.Module, generator: torch.Generator) -> None:
 
 def _draw(weight: Tensor, generator: torch.Generator) -> None:
     if weight.is_meta:
-        raise ValueError("cannot initialize a block on the meta device: call its to_empty(device=...) first")
+        raise ValueError(
+            "cannot initialize a block on the meta device; call block.to_empty(device=...) first"
+        )
     if weight.dtype == torch.float32 and weight.device == generator.device:
         weight.normal_(std=0.02, generator=generator)
     else:

@@ -1,12 +1,12 @@
 """DeepSeek-V3: multi-head latent attention, mixtures of experts with a shared expert, and multi-token prediction.
 
-DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report".  Queries, keys and values are expanded from low-rank latent vectors.  Each
-query and key head has a part without positions and a part with rotary positions.  All heads share the key of the second
-part.  The first layers are dense; the others have a mixture of experts (`moe.GroupedRouter`).
+DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report".  Queries, keys and values are expanded from low-rank latent vectors.
+Each query and key head has a part without positions and a part with rotary positions.  All heads share the rotary part
+of the key.  The first layers are dense, and the others have a mixture of experts (`moe.GroupedRouter`).
 
-With `predicted` > 0 the head has modules that predict further tokens in training (section 2.2 of the report): module
-k combines the hidden state at position i with the embedding of token i + k, runs one more layer, and predicts token i
-+ k + 1 with the same embedding and output weights.
+With `predicted` > 0, the head has modules that predict additional tokens during training (section 2.2 of the report).
+Module k combines the hidden state at position i with the embedding of token i + k, runs one more layer, and predicts
+token i + k + 1 with the model's embedding and output weights.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from farandole.models.sequence import SequenceInfo, Transformer
 
 @dataclass(frozen=True)
 class DeepSeekConfig:
-    """The configuration of a DeepSeek-V3.
+    """The configuration of a DeepSeek-V3 model.
 
     Args:
-        inner: the width of the feed-forward network of dense layers.
+        inner: the feed-forward width in dense layers.
         query_rank, kv_rank: the widths of the latent vectors; query_rank=0 projects queries directly.
-        plain_width, rotary: the part of a query or key head without positions, and the rotary positions of the other part.
+        plain_width, rotary: the width of the head part without positions, and the rotary positions for the other part.
         value_width: the width of a value head.
-        dense: the number of dense layers at the beginning.
+        dense: the number of dense layers at the start.
         experts, top, groups, top_groups, normalized, route_scale: as in `moe.GroupedRouter`.
-        shared: the number of shared experts, which are one network of `shared` times the width.
+        shared: the number of shared experts, which form one network with `shared` times the width.
         expert_inner: the width of an expert.
-        attention_scale: a factor of the attention scores, besides 1 / sqrt(width of a head).
-        predicted: the number of modules that predict further tokens.
-        predicted_weight: the factor of the mean of their losses.
+        attention_scale: a factor applied to the attention scores in addition to 1 / sqrt(head width).
+        predicted: the number of modules that predict additional tokens.
+        predicted_weight: the factor applied to the mean of the modules' losses.
     """
 
     vocabulary: int
@@ -144,7 +144,7 @@ def _layer(config: DeepSeekConfig, number: int) -> TransformerBlock:
 
 
 class TokenPrediction(nn.Module):
-    """Predicts one more token: a layer applied to the concatenation of the next token's embedding and the hidden state."""
+    """Predicts one more token, with a layer that receives the next token's embedding and the hidden state."""
 
     def __init__(self, config: DeepSeekConfig) -> None:
         super().__init__()
@@ -155,14 +155,14 @@ class TokenPrediction(nn.Module):
         self.norm = norm(config.width)
 
     def forward(self, hidden: Tensor, embedded: Tensor, info: SequenceInfo) -> Tensor:
-        """Map hidden states and the embeddings of the next tokens, (batch, positions, width), to hidden states."""
+        """Map hidden states and next-token embeddings, both (batch, positions, width), to hidden states."""
         both = torch.cat((self.norm_embedding(embedded), self.norm_hidden(hidden)), -1)
         result: Tensor = self.layer(self.project(both), info)
         return result
 
 
 class PredictionHead(Head):
-    """A head with modules that predict further tokens in training; without `targets`, they are unused."""
+    """A head whose modules predict additional tokens.  The modules are used only with `targets`."""
 
     def __init__(self, config: DeepSeekConfig, embedding: Tensor) -> None:
         norm = partial(RMSNorm, epsilon=config.epsilon)
@@ -172,11 +172,11 @@ class PredictionHead(Head):
         self.predicted_weight = config.predicted_weight
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
-        """Map (batch, positions, width) to logits, or with `targets` to the summed loss and the number of targets.
+        """Return the logits, or with `targets` the summed loss and the number of targets.
 
-        Target i is token i + 1, so the targets provide the further tokens for the embedding.  Module k uses the
-        targets shifted by k positions within a document.  Its loss has the same weight per target as the next-token
-        loss.
+        Target i is token i + 1, so the targets provide the additional tokens for the embedding.  Module k uses the
+        targets shifted by k positions within a document.  The module's loss has the same weight per target as the
+        next-token loss.
         """
         if targets is None or not self.predictions:
             return super().forward(x, info, targets)
@@ -199,7 +199,7 @@ class PredictionHead(Head):
 
 
 def deepseek(config: DeepSeekConfig) -> Transformer:
-    """Return a DeepSeek-V3 with torch's default initial weights."""
+    """Return a DeepSeek-V3 model with torch's default initial weights."""
     embedding = Embedding(config.vocabulary, config.width)
     blocks = [_layer(config, number) for number in range(config.layers)]
     if config.predicted:
@@ -213,7 +213,7 @@ def deepseek(config: DeepSeekConfig) -> Transformer:
 
 
 def build_deepseek(config: DeepSeekConfig) -> Transformer:
-    """Return a DeepSeek-V3 with initial weights drawn from torch's global generator."""
+    """Return a DeepSeek-V3 model with initial weights drawn from torch's global generator."""
     model = deepseek(config)
     initialize(model)
     return model

@@ -23,17 +23,17 @@ def generate(
 ) -> Iterator[int]:
     """Yield `count` tokens that continue `prompt`.
 
-    A `Transformer` uses a key-value cache if the prompt and the continuation fit into the context.  The head, the
-    largest part of a small model, runs only on the last position.
+    A `Transformer` uses a key-value cache if the prompt and the continuation fit in the context.  The head, which is
+    the largest part of a small model, runs only on the last position.
 
-    Ranks that gather weights block by block (`zero=3`) generate together: all ranks call this function with the same
-    arguments, and get the same tokens.
+    If ranks gather weights block by block (`zero=3`), all ranks must call this function with the same arguments, and
+    all ranks get the same tokens.
 
     Args:
         prompt: at least one token.
-        context: the maximum number of tokens that the model sees, counted from the end.
-        temperature: the sampling temperature; 0 selects the most likely token.
-        top_k: sample from this many most likely tokens; 0 samples from all tokens.
+        context: the maximum number of most recent tokens that the model receives.
+        temperature: the sampling temperature.  0 selects the most likely token.
+        top_k: the number of most likely tokens to sample from.  0 samples from all tokens.
 
     Raises:
         ValueError: if `prompt` is empty.

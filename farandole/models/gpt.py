@@ -1,10 +1,10 @@
 """GPT: a decoder-only transformer.
 
-The blocks and initial weights follow GPT-2 (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners"):
-pre-layer normalization, and an output projection tied to the token embedding.  Two defaults differ from GPT-2.  Position
-embeddings are rotary instead of learned, with which a small model learns far faster from a few million tokens.  The GELU is
-exact, which on a CPU is several times faster than the tanh approximation.  `GPTConfig(positions="learned",
-activation="gelu_new")` is GPT-2.
+The blocks and initial weights follow GPT-2 (Radford et al., 2019, "Language Models are Unsupervised Multitask
+Learners"), with layer normalization before each part and an output projection tied to the token embedding.  Two
+defaults differ from GPT-2.  Position embeddings are rotary instead of learned, because small models then learn much
+faster from a few million tokens.  The GELU is exact, which is several times faster on a CPU than the tanh
+approximation.  `GPTConfig(positions="learned", activation="gelu_new")` selects GPT-2.
 
     model = build_gpt(GPTConfig(vocabulary=4096, context=256, layers=4, heads=4, width=256))
     logits = model(tokens)                       # (batch, positions) -> (batch, positions, vocabulary)
@@ -32,18 +32,19 @@ from farandole.models.sequence import Transformer
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The configuration of a GPT.
+    """The configuration of a GPT model.
 
-    With vocabulary V, layers L, width D and feed-forward width F = 4 D the model has exactly
+    With vocabulary V, layers L, width D and feed-forward width F = 4 D, the model has exactly
 
         V D  +  L (12 D^2 + 13 D)  +  2 D
 
-    parameters: token embeddings; per block 4 D^2 + 4 D for attention, 8 D^2 + 5 D for the feed-forward
-    network and 4 D for two normalizations; the final normalization.  The head is tied to the token embedding.
-    Rotary positions have no parameters; learned ones have `context` D.
+    parameters.  The first term counts the token embeddings.  Each block has 4 D^2 + 4 D parameters for attention, 8 D^2
+    + 5 D for the feed-forward network and 4 D for two normalizations.  The last term counts the final normalization.
+    The head is tied to the token embedding.  Rotary positions have no parameters, and learned positions have `context`
+    D.
 
     Args:
-        inner: the width of the feed-forward network; 0 selects 4 D.
+        inner: the feed-forward width; 0 selects 4 D.
         tied: whether the head shares the token embedding.
     """
 
@@ -68,12 +69,12 @@ class GPTConfig:
 
     @property
     def inner_width(self) -> int:
-        """The width of the feed-forward network."""
+        """Return the feed-forward width."""
         return self.inner or 4 * self.width
 
     @property
     def parameters(self) -> int:
-        """The number of parameters."""
+        """Return the number of parameters."""
         d, f = self.width, self.inner_width
         embeddings = self.vocabulary * (1 if self.tied else 2) + (
             self.context if self.positions == "learned" else 0
@@ -82,16 +83,16 @@ class GPTConfig:
 
     @property
     def flops_per_token(self) -> int:
-        """The floating-point operations per token in a forward and backward pass.
+        """Return the floating-point operations per token in a forward and backward pass.
 
-        6 per parameter, plus 12 L D C for attention over a context of C positions (Kaplan et al., 2020, "Scaling
-        Laws for Neural Language Models", table 1).
+        Each parameter counts 6 operations.  Attention over a context of C positions adds 12 L D C (Kaplan et al., 2020,
+        "Scaling Laws for Neural Language Models", table 1).
         """
         return 6 * self.parameters + 12 * self.layers * self.width * self.context
 
 
 def gpt(config: GPTConfig) -> Transformer:
-    """Return a GPT with torch's default initial weights."""
+    """Return a GPT model with torch's default initial weights."""
     norm = partial(nn.LayerNorm, eps=config.epsilon)
     learned = config.positions == "learned"
     rotary = None if learned else Rotary(config.width // config.heads)
@@ -115,7 +116,7 @@ def gpt(config: GPTConfig) -> Transformer:
 
 
 def build_gpt(config: GPTConfig) -> Transformer:
-    """Return a GPT with GPT-2's initial weights, drawn from torch's global generator."""
+    """Return a GPT model with GPT-2's weight initialization, drawn from torch's global generator."""
     model = gpt(config)
     initialize(model)
     return model

@@ -1,7 +1,7 @@
-"""GPT-J: a decoder-only transformer whose blocks compute attention and feed-forward network in parallel.
+"""GPT-J: a decoder-only transformer whose blocks compute attention and the feed-forward network in parallel.
 
-Wang and Komatsuzaki, 2021, "GPT-J-6B": one normalization per block, interleaved rotary positions for the first values
-of each head, no biases in the attention, and a head with a bias.
+Following Wang and Komatsuzaki, 2021, "GPT-J-6B", each block has one normalization, interleaved rotary positions for the
+first values in each head, and no attention biases.  The head has a bias.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from farandole.models.sequence import SequenceInfo, Transformer
 
 @dataclass(frozen=True)
 class GPTJConfig:
-    """The configuration of a GPT-J; `rotary` is the number of rotated values per head, and inner=0 selects 4 times the width."""
+    """The configuration of a GPT-J model.
+
+    `rotary` is the number of rotated values per head.  `inner` is the feed-forward width; 0 selects 4 times `width`.
+    """
 
     vocabulary: int
     layers: int
@@ -39,12 +42,12 @@ class GPTJConfig:
 
     @property
     def inner_width(self) -> int:
-        """The width of the feed-forward network."""
+        """Return the feed-forward width."""
         return self.inner or 4 * self.width
 
 
 class ParallelBlock(nn.Module):
-    """One layer: the sum of the input, the attention and the feed-forward network of the normalized input."""
+    """One layer: adds attention and a feed-forward network, both applied to the normalized input, to the input."""
 
     def __init__(self, config: GPTJConfig) -> None:
         super().__init__()
@@ -66,7 +69,7 @@ class ParallelBlock(nn.Module):
 
 
 def gptj(config: GPTJConfig) -> Transformer:
-    """Return a GPT-J with torch's default initial weights."""
+    """Return a GPT-J model with torch's default initial weights."""
     norm = partial(nn.LayerNorm, eps=config.epsilon)
     embedding = Embedding(config.vocabulary, config.width, dropout=config.embedding_dropout)
     weight = embedding.tokens.weight if config.tied else None
@@ -77,7 +80,7 @@ def gptj(config: GPTJConfig) -> Transformer:
 
 
 def build_gptj(config: GPTJConfig) -> Transformer:
-    """Return a GPT-J with initial weights drawn from torch's global generator."""
+    """Return a GPT-J model with initial weights drawn from torch's global generator."""
     model = gptj(config)
     initialize(model)
     return model

@@ -1,4 +1,4 @@
-"""Common transformer layers: normalization, embeddings, self-attention, feed-forward networks, heads and initialization."""
+"""Provide common transformer layers: normalization, embeddings, self-attention, feed-forward networks and heads."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
-"""Activation functions by their names in Hugging Face configurations."""
+"""Activation functions, keyed by their names in Hugging Face configurations."""
 
 
 # ---- normalization ----
 
 
 class _RMSNorm(torch.autograd.Function):
-    """`F.rms_norm` in fewer passes: on a CPU torch composes it from elementwise operations (measured: 5 times as slow)."""
+    """A fused RMS normalization, because `F.rms_norm` takes 5 times as long on a CPU (measured)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -76,19 +76,19 @@ class RMSNorm(nn.Module):
 class SelfAttention(nn.Module):
     """Multi-head self-attention with a fused projection of queries, keys and values.
 
-    The number of heads follows from the width of the projection, so a shard of the weights computes a shard of the heads.
+    The number of heads is derived from the projection's width, so a shard of the weights computes a shard of the heads.
 
     Args:
-        width: the width of hidden states.
+        width: the width of the hidden states.
         heads: the number of query heads.
         kv_heads: the number of key-value heads, by default `heads`.
-        head_width: the width of a head, by default width / heads.
-        bias: whether the projections of queries, keys and values have biases.
+        head_width: the width per head, by default width / heads.
+        bias: whether the query, key and value projections have biases.
         out_bias: whether the output projection has a bias, by default `bias`.
-        rotary: rotates queries and keys.
+        rotary: the rotary positions for queries and keys.
         window: the number of most recent positions that a position attends to.
-        norm: a function that returns the normalization of queries and keys for a width (Qwen 3).
-        scale: the factor of the scores, by default 1 / sqrt(head width).
+        norm: a function that returns the query and key normalization for a width (Qwen 3).
+        scale: the factor applied to the scores, by default 1 / sqrt(head width).
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class FeedForward(nn.Module):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up; stores only its input for the backward pass."""
+    """Computes silu(gate) * up, and stores only the input for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def gated(both: Tensor, activation: str) -> Tensor:
-    """Return activation(gate) * up for the concatenation of gate and up (..., 2 width)."""
+    """Return activation(gate) * up, for gate and up concatenated to shape (..., 2 width)."""
     if activation == "silu":
         product: Tensor = _SwiGLU.apply(both)
         return product
@@ -202,7 +202,10 @@ def gated(both: Tensor, activation: str) -> Tensor:
 
 
 class GatedFeedForward(nn.Module):
-    """A gated feed-forward network (Shazeer, 2020, "GLU Variants Improve Transformer"); gate and up projection are fused."""
+    """A gated feed-forward network (Shazeer, 2020, "GLU Variants Improve Transformer").
+
+    The gate and up projections are fused.
+    """
 
     def __init__(self, width: int, inner: int, activation: str = "silu", bias: bool = False) -> None:
         super().__init__()
@@ -220,12 +223,12 @@ class GatedFeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """One layer: attention and feed-forward network, each with pre-normalization and a residual connection.
+    """One layer: attention and a feed-forward network, each with pre-normalization and a residual connection.
 
     Args:
         norm: a function that returns a normalization for a width.
-        attention, feed_forward: the parts, which map (batch, positions, width) to the same shape.
-        dropout: the probability of dropping an output of either part.
+        attention, feed_forward: modules that map (batch, positions, width) to the same shape.
+        dropout: the probability of dropping an output of either module.
     """
 
     def __init__(
@@ -259,7 +262,7 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor, info: SequenceInfo | None = None) -> Tensor:
-        """Map (batch, positions) of int64 to (batch, positions, width)."""
+        """Map int64 tokens (batch, positions) to embeddings (batch, positions, width)."""
         embedded: Tensor = self.tokens(tokens)
         if self.positions is not None:
             embedded = embedded + position_embeddings(self.positions, tokens, info)
@@ -268,7 +271,7 @@ class Embedding(nn.Module):
 
 
 def position_embeddings(table: nn.Embedding, tokens: Tensor, info: SequenceInfo | None) -> Tensor:
-    """Return the embeddings (1 or batch, positions, width) of the positions of `tokens`.
+    """Return the position embeddings for `tokens`, of shape (1 or batch, positions, width).
 
     Raises:
         ValueError: if there are more positions than embeddings.
@@ -284,10 +287,10 @@ def position_embeddings(table: nn.Embedding, tokens: Tensor, info: SequenceInfo 
 
 
 class Head(nn.Module):
-    """The final normalization, and the output projection with a weight (vocabulary, width) that may be shared.
+    """The final normalization and the output projection, whose weight (vocabulary, width) may be shared.
 
     Args:
-        weight: the token embedding for a tied head; by default, the head has a separate weight.
+        weight: the token embedding, for a tied head.  By default, the head has a separate weight.
     """
 
     def __init__(
@@ -304,7 +307,7 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocabulary)) if bias else None
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
-        """Map (..., width) to logits (..., vocabulary), or with `targets` to the summed loss and the number of targets."""
+        """Return the logits (..., vocabulary), or with `targets` the summed loss and the number of targets."""
         if targets is not None:
             return head_loss(x, targets, self.weight, self.bias, before=self.norm)
         return F.linear(self.norm(x), self.weight, self.bias)
@@ -315,10 +318,11 @@ class Head(nn.Module):
 
 @torch.no_grad()
 def initialize(model: nn.Module, deviation: float = 0.02) -> None:
-    """Initialize weights from a normal distribution, biases to zero, and normalizations to the identity.
+    """Initialize weights from a normal distribution, biases with zeros, and normalizations as the identity.
 
-    Each block adds to the residual stream twice.  For the output projections (`out` and `down`), the deviation is divided by
-    sqrt(2 L), so the variance of the residual stream does not grow with the number of layers L (Radford et al., 2019).
+    Each block adds to the residual stream twice.  The standard deviation for the output projections (`out` and `down`)
+    is therefore divided by sqrt(2 L), so that the variance of the residual stream does not grow with the number of
+    layers L (Radford et al., 2019).
     """
     layers = sum(isinstance(module, TransformerBlock) for module in model.modules())
     residual = deviation / math.sqrt(2 * max(1, layers))

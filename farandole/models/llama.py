@@ -1,8 +1,8 @@
 """Llama, Mistral, Qwen 2 and Qwen 3: decoder-only transformers with rotary positions.
 
-Touvron et al., 2023, "LLaMA: Open and Efficient Foundation Language Models": RMS normalization before each part,
-rotary positions, and a gated feed-forward network with SiLU.  The other families differ from Llama only in their
-options:
+Following Touvron et al., 2023, "LLaMA: Open and Efficient Foundation Language Models", blocks use RMS
+pre-normalization, rotary positions, and a gated feed-forward network with SiLU.  The other families differ from Llama
+only in their options:
 
     Mistral    a sliding window
     Qwen 2     biases in the projections of queries, keys and values; a window in some layers
@@ -35,16 +35,16 @@ from farandole.models.sequence import Transformer
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The configuration of a Llama, Mistral or Qwen.
+    """The configuration of a Llama, Mistral or Qwen model.
 
     Args:
-        inner: the width of the feed-forward network.
+        inner: the feed-forward width.
         kv_heads: the number of key-value heads; 0 selects `heads`.
-        head_width: the width of a head; 0 selects width / heads.
-        rotary: the rotary positions; None selects base 10,000 for all values of a head.
-        windows: the sliding window of each layer, None for full attention; empty for full attention in all layers.
-        attention_bias: whether the projections of queries, keys and values have biases.
-        out_bias: whether the output projection of the attention has a bias.
+        head_width: the width per head; 0 selects width / heads.
+        rotary: the rotary positions; None selects base 10,000 for all values in a head.
+        windows: each layer's sliding window, or None for full attention.  If empty, all layers have full attention.
+        attention_bias: whether the query, key and value projections have biases.
+        out_bias: whether the attention's output projection has a bias.
         feed_forward_bias: whether the feed-forward network has biases.
         qk_norm: whether queries and keys are normalized.
         tied: whether the head shares the token embedding.
@@ -100,10 +100,10 @@ def llama_attention(config: LlamaConfig, layer: int) -> SelfAttention:
 
 
 def llama(config: LlamaConfig, feed_forward: Callable[[], nn.Module] | None = None) -> Transformer:
-    """Return a Llama with torch's default initial weights.
+    """Return a Llama model with torch's default initial weights.
 
     Args:
-        feed_forward: a function that returns the feed-forward network for a layer, instead of the default.
+        feed_forward: a function that returns a layer's feed-forward network, to replace the default.
     """
     norm = partial(RMSNorm, epsilon=config.epsilon)
     embedding = Embedding(config.vocabulary, config.width)
@@ -125,7 +125,7 @@ def llama(config: LlamaConfig, feed_forward: Callable[[], nn.Module] | None = No
 
 
 def build_llama(config: LlamaConfig) -> Transformer:
-    """Return a Llama with initial weights drawn from torch's global generator."""
+    """Return a Llama model with initial weights drawn from torch's global generator."""
     model = llama(config)
     initialize(model)
     return model

@@ -1,9 +1,9 @@
-"""Chunked cross-entropy over a vocabulary.
+"""Compute cross-entropy over a vocabulary in chunks.
 
-`F.cross_entropy` writes and reads the fp32 log-probabilities of a whole batch, and again for the gradient: for
-2,048 positions and a vocabulary of 4,096 these are four passes over 32 MiB.  This implementation computes the
-loss and its gradient together for chunks of rows that fit in the cache, and stores the gradient in the type
-of the logits.  On a CPU it takes half the time and a third of the memory, with the same result.
+`F.cross_entropy` writes and reads fp32 log-probabilities for the whole batch, in the forward pass and again in the
+backward pass.  For 2,048 positions and a vocabulary of 4,096, these are four passes over 32 MiB.  This implementation
+computes the loss and its gradient together, for chunks of rows that fit in the cache, and stores the gradient in the
+logits' data type.  On a CPU, it takes half the time and a third of the memory, with the same result.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 CHUNK_BYTES = 1 << 20
-"""The size of a chunk's fp32 log-probabilities, which should fit in the second-level cache."""
+"""The size of a chunk's fp32 log-probabilities in bytes, which should fit in the L2 cache."""
 
 LOGITS_BYTES = 64 << 20
-"""The size of a chunk of logits in `head_loss`: large enough for fast matrix products."""
+"""The size of a logits chunk in `head_loss` in bytes, large enough for fast matrix products."""
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -49,7 +49,7 @@ class _CrossEntropy(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         (outer,) = grad_outputs
         if outer.device.type == "cpu":
-            factor = outer.item()  # a Python number is not rounded to the type of the gradient
+            factor = outer.item()  # a Python number is not rounded to the gradient's data type
             return gradient if factor == 1.0 else gradient * factor, None, None, None
         return gradient.float().mul(outer).to(gradient.dtype), None, None, None
 
@@ -59,7 +59,7 @@ def next_token_loss(logits: Tensor, targets: Tensor, chunk_bytes: int | None = N
 
     Args:
         logits: (..., vocabulary) in any floating type.
-        targets: (...) of int64.
+        targets: int64 of shape (...).
         chunk_bytes: the size of a chunk in fp32, by default `CHUNK_BYTES`.
     """
     flat_logits, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
@@ -72,11 +72,11 @@ def next_token_loss(logits: Tensor, targets: Tensor, chunk_bytes: int | None = N
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-    """Return the summed negative log-likelihood of `targets`, in nats, as an fp32 scalar, and the number of targets.
+    """Return the summed negative log-likelihood of `targets` (nats, an fp32 scalar), and the number of targets.
 
-    Logits and targets have the shapes and types that `next_token_loss` expects.  For fp16 logits the gradient of the
-    sum is stored, because the gradient of the mean would underflow.  For other types the gradient of the mean is
-    stored, which needs no further pass if the sum is divided by the count.
+    Logits and targets have the same shapes and types as for `next_token_loss`.  For fp16 logits, the function stores
+    the gradient of the sum, because the gradient of the mean would underflow.  For other types, it stores the gradient
+    of the mean, which avoids another pass if the sum is divided by the count.
     """
     count = targets.numel()
     divisor = 1 if logits.dtype == torch.float16 else max(1, count)
@@ -87,10 +87,10 @@ def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """The summed cross-entropy of a linear layer's output, computed together with its gradients in chunks of rows.
+    """Computes the summed cross-entropy of a linear layer's output and its gradients, in chunks of rows.
 
-    The forward pass also computes the gradients, because each chunk of logits exists only there.  The number of
-    matrix products is the same as without chunks.
+    The forward pass also computes the gradients, because the logits chunks exist only in the forward pass.  The number
+    of matrix products is the same as without chunks.
     """
 
     @staticmethod
@@ -131,13 +131,13 @@ class _HeadLoss(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError(
                 "head_loss does not support a second backward pass, because its gradients have been "
-                "freed: call head_loss again"
+                "freed; call head_loss again"
             )
-        # The forward pass divides by the number of targets.  For the gradient of the mean, the factor is 1 up to rounding.
+        # The forward pass divides by the number of targets, so the factor for the mean is 1 up to rounding.
         factor = grad_outputs[0] * ctx.divisor
         number = (
             0.5 if isinstance(factor, FakeTensor) else factor.item()
-        )  # a number is not rounded to the type of a gradient
+        )  # a Python number is not rounded to the gradient's data type
         if abs(number - 1) >= 2**-22:
             for gradient in gradients:
                 if gradient is not None:
@@ -146,7 +146,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, divisor: int) -> Tensor:
-    """Return the summed cross-entropy of a chunk, and overwrite `logits` with the gradient of this sum divided by `divisor`."""
+    """Return a chunk's summed cross-entropy, and overwrite `logits` with its gradient divided by `divisor`."""
     rows = max(1, CHUNK_BYTES // (4 * logits.shape[1]))
     wide = torch.promote_types(logits.dtype, torch.float32)
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
@@ -171,18 +171,18 @@ def head_loss(
     before: Callable[[Tensor], Tensor] | None = None,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, int]:
-    """Return the summed cross-entropy of the logits `before(hidden) weight^T + bias`, and the number of targets.
+    """Return the summed cross-entropy for the logits `before(hidden) weight^T + bias`, and the number of targets.
 
-    In many models, the logits are the largest tensor.  Here they exist only for one chunk of positions at a time, and
-    only for positions with a target.
+    In many models, the logits are the largest tensor.  This function computes them for one chunk of positions at a
+    time, and only for positions with a target.
 
     Args:
         hidden: (..., width).
-        targets: (...) of int64; negative targets are ignored.
+        targets: int64 of shape (...).  Negative targets are ignored.
         weight: (vocabulary, width).
         bias: (vocabulary).
-        before: applied to the hidden states of positions with a target, such as a normalization.
-        chunk_bytes: the size of a chunk of logits, by default `LOGITS_BYTES`.
+        before: a function, such as a normalization, applied to the hidden states at positions with a target.
+        chunk_bytes: the size of a logits chunk, by default `LOGITS_BYTES`.
 
     Returns:
         The sum in nats as an fp32 scalar, and the number of targets that are not negative.
@@ -196,7 +196,7 @@ def head_loss(
             f"and (...)"
         )
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if not isinstance(targets, FakeTensor):  # the targets of a dry run have no values, and all count
+    if not isinstance(targets, FakeTensor):  # targets have no values in a dry run, so all targets count
         rows = (targets >= 0).nonzero()[:, 0]
         if len(rows) < len(targets):
             hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)

@@ -1,4 +1,4 @@
-"""Create models without memory and without computing initial values."""
+"""Create models on the meta device, without memory or initial values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RANDOM = frozenset(
 
 
 class _SkipRandomValues(TorchFunctionMode):
-    """Skips random initialization on the meta device, whose first call imports torch's compiler (2 to 8 s)."""
+    """Skips random initialization on the meta device, because its first call imports torch's compiler (2 to 8 s)."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -31,6 +31,6 @@ class _SkipRandomValues(TorchFunctionMode):
 
 @contextmanager
 def meta_device() -> Iterator[None]:
-    """Return a context in which torch creates tensors on the meta device."""
+    """Create tensors on the meta device in a `with` block."""
     with torch.device("meta"), _SkipRandomValues():
         yield

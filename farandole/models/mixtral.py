@@ -1,4 +1,4 @@
-"""Mixtral: a Llama with a mixture of experts in place of each feed-forward network (Jiang et al., 2024, "Mixtral of Experts")."""
+"""Mixtral: a Llama with mixtures of experts as feed-forward networks (Jiang et al., 2024, "Mixtral of Experts")."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farandole.models.sequence import Transformer
 
 @dataclass(frozen=True)
 class MixtralConfig(LlamaConfig):
-    """The configuration of a Mixtral: each token is processed by `top` of `experts` networks of width `inner`."""
+    """The configuration of a Mixtral, in which `top` of `experts` networks with width `inner` process each token."""
 
     experts: int = 8
     top: int = 2
@@ -20,7 +20,7 @@ class MixtralConfig(LlamaConfig):
 
 
 def mixtral(config: MixtralConfig) -> Transformer:
-    """Return a Mixtral with torch's default initial weights."""
+    """Return a Mixtral model with torch's default initial weights."""
 
     def experts() -> MixtureOfExperts:
         return MixtureOfExperts(
@@ -32,7 +32,7 @@ def mixtral(config: MixtralConfig) -> Transformer:
 
 
 def build_mixtral(config: MixtralConfig) -> Transformer:
-    """Return a Mixtral with initial weights drawn from torch's global generator."""
+    """Return a Mixtral model with initial weights drawn from torch's global generator."""
     model = mixtral(config)
     initialize(model)
     return model

@@ -1,6 +1,6 @@
-"""Mixtures of experts: routers and expert networks (Shazeer et al., 2017, "Outrageously Large Neural Networks").
+"""Provide routers and experts for mixtures of experts (Shazeer et al., 2017, "Outrageously Large Neural Networks").
 
-A router chooses a few experts per token.  No token is dropped.
+A router selects a few experts per token.  No token is dropped.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from farandole.models.layers import gated
 
 
 class TopKRouter(nn.Module):
-    """Choose the `top` experts with the highest probability; their weights are normalized to sum 1 (Mixtral).
+    """Selects the `top` experts with the highest probabilities, and normalizes their weights to sum to 1 (Mixtral).
 
     Args:
-        jitter: in training, the input is multiplied by random numbers in [1 - jitter, 1 + jitter].
+        jitter: the noise during training.  The input is multiplied by random numbers in [1 - jitter, 1 + jitter].
     """
 
     def __init__(self, width: int, experts: int, top: int, jitter: float = 0.0) -> None:
@@ -37,16 +37,17 @@ class TopKRouter(nn.Module):
 
 
 class GroupedRouter(nn.Module):
-    """Choose experts from the best groups, balanced by a bias instead of an auxiliary loss (DeepSeek-V3, 2024, section 2.1.2).
+    """Selects experts from the best groups, and balances their load with a bias instead of an auxiliary loss.
 
-    The score of an expert is a sigmoid.  A bias, which `balance` adapts, is added to choose experts, but not to their
-    weights.
+    An expert's score is a sigmoid.  A bias, which `balance` adapts, affects the selection of experts but not their
+    weights (DeepSeek-V3, 2024, section 2.1.2).
 
     Args:
         groups: the number of expert groups.
-        top_groups: the number of groups to choose from.  A group's score is the sum of its two highest expert scores.
-        normalized: whether the weights of the chosen experts are divided by their sum.
-        scale: the factor of the weights.
+        top_groups: the number of groups to select experts from.  A group's score is the sum of its two highest expert
+            scores.
+        normalized: whether the weights of the selected experts are divided by their sum.
+        scale: the factor applied to the weights.
     """
 
     bias: Tensor
@@ -100,9 +101,10 @@ class GroupedRouter(nn.Module):
 
     @torch.no_grad()
     def balance(self, speed: float = 1e-3) -> None:
-        """Update the biases: add `speed` for experts whose load since the last call is below the mean, and subtract it for the others.
+        """Adapt the biases to the load since the last call.
 
-        With several ranks, sum `load` over the ranks first.
+        The method adds `speed` for experts with a load below the mean, and subtracts `speed` for the others.  With
+        several ranks, sum `load` over the ranks first.
         """
         self.bias += speed * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
@@ -127,7 +129,7 @@ class Experts(nn.Module):
 
         Args:
             x: (tokens, width).
-            experts, weights: the numbers of the chosen experts and their weights, (tokens, top).
+            experts, weights: the numbers of the selected experts and their weights, both (tokens, top).
 
         Returns:
             (tokens, width).
@@ -141,7 +143,7 @@ class Experts(nn.Module):
         return torch.zeros_like(x).index_add(0, tokens, outputs)
 
     def _products(self, inputs: Tensor, counts: Tensor) -> Tensor:
-        """Apply expert i to the next counts[i] rows."""
+        """Apply each expert i to the next counts[i] rows."""
         if inputs.device.type != "cpu" and inputs.dtype == torch.bfloat16:
             ends = counts.cumsum(0).int()
             inner = F.grouped_mm(inputs, self.gate_up.transpose(1, 2), offs=ends)
@@ -155,7 +157,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A router, its experts, and a shared expert that sees every token.
+    """A router, its experts, and a shared expert that processes every token.
 
     Args:
         shared: the shared expert, or None.

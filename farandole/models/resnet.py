@@ -1,8 +1,8 @@
-"""ResNet: a convolutional network for images, as a plain `nn.Sequential` of blocks.
+"""ResNet: a convolutional network that classifies images.
 
-The networks of He et al., 2016, "Deep Residual Learning for Image Recognition", table 1, in the common variant
-v1.5: a bottleneck block halves the image in its 3 x 3 convolution instead of the preceding 1 x 1 convolution.
-Layers and parameters correspond one to one to published checkpoints (`from_torchvision_names`).
+The networks follow He et al., 2016, "Deep Residual Learning for Image Recognition", table 1, in the common variant
+v1.5: a bottleneck block halves the image size in its 3 x 3 convolution instead of the preceding 1 x 1 convolution.
+Layers and parameters match published checkpoints one to one (`from_torchvision_names`).
 
     model = build_resnet(resnet_config("resnet50"))
     logits = model(images)                       # (batch, 3, height, width) -> (batch, classes)
@@ -21,17 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 STRIDE = 32
-"""The total stride: image pixels per value of the last feature map, in each direction.  It is the smallest useful image size."""
+"""The total stride: image pixels per feature-map value in each direction.  Smaller images are not useful."""
 
 EXPANSION = {"basic": 1, "bottleneck": 4}
 
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """The configuration of a ResNet: stage s has `layers[s]` blocks with `width` * 2^s channels.
+    """The configuration of a ResNet, whose stage s has `layers[s]` blocks with `width` * 2^s channels.
 
-    A "basic" block has two 3 x 3 convolutions.  A "bottleneck" block has 1 x 1, 3 x 3 and 1 x 1 convolutions, and four
-    times the channels between blocks.
+    A "basic" block has two 3 x 3 convolutions.  A "bottleneck" block has 1 x 1, 3 x 3 and 1 x 1 convolutions, and
+    outputs four times as many channels.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -50,7 +50,7 @@ class ResNetConfig:
 
     @property
     def stages(self) -> list[list[tuple[int, int, int]]]:
-        """Input channels, inner channels and stride of every block, by stage."""
+        """Return the input channels, inner channels and stride of every block, grouped by stage."""
         channels, stages = self.width, []
         for stage, count in enumerate(self.layers):
             inner = self.width << stage
@@ -63,12 +63,12 @@ class ResNetConfig:
 
     @property
     def features(self) -> int:
-        """Channels of the last feature map."""
+        """Return the number of channels in the last feature map."""
         return (self.width << 3) * EXPANSION[self.block]
 
     @property
     def parameters(self) -> int:
-        """The number of parameters.  Each convolution is followed by a batch norm with 2 parameters per channel."""
+        """Return the number of parameters."""
 
         def convolution(inputs: int, outputs: int, size: int) -> int:
             return inputs * outputs * size * size + 2 * outputs
@@ -99,10 +99,10 @@ CONFIGS = {
 
 
 def resnet_config(name: str, classes: int | None = None) -> ResNetConfig:
-    """Return the configuration `name`, with `classes` classes if given.
+    """Return configuration `name`, with `classes` classes if given.
 
     Raises:
-        ValueError: if the name is unknown; the message suggests the closest name.
+        ValueError: if the name is unknown.  The message suggests the closest name.
     """
     if name not in CONFIGS:
         nearest = difflib.get_close_matches(name.lower(), CONFIGS, 1, cutoff=0.4)
@@ -113,7 +113,7 @@ def resnet_config(name: str, classes: int | None = None) -> ResNetConfig:
 
 
 class Stem(nn.Module):
-    """A convolution and a pooling layer that reduce the height and width of images (batch, 3, height, width) to a quarter."""
+    """A convolution and a pooling layer, which reduce image height and width to a quarter."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Stem(nn.Module):
 
 
 class Shortcut(nn.Sequential):
-    """The projection shortcut of a block whose output shape differs from its input."""
+    """The projection shortcut for a block whose output shape differs from its input shape."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
@@ -157,14 +157,14 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions, the last to four times the channels, with a residual connection."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions with a residual connection.  The last one quadruples the channels."""
 
     def __init__(self, inputs: int, inner: int, stride: int) -> None:
         super().__init__()
         outputs = inner * EXPANSION["bottleneck"]
         self.conv1 = nn.Conv2d(inputs, inner, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(inner)
-        self.conv2 = nn.Conv2d(inner, inner, 3, stride, padding=1, bias=False)  # the stride of v1.5
+        self.conv2 = nn.Conv2d(inner, inner, 3, stride, padding=1, bias=False)  # stride as in v1.5
         self.bn2 = nn.BatchNorm2d(inner)
         self.conv3 = nn.Conv2d(inner, outputs, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(outputs)
@@ -194,14 +194,14 @@ class Classifier(nn.Module):
 
 
 def build_resnet(config: ResNetConfig, *, zero_last_norm: bool = False) -> nn.Sequential:
-    """Return a ResNet: the stem, the blocks of all stages, and the classifier.
+    """Return a ResNet, which consists of the stem, the blocks in all stages, and the classifier.
 
-    Weights are drawn from torch's global generator: for convolutions with variance 2 / fan-in (He et al., 2015,
-    "Delving Deep into Rectifiers", eq. 10), for the classifier with deviation 0.01.
+    Weights are drawn from torch's global generator, with variance 2 / fan-in for convolutions (He et al., 2015,
+    "Delving Deep into Rectifiers", eq. 10) and standard deviation 0.01 for the classifier.
 
     Args:
-        zero_last_norm: initialize the last batch norm of every block to 0, so that blocks start as the identity.  This
-            helps large batches (Goyal et al., 2017, "Accurate, Large Minibatch SGD", section 5.1).
+        zero_last_norm: whether to initialize the last batch norm in every block to 0, so that blocks start as the
+            identity.  This helps with large batches (Goyal et al., 2017, "Accurate, Large Minibatch SGD", section 5.1).
     """
     kind = BasicBlock if config.block == "basic" else Bottleneck
     blocks = [kind(*shape) for stage in config.stages for shape in stage]
@@ -219,10 +219,10 @@ def build_resnet(config: ResNetConfig, *, zero_last_norm: bool = False) -> nn.Se
 
 
 def from_torchvision_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert a ResNet state dict with torchvision's names for `build_resnet`.
+    """Convert a ResNet state dict from torchvision's names to the names in `build_resnet`.
 
-    Timm and most checkpoints use the same names: conv1, bn1, layer1.0.conv1, ..., fc.  The prefix "module." of
-    DistributedDataParallel is removed.
+    Timm and most checkpoints use torchvision's names: conv1, bn1, layer1.0.conv1, ..., fc.  The function removes
+    DistributedDataParallel's prefix "module.".
 
         model.load_state_dict(from_torchvision_names(torch.load("resnet50.pth", weights_only=True)))
 
@@ -246,6 +246,6 @@ def from_torchvision_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             renamed[f"{1 + sum(lengths)}.{plain}"] = tensor
         else:
             raise ValueError(
-                f"unexpected name {name!r}: expected the names of a ResNet (conv1, bn1, layer1.0.conv1, ..., fc)"
+                f"unexpected name {name!r}; expected torchvision's ResNet names (conv1, bn1, layer1.0.conv1, ..., fc)"
             )
     return renamed

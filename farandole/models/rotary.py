@@ -1,15 +1,15 @@
-"""Rotary position embeddings (Su et al., 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding").
+"""Compute rotary position embeddings (Su et al., 2021, "RoFormer").
 
-Pairs of values in each head are rotated by the position times a frequency, so the product of a query and a key
-depends only on their distance.  Value i is paired with value i + width / 2 as in GPT-NeoX and Llama, or, if
-`interleaved`, value 2 i with value 2 i + 1 as in the paper and GPT-J.
+Pairs of values in each head are rotated by the position times a frequency, so the product of a query and a key depends
+only on their distance.  Value i is paired with value i + width / 2, as in GPT-NeoX and Llama.  If `interleaved`, value
+2 i is paired with value 2 i + 1, as in the paper and GPT-J.
 
-Scalings extend a model to longer sequences than in its training:
+Scalings extend a model to sequences that are longer than its training sequences:
 
     linear    positions are divided by `factor` (Chen et al., 2023, "Extending Context Window of Large Language Models")
-    dynamic   the base grows with the length of the sequence (NTK-aware scaling)
-        yarn      low frequencies are divided by `factor`, high frequencies are kept (Peng et al., 2023, "YaRN")
-    llama3    the same, with the ramp of Llama 3.1
+    dynamic   the base grows with the sequence length (NTK-aware scaling)
+    yarn      low frequencies are divided by `factor`, high frequencies are kept (Peng et al., 2023, "YaRN")
+    llama3    like yarn, with Llama 3.1's ramp
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from torch import Tensor
 from farandole.models.sequence import SequenceInfo
 
 BASE = 10_000.0
-"""The default base: the slowest pair completes a rotation in about 2 pi times this many positions."""
+"""The default base.  The slowest pair completes a rotation in about 2 pi times this number of positions."""
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotates the first `width` values of queries and keys; further values are unchanged.
+    """Rotates the first `width` values in queries and keys, and leaves the other values unchanged.
 
     Args:
         width: the number of rotated values per head, even.
         scaling: `linear`, `dynamic`, `yarn`, `llama3` or None.
-        factor: the extension of the context by the scaling.
-        original: the maximum number of positions in training, before the extension.
-        slow, fast: for `yarn`, the numbers of rotations over `original` positions (`beta_slow`, `beta_fast`); for
-            `llama3` the factors of the lowest and highest frequency.
-        magnitude: the factor of sines and cosines.
+        factor: the factor by which the scaling extends the context.
+        original: the maximum number of training positions before the extension.
+        slow, fast: for `yarn`, the numbers of rotations over `original` positions (`beta_slow`, `beta_fast`).  For
+            `llama3`, the factors for the lowest and highest frequencies.
+        magnitude: the factor applied to sines and cosines.
         truncate: whether `yarn` rounds the ends of its ramp to whole pairs.
 
     Raises:
-        ValueError: if the width is odd or the scaling unknown.
+        ValueError: if the width is odd or the scaling is unknown.
     """
 
     width: int
@@ -61,11 +61,11 @@ class Rotary:
             raise ValueError(f"expected an even number of rotated values, got {self.width}")
         if self.scaling not in (None, "linear", "dynamic", "yarn", "llama3"):
             raise ValueError(
-                f"unknown scaling of rotary positions {self.scaling!r}: expected linear, dynamic, yarn or llama3"
+                f"unknown scaling={self.scaling!r} for rotary positions; expected linear, dynamic, yarn or llama3"
             )
 
     def __call__(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
-        """Rotate `x` (batch, heads, positions, values); the default positions are 0, 1, ..."""
+        """Rotate `x`, of shape (batch, heads, positions, values).  The default positions are 0, 1, ..."""
         info = info or SequenceInfo()
         length = x.shape[-2]
         start = info.cache.length if info.cache is not None else 0
@@ -77,14 +77,14 @@ class Rotary:
         return torch.cat((rotated, x[..., self.width :]), -1)
 
     def table(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines (1 or batch, 1, positions, width / 2) for `positions` of int64."""
+        """Return the cosines and sines (1 or batch, 1, positions, width / 2) for int64 `positions`."""
         frequencies = self.frequencies(positions)
         rows = positions.reshape(-1, positions.shape[-1]).float()
         angles = rows[:, None, :, None] * frequencies.to(positions.device)
         return (angles.cos() * self.magnitude).to(dtype), (angles.sin() * self.magnitude).to(dtype)
 
     def frequencies(self, positions: Tensor) -> Tensor:
-        """Return the frequencies (width / 2), in radians per position."""
+        """Return the frequencies, of shape (width / 2), in radians per position."""
         base, exponents = self.base, torch.arange(0, self.width, 2).float() / self.width
         if self.scaling == "dynamic":
             length = max(int(positions.max()) + 1, self.original)
@@ -108,12 +108,12 @@ class Rotary:
         return frequencies
 
     def _pair_with(self, rotations: float) -> float:
-        """Return the pair that rotates this many times over the original context."""
+        """Return the (fractional) pair that completes `rotations` rotations over the original context."""
         return self.width * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation with an explicit backward pass, the inverse rotation, which takes half as long as autograd's."""
+    """Rotates values.  The explicit backward pass, an inverse rotation, takes half as long as autograd's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:

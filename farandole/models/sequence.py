@@ -1,7 +1,7 @@
-"""Information about token sequences for transformer blocks: positions, documents and a key-value cache.
+"""Describe token sequences for transformer blocks: positions, documents and a key-value cache.
 
-Every block is called as `block(hidden, info)`.  `hidden` and the block's weights determine the numbers of positions
-and heads, and `info` provides everything else.  Therefore packed documents, padding, generation with a cache, and
+Every block is called as `block(hidden, info)`.  `hidden` and the block's weights determine the numbers of positions and
+heads, and `info` provides all other information.  Therefore, packed documents, padding, generation with a cache, and
 sequence shards need no special model code.
 
     model = build_gpt(config)
@@ -27,12 +27,12 @@ class SequenceInfo:
     """Describes the sequences in a batch, for all blocks of a model.
 
     Args:
-        positions: (positions) or (batch, positions) of int64.  By default they count from 0 in each document, or from
-            the length of the cache.
-        documents: (batch, positions) of integers.  A position attends only to positions with the same number.
+        positions: int64 of shape (positions) or (batch, positions).  By default, positions count from 0 in each
+            document, or from the cache length.
+        documents: integers of shape (batch, positions).  A position attends only to positions with the same number.
             Padding is a separate document, so its hidden states are finite but meaningless.
-        cache: the keys and values of earlier positions; blocks append their own.
-        source: the sequences of the encoder, for a model with an encoder and a decoder.
+        cache: the keys and values of earlier positions, to which blocks append new keys and values.
+        source: the encoder's sequences, for an encoder-decoder model.
     """
 
     positions: Tensor | None = None
@@ -44,17 +44,17 @@ class SequenceInfo:
     def __post_init__(self) -> None:
         if self.cache is not None and self.documents is not None:
             raise ValueError(
-                "documents and a cache cannot be combined: a cache stores one document per sequence"
+                "expected either documents or a cache, got both; a cache stores one document per sequence"
             )
 
     def shared(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return a value that all blocks need, such as a mask, computed on the first call with `key`."""
+        """Return a value that blocks share, such as a mask.  The first call with `key` computes the value."""
         if key not in self._shared:
             self._shared[key] = compute()
         return cast(T, self._shared[key])
 
     def positions_of(self, count: int, device: torch.device) -> Tensor:
-        """Return the positions, (positions) or (batch, positions) of int64, of `count` tokens per sequence."""
+        """Return the int64 positions of `count` tokens per sequence, of shape (positions) or (batch, positions)."""
         if self.positions is not None:
             return self.positions
         if self.documents is not None:
@@ -65,7 +65,7 @@ class SequenceInfo:
         )
 
     def _in_documents(self) -> Tensor:
-        """Return positions that count from 0 in each run of equal document numbers."""
+        """Return positions that restart at 0 in each run of equal document numbers."""
         assert self.documents is not None
         index = torch.arange(self.documents.shape[1], device=self.documents.device).expand_as(self.documents)
         is_first = torch.ones_like(self.documents, dtype=torch.bool)
@@ -73,9 +73,9 @@ class SequenceInfo:
         return index - (index * is_first).cummax(1).values
 
     def spans(self) -> list[tuple[int, int, int]] | None:
-        """Return (sequence, start, end) of each run of equal document numbers; None if a number has several runs in a sequence.
+        """Return (sequence, start, end) for each run of equal document numbers.
 
-        Reads `documents` on the host.
+        Returns None if a number has several runs in a sequence.  Reads `documents` on the host.
         """
         return self.shared("spans", self._spans)
 
@@ -91,9 +91,9 @@ class SequenceInfo:
 
 
 class KeyValueCache:
-    """Stores the keys and values of all attention layers for earlier positions, so that generation does not recompute them.
+    """Stores all attention layers' keys and values for earlier positions, so that generation does not recompute them.
 
-    The allocated length doubles when it is exceeded.  `Transformer.forward` advances `length` after the last block.
+    The allocated length doubles when the cache is full.  `Transformer.forward` advances `length` after the last block.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class KeyValueCache:
         self._stored: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def append(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values (batch, heads, positions, width), and return those of all positions so far."""
+        """Append keys and values (batch, heads, positions, width), and return the keys and values of all positions."""
         end = self.length + key.shape[2]
         stored = self._stored.get(layer)
         if stored is None or stored[0].shape[2] < end:
@@ -118,26 +118,26 @@ class KeyValueCache:
 
 
 class Transformer(nn.Sequential):
-    """A transformer as a sequence of blocks: an embedding, layers, and a head.
+    """A transformer: a sequence of blocks with an embedding, layers and a head.
 
-    It is an `nn.Sequential`, so recomputation, ZeRO and pipelines treat its children as blocks.  A slice such as
-    `model[:-1]` is a transformer without a head.
+    The class derives from `nn.Sequential`, so recomputation, ZeRO and pipelines treat its children as blocks.  A slice
+    such as `model[:-1]` is a transformer without a head.
     """
 
     config: Any = None
     """The configuration from which the model was built."""
 
     def forward(self, inputs: Any, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
-        """Return the output of the last block, or with `targets` the loss.
+        """Return the last block's output, or with `targets` the loss.
 
         Args:
-            inputs: the input of the first block, such as tokens (batch, positions) of int64.
-            targets: (batch, positions) of int64; negative targets are ignored.
+            inputs: the first block's input, such as int64 tokens (batch, positions).
+            targets: int64 of shape (batch, positions).  Negative targets are ignored.
 
         Returns:
-            Logits (batch, positions, vocabulary).  With `targets`, the summed cross-entropy in nats as an fp32 scalar
-            and the number of targets that are not ignored; the head computes logits for a few positions at a time
-            (`loss.head_loss`).
+            Logits (batch, positions, vocabulary).  With `targets`, the summed cross-entropy in nats as an fp32 scalar,
+            and the number of targets that are not ignored.  In this case, the head computes logits for a few positions
+            at a time (`loss.head_loss`).
         """
         info = self.prepare(inputs, info or SequenceInfo())
         hidden = inputs
@@ -151,5 +151,5 @@ class Transformer(nn.Sequential):
         return hidden
 
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
-        """Return `info` with information derived from the inputs, such as padding, and without cached values from other batches."""
+        """Return a fresh copy of `info`, with information from the inputs such as padding."""
         return replace(info, _shared={})

@@ -1,11 +1,11 @@
-"""T5: an encoder and a decoder with relative position biases.
+"""T5: an encoder-decoder transformer with relative position biases.
 
-Raffel et al., 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer": RMS
-normalization before each part, no biases, no scaling of the attention scores, and learned biases of the scores that
-depend on the distance of the positions.
+Following Raffel et al., 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer",
+blocks use RMS pre-normalization, linear layers without biases, and unscaled attention scores.  Learned biases, which
+depend on the distance between positions, are added to the scores.
 
-The model is one sequence of blocks.  The hidden states are a tuple (source, target, source bias, target bias):
-encoder blocks update the source, decoder blocks the target.
+The model is one sequence of blocks.  The hidden states are a tuple (source, target, source bias, target bias).  Encoder
+blocks update the source, and decoder blocks update the target.
 
     model = build_t5(config)
     logits = model((source, target))                                 # tokens -> (batch, target positions, vocabulary)
@@ -28,16 +28,16 @@ from farandole.models.loss import head_loss
 from farandole.models.sequence import SequenceInfo, Transformer
 
 Hidden = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The hidden states of source and target (batch, positions, width), and their score biases (1, heads, positions, positions)."""
+"""The source and target hidden states (batch, positions, width) and score biases (1, heads, positions, positions)."""
 
 
 @dataclass(frozen=True)
 class T5Config:
-    """The configuration of a T5.
+    """The configuration of a T5 model.
 
     Args:
-        head_width: the width of a head; the heads together may be wider than `width`.
-        buckets: the number of biases per head; all distances of at least `max_distance` share one bias.
+        head_width: the width per head.  The heads together may be wider than `width`.
+        buckets: the number of biases per head.  All distances of at least `max_distance` share one bias.
         padding: the padding token, which is masked.
     """
 
@@ -60,14 +60,14 @@ class T5Config:
 
 
 def shift_right(labels: Tensor, start: int, padding: int = 0) -> Tensor:
-    """Return the decoder's input for `labels` (batch, positions): `start`, then all labels but the last; ignored labels become padding."""
+    """Return the decoder input: `start`, then all labels except the last, with ignored labels as padding."""
     shifted = labels.roll(1, 1)
     shifted[:, 0] = start
     return shifted.masked_fill(shifted < 0, padding)
 
 
 class RelativeBias(nn.Module):
-    """Score biases by distance: one per small distance, and one per logarithmic bucket of larger distances."""
+    """Score biases that depend on distance: one per small distance, and one per logarithmic bucket above."""
 
     def __init__(self, config: T5Config, causal: bool) -> None:
         super().__init__()
@@ -75,9 +75,9 @@ class RelativeBias(nn.Module):
         self.causal, self.max_distance = causal, config.max_distance
 
     def forward(self, positions: int) -> Tensor:
-        """Return (1, heads, positions, positions)."""
+        """Return the biases, of shape (1, heads, positions, positions)."""
         at = torch.arange(positions, device=self.biases.weight.device)
-        distance = at - at[:, None]  # key - query
+        distance = at - at[:, None]  # key position - query position
         bias: Tensor = self.biases(self._bucket(distance))
         return bias.permute(2, 0, 1)[None]
 
@@ -96,7 +96,7 @@ class RelativeBias(nn.Module):
 
 
 class T5Embedding(nn.Module):
-    """The shared embedding of source and target tokens, and the relative position biases."""
+    """The embedding shared by source and target tokens, and the relative position biases."""
 
     def __init__(self, config: T5Config) -> None:
         super().__init__()
@@ -107,13 +107,13 @@ class T5Embedding(nn.Module):
         self.padding = config.padding
 
     def forward(self, inputs: tuple[Tensor, Tensor], info: SequenceInfo | None = None) -> Hidden:
-        """Embed source and target tokens, (batch, positions) of int64."""
+        """Embed int64 source and target tokens, both (batch, positions)."""
         source, target = (self.dropout(self.tokens(tokens)) for tokens in inputs)
         return source, target, self.encoder_bias(source.shape[1]), self.decoder_bias(target.shape[1])
 
 
 class T5Attention(nn.Module):
-    """Self-attention, or cross-attention to the source, without scaling of the scores."""
+    """The base class for self-attention and cross-attention, with unscaled scores."""
 
     def __init__(self, config: T5Config, causal: bool) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class T5Attention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention of the target to the source."""
+    """Attention from the target to the source."""
 
     def __init__(self, config: T5Config) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class CrossAttention(nn.Module):
 
 
 def _cross_mask(info: SequenceInfo, target: Tensor, source: Tensor) -> Tensor | None:
-    """Return the mask (batch, 1, target positions, source positions); sequences without document numbers have number 0."""
+    """Return the mask (batch, 1, target positions, source positions).  Missing document numbers default to 0."""
     there = info.source.documents if info.source is not None else None
     if there is None and info.documents is None:
         return None
@@ -170,7 +170,7 @@ def _feed_forward(config: T5Config) -> nn.Module:
 
 
 class EncoderBlock(nn.Module):
-    """A layer of the encoder."""
+    """An encoder layer."""
 
     def __init__(self, config: T5Config) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class EncoderBlock(nn.Module):
 
 
 class EncoderNorm(nn.Module):
-    """The normalization of the encoder's output."""
+    """The normalization for the encoder output."""
 
     def __init__(self, config: T5Config) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class EncoderNorm(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """A layer of the decoder."""
+    """A decoder layer."""
 
     def __init__(self, config: T5Config) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class DecoderBlock(nn.Module):
 
 
 class T5Head(nn.Module):
-    """The final normalization of the target, and the output projection, whose input is scaled if its weight is the embedding."""
+    """The final target normalization and the output projection, whose input is scaled if the weight is tied."""
 
     def __init__(self, config: T5Config, weight: Tensor | None) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class T5Head(nn.Module):
         self.scale = config.width**-0.5 if config.scaled else 1.0
 
     def forward(self, hidden: Hidden, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
-        """Map the target to logits (batch, positions, vocabulary), or with `targets` to the summed loss and their number."""
+        """Return the logits for the target, or with `targets` the summed loss and the number of targets."""
         if targets is not None:
             return head_loss(hidden[1], targets, self.weight, before=self._before)
         return F.linear(self._before(hidden[1]), self.weight)
@@ -247,12 +247,12 @@ class T5Head(nn.Module):
 
 
 class T5(Transformer):
-    """A transformer with an encoder and a decoder that masks padding tokens in the source."""
+    """An encoder-decoder transformer that masks padding tokens in the source."""
 
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
-        """Return `info` with the padding of the source as a document."""
+        """Return `info` with the source's padding as a separate document."""
         if info.cache is not None:
-            raise ValueError("T5 does not support a key-value cache")
+            raise ValueError("T5 does not support a key-value cache; omit the cache")
         info = super().prepare(inputs, info)
         padding = getattr(self[0], "padding", None)
         if padding is None or info.source is not None:
@@ -261,7 +261,7 @@ class T5(Transformer):
 
 
 def t5(config: T5Config) -> T5:
-    """Return a T5 with torch's default initial weights."""
+    """Return a T5 model with torch's default initial weights."""
     embedding = T5Embedding(config)
     encoder = [EncoderBlock(config) for _ in range(config.encoder_layers)]
     decoder = [DecoderBlock(config) for _ in range(config.decoder_layers)]
@@ -273,7 +273,7 @@ def t5(config: T5Config) -> T5:
 
 @torch.no_grad()
 def build_t5(config: T5Config) -> T5:
-    """Return a T5 with the paper's initial weights, drawn from torch's global generator."""
+    """Return a T5 model with the paper's weight initialization, drawn from torch's global generator."""
     model = t5(config)
     inner, width = config.heads * config.head_width, config.width
     deviations = {"query": (width * config.head_width) ** -0.5, "kv": width**-0.5, "up": width**-0.5}

@@ -1,7 +1,7 @@
 """ViT: a transformer that classifies images as sequences of patches.
 
-Dosovitskiy et al., 2021, "An Image is Worth 16x16 Words": a convolution embeds the patches, a learned class token
-comes first, positions are learned, and a linear layer classifies the normalized class token.
+Following Dosovitskiy et al., 2021, "An Image is Worth 16x16 Words", a convolution embeds the patches, a learned class
+token precedes the patches, positions are learned, and a linear layer classifies the normalized class token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from farandole.models.sequence import SequenceInfo, Transformer
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """The configuration of a ViT for images of `height` x `image_width` pixels and patches of `patch_height` x `patch_width` pixels."""
+    """The configuration of a ViT model.  Image and patch sizes are in pixels."""
 
     height: int
     image_width: int
@@ -40,12 +40,12 @@ class ViTConfig:
 
     @property
     def positions(self) -> int:
-        """The number of positions: all patches and the class token."""
+        """Return the number of positions, which includes the class token."""
         return 1 + (self.height // self.patch_height) * (self.image_width // self.patch_width)
 
 
 class PatchEmbedding(nn.Module):
-    """The embeddings of the class token and of all patches, with learned positions."""
+    """Embeds the class token and all patches, with learned positions."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class PatchEmbedding(nn.Module):
         """Map images (batch, channels, height, width) to (batch, 1 + patches, width).
 
         Raises:
-            ValueError: if the images have another size than the configuration.
+            ValueError: if the image size differs from the configuration.
         """
         if tuple(images.shape[-2:]) != self._size:
             raise ValueError(
@@ -81,13 +81,13 @@ class ImageHead(nn.Module):
         self.classifier = nn.Linear(config.width, config.classes)
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
-        """Map (batch, positions, width) to logits (batch, classes), or with `targets` (batch) to the summed loss and their number."""
+        """Return the logits (batch, classes), or with `targets` the summed loss and the number of targets."""
         logits = self.classifier(self.norm(x[:, 0]))
         return logits if targets is None else token_loss(logits, targets)
 
 
 def vit(config: ViTConfig) -> Transformer:
-    """Return a ViT with torch's default initial weights."""
+    """Return a ViT model with torch's default initial weights."""
     norm = partial(nn.LayerNorm, eps=config.epsilon)
     blocks = [
         TransformerBlock(
@@ -112,7 +112,7 @@ def vit(config: ViTConfig) -> Transformer:
 
 
 def build_vit(config: ViTConfig) -> Transformer:
-    """Return a ViT with initial weights drawn from torch's global generator."""
+    """Return a ViT model with initial weights drawn from torch's global generator."""
     model = vit(config)
     initialize(model)
     embedding = model[0]

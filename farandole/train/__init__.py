@@ -1,1 +1,1 @@
-"""Training: configuration, loop, precision, checkpoints, metrics and reports."""
+"""Train models: configuration, loop, precision, checkpoints, metrics and reports."""

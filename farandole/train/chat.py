@@ -25,16 +25,16 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class ChatTask(Task):
-    """A language model on packed conversations; only the assistant's tokens are trained."""
+    """Trains a language model on packed conversations.  Only the assistant's tokens contribute to the loss."""
 
     unit = "tokens"
 
     def __init__(self, config: TrainConfig, progress: Progress = lambda what, share: None) -> None:
         if not config.model.folder:
-            raise ConfigError("task='sft' fine-tunes a model: set its folder with model=FOLDER")
+            raise ConfigError("task='sft' fine-tunes an existing model; set its folder with model=FOLDER")
         self._config = config
         origin = describe_folder(config, decoders())
-        open_folder_model(config)  # refuses a damaged folder
+        open_folder_model(config)  # rejects a damaged folder
         self._chat: Chat = prepare_chat(
             config.data.path,
             folder_of(config),
@@ -50,25 +50,25 @@ class ChatTask(Task):
         self.units_per_sample = config.model.context
 
     def build(self, config: TrainConfig) -> nn.Module:
-        """Return the model in the folder."""
+        """Return the model from the configured folder."""
         return open_folder_model(config)
 
     def batch(self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
-        """Return tokens, document numbers and targets."""
+        """Return the tokens, document numbers and targets."""
         tokens, documents, targets = (torch.from_numpy(part) for part in samples.read(numbers))
         return tokens, documents, targets
 
     def inputs(self, batch: Batch) -> tuple[Tensor, SequenceInfo, Tensor]:
-        """Return tokens, documents and targets; with targets, the model computes the loss."""
+        """Return the tokens, documents and targets.  Given targets, the model computes the loss."""
         tokens, documents, targets = batch
         return tokens, SequenceInfo(documents=documents), targets
 
     def loss(self, output: Mean, batch: Batch) -> Mean:
-        """Return the summed cross-entropy of the assistant's tokens in nats, and their number."""
+        """Return the summed cross-entropy over the assistant's tokens in nats, and the number of these tokens."""
         return output
 
     def report(self, model: nn.Module) -> str:
-        """Return the configured prompt as a user's message, and the model's answer."""
+        """Return the configured prompt as a user message, followed by the model's answer."""
         asked, tokenizer = self._config.sample, self._chat.tokenizer
         if not asked.tokens:
             return ""

@@ -1,6 +1,6 @@
-"""Write and load the checkpoints of a run.
+"""Write and load a run's checkpoints.
 
-`engine.save` writes the state in the background.  `run_folder` lists the other files.
+`engine.save` writes the state in the background.  `run_folder` describes the other files.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from farandole.train.run_folder import (
 from farandole.train.trainer import Trainer
 
 _ABANDON_S = 3.0
-"""How long a failed rank waits for a pending checkpoint.  The launcher allows 5.5 seconds."""
+"""The time that a failed rank waits for a pending checkpoint.  The launcher allows 5.5 seconds."""
 
 
 class CheckpointWriter:
     """Writes the checkpoints of `run` in the background, with copies of `files`, and keeps the newest `keep`.
 
-    A run that resumes from step `resumed_step` repeats the later steps, so later checkpoints are moved to another
-    folder.
+    A run that resumes from step `resumed_step` repeats the later steps, so the checkpoints of these steps are moved to
+    another folder.
 
     All ranks call `save` and `wait`.
 
     Raises:
-        CheckpointError: on all ranks, if a checkpoint cannot be written: by the next `save` or `wait`.
+        CheckpointError: on all ranks, if a checkpoint cannot be written.  The next `save` or `wait` raises the error.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CheckpointWriter:
         if comm.rank == 0:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                for partial in self._folder.glob("*.tmp"):  # of a run that was killed
+                for partial in self._folder.glob("*.tmp"):  # left behind by a killed run
                     shutil.rmtree(partial)
                 if resumed_step is not None:
                     self._set_aside(resumed_step)
@@ -96,7 +96,7 @@ class CheckpointWriter:
 
     @property
     def newest(self) -> Path:
-        """The folder of the last saved checkpoint."""
+        """Return the folder of the last saved checkpoint."""
         return self._folder / folder_name(self._saved_step)
 
     @property
@@ -104,7 +104,7 @@ class CheckpointWriter:
         return self.newest.with_name(f"{self.newest.name}.tmp")
 
     def save(self, trainer: Trainer, elapsed_s: float) -> None:
-        """Copy the state of `trainer`, and write it in the background."""
+        """Copy the state of `trainer`, and write the copy in the background."""
         self.wait()
         if trainer.step_number == self._saved_step:  # stopped right after a checkpoint
             return
@@ -124,7 +124,7 @@ class CheckpointWriter:
                 pending.wait()
 
     def abandon(self) -> None:
-        """After a failure on this rank: wait briefly for a pending write, and remove a partial checkpoint."""
+        """Wait briefly for a pending write after a failure on this rank, and remove a partial checkpoint."""
         if self._pending is not None:
             self._pending.join(_ABANDON_S)
         if self._comm.rank == 0:
@@ -136,7 +136,7 @@ class CheckpointWriter:
         write_weights(folder / WEIGHTS, folder / STATE, trainer.model)
         if (
             trainer.config.plan.lora_rank
-        ):  # not from the model, which may be sharded and which training changes
+        ):  # use the file, because the model may be sharded and changes during training
             with safe_open(folder / WEIGHTS, "pt") as file:
                 names = [name for name in file.keys() if ".lora_" in name]  # noqa: SIM118 - it is not a mapping
                 values = {name: file.get_tensor(name) for name in names}
@@ -150,18 +150,18 @@ class CheckpointWriter:
         flush(self._folder)
         for old in checkpoints(self._run)[
             : -self._keep
-        ]:  # renamed first, so that the final name means complete
+        ]:  # rename the new checkpoint before deleting old ones
             shutil.rmtree(old.rename(old.with_name(f"{old.name}.tmp")))
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """If the save fails, remove the partial checkpoint, and name its size and the last good checkpoint."""
+        """If the save fails, remove the partial checkpoint, and report its size and the last good checkpoint."""
         try:
             yield
         except CheckpointError as error:
             message = ""
             if self._comm.rank == 0:
-                shutil.rmtree(self._partial, ignore_errors=True)  # on a failing disk this may fail too
+                shutil.rmtree(self._partial, ignore_errors=True)  # removal may also fail on a failing disk
                 why = disk_failure(error.reason, self._run, error.nbytes + self._weight_bytes)
                 saved = checkpoints(self._run)
                 kept = (
@@ -172,7 +172,7 @@ class CheckpointWriter:
 
 
 def load(trainer: Trainer, folder: Path, comm: Communicator) -> Metadata:
-    """Restore `trainer` from checkpoint `folder`; a collective call.
+    """Restore `trainer` from checkpoint `folder`.  Collective call.
 
     Raises:
         CheckpointError: if files are missing or damaged, or belong to another model.

@@ -1,7 +1,7 @@
-"""Task "classify": fine-tune a BERT to classify text, or a ViT to classify images.
+"""Task "classify": fine-tune a BERT model to classify texts, or a ViT model to classify images.
 
-Text: JSON lines, Parquet or Arrow with a text (`data.field`) and a class (`data.label`), a name or a number.  Images:
-as for task "images".
+Texts are read from JSON lines, Parquet or Arrow files with the fields `data.field` (the text) and `data.label` (a class
+name or number).  Images are read as for task "images".
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from farandole.train.tasks import Mean, Task
 _BATCH = 1024
 
 
-def ClassifyTask(  # noqa: N802 - makes one of two tasks
+def ClassifyTask(  # noqa: N802 - returns one of two classes
     config: TrainConfig, progress: Progress = lambda what, share: None
 ) -> Task:
-    """Return the task for the model's family."""
+    """Create the classification task for the model's family."""
     if not config.model.folder:
         raise ConfigError(
-            "task='classify' fine-tunes a model: set the folder of a BERT or ViT with model=FOLDER"
+            "task='classify' fine-tunes an existing model; set the folder of a BERT or ViT model with model=FOLDER"
         )
     origin = describe_folder(config, ("bert", "vit"))
     return (
@@ -67,7 +67,7 @@ class _Texts:
 
 
 class TextClassification(Task):
-    """A BERT that classifies texts.  The metric "accuracy" is the fraction of correctly classified texts."""
+    """Text classification with a BERT model.  The metric "accuracy" is the fraction of correctly classified texts."""
 
     unit = "texts"
 
@@ -91,7 +91,7 @@ class TextClassification(Task):
             )
         try:
             tokenizer = load_tokenizer(folder / "tokenizer.json")
-        except Exception as error:  # the library raises Exception itself
+        except Exception as error:  # the library raises plain Exception
             raise DataError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from None
         context = min(config.model.context, origin.config.context)
         tokenizer.enable_truncation(context)
@@ -116,7 +116,7 @@ class TextClassification(Task):
             _Texts([tokens[int(i)] for i in part], labels[part], padding)
             for part in (order[:held_out], order[held_out:])
         )
-        self.build(config)  # refuses a damaged folder
+        self.build(config)  # rejects a damaged folder
 
     def build(self, config: TrainConfig) -> nn.Module:
         """Return the model of the folder with a classifier."""
@@ -147,7 +147,7 @@ class TextClassification(Task):
 
 
 class ImageClassification(ImagesTask):
-    """A ViT that classifies images, normalized as specified in its `preprocessor_config.json`."""
+    """Image classification with a ViT model.  `preprocessor_config.json` specifies the image normalization."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
@@ -166,7 +166,7 @@ class ImageClassification(ImagesTask):
             found = json.loads(file.read_text())
             self.mean = tuple(found.get("image_mean") or self.mean)
             self.deviation = tuple(found.get("image_std") or self.deviation)
-        self.build(config)  # refuses a damaged folder
+        self.build(config)  # rejects a damaged folder
 
     def build(self, config: TrainConfig) -> nn.Module:
         """Return the model of the folder with a classifier."""

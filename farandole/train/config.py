@@ -1,8 +1,8 @@
-"""The validated configuration of a run: a preset, overridden by a TOML file, overridden by `key=value` arguments.
+"""Load and validate a run's configuration: a preset, a TOML file and `key=value` arguments, in ascending priority.
 
     config = load_config("tiny", ["steps=20", "optimizer.learning_rate=1e-3"])
 
-`presets/default.toml` documents every key; a file contains only the keys that it changes.
+`presets/default.toml` documents every key.  A configuration file contains only the keys that it changes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ SYNONYMS = {
 
 
 class ConfigError(ValueError):
-    """Raised if the configuration is invalid; the message has one line per mistake."""
+    """Raised if the configuration is invalid.  The message has one line per mistake."""
 
 
 class _Section(BaseModel):
@@ -75,7 +75,7 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """The GPT or BERT to train, or a model's Hugging Face folder, which determines all sizes except the context."""
+    """The GPT or BERT to train, or a Hugging Face folder, which determines all model sizes except `context`."""
 
     folder: str = ""
     pretrained: bool = True
@@ -92,20 +92,20 @@ class ModelSection(_Section):
             raise ValueError(f"width={self.width} is odd; try width={self.width + 1}")
         if self.width % (2 * self.heads):
             fitting = (n for n in range(min(self.heads, self.width // 2), 0, -1) if self.width % (2 * n) == 0)
-            near = next(fitting)  # one head fits every even width
+            near = next(fitting)  # one head is valid for every even width
             raise ValueError(
                 f"width={self.width} is not a multiple of twice heads={self.heads}; try heads={near}"
             )
         return self
 
     def gpt(self) -> GPTConfig:
-        """Return the configuration of a GPT."""
-        from farandole.models.gpt import GPTConfig  # imports torch, which a configuration does not need
+        """Return the GPT configuration."""
+        from farandole.models.gpt import GPTConfig  # import here, because this imports torch
 
         return GPTConfig(**self.sizes())
 
     def sizes(self) -> dict[str, Any]:
-        """Return the sizes of a model that is not read from a folder."""
+        """Return the sizes for a model that is not read from a folder."""
         return self.model_dump(exclude={"folder", "pretrained"})
 
 
@@ -121,7 +121,7 @@ class DataSection(_Section):
 
 
 class PlanSection(_Section):
-    """The keys of `farandole.Plan`, which validates them."""
+    """The fields of `farandole.Plan`, which validates their values."""
 
     data: CountOrZero = 0
     zero: int = 0
@@ -140,7 +140,7 @@ class PlanSection(_Section):
     lora_targets: str | list[str] = ALL_LINEAR
 
     def plan(self, precision: Precision) -> Plan:
-        """Return the plan with this precision in place of "auto".  Raises `PlanError`."""
+        """Return the plan with the given precision in place of "auto".  Raises `PlanError`."""
         values = {name: value for name, value in self.model_dump().items() if not name.startswith("lora_")}
         values |= {"precision": precision, "lora": self.lora()}
         for name in ("data", "activation_bytes"):  # TOML has no None
@@ -180,7 +180,7 @@ class OptimizerSection(_Section):
 
 
 class CheckpointSection(_Section):
-    """When to save, and how much to keep."""
+    """When to save checkpoints, and how many to keep."""
 
     every: CountOrZero
     keep: Count
@@ -194,7 +194,7 @@ class EvaluateSection(_Section):
 
 
 class LogSection(_Section):
-    """The output of a run, and its metrics."""
+    """The run's output and metrics."""
 
     every: Count
     tensorboard: bool
@@ -203,7 +203,7 @@ class LogSection(_Section):
 
 
 class SampleSection(_Section):
-    """The text to generate at the end."""
+    """The text to generate after training."""
 
     prompt: str
     tokens: CountOrZero
@@ -237,7 +237,7 @@ class TrainConfig(_Section):
     def _folder_suits_task(self) -> TrainConfig:
         if self.model.folder and self.task not in ("text", "sft", "classify") and ":" not in self.task:
             raise ValueError(
-                f"task={self.task!r} does not support a model folder: use task=text, sft or classify"
+                f"task={self.task!r} does not support a model folder; use task=text, sft or classify"
             )
         return self
 
@@ -251,7 +251,7 @@ class TrainConfig(_Section):
         return self
 
     def micro_batches(self, ranks: int) -> tuple[int, int]:
-        """Return the number of micro-batches per rank and step, and the samples in each.
+        """Return the number of micro-batches per rank and step, and the number of samples in each micro-batch.
 
         Raises:
             ConfigError: if `ranks` and `micro_batch` do not divide the batch.
@@ -273,7 +273,7 @@ class TrainConfig(_Section):
         return share // size, size
 
     def flat(self) -> dict[str, Any]:
-        """Return all values by their full keys, such as `model.width`."""
+        """Return all values, keyed by full names such as `model.width`."""
         values: dict[str, Any] = {}
         for key, value in self.model_dump().items():
             inner = value.items() if isinstance(value, dict) else None
@@ -281,12 +281,12 @@ class TrainConfig(_Section):
         return values
 
     def to_toml(self) -> str:
-        """Return this configuration as TOML for `load_config`."""
+        """Return this configuration as TOML, in the format that `load_config` reads."""
         return to_toml(self.flat())
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Return values with full keys, such as `model.width`, as TOML with sections."""
+    """Convert values with full keys, such as `model.width`, to TOML with sections."""
     lines: list[str] = []
     for section, keys in itertools.groupby(
         sorted(values, key=lambda key: "." in key), lambda key: key.rpartition(".")[0]
@@ -297,7 +297,7 @@ def to_toml(values: Mapping[str, Any]) -> str:
 
 
 def presets() -> dict[str, str]:
-    """Return the TOML text of every preset, by name."""
+    """Return each preset's TOML text, keyed by name."""
     folder = resources.files("farandole.train") / "presets"
     return {
         Path(file.name).stem: file.read_text()
@@ -307,9 +307,9 @@ def presets() -> dict[str, str]:
 
 
 def load_config(source: str | None = None, overrides: list[str] | None = None) -> TrainConfig:
-    """Return the configuration of `source`, a preset or a TOML file, with `key=value` overrides applied.
+    """Load a preset or a TOML file, and apply `key=value` overrides.
 
-    A file extends the preset named by its key `preset`, by default `default`.
+    A file extends the preset that its key `preset` names (by default, `default`).
 
     Raises:
         ConfigError: if the configuration is invalid.
@@ -336,7 +336,7 @@ def _overridden(values: dict[str, Any], overrides: list[str]) -> TrainConfig:
 
 
 def parse_config(values: dict[str, Any]) -> TrainConfig:
-    """Validate plain values, as read from TOML or a checkpoint.  Raises `ConfigError`."""
+    """Validate plain values read from TOML or a checkpoint.  Raises `ConfigError`."""
     try:
         return TrainConfig.model_validate(values)
     except ValidationError as error:
@@ -344,18 +344,18 @@ def parse_config(values: dict[str, Any]) -> TrainConfig:
 
 
 def saved_config(values: dict[str, Any]) -> TrainConfig:
-    """Validate a configuration that a run saved, possibly with an earlier version.  Raises `ConfigError`."""
+    """Validate a run's saved configuration, possibly from an earlier version.  Raises `ConfigError`."""
     return parse_config(_translated(values))
 
 
 def plan_config_error(error: PlanError) -> ConfigError:
-    """Convert the error of a plan to a `ConfigError` with the full name of the key."""
+    """Convert a plan error to a `ConfigError` with the full key name."""
     key = str(error).partition("=")[0]
     return ConfigError(f"plan.{error}" if key in PlanSection.model_fields else f"plan: {error}")
 
 
 def _translated(values: dict[str, Any]) -> dict[str, Any]:
-    """Rename the keys of earlier versions."""
+    """Rename keys from earlier versions."""
     values = dict(values)
     moved = values.pop("parallel", {})
     if "precision" in values:
@@ -370,7 +370,7 @@ def known_keys() -> list[str]:
         section = field.annotation
         if isinstance(section, type) and issubclass(section, _Section):
             keys += [f"{name}.{inner}" for inner in section.model_fields]
-        elif name != "options":  # a custom task defines the keys of options
+        elif name != "options":  # custom tasks define the keys in [options]
             keys.append(name)
     return keys
 
@@ -423,7 +423,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """Parse a TOML value.  Other text is a string, so that paths need no quotes."""
+    """Parse a TOML value.  Other text becomes a string, so that paths need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -431,11 +431,11 @@ def _value(text: str) -> Any:
 
 
 def unknown_key(key: str) -> str:
-    """Return the message for an unknown key, with the nearest key or the keys of its section."""
+    """Return the error message for an unknown key, with the nearest key or the keys in its section."""
     known = known_keys()
     section, _, name = key.rpartition(".")
     same = [other for other in known if other.endswith(f".{name}")]
-    if section == "parallel" or key == "precision":  # of earlier versions
+    if section == "parallel" or key == "precision":  # used in earlier versions
         same = [f"plan.{name}"]
     if current := same[0] if len(same) == 1 else SYNONYMS.get(name):
         return f"unknown key {key}; did you mean {current}?"

@@ -1,4 +1,4 @@
-"""Train models from Hugging Face folders: checks, construction, and checkpoint files."""
+"""Support models from Hugging Face folders: checks, construction and checkpoint files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from farandole.train.config import ConfigError, TrainConfig
 
 
 def folder_of(config: TrainConfig) -> Path:
-    """Return the model's folder."""
+    """Return the configured model folder."""
     return Path(config.model.folder).expanduser()
 
 
 def describe_folder(config: TrainConfig, families: tuple[str, ...]) -> Pretrained:
-    """Return the family and the configuration of the model in the folder.
+    """Read the model's family and configuration from its folder.
 
     Raises:
         ConfigError: if the folder is damaged or unsupported, or belongs to another family.
@@ -44,9 +44,9 @@ def describe_folder(config: TrainConfig, families: tuple[str, ...]) -> Pretraine
 
 
 def open_folder_model(config: TrainConfig, **changes: Any) -> Transformer:
-    """Return the model in the folder on the meta device; `parallelize` reads its weights.
+    """Create the folder's model on the meta device; `parallelize` reads the weights.
 
-    With `model.pretrained=false` the weights are random.
+    With `model.pretrained=false`, the weights are random.
 
     Raises:
         ConfigError: if the folder is damaged or incomplete.
@@ -66,22 +66,22 @@ def open_folder_model(config: TrainConfig, **changes: Any) -> Transformer:
 
 
 def build_language_model(config: TrainConfig) -> Transformer:
-    """Return the model for task "text" or "sft": from a folder, or a GPT configured by section [model]."""
+    """Create the model for task "text" or "sft": from a folder, or a GPT configured in section [model]."""
     return open_folder_model(config) if config.model.folder else build_gpt(config.model.gpt())
 
 
 def model_files(folder: Path) -> Mapping[str, Path]:
-    """Return the files in a model's folder that are copied to checkpoints."""
+    """Return the model files that are copied to checkpoints."""
     return {name: folder / name for name in (CONFIG, *COPIED) if (folder / name).is_file()}
 
 
 def save_model(engine: Engine, model: nn.Module, run: Path, comm: Communicator) -> Path | None:
-    """Write the trained model to RUN/model, if it has a Hugging Face format; a collective call."""
+    """Write the trained model to RUN/model, if it has a Hugging Face format.  Collective call."""
     if getattr(model, "pretrained", None) is None:
         return None
     folder = run / "model"
     if comm.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier end of the run
+        shutil.rmtree(folder, ignore_errors=True)  # the model may have been saved before
     comm.barrier()
     engine.save_pretrained(folder)
     return folder

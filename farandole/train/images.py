@@ -1,7 +1,8 @@
 """Task "images": train a ResNet to classify images.
 
-`data.path` is a folder with one subfolder of image files per class, or an `.npz` file as written by `numpy.savez`, with
-arrays `images`, (n, height, width) or (n, height, width, 3) of uint8, and `labels`, (n) of non-negative integers.
+`data.path` is a folder with one subfolder of image files per class, or an `.npz` file written by `numpy.savez`.  The
+file contains the arrays `images` (uint8, of shape (n, height, width) or (n, height, width, 3)) and `labels`
+(non-negative integers, of shape (n)).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".
 
 
 class _Source(Protocol):
-    """Images (height, width, 3) of uint8 by number, and their classes."""
+    """Numbered images, as uint8 arrays of shape (height, width, 3), and their classes."""
 
     labels: NDArray[np.int64]
     classes: list[str]
 
     def image(self, number: int, size: int) -> NDArray[np.uint8]:
-        """Return image `number`, `size` pixels high and wide."""
+        """Return image `number` with a height and width of `size` pixels."""
 
 
 class _Folder:
@@ -57,7 +58,7 @@ class _Folder:
         self.labels = np.array([number for _, number in found])
 
     def image(self, number: int, size: int) -> NDArray[np.uint8]:
-        """Return image `number`, scaled to `size` pixels on the shorter side, and center-cropped."""
+        """Return image `number`, scaled to `size` pixels on the shorter side and center-cropped."""
         try:
             with Image.open(self._files[number]) as image:
                 return _square(image.convert("RGB"), size)
@@ -104,7 +105,7 @@ def _square(image: Image.Image, size: int) -> NDArray[np.uint8]:
 
 
 class _Subset:
-    """The samples of a source with these numbers."""
+    """The samples with the given numbers."""
 
     def __init__(self, source: _Source, numbers: NDArray[np.int64], size: int) -> None:
         self._source, self.numbers, self._size = source, numbers, size
@@ -126,7 +127,7 @@ class ImagesTask(Task):
 
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     deviation: tuple[float, ...] = (0.229, 0.224, 0.225)
-    """Mean and standard deviation of ImageNet's colors, which published weights expect."""
+    """The mean and standard deviation of ImageNet colors, which published weights require."""
 
     def __init__(self, config: TrainConfig, progress: Progress = lambda what, share: None) -> None:
         path, size = Path(config.data.path).expanduser(), config.images.size
@@ -157,7 +158,7 @@ class ImagesTask(Task):
     def batch(
         self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> tuple[Tensor, Tensor]:
-        """Return normalized images (n, 3, size, size) and their classes (n)."""
+        """Return normalized images, of shape (n, 3, size, size), and their classes, of shape (n)."""
         pairs = [samples[int(number)] for number in numbers]
         images = np.stack([image for image, _ in pairs])
         if self._flip and samples is self.train:

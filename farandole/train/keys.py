@@ -1,6 +1,6 @@
-"""The keys of a training configuration: their types, defaults and descriptions.
+"""List the keys of a training configuration with their types, defaults and descriptions.
 
-The descriptions are the comments of `presets/default.toml`; the types and limits come from `TrainConfig`.
+The descriptions are the comments in `presets/default.toml`.  The types and limits come from `TrainConfig`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the configuration.
+    """A configuration key.
 
     Args:
         name: The full name, such as `model.width`.
-        default: The value in the preset `default`.
-        description: One sentence fragment without a full stop.
-        type: The type and the limits in words, such as "integer, at least 1".
+        default: The value in preset `default`.
+        description: A short description without a full stop.
+        type: The type and limits as text, such as "integer, at least 1".
     """
 
     name: str
@@ -41,12 +41,12 @@ class Key:
 
     @property
     def assignment(self) -> str:
-        """The key with its default, as TOML without a section."""
+        """Return the key and its default as a TOML assignment without a section."""
         return f"{self.name} = {json.dumps(self.default)}"
 
 
 def all_keys() -> dict[str, Key]:
-    """Return every key by its full name, in the order of `presets/default.toml`."""
+    """Return all keys, keyed by full name, in the order in `presets/default.toml`."""
     schema = TrainConfig.model_json_schema()
     keys: dict[str, Key] = {}
     section, comments = "", []
@@ -67,10 +67,10 @@ def all_keys() -> dict[str, Key]:
 
 
 def find_key(name: str) -> Key:
-    """Return a key by its full name, or by its last part if no other key has the same.
+    """Find a key by its full name, or by its last part if that part is unique.
 
     Raises:
-        ConfigError: if there is no such key, with the nearest one.
+        ConfigError: if the key does not exist or is ambiguous.  The message suggests similar keys.
     """
     keys = all_keys()
     if name in keys:
@@ -79,19 +79,19 @@ def find_key(name: str) -> Key:
     if len(same) == 1:
         return keys[same[0]]
     if same:
-        raise ConfigError(f"{name} is ambiguous: {', '.join(same)}")
+        raise ConfigError(f"{name} is ambiguous; use one of {', '.join(same)}")
     raise ConfigError(unknown_key(name))
 
 
 def preset_values(name: str) -> dict[str, Any]:
-    """Return the value of a key in every preset that changes its default."""
+    """Return the key's value in each preset that changes the default."""
     default = load_config().flat()[name]
     values = {preset: load_config(preset).flat()[name] for preset in presets()}
     return {preset: value for preset, value in values.items() if value != default}
 
 
 def _type(schema: dict[str, Any], name: str) -> str:
-    """Return the type and the limits of a key in words."""
+    """Describe the type and limits of a key."""
     section, _, last = name.rpartition(".")
     properties = schema["properties"]
     if section:

@@ -1,4 +1,4 @@
-"""The loss curve of a run."""
+"""Plot a run's loss curve."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _INK, _FAINT, _TRAINING, _VALIDATION = "#22313f", "#d8dee4", "#7aa6c2", "#c8553d
 
 
 def draw_loss_curve(run: Path, title: str, label: str = "loss") -> Path:
-    """Plot training and validation loss over steps from the metrics of `run` to `loss.png`; return its path."""
+    """Plot the training and validation losses of `run` to `loss.png`, and return the file's path."""
     matplotlib.use("agg")
-    import matplotlib.pyplot as plt  # after selecting a backend that needs no display
+    import matplotlib.pyplot as plt  # import after selecting a backend that needs no display
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     records = read_metrics(run / "metrics.jsonl")
@@ -33,7 +33,7 @@ def draw_loss_curve(run: Path, title: str, label: str = "loss") -> Path:
     ends = [("training", smooth[-1], _TRAINING)]
     if validation:
         dots = axes.plot(*zip(*validation, strict=True), "o-", color=_VALIDATION, linewidth=1.6, markersize=4)
-        dots[0].set_clip_on(False)  # the last point is on the border
+        dots[0].set_clip_on(False)  # the last point lies on the border
         ends.append(("validation", validation[-1], _VALIDATION))
     for up, (name, point, color) in zip((-11, 5), sorted(ends, key=lambda end: end[1][1]), strict=False):
         axes.annotate(
@@ -62,7 +62,7 @@ def draw_loss_curve(run: Path, title: str, label: str = "loss") -> Path:
 
 
 def _smooth(points: list[Point]) -> list[Point]:
-    """Return centered moving averages over 1/15 of the run, over fewer points at both ends."""
+    """Return centered moving averages over 1/15 of the run, with fewer points at both ends."""
     reach = len(points) // 30
     sums = [0.0, *accumulate(value for _, value in points)]
     smooth = []

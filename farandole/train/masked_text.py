@@ -19,11 +19,11 @@ from farandole.train.tasks import Mean, Task
 from farandole.train.text import open_text
 
 Batch = tuple[Tensor, Tensor]
-"""Masked tokens, and the original tokens of masked positions or -100, both (samples, positions) of int64."""
+"""Masked tokens and targets, both int64 of shape (samples, positions).  Targets are -100 at unmasked positions."""
 
 
 class MaskedTextTask(Task):
-    """A BERT on windows of tokens.  15 % of the tokens are masked, different ones in each epoch."""
+    """Trains a BERT on token windows.  In each epoch, 15 % of the tokens are selected at random and masked."""
 
     unit = "tokens"
 
@@ -35,16 +35,16 @@ class MaskedTextTask(Task):
         self.units_per_sample = config.model.context
 
     def build(self, config: TrainConfig) -> nn.Module:
-        """Return a BERT without padding, because all windows are full."""
+        """Return a BERT that does not use padding, because all windows are full."""
         return build_bert(BERTConfig(**config.model.sizes()))
 
     def batch(self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
-        """Return masked tokens, and the original tokens of masked positions."""
+        """Return the masked tokens, and the original tokens at masked positions."""
         inputs, targets = self._masking.mask(samples.read(numbers)[:, :-1], numbers, epochs)
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def inputs(self, batch: Batch) -> tuple[Tensor, None, Tensor]:
-        """Return masked tokens and targets; with targets, the model computes the loss."""
+        """Return the masked tokens and targets.  Given targets, the model computes the loss."""
         return batch[0], None, batch[1]
 
     def loss(self, output: Mean, batch: Batch) -> Mean:
@@ -52,5 +52,5 @@ class MaskedTextTask(Task):
         return output
 
     def files(self) -> dict[str, Any]:
-        """Return the tokenizer."""
+        """Return the tokenizer file."""
         return {TOKENIZER: self._tokenizer}

@@ -1,7 +1,7 @@
-"""The memory of a run: a `Workload` for the planner, and a check before any rank starts.
+"""Estimate a run's memory, and check it before any rank starts.
 
-The check first counts the memory that a run needs throughout, in fp32 whatever the precision.  On a CPU host it then
-estimates the activations of a step (`planner`), unless an upper bound already fits.
+The check first adds up the memory that a run needs at all times, assuming fp32 for every precision.  On a CPU host, the
+check then estimates the activation memory of a step with the planner, unless an upper bound already fits.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from farandole.train.start import Start
 _STAGES = (0, 1, 2, 3)
 
 _FOR_ACTIVATIONS = 0.2
-"""The fraction of memory that a suggested size leaves for activations."""
+"""The fraction of memory that suggested model sizes leave for activations."""
 
 _REFUSED_FRACTION = 0.9
-"""A step is refused if this fraction of its predicted memory does not fit, because predictions are within 10 %."""
+"""A step is rejected if this fraction of its predicted memory does not fit.  Predictions are accurate to 10 %."""
 
 
 def workload_of(config: TrainConfig, ranks: int) -> Workload:
-    """Return one rank's part of a step.  Raises `ConfigError` for tasks that cannot be estimated."""
+    """Return one rank's share of a step.  Raises `ConfigError` for tasks that cannot be estimated."""
     if config.task not in ("text", "sft"):
         raise ConfigError(f"task={config.task!r}: the planner estimates task='text' and 'sft' only")
     count, samples = config.micro_batches(ranks)
@@ -57,12 +57,12 @@ def workload_of(config: TrainConfig, ranks: int) -> Workload:
 
 
 def check_memory(config: TrainConfig, ranks: int) -> None:
-    """Raise `ConfigError` if a GPT does not fit on the `ranks` of this host.  Other models are not checked."""
+    """Raise `ConfigError` if a GPT does not fit in this host's memory.  Other models are not checked."""
     if config.task not in ("text", "sft"):
         return
     if (
         config.plan.lora_rank or config.model.folder
-    ):  # few parameters have gradients and states: only the estimate of a step is meaningful
+    ):  # count only a step's estimate, because few parameters may have gradients and states
         if not torch.cuda.is_available() and config.plan.swap == "none":
             check_step(config, ranks, available_memory())
         return
@@ -87,7 +87,7 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
 
 
 def summary(start: Start) -> dict[str, str]:
-    """Return the size, the memory and the batch of a checked run, as text by name, for `farandole train --dry-run`."""
+    """Return the named lines that `farandole train --dry-run` prints for a checked run."""
     config, ranks = start.config, start.ranks
     count, samples = config.micro_batches(ranks)
     micro_batches = "1 micro-batch" if count == 1 else f"{count:,} micro-batches"
@@ -115,20 +115,20 @@ def summary(start: Start) -> dict[str, str]:
 
 
 def _trained(zero: int, offload: str, ranks: int) -> float:
-    """Return the bytes per parameter of weights, gradients and states on all devices."""
+    """Return the bytes per parameter for weights, gradients and states, summed over all devices."""
     accelerated = torch.cuda.is_available()
     machine = Machine(memory=1, shared=not accelerated, host=not accelerated)
     return bytes_per_parameter(Plan(zero=zero, offload=offload), ranks, machine)
 
 
 def _copied(zero: int, offload: str, ranks: int) -> float:
-    """Return the bytes per parameter of checkpoint copies in host memory."""
+    """Return the bytes per parameter for checkpoint copies in host memory."""
     return bytes_per_parameter(Plan(zero=zero, offload=offload), ranks, Machine(memory=1), checkpoints=True)
 
 
 def check_step(config: TrainConfig, ranks: int, have: int) -> None:
-    """Raise `ConfigError` if a step of `ranks` ranks on a CPU host needs more than `have` bytes."""
-    if config.batch % ranks:  # refused by other code
+    """Raise `ConfigError` if a step on `ranks` CPU ranks needs more than `have` bytes."""
+    if config.batch % ranks:  # rejected elsewhere
         return
     if not config.model.folder and ranks * _upper_bound(config, ranks) <= have:
         return
@@ -144,23 +144,25 @@ def check_step(config: TrainConfig, ranks: int, have: int) -> None:
         advice = f"try micro_batch={near}"
     raise ConfigError(
         f"a step with micro-batches of {counted(samples, 'sample')} needs {size(ranks * found.peak)} on "
-        f"{counted(ranks, 'rank')} ({size(ranks * found.parts['activations'])} of activations), and this host has "
+        f"{counted(ranks, 'rank')} ({size(ranks * found.parts['activations'])} of activations), but this host has "
         f"{size(have)}; {advice}, or run farandole plan for other plans that fit"
     )
 
 
 def _estimated(config: TrainConfig, ranks: int, micro_batch: int | None = None) -> Estimate:
-    """Estimate the memory of a rank, with fp32 weights if the precision is "auto"."""
+    """Estimate a rank's memory, with fp32 weights if the precision is "auto"."""
     if micro_batch is not None:
         config = config.model_copy(update={"micro_batch": micro_batch})
     plan = config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision)
-    plan = replace(plan, lora=None)  # the model of the workload has the adapters
-    machine = Machine(memory=available_memory(), disk=Bandwidth(1e9, 1e9, "any"))  # its speed is not used
+    plan = replace(plan, lora=None)  # the workload's model contains the adapters
+    machine = Machine(
+        memory=available_memory(), disk=Bandwidth(1e9, 1e9, "any")
+    )  # the disk speed is not used
     return estimate_workload(workload_of(config, ranks), plan, ranks, machine)
 
 
 def _upper_bound(config: TrainConfig, ranks: int) -> float:
-    """Return an upper bound of the bytes of a rank."""
+    """Return an upper bound for a rank's memory in bytes."""
     _, samples = config.micro_batches(ranks)
     model = config.model
     tokens = samples * model.context
@@ -173,7 +175,7 @@ def _upper_bound(config: TrainConfig, ranks: int) -> float:
 def _check_state(
     config: TrainConfig, each: dict[int, float], ranks: int, have: int, whose: str, parts: str
 ) -> None:
-    """Raise `ConfigError` unless `each`, the bytes per parameter of all ranks by ZeRO stage, fits in `have` bytes."""
+    """Raise `ConfigError` if the state needs more than `have` bytes; `each` is bytes per parameter by ZeRO stage."""
     model, zero = config.model.gpt(), config.plan.zero
     need = each[zero] * model.parameters
     if need <= have:
@@ -184,12 +186,12 @@ def _check_state(
     raise ConfigError(
         f"model.width={model.width} with model.layers={model.layers} has {short(model.parameters)} parameters, "
         f"which need {size(need)} on {counted(ranks, 'rank')} ({parts}: {each[zero]:,.0f} bytes per parameter), "
-        f"and {whose} {size(have)}; {divided}{_advice(model, each[zero], have)}"
+        f"but {whose} {size(have)}; {divided}{_advice(model, each[zero], have)}"
     )
 
 
 def _divided(config: TrainConfig, ranks: int, fitting: list[int], usable: float) -> str:
-    """Name a plan that fits: a higher ZeRO stage, or AdamW's moments on a disk."""
+    """Suggest a plan that fits: a higher ZeRO stage, or AdamW's moments on a disk."""
     if config.plan.compression != "none":
         return ""
     if fitting:
@@ -201,10 +203,10 @@ def _divided(config: TrainConfig, ranks: int, fitting: list[int], usable: float)
 
 
 def _advice(model: GPTConfig, each: float, have: int) -> str:
-    """Name the widest model with these layers and heads that fits in `have` bytes, at `each` bytes per parameter."""
+    """Suggest the widest model that fits in `have` bytes, at `each` bytes per parameter."""
     allowed = (1 - _FOR_ACTIVATIONS) * have / each
     unit = 2 * model.heads
-    narrow, wide = 0, model.width // unit  # the first fits, the second does not
+    narrow, wide = 0, model.width // unit  # narrow fits, wide does not
     while wide - narrow > 1:
         middle = (narrow + wide) // 2
         fits = replace(model, width=middle * unit).parameters <= allowed

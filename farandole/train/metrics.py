@@ -1,16 +1,16 @@
-"""Write the metrics of a run as JSON lines, and for TensorBoard and Weights & Biases.
+"""Write a run's metrics as JSON lines, and to TensorBoard and Weights & Biases.
 
-Each line of `metrics.jsonl` is an object with `step` and the metrics of that step:
+Each line in `metrics.jsonl` is an object with `step` and the metrics for that step:
 
     {"step": 20, "loss": 5.1, "learning_rate": 0.002, "gradient_norm": 0.9, "tokens_per_s": 19000.0,
      "waiting_share": 0.01, "memory_bytes": 412000000, "model_flops_utilization": 0.71, "elapsed_s": 9.1}
     {"step": 100, "validation_loss": 4.2}
 
-`memory_bytes` is the peak memory of rank 0.  `model_flops_utilization` (for transformers) is the model's arithmetic per second, divided by the
-matrix-product limit that all ranks measured before the first step.
+`memory_bytes` is rank 0's peak memory.  `model_flops_utilization` (for transformers) is the model's floating-point
+operations per second, divided by the matrix-product speed that all ranks measured before the first step.
 
-Other tasks have other units, such as `images_per_s`, and additional metrics, such as `validation_accuracy`.  fp16
-adds `loss_scale`, and for skipped steps `overflow`, a text that describes the cause.
+Other tasks have other units, such as `images_per_s`, and additional metrics, such as `validation_accuracy`.  With fp16,
+a step also has `loss_scale`, and a skipped step has `overflow`, a text that describes the cause.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Record = dict[str, float]
 
 
 class MetricsWriter:
-    """Appends to the metrics of `run`, on rank 0.
+    """Appends metrics to the files of `run`, on rank 0.
 
-    A run that resumes from `resumed_step` deletes the metrics of later steps.  Files are opened only for writing, so
-    there is no `close`.  If TensorBoard's files cannot be written, the writer prints a warning and disables them.
+    A run that resumes from `resumed_step` deletes the metrics for later steps.  Files are open only during a write, so
+    there is no `close`.  If TensorBoard files cannot be written, the writer prints a warning and stops writing them.
 
     Raises:
         DiskError: if `metrics.jsonl` cannot be written.
@@ -74,7 +74,7 @@ class MetricsWriter:
         self._wandb = _start_wandb(run, config or {}) if wandb else None
 
     def write(self, step: int, record: Record, texts: Mapping[str, str] | None = None) -> None:
-        """Write the metrics of `step`, and `texts`, which are not written for TensorBoard."""
+        """Write the metrics for `step`.  `texts` are not written to TensorBoard."""
         try:
             with self._path.open("a") as lines:
                 lines.write(json.dumps({"step": step, **record, **(texts or {})}) + "\n")
@@ -95,23 +95,23 @@ class MetricsWriter:
         self._tensorboard = None
         why = disk_failure(error, self._path.parent)
         warn_once(
-            f"cannot write TensorBoard files: {why}; training continues, and metrics are in {self._path}"
+            f"cannot write TensorBoard files: {why}; training continues, and the metrics are in {self._path}"
         )
 
 
 def _start_wandb(run: Path, config: Mapping[str, Any]) -> Any:
-    """Start a Weights & Biases run, or continue the run with the same name.  Raises `ConfigError` if wandb is not installed."""
+    """Start or continue the Weights & Biases run.  Raises `ConfigError` if wandb is not installed."""
     try:
         import wandb
     except ImportError:
-        raise ConfigError("log.wandb=true needs Weights & Biases: pip install wandb") from None
+        raise ConfigError("log.wandb=true requires Weights & Biases: pip install wandb") from None
     return wandb.init(
         project="farandole", name=run.name, id=run.name, dir=str(run), config=dict(config), resume="allow"
     )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a `metrics.jsonl` in order.  Lines that a killed run left incomplete are ignored."""
+    """Return the records in a `metrics.jsonl` file in order.  Lines that a killed run left incomplete are ignored."""
     if not path.exists():
         return []
     records = []
@@ -123,14 +123,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-_VERSION = "brain.Event:2"  # the format version, in the first record of every file
+_VERSION = "brain.Event:2"  # the format version, which is the first record in every file
 
 
 class TensorBoardWriter:
     """Writes scalars to an event file in `folder`.
 
-    torch's `SummaryWriter` writes in a thread, whose failures (a full disk) end the training later, with a traceback.
-    With `resumed_step` TensorBoard hides later steps of earlier files.
+    torch's `SummaryWriter` is not used, because it writes in a thread, whose failures (such as a full disk) end the
+    training later, with a traceback.  With `resumed_step`, TensorBoard hides later steps from earlier files.
 
     Raises:
         OSError: if the file cannot be written.
@@ -148,7 +148,7 @@ class TensorBoardWriter:
             self._append(Event(step=again, file_version=_VERSION), restart)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the metrics of `step`."""
+        """Write the metrics for `step`."""
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._append(Event(step=step, summary=Summary(value=scalars)))
 

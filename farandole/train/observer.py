@@ -1,4 +1,4 @@
-"""The output of a run: progress, metrics and the final report.  Only the observer of rank 0 writes."""
+"""Write a run's output: progress, metrics and the final report.  Only rank 0's observer writes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from farandole.train.speed import flops_per_token, peak_memory
 from farandole.train.trainer import StepResult, Trainer
 
 _RECENT = 20
-"""The number of steps over which speed and waiting are averaged."""
+"""The number of steps over which speed and waiting time are averaged."""
 
 
 class Observer:
-    """Prints and records the progress of `trainer`.
+    """Prints and records the training progress.
 
     Args:
-        earlier_s: the duration of the run before it was resumed.
-        limit: the operations per second of matrix products on all ranks; 0 if unknown.
+        earlier_s: the run's duration in seconds before it was resumed.
+        limit: the matrix-product speed of all ranks together, in operations per second; 0 if unknown.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Observer:
 
     @property
     def elapsed_s(self) -> float:
-        """The duration of the run in seconds, including the time before it was resumed."""
+        """Return the run's duration in seconds, including the time before it was resumed."""
         return self._earlier_s + time.monotonic() - self._started
 
     def __enter__(self) -> Observer:
@@ -116,7 +116,7 @@ class Observer:
             )
 
     def evaluated(self, found: Mapping[str, float]) -> None:
-        """Print and record the validation loss and the other metrics of the current step."""
+        """Print and record the current step's validation loss and other metrics."""
         if self._metrics is not None:
             step = self._trainer.step_number
             self._metrics.write(step, {f"validation_{name}": value for name, value in found.items()})
@@ -125,18 +125,20 @@ class Observer:
             )
 
     def saved(self, folder: Path) -> None:
-        """Print that the current state is saved in checkpoint `folder`."""
+        """Report that the current state is saved in checkpoint `folder`."""
         self._saved_s = self.elapsed_s
         if self._active:
             self._line.note(f"saved {folder}")
 
     def finished(self, report: str, model: Path | None = None) -> None:
-        """Plot the loss curve, write the task's report, and print their paths and that of the trained `model`."""
+        """Plot the loss curve, write the task's report, and print the output paths."""
         if not self._active:
             return
         if model is not None:
             self._line.note(f"trained model, for farandole and transformers: {model}")
-        from farandole.train.loss_curve import draw_loss_curve  # importing matplotlib takes a second
+        from farandole.train.loss_curve import (
+            draw_loss_curve,
+        )  # import here, because importing matplotlib takes a second
 
         title = f"{self._config.name}: {short(self._trainer.parameters)} parameters, {self._ranks}"
         done = f"{counted(self._config.steps, 'step')} in {minutes(self._saved_s)} on {self._ranks}"
@@ -170,7 +172,7 @@ class Observer:
 
 
 def _memory_summary(trainer: Trainer, ranks: int) -> Iterator[str]:
-    """Yield lines about recomputation, swap and offload on this host.  Measures the disk for about a second."""
+    """Yield lines about recomputation, swapping and offload.  Disk measurement takes about a second."""
     plan = trainer.config.plan
     yield from trainer.notices
     if plan.swap != "none":
@@ -184,7 +186,7 @@ def _memory_summary(trainer: Trainer, ranks: int) -> Iterator[str]:
             continue
         try:
             bandwidth = measure_bandwidth(folder)
-        except OffloadError as error:  # the states fill the disk
+        except OffloadError as error:  # the states may fill the disk
             yield f"optimizer states on the disk of {folder}; cannot measure its speed: {error}"
             continue
         yield f"optimizer states on the disk: {Budget(mine.read_bytes * ranks, mine.written_bytes * ranks, bandwidth)}"

@@ -1,6 +1,6 @@
-"""AdamW with warm-up and cosine decay (Loshchilov and Hutter, 2019, "Decoupled Weight Decay Regularization").
+"""Build AdamW with warm-up and cosine decay (Loshchilov and Hutter, 2019, "Decoupled Weight Decay Regularization").
 
-Weight decay applies to matrices but not to vectors (biases, normalization), as for GPT-3.
+Weight decay applies to matrices but not to vectors (biases and normalization weights), as in GPT-3.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from farandole.train.config import OptimizerSection
 
 
 def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.Optimizer:
-    """Return a fused AdamW for the trained parameters of `model`, in two groups."""
+    """Return a fused AdamW optimizer with two groups, for the trainable parameters of `model`."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -26,7 +26,7 @@ def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.O
 
 
 def learning_rate(step: int, steps: int, config: OptimizerSection) -> float:
-    """Return the rate of `step` (0 to steps - 1): linear warm-up, then cosine decay to the final share."""
+    """Return the learning rate for `step` (0 to steps - 1): linear warm-up, then cosine decay to the final share."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
@@ -35,6 +35,6 @@ def learning_rate(step: int, steps: int, config: OptimizerSection) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of all groups."""
+    """Set the learning rate in all groups."""
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -1,7 +1,7 @@
-"""The precision of `plan.precision = "auto"`.
+"""Choose the precision for `plan.precision = "auto"`.
 
-The choice depends on hardware features, not on a measurement: otherwise the same command could choose another precision
-on a loaded machine, and give other losses.
+The choice depends on hardware features instead of measurements, so that a busy machine does not change the precision
+and the losses.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from farandole.comm.communicator import Communicator
 from farandole.plan import Precision
 
 _CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
-"""Flags of processors that multiply bf16: Intel's, AMD's from Zen 4 on, and Arm's."""
+"""CPU flags that indicate bf16 multiplication: on Intel, on AMD since Zen 4, and on Arm."""
 _CUDA_CAPABILITY = (8, 0)
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """The precision of a run, and the reason as text."""
+    """A run's precision, and the reason for the choice as text."""
 
     name: Precision
     reason: str
@@ -33,7 +33,7 @@ class PrecisionChoice:
 def choose_precision(
     configured: Literal["auto", Precision], comm: Communicator, device: torch.device
 ) -> PrecisionChoice:
-    """Return `configured`; for "auto" bf16 if the devices of all ranks multiply bf16, else fp32.  A collective call."""
+    """Return `configured`, or for "auto" bf16 if all ranks' devices support it, else fp32.  Collective call."""
     if configured != "auto":
         return PrecisionChoice(configured, "configured")
     found = comm.all_gather_object(bf16_unit(device))

@@ -1,4 +1,4 @@
-"""The progress line: one live line on a terminal, plain lines elsewhere."""
+"""Show progress: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run.
+    """A run's progress.
 
     Args:
-        speed: `unit`s per second, over all ranks.
-        left_s: estimated seconds until the end.
+        speed: units (`unit`) per second, over all ranks.
+        left_s: estimated time until the end, in seconds.
         waiting: the fraction of time spent waiting for communication.
     """
 
@@ -35,7 +35,7 @@ class Progress:
         return "  ".join(self._parts())
 
     def fit(self, width: int) -> str:
-        """Return the text in at most `width` characters, by omitting the last parts."""
+        """Return the text in at most `width` characters, omitting the last parts if necessary."""
         parts = self._parts()
         while len(parts) > 1 and len("  ".join(parts)) > width:
             parts.pop()
@@ -55,7 +55,7 @@ _LONGEST_BAR, _SHORTEST_BAR = 24, 6
 
 
 class ProgressLine:
-    """Shows `Progress` and prints notes above it.  On a terminal `show` is cheap enough for every step."""
+    """Shows `Progress` and prints notes above it.  On a terminal, `show` is fast enough to call in every step."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout

@@ -1,4 +1,4 @@
-"""A complete run on one rank: prepare, train, evaluate, save, report.
+"""Execute a complete run on one rank: prepare, train, evaluate, save and report.
 
 Rank 0 prints and writes.  All ranks make the same decisions at the same steps.
 """
@@ -27,7 +27,7 @@ from farandole.train.trainer import Trainer
 
 
 def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime) -> signal.Signals | None:
-    """Train `config` in folder `run`, from checkpoint `resume` if given; a collective call.
+    """Train `config` in folder `run`, starting from checkpoint `resume` if given.  Collective call.
 
     Returns:
         The signal that ended the run before its last step, or None.
@@ -45,13 +45,13 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
         if resume is not None:
             before = checkpoint.load(trainer, resume, runtime.comm)
             earlier_s, resumed_step = before.elapsed_s, before.step
-        # After loading, so that a damaged checkpoint does not cause later ones to be moved.
+        # Create the writer after loading, so that a damaged checkpoint does not cause later ones to be moved.
         writer = CheckpointWriter(run, task.files(), config.checkpoint.keep, runtime.comm, resumed_step)
         limit = 0.0
         if flops_per_token(trainer.model, 1):
             limit = measured_flops(choice.name, runtime.device, runtime.comm)
         with Observer(config, run, trainer, choice, runtime, earlier_s, limit) as observer:
-            runtime.comm.barrier()  # do not count the wait for rank 0's first output
+            runtime.comm.barrier()  # exclude the wait for rank 0's first output from the timing
             resume_collection()
             try:
                 _loop(trainer, writer, observer, stop)
@@ -90,21 +90,21 @@ def _due(step: int, every: int) -> bool:
 
 
 def _precision(config: TrainConfig, resume: Path | None, runtime: Runtime) -> PrecisionChoice:
-    """Return the precision.  A resumed run keeps its precision on any hardware."""
+    """Return the precision.  A resumed run keeps its precision, regardless of the hardware."""
     if resume is not None:
         return PrecisionChoice(read_metadata(resume).precision, "as in the checkpoint")
     return choose_precision(config.plan.precision, runtime.comm, runtime.device)
 
 
 class StopSignals:
-    """Handles Ctrl-C and SIGTERM: the run finishes the step, saves and ends.  A second Ctrl-C ends it at once.
+    """Handles Ctrl-C and SIGTERM: the run finishes the step, saves a checkpoint and ends.
 
         with StopSignals() as stop:
             while not stop.requested: ...
 
-    A second SIGINT within `DEBOUNCE_S`, or a second SIGTERM, has no effect, because launchers forward the terminal's
-    signals to their ranks.  Signals that are already ignored stay ignored, such as SIGINT in a background job of a
-    shell.
+    A second Ctrl-C ends the run at once.  A second SIGINT within `DEBOUNCE_S` or a second SIGTERM has no effect,
+    because launchers forward the terminal's signals to their ranks.  Signals that are already ignored stay ignored,
+    such as SIGINT in a shell's background job.
     """
 
     DEBOUNCE_S = 0.5
@@ -116,7 +116,7 @@ class StopSignals:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal was received."""
+        """Return whether a signal was received."""
         return self.received is not None
 
     def __enter__(self) -> StopSignals:

@@ -1,17 +1,17 @@
-"""The folder of a run, `OUT/NAME-DATE-TIME`, and its checkpoints.  This module does not import torch.
+"""Manage the folder of a run, `OUT/NAME-DATE-TIME`, and its checkpoints.  This module does not import torch.
 
     runs/stdlib-20260102-030405/
         config.toml  metrics.jsonl  tensorboard/  loss.png  sample.txt
         checkpoints/step-000100/
             train.json           step, samples consumed, ranks, precision and configuration, as JSON
             state/               written by `engine.save`: weights, optimizer, loss scale, random generators
-            model.safetensors    parameters and buffers, in the types in which the model computes
-            tokenizer.json       for tasks with text
-            adapter/             with LoRA: the adapters in the format of PEFT
+            model.safetensors    parameters and buffers, in the model's data types
+            tokenizer.json       for text tasks
+            adapter/             with LoRA: the adapters in PEFT's format
 
-A checkpoint is renamed to its final name once all of its files are on the disk, so a folder with this name is complete
-unless files were deleted later.  Only one job at a time may train in a folder: two would delete each other's
-checkpoints.
+A checkpoint is renamed to its final name once all of its files are on disk, so a folder with this name is complete
+unless files were deleted later.  Only one job at a time may train in a folder, because two jobs would delete each
+other's checkpoints.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LOCK = ".lock"
 
 
 def new_run(config: TrainConfig) -> Path:
-    """Create the folder of a new run and write its configuration.  Raises `ConfigError`."""
+    """Create a new run's folder and write its configuration.  Raises `ConfigError`."""
     out = Path(config.out).expanduser()
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={config.out} is a file: expected a folder for runs")
@@ -68,7 +68,7 @@ def new_run(config: TrainConfig) -> Path:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """Create folder `name` in `parent`, or `name-1`, `name-2`, ... if it exists."""
+    """Create folder `name` in `parent`, or `name-1`, `name-2` and so on if the name is taken."""
     for attempt in count():
         folder = parent / (f"{name}-{attempt}" if attempt else name)
         try:
@@ -80,7 +80,7 @@ def new_folder(parent: Path, name: str) -> Path:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """Return the checkpoint `path`, or the newest one of a run or of a folder of runs.  Raises `CheckpointError`."""
+    """Return the checkpoint `path`, or the newest checkpoint in a run or folder of runs.  Raises `CheckpointError`."""
     named = _named_checkpoint(path)
     if named is not None:
         return named
@@ -99,21 +99,21 @@ def weights_file(config: TrainConfig) -> Path | None:
 
 
 def tokenizer_file(config: TrainConfig) -> Path | None:
-    """Return the tokenizer that belongs to the initial weights, or None if there is none."""
+    """Return the tokenizer that belongs to the initial weights, or None if no tokenizer exists."""
     file = weights_file(config)
     tokenizer = None if file is None else file.with_name(TOKENIZER)
     return tokenizer if tokenizer is not None and tokenizer.is_file() else None
 
 
 def checkpoint_to_resume(path: Path) -> Path:
-    """Return the checkpoint `path`, the newest one of run `path`, or that of the most recently written run in folder
-    `path`.
+    """Return the checkpoint to resume from.
 
-    If the most recent run has no checkpoint, the error suggests an older run.  The older run is not used automatically,
-    because resuming a run changes it.
+    `path` is a checkpoint, a run or a folder of runs.  A run selects its newest checkpoint, and a folder of runs
+    selects its most recently written run.  If that run has no checkpoint, the error suggests an older run.  The older
+    run is not used automatically, because resuming a run changes it.
 
     Raises:
-        CheckpointError: if there is no checkpoint.
+        CheckpointError: if no checkpoint is found.
     """
     named = _named_checkpoint(path)
     if named is not None:
@@ -129,7 +129,7 @@ def checkpoint_to_resume(path: Path) -> Path:
 
 
 def _named_checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint `path`, or the newest one of run `path`; None for a folder of runs."""
+    """Return the checkpoint `path`, or the newest checkpoint of run `path`; None for a folder of runs."""
     path = path.expanduser()
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
@@ -154,7 +154,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _last_written(run: Path) -> float:
-    """Return the time of a run's last write, in seconds since the epoch.  A run writes at every step."""
+    """Return the time of a run's last write, in seconds since the epoch."""
     return max(entry.stat().st_mtime for entry in (run, *run.iterdir()))
 
 
@@ -181,11 +181,11 @@ class Metadata:
     elapsed_s: float
     config: dict[str, Any]
     topology: dict[str, Any] = field(default_factory=dict)
-    """The plan of the run that wrote the checkpoint, for information: any plan can load it."""
+    """The plan with which the checkpoint was written, for information only.  Any plan can load the checkpoint."""
     files: list[str] = field(default_factory=lambda: [TOKENIZER])
-    """The files of the task."""
+    """The task's files."""
     loss_scale: float | None = None
-    """Like the next two, only in checkpoints without `state/engine.json`, which earlier versions wrote."""
+    """Like the next two fields, present only in checkpoints from earlier versions, without `state/engine.json`."""
     good_steps: int = 0
     rounding_steps: int = 0
 
@@ -220,7 +220,7 @@ def check_complete(folder: Path) -> None:
 
 
 def damaged_error(folder: Path, why: str) -> CheckpointError:
-    """Return the error for a damaged checkpoint; it suggests the previous checkpoint."""
+    """Return the error for a damaged checkpoint.  The message suggests the previous checkpoint."""
     before = [path for path in checkpoints(folder.parent.parent) if step_of(path) < step_of(folder)]
     advice = f"; to resume from the previous checkpoint, use --resume {before[-1]}" if before else ""
     return CheckpointError(f"checkpoint {folder} is damaged: {why}{advice}")
@@ -239,12 +239,12 @@ def _length_of_safetensors(path: Path) -> int:
 
 
 def folder_name(step: int) -> str:
-    """Return the name of the checkpoint after `step` steps."""
+    """Return the folder name of the checkpoint for `step`."""
     return f"step-{step:06d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step of a checkpoint, from its name."""
+    """Return the step number in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
@@ -252,7 +252,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 class RunLock:
-    """A lock on a run, held by rank 0 during training.  The kernel releases it when the process ends.
+    """A lock on a run, which rank 0 holds during training.  The kernel releases the lock when the process ends.
 
     Raises:
         CheckpointError: on all ranks, if another job holds the lock.
@@ -263,7 +263,7 @@ class RunLock:
         self._file: IO[str] | None = None
 
     def __enter__(self) -> None:
-        """Acquire the lock; a collective call."""
+        """Acquire the lock.  Collective call."""
         refusal = self._comm.broadcast_object(self._acquire() if self._comm.rank == 0 else "")
         if refusal:
             raise CheckpointError(refusal)
@@ -276,7 +276,7 @@ class RunLock:
             self._file.close()
 
     def _acquire(self) -> str:
-        """Acquire the lock; return the reason if that fails, else ""."""
+        """Acquire the lock.  Return the reason for a failure, or ""."""
         try:
             file = (self._run / LOCK).open("a+")
         except OSError as error:
@@ -296,4 +296,4 @@ class RunLock:
 
 
 class DiskError(RuntimeError):
-    """A file of a run cannot be written; the message names the file and the reason."""
+    """Raised if a run's file cannot be written.  The message names the file and the reason."""

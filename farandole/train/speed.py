@@ -1,4 +1,4 @@
-"""A model's arithmetic per token, the ranks' measured arithmetic limit, and a rank's memory."""
+"""Compute a model's operations per token, and measure the ranks' arithmetic speed and memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from farandole.plan import Precision
 
 _MEASURE_S = 0.2
 _SIZE = {"cpu": 1024, "cuda": 8192}
-"""The size of the timed matrix product."""
+"""The size of the matrices in the timed product."""
 
 
 def flops_per_token(model: nn.Module, context: int) -> int:
-    """Return the floating-point operations per token in a transformer's forward and backward pass; 0 for other models.
+    """Return a transformer's floating-point operations per token, forward and backward; 0 for other models.
 
-    These are 6 per weight in a matrix product, or 4 if the weight is frozen, and 12 L D C for attention over a
-    context of C positions (Chowdhery et al., 2022, "PaLM", appendix B).  In a mixture of experts, only the chosen
+    A weight in a matrix product counts 6 operations, or 4 if the weight is frozen.  Attention over a context of C
+    positions adds 12 L D C (Chowdhery et al., 2022, "PaLM", appendix B).  In a mixture of experts, only the selected
     experts count.  Recomputation is not counted.
     """
     if not isinstance(model, Transformer):
@@ -49,7 +49,7 @@ def _per_weight(weight: torch.Tensor) -> int:
 
 
 def measured_flops(precision: Precision, device: torch.device, comm: Communicator) -> float:
-    """Measure the floating-point operations per second of matrix products on all ranks at once; a collective call."""
+    """Measure the floating-point operations per second in matrix products on all ranks at once.  Collective call."""
     size = _SIZE.get(device.type, 2048)
     dtype = TYPES[precision]
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
@@ -67,7 +67,7 @@ def measured_flops(precision: Precision, device: torch.device, comm: Communicato
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return this rank's peak memory in bytes: on its accelerator, or its peak resident set."""
+    """Return this rank's peak accelerator memory, or its peak resident set size on a CPU, in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

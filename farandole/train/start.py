@@ -1,7 +1,7 @@
-"""Parse a training command and check everything that needs no ranks.
+"""Parse a training command, and check everything that does not require running ranks.
 
-The launching process, or rank 0, checks once for all ranks and changes no existing file.  This module does not import
-torch, so typing errors are reported at once.
+The launching process, or rank 0, runs the checks once for all ranks without changing existing files.  This module does
+not import torch, so mistakes in the command are reported at once.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ CHANGEABLE = (
     "plan.swap",
     "plan.offload",
 )
-"""The keys that may change when a run is continued; the others change its results."""
+"""The keys that may change when a run is resumed.  Other keys would change the results."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The words of a command: at most one preset or file, at most one folder, and `key=value`s."""
+    """A parsed command: at most one preset or file, at most one folder, and `key=value` arguments."""
 
     source: str | None
     folder: Path | None
@@ -74,7 +74,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Start:
-    """A checked run on `ranks` ranks, resumed from `checkpoint` if given."""
+    """A checked run on `ranks` ranks, which resumes from `checkpoint` if given."""
 
     config: TrainConfig
     ranks: int
@@ -82,7 +82,7 @@ class Start:
 
 
 def task_config(config: TrainConfig, checkpoint: Path | None) -> TrainConfig:
-    """Return the configuration to make a task with; a resumed run needs only the tokenizer of its checkpoint."""
+    """Return the configuration for creating a task.  A resumed run uses the tokenizer from its checkpoint."""
     if checkpoint is None or not config.weights:
         return config
     return config.model_copy(update={"weights": str(checkpoint)})
@@ -102,19 +102,19 @@ class Order:
 
     @staticmethod
     def load(text: str) -> Order:
-        """Return the order from JSON."""
+        """Parse the order from JSON."""
         config, run, checkpoint = json.loads(text)
         return Order(parse_config(config), Path(run), Path(checkpoint) if checkpoint else None)
 
 
 def read_request(words: Sequence[str], resume: bool) -> Request:
-    """Parse the arguments of a command.  Raises `ConfigError`."""
+    """Parse command arguments.  Raises `ConfigError`."""
     overrides = [word for word in words if "=" in word]
     rest = [word for word in words if "=" not in word]
     folders = [word for word in rest if _is_folder(word, resume)]
     sources = [word for word in rest if word not in folders]
     if keys := [word for word in sources if word in known_keys()]:
-        raise ConfigError(f"{keys[0]} is a key without a value: use {keys[0]}=VALUE")
+        raise ConfigError(f"{keys[0]} is a key without a value; use {keys[0]}=VALUE")
     if len(sources) > 1:
         raise ConfigError(
             f"expected one preset or configuration file, got {len(sources)}: {', '.join(sources)}"
@@ -131,7 +131,7 @@ def read_request(words: Sequence[str], resume: bool) -> Request:
 
 
 def _is_folder(word: str, resume: bool) -> bool:
-    """Whether an argument names a folder; with `resume` also a missing folder."""
+    """Return whether an argument names a folder.  With `resume`, the folder may be missing."""
     path = Path(word).expanduser()
     return path.is_dir() or (resume and not path.is_file() and word not in presets())
 
@@ -140,11 +140,12 @@ def check(request: Request, ranks: int | None = None) -> Start:
     """Check a request without writing anything.
 
     Args:
-        ranks: by default `default_ranks` for a new run, and the previous number for a resumed run.
+        ranks: the number of ranks.  Defaults to `default_ranks` for a new run, and to the previous number for a resumed
+            run.
 
     Raises:
         ConfigError: if the configuration is invalid.
-        DataError: if there is no text.
+        DataError: if the text is missing.
         CheckpointError: if the checkpoint is damaged or belongs to another configuration.
     """
     if request.resume:
@@ -162,7 +163,7 @@ def check(request: Request, ranks: int | None = None) -> Start:
 
 
 def default_ranks(config: TrainConfig) -> int:
-    """Return the largest number of ranks that divides the batch, up to the number that this host offers."""
+    """Return the largest number of ranks that this host supports and that divides the batch."""
     if config.plan.data:
         return config.plan.data
     sizes = config.batch // (config.micro_batch or 1)
@@ -170,7 +171,7 @@ def default_ranks(config: TrainConfig) -> int:
 
 
 def order(start: Start) -> Order:
-    """Return the order of a run; create the folder of a new run.  Raises `ConfigError` if that fails."""
+    """Return a run's order, and create the folder for a new run.  Raises `ConfigError` on failure."""
     if start.checkpoint is not None:
         return Order(start.config, start.checkpoint.parent.parent, start.checkpoint)
     return Order(start.config, new_run(start.config))
@@ -217,7 +218,7 @@ def _resumed(request: Request, ranks: int | None) -> Start:
 
 
 def _check_ranks(config: TrainConfig, ranks: int) -> None:
-    """Raise `ConfigError` unless the batch and the plan are valid for `ranks` ranks."""
+    """Raise `ConfigError` if the batch or the plan is invalid for `ranks` ranks."""
     config.micro_batches(ranks)
     try:
         config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision).check(ranks)
@@ -226,7 +227,7 @@ def _check_ranks(config: TrainConfig, ranks: int) -> None:
 
 
 def _folder_of_runs(request: Request) -> Path:
-    """Return the folder of runs.  Other overrides may be valid only with the checkpoint's configuration."""
+    """Return the folder of runs, without validating other overrides, which may depend on the checkpoint."""
     words = [override for override in request.overrides if override.partition("=")[0].strip() == "out"]
     out = load_config(request.source, words).out
     if not Path(out).expanduser().exists():
@@ -238,7 +239,7 @@ def _folder_of_runs(request: Request) -> Path:
 
 
 def _changes(before: TrainConfig, now: TrainConfig) -> list[str]:
-    """Return `key was A, is B` for changed keys that affect the result."""
+    """Return `key was A, is B` for each changed key that affects the results."""
     old, new = before.flat(), now.flat()
     return [
         f"{key} was {old.get(key)!r}, is {new.get(key)!r}"

@@ -1,4 +1,4 @@
-"""Tasks: the model, the samples and the loss.
+"""Define tasks, which specify the model, the samples and the loss.
 
 Built-in tasks have names.  `task = "MODULE:FUNCTION"` names a function that takes the configuration and returns a
 `Task`:
@@ -47,31 +47,31 @@ TASKS = {
 
 
 class Samples(Protocol):
-    """Samples by number, such as a `torch.utils.data.Dataset`."""
+    """Numbered samples, such as a `torch.utils.data.Dataset`."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """Return sample `index`, identical every time."""
+        """Return sample `index`.  Every call must return the same sample."""
 
 
 class Task:
-    """The base of all tasks.  Subclasses define `train`, `validation`, `build` and `loss`."""
+    """The base class for all tasks.  Subclasses define `train`, `validation`, `build` and `loss`."""
 
     train: Samples
     validation: Samples
 
     unit = "samples"
-    """The unit of the progress line."""
+    """The unit shown in the progress line."""
     units_per_sample = 1
-    """Units in a sample.  The count that `loss` returns should be about this times the number of samples."""
+    """The number of units per sample.  `loss` should return about this count for each sample."""
 
     def __init__(self, config: TrainConfig) -> None:
-        """Create the task of this configuration."""
+        """Create the task for this configuration."""
 
     def build(self, config: TrainConfig) -> nn.Module:
-        """Return the model.  The caller has seeded torch's generator."""
+        """Create the model.  The caller has seeded torch's random generator."""
         raise NotImplementedError
 
     def loss(self, output: Any, batch: Any) -> Mean:
@@ -79,7 +79,7 @@ class Task:
         raise NotImplementedError
 
     def batch(self, samples: Samples, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> Any:
-        """Return the samples with these `numbers` as one micro-batch.  `epochs` has the epoch of each sample."""
+        """Return the samples with the given `numbers` as one micro-batch.  `epochs` contains each sample's epoch."""
         from torch.utils.data import default_collate
 
         return default_collate([samples[int(number)] for number in numbers])
@@ -89,23 +89,23 @@ class Task:
         return batch[0] if isinstance(batch, tuple | list) else batch
 
     def metrics(self, output: Any, batch: Any) -> Mapping[str, Mean]:
-        """Return the metrics of an evaluation besides the loss, each as a sum and a count."""
+        """Return the evaluation metrics other than the loss, each as a sum and a count."""
         return {}
 
     def report(self, model: nn.Module) -> str:
-        """Return a text about the trained model, which rank 0 prints; a collective call."""
+        """Return a text about the trained model, which rank 0 prints.  Collective call."""
         return ""
 
     def files(self) -> Mapping[str, Path]:
-        """Return additional files for each checkpoint, by their names in it."""
+        """Return additional files for each checkpoint, keyed by their names in the checkpoint."""
         return {}
 
 
 def make_task(config: TrainConfig, progress: Progress = lambda what, share: None) -> Task:
-    """Return the task for a configuration.
+    """Create the task for a configuration.
 
     Raises:
-        ConfigError: if there is no such task, or the task is incomplete.
+        ConfigError: if the task does not exist or is incomplete.
         DataError: if its data cannot be read.
     """
     name = config.task
@@ -120,7 +120,7 @@ def make_task(config: TrainConfig, progress: Progress = lambda what, share: None
     missing += [part for part in ("train", "validation") if not hasattr(task, part)]
     if missing:
         raise ConfigError(
-            f"task={name!r}: {type(task).__name__} has no {', '.join(missing)}; a Task needs build, loss, train and "
+            f"task={name!r}: {type(task).__name__} has no {', '.join(missing)}; a Task must define build, loss, train and "
             f"validation"
         )
     for part in ("train", "validation"):
@@ -130,7 +130,7 @@ def make_task(config: TrainConfig, progress: Progress = lambda what, share: None
 
 
 def task_path(name: str) -> tuple[str, str]:
-    """Return the module and attribute of a task's name, without importing the module.  Raises `ConfigError`."""
+    """Split a task's name into module and attribute, without importing the module.  Raises `ConfigError`."""
     module_name, colon, attribute = TASKS.get(name, name).partition(":")
     if not (module_name and colon and attribute):
         near = difflib.get_close_matches(name, TASKS, n=1)
@@ -140,16 +140,16 @@ def task_path(name: str) -> tuple[str, str]:
 
 
 def _find_task(name: str) -> Callable[..., Any]:
-    """Import and return the function or class of a task."""
+    """Import and return a task's function or class."""
     module_name, attribute = task_path(name)
-    # a console script does not search the current folder
+    # console scripts do not search the current folder
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # an error inside the module
+            raise  # the error occurred inside the module
         raise ConfigError(
             f"task={name!r}: there is no module {error.name} in {Path.cwd()} or on PYTHONPATH"
         ) from None
@@ -167,7 +167,7 @@ def _find_task(name: str) -> Callable[..., Any]:
 
 
 def checked_mean(config: TrainConfig, returned: Any, what: str = "loss") -> Mean:
-    """Return `returned` if it is a sum and a count, as expected from `what`.  Raises `ConfigError`."""
+    """Return `returned` if it is a sum and a count, else raise `ConfigError`."""
     import torch
 
     if isinstance(returned, tuple) and len(returned) == 2:

@@ -38,7 +38,7 @@ def open_text(
     progress: Progress = lambda what, share: None,
     special_tokens: tuple[str, ...] = (),
 ) -> Text:
-    """Return the tokenized text of a configuration.  Raises `DataError`."""
+    """Return the configured text, tokenized.  Raises `DataError`."""
     vocabulary, tokenizer, end = config.model.vocabulary, tokenizer_file(config), END_OF_TEXT
     if config.model.folder:
         folder = folder_of(config)
@@ -47,7 +47,7 @@ def open_text(
         found = token_text(read_tokenizer_config(folder), "eos_token")
         if found is None:
             raise ConfigError(
-                f"model={config.model.folder}: tokenizer_config.json has no eos_token, which is needed to end documents"
+                f"model={config.model.folder}: tokenizer_config.json has no eos_token, which must mark the end of documents"
             )
         end = found
     return prepare_text(
@@ -65,7 +65,7 @@ def open_text(
 
 
 class TextTask(Task):
-    """A GPT on windows of tokens: of `text` if given, else of the configured text."""
+    """Trains a GPT on token windows from `text` if given, else from the configured text."""
 
     unit = "tokens"
 
@@ -78,23 +78,23 @@ class TextTask(Task):
         self._config = config
         self.text = text or open_text(config, progress)
         if config.model.folder:
-            open_folder_model(config)  # refuses a damaged folder
+            open_folder_model(config)  # rejects a damaged folder
         self.train, self.validation = self.text.train, self.text.validation
         self.units_per_sample = config.model.context
 
     def build(self, config: TrainConfig) -> nn.Module:
-        """Return a GPT."""
+        """Return the GPT."""
         return build_language_model(config)
 
     def batch(
         self, samples: Any, numbers: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens and the next tokens, both (samples, positions) of int64."""
+        """Return the tokens and the next tokens, both int64 of shape (samples, positions)."""
         windows = torch.from_numpy(samples.read(numbers))
         return windows[:, :-1], windows[:, 1:]
 
     def inputs(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None, Tensor]:
-        """Return tokens and next tokens; with targets, the model computes the loss in chunks, without storing all logits."""
+        """Return the tokens and next tokens.  Given targets, the model computes the loss without storing all logits."""
         return batch[0], None, batch[1]
 
     def loss(self, output: Mean, batch: tuple[Tensor, Tensor]) -> Mean:
@@ -102,7 +102,7 @@ class TextTask(Task):
         return output
 
     def report(self, model: nn.Module) -> str:
-        """Return the configured prompt and the model's continuation."""
+        """Return the configured prompt, followed by the model's continuation."""
         assert isinstance(model, nn.Sequential)
         asked, tokenizer = self._config.sample, self.text.tokenizer
         prompt = tokenizer.encode(asked.prompt).ids or [0]
@@ -119,15 +119,15 @@ class TextTask(Task):
         return text
 
     def files(self) -> Mapping[str, Path]:
-        """Return the tokenizer."""
+        """Return the tokenizer file."""
         own = {TOKENIZER: self.text.folder / TOKENIZER}
         return own | dict(model_files(folder_of(self._config))) if self._config.model.folder else own
 
 
 def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]:
-    """Return the model, tokenizer and configuration in folder `checkpoint`, in one process.
+    """Load the model, tokenizer and configuration from folder `checkpoint`, in one process.
 
-    Reads `model.safetensors` and no pickles.
+    The weights come from `model.safetensors`.  Pickle files are not read.
 
     Raises:
         CheckpointError: if a file is missing or damaged, or the task is not "text".
@@ -146,7 +146,7 @@ def load_model(checkpoint: Path) -> tuple[nn.Sequential, Tokenizer, TrainConfig]
     weights = read_weights(checkpoint / WEIGHTS)
     try:
         tokenizer = load_tokenizer(checkpoint / TOKENIZER)
-    except Exception as error:  # the library raises Exception itself
+    except Exception as error:  # the library raises plain Exception
         raise CheckpointError(f"checkpoint {checkpoint} is damaged: {error}") from None
     expected = dict(model.named_parameters())
     if weights.keys() != expected.keys():

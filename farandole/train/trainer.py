@@ -1,6 +1,6 @@
-"""Training steps of a task's model under a plan, with samples, optimizer and learning rate.
+"""Run training steps for a task's model under a plan, with samples, optimizer and learning rate.
 
-`run` prints, saves and decides when to stop.
+The module `run` prints, saves and decides when to stop.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from farandole.train.weights import load_initial_weights
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step, the same on all ranks.
+    """A step's result, which is the same on all ranks.
 
     Args:
-        loss: the mean over the whole batch.
-        gradient_norm: the global norm before clipping.
-        waited_s: the mean over ranks of the seconds spent waiting for other ranks.
+        loss: the mean loss over the whole batch.
+        gradient_norm: the global gradient norm before clipping.
+        waited_s: the time spent waiting for other ranks, in seconds, averaged over ranks.
         stop: whether any rank was asked to stop.
-        overflow: the fp16 overflow for which the step was skipped, if any.
+        overflow: the fp16 overflow because of which the step was skipped, if any.
     """
 
     loss: float
@@ -54,14 +54,14 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step was skipped because fp16 gradients overflowed."""
+        """Return whether the step was skipped because fp16 gradients overflowed."""
         return self.overflow is not None
 
 
 class Trainer:
-    """Trains the model of `task` in batches of `config.batch` samples over the ranks of `comm`.
+    """Trains the model of `task` on the ranks of `comm`, in batches of `config.batch` samples.
 
-    A `resumed` trainer does not read the initial weights, because the caller loads a checkpoint.
+    With `resumed`, the trainer does not read the initial weights, because the caller loads a checkpoint.
 
     Raises:
         ConfigError: on all ranks, if the plan does not suit the model or the ranks.
@@ -93,7 +93,7 @@ class Trainer:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         try:
             plan = config.plan.plan(precision)
-            with _captured_logs() as records, torch.device(device):  # where weights are read to
+            with _captured_logs() as records, torch.device(device):  # read the weights to this device
                 self.engine = parallelize(
                     self.model,
                     plan,
@@ -114,18 +114,18 @@ class Trainer:
 
     @property
     def scaler(self) -> LossScaler:
-        """The loss scaler; its scale is 1 unless the precision is fp16."""
+        """Return the loss scaler.  The scale is 1 unless the precision is fp16."""
         return self.engine.scaler
 
     def step(self, stop: bool = False) -> StepResult:
         """Train on the next batch.
 
         Args:
-            stop: whether this rank was asked to stop, which the result tells all ranks.
+            stop: whether this rank was asked to stop.  The result combines this flag over all ranks.
 
         Raises:
             FloatingPointError: on all ranks, if the gradient is not finite.
-            ConfigError: if the counts of the task's loss add up to 0.
+            ConfigError: if the counts returned by the task's loss add up to 0.
         """
         rate = learning_rate(self.step_number, self.config.steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)
@@ -149,8 +149,8 @@ class Trainer:
                 f"task={self.config.task!r}: expected loss(output, batch) to return a positive count on some rank, got a "
                 f"total of {count:g} in step {self.step_number + 1}"
             )
-        # The gradient is divided by the expected count, which is the same in every step.  So a step does not depend
-        # on earlier steps, and a resumed run repeats it exactly.  Clipping also corrects it to the actual count.
+        # The gradient is divided by the expected count, which is the same in every step, so that a resumed run
+        # repeats a step exactly.  Clipping also corrects the gradient for the actual count.
         correction = result.count / count
         mean, norm = result.loss * correction, norm * correction
         if not math.isfinite(norm) and not self.scaler.enabled:
@@ -168,7 +168,7 @@ class Trainer:
         return StepResult(mean, norm, rate, waited / self._comm.size, stops > 0, self.engine.overflow)
 
     def _balance_experts(self) -> None:
-        """Adapt the biases of routers to the load of their experts on all ranks."""
+        """Adapt the router biases to the expert load on all ranks."""
         if self._routers:
             loads = torch.stack([router.load for router in self._routers])
             self._comm.all_reduce(loads)
@@ -200,13 +200,13 @@ class Trainer:
         return found
 
     def _batches(self, samples: Samples, numbers: NDArray[np.int64], epochs: NDArray[np.int64]) -> list[Any]:
-        """Return the micro-batches of these samples, on the device."""
+        """Return the samples as micro-batches on the device."""
         parts = [slice(start, start + self._size) for start in range(0, len(numbers), self._size)]
         batches = [self.task.batch(samples, numbers[part], epochs[part]) for part in parts]
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batches)
 
     def _example(self) -> dict[str, Any]:
-        """Return the arguments of `parallelize` with which it measures activations."""
+        """Return the `parallelize` arguments for measuring activations."""
         first = np.arange(self._size) % len(self.task.train)
         (batch,) = self._batches(self.task.train, first, np.zeros_like(first))
 
@@ -216,7 +216,7 @@ class Trainer:
         return {"example": self.task.inputs(batch), "loss": loss}
 
     def _sums(self, *values: float) -> list[float]:
-        """Return the sums of `values` over all ranks."""
+        """Sum each of `values` over all ranks."""
         sums = torch.tensor(values, dtype=torch.float64)
         self._comm.all_reduce(sums)
         result: list[float] = sums.tolist()

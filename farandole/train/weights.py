@@ -1,4 +1,4 @@
-"""Read the weights of checkpoints: to generate text, and as the initial weights of another run."""
+"""Read weights from checkpoints, to generate text or to initialize another run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farandole.train.run_folder import METADATA, CheckpointError, read_metadata,
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
-    """Return the parameters and buffers in a safetensors file by name, with LoRA adapters merged into the weights.
+    """Read parameters and buffers from a safetensors file, and merge LoRA adapters into the weights.
 
     Raises:
         CheckpointError: if the file is damaged.
@@ -27,7 +27,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     if paths:
         if not (file.parent / METADATA).is_file():
             raise CheckpointError(
-                f"{file} contains LoRA adapters, but {METADATA} with their scaling is missing"
+                f"{file} contains LoRA adapters, but {METADATA}, which contains their scaling, is missing"
             )
         lora = saved_config(read_metadata(file.parent).config).plan.lora()
         assert lora is not None
@@ -41,11 +41,11 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_initial_weights(model: nn.Module, config: TrainConfig) -> None:
-    """Copy the weights that `config.weights` names into `model`; without this key do nothing.
+    """Copy the weights in `config.weights` into `model`, if this key is set.
 
     Raises:
-        ConfigError: if names or shapes differ from those of the model.
-        CheckpointError: if there is no such checkpoint, or it is damaged.
+        ConfigError: if names or shapes do not match the model.
+        CheckpointError: if the checkpoint is missing or damaged.
     """
     file = weights_file(config)
     if file is None:

@@ -1,7 +1,7 @@
-"""One rank of a training job.
+"""Run one rank of a training job.
 
-Under farandole's launcher each rank runs `python -m farandole.train.worker ORDER`, after the launching process has
-checked ORDER. Under another launcher each rank parses the command itself and calls `join`.
+Under farandole's launcher, each rank runs `python -m farandole.train.worker ORDER` after the launching process has
+checked ORDER.  Under another launcher, each rank parses the command itself and calls `join`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from farandole.train.tasks import make_task
 
 
 def main(text: str) -> None:
-    """Run a JSON order as one of its ranks."""
+    """Run a JSON order on this rank."""
     given = Order.load(text)
     with farandole.init() as runtime:
         _run(given, runtime)
 
 
 def join(request: Request) -> Path:
-    """Train as one rank of a job started by another launcher, and return the run's folder.
+    """Train as one rank in a job started by another launcher, and return the run's folder.
 
-    Every rank must have the same command.
+    All ranks must have the same command.
     """
     with farandole.init() as runtime:
         given = _agree(request, runtime)
@@ -38,7 +38,7 @@ def join(request: Request) -> Path:
 
 
 def _agree(request: Request, runtime: Runtime) -> Order:
-    """Return rank 0's order for the request.  If rank 0 refuses the request, end all ranks."""
+    """Return rank 0's order for the request.  If rank 0 rejects the request, end all ranks."""
     text, refused = "", ""
     if runtime.rank == 0:
         try:
@@ -57,8 +57,8 @@ def _agree(request: Request, runtime: Runtime) -> Order:
 
 
 def _run(given: Order, runtime: Runtime) -> None:
-    """Train.  Exit with a message for user errors, and with the signal's status after a signal."""
-    pause_collection()  # until the first step
+    """Train.  Exit with a message for user errors, or with the signal's status after a signal."""
+    pause_collection()  # resumed at the first step
     try:
         ended_by = train(given.config, given.run, given.checkpoint, runtime)
     except REFUSALS as refusal:

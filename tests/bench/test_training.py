@@ -110,7 +110,10 @@ def test_half_precision_is_for_fp32_only(ranks):
         ({"num_warmup_batches": -1}, "--num-warmup-batches: expected at least 0, got -1"),
         ({"image_size": 31}, "--image-size 31: .* at least 32 x 32"),
         ({"micro_batch": 1}, "--micro-batch 1 with --image-size 32 .* use 2 images or larger images"),
-        ({"implementation": "gloo"}, r"--implementation gloo is unknown; nearest: ddp-gloo \(available: farandole, "),
+        (
+            {"implementation": "gloo"},
+            r"--implementation gloo is unknown; nearest: ddp-gloo \(available: farandole, ",
+        ),
         ({"json": "/no/such/folder/x.json"}, "folder /no/such/folder does not exist"),
     ],
 )

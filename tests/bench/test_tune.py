@@ -36,7 +36,9 @@ def test_a_table_is_made_and_can_be_used(ranks, tmp_path):
 
 
 def _alone(rank: int, size: int) -> None:
-    with pytest.raises(BenchError, match="a single rank has no other rank to communicate with; use --ranks 2"):
+    with pytest.raises(
+        BenchError, match="a single rank has no other rank to communicate with; use --ranks 2"
+    ):
         run(TuneSetup(**QUICK))
 
 

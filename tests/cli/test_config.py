@@ -58,9 +58,9 @@ def test_explain_names_type_limits_presets_and_resume() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("explain", "every"), "every is ambiguous: checkpoint.every, evaluate.every, log.every"),
+        (("explain", "every"), "every is ambiguous; use one of checkpoint.every, evaluate.every, log.every"),
         (("explain", "lr"), "unknown key lr; did you mean optimizer.learning_rate?"),
-        (("keys", "optimiser"), "unknown section optimiser: sections are model, "),
+        (("keys", "optimiser"), "unknown section optimiser; sections are model, "),
         (("show", "tinny"), "did you mean tiny?"),
         (("show", "steps=0"), "steps=0: it should be greater than or equal to 1"),
         (("show", "--chnged"), "nearest: --changed"),

@@ -46,7 +46,7 @@ def test_help_teaches() -> None:
         (("tiny", "batch=7", "-n", "2"), "batch=7 is not divisible by 2 ranks"),
         (("tiny", "--nodes", "2"), "the bandwidth between hosts in bytes per second"),
         (("tiny", "--accelerators"), "requires --memory, --flops and --bandwidth"),
-        (("tiny", "--picure", "x.png"), "there is no option --picure; nearest: --picture"),
+        (("tiny", "--picure", "x.png"), "unknown option --picure; did you mean --picture?"),
     ],
 )
 def test_mistakes_are_answered(words: tuple[str, ...], message: str) -> None:

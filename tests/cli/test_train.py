@@ -72,7 +72,7 @@ def test_runs_never_share_a_folder(launched: list[Any]) -> None:
         ((*MINE, "model.width=1000000", "-n", "2"), "2 ranks"),
         ((*MINE, "model.width=1000000"), "try model.width="),
         ((".",), ". is a folder: to train on its text, use data.path=.; to resume the run"),
-        (("tiny", "steps", "100"), "steps is a key without a value: use steps=VALUE"),
+        (("tiny", "steps", "100"), "steps is a key without a value; use steps=VALUE"),
         (("text.txt",), "to train on this text use data.path=text.txt"),
         ((".", "--resume"), "no checkpoint in . or in runs there; found: text.txt"),
     ],
@@ -152,7 +152,9 @@ def test_the_default_number_of_ranks_divides_the_batch(
         monkeypatch.setattr(f"{name}.offered_ranks", lambda: 6)
     result = _train(*MINE)
     assert launched.pop()[1] == 4
-    assert "training on 4 of 6 cores or accelerators: more ranks do not divide batch=8" in result.output
+    assert (
+        "training on 4 of 6 cores or accelerators, because more ranks do not divide batch=8" in result.output
+    )
     result = _train(*MINE, "batch=12", "micro_batch=2")
     assert launched.pop()[1] == 6
     assert "training on" not in result.output

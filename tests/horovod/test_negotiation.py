@@ -104,7 +104,7 @@ def mismatches(rank, size):
             "beyond the first dimension": lambda: hvd.allgather(ones.t() if last else ones, "x"),
             "allgather.*dimension": lambda: hvd.allgather(ones.view(-1) if last else ones, "x"),
             "reducescatter tensor shapes": lambda: hvd.reducescatter(ones[:1] if last else ones, "x"),
-            f"did an allgather, but rank {size - 1} did an allreduce": lambda: (
+            f"requested an allgather, but rank {size - 1} requested an allreduce": lambda: (
                 hvd.allreduce(ones, name="x") if last else hvd.allgather(ones, "x")
             ),
             "numbers of tensors in a group": lambda: hvd.grouped_allreduce([ones] * (1 + last), name="x"),
@@ -243,7 +243,7 @@ def test_torch_distributed_collectives_run_concurrently(ranks):
 
 
 def wrong_variable(rank, size):
-    with pytest.raises(ValueError, match="HOROVOD_CYCLE_TIME='soon' is not a number"):
+    with pytest.raises(ValueError, match="expected HOROVOD_CYCLE_TIME to be a number, got 'soon'"):
         hvd.init()
     assert not hvd.is_initialized()
 

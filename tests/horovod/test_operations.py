@@ -36,7 +36,7 @@ def reductions(rank, size):
 
 
 def int16_is_refused(rank, size):
-    with session(), pytest.raises(ValueError, match="does not reduce int16; convert with tensor.int"):
+    with session(), pytest.raises(ValueError, match="does not support int16"):
         hvd.allreduce(torch.ones(2, dtype=torch.int16))
 
 
@@ -83,7 +83,7 @@ def allreduce_forms(rank, size):
             hvd.poll(handle)
         with pytest.raises(ValueError, match=r"complex64|ComplexFloat"):
             hvd.allreduce(torch.zeros(2, dtype=torch.complex64))
-        with pytest.raises(ValueError, match="none of the reductions"):
+        with pytest.raises(ValueError, match="use one of hvd"):
             hvd.allreduce(mine, op=17)
 
 
@@ -212,7 +212,7 @@ def wrong_arguments(rank, size):
     with session():
         ones = torch.ones(3)
         for call, words in [
-            (lambda: hvd.allgather(torch.tensor(1.0)), "a scalar has none"),
+            (lambda: hvd.allgather(torch.tensor(1.0)), "got a scalar"),
             (lambda: hvd.broadcast(ones, size), "invalid root rank"),
             (lambda: hvd.alltoall(ones), "must be divisible"),
             (lambda: hvd.alltoall(ones, splits=[2, 2]), "greater than the first dimension"),
@@ -221,7 +221,7 @@ def wrong_arguments(rank, size):
             (lambda: hvd.alltoall(ones, splits=[-1, 2]), "negative"),
             (lambda: hvd.reducescatter(ones, op=hvd.Adasum), "Adasum"),
             (lambda: hvd.allreduce(torch.ones(2).to_sparse()), "sparse"),
-            (lambda: hvd.join("cuda"), "number of a device"),
+            (lambda: hvd.join("cuda"), "device number"),
             (lambda: hvd.allreduce_(torch.ones(1, 2).expand(3, 2)), "share memory"),
             (lambda: hvd.broadcast_(torch.ones(1).expand(3), 0), "share memory"),
         ]:

@@ -149,7 +149,7 @@ def refusals(rank, size):
             ({"groups": "all"}, "positive integer or a list"),
             ({"groups": [["weight"]]}, "must consist of torch.Tensor"),
             ({"groups": [[model.weight], [model.weight]]}, "only appear once"),
-            ({"op": 9}, "none of the reductions"),
+            ({"op": 9}, "use one of hvd"),
             ({"compression": "fp16"}, "Compression.none, fp16 or bf16, got 'fp16'"),
             ({"op": hvd.Adasum, "groups": 2}, "not supported with op=Adasum"),
         ]:

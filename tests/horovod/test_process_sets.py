@@ -24,7 +24,7 @@ def sets(rank, size):
         assert other.size() == size - len(ranks)
         with pytest.raises(ValueError, match=f"rank {rank} is not in process set"):
             other.rank()
-        with pytest.raises(ValueError, match="cannot take part in its operations"):
+        with pytest.raises(ValueError, match="cannot run its operations"):
             hvd.allreduce(torch.ones(1), process_set=other)
 
         # both sets and the global set run operations with the same name concurrently, in different orders
@@ -93,7 +93,7 @@ def test_process_sets_through_gloo(ranks):
 
 
 def test_invalid_ranks_of_a_process_set():
-    for ranks, words in ((3, "list of ranks"), ([0, 0], "without repetition"), (["a"], "integers")):
+    for ranks, words in ((3, "list of ranks"), ([0, 0], "distinct"), (["a"], "integer ranks")):
         with pytest.raises(ValueError, match=words):
             hvd.ProcessSet(ranks)
 

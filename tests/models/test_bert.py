@@ -201,7 +201,7 @@ def test_initial_weights_depend_on_the_seed_but_not_on_the_type() -> None:
 def test_initializing_a_meta_block_is_refused() -> None:
     with torch.device("meta"):
         model = build_bert(SMALL)
-    with pytest.raises(ValueError, match=re.escape("call its to_empty(device=...) first")):
+    with pytest.raises(ValueError, match=re.escape("call block.to_empty(device=...) first")):
         initialise(model[1], block_generator(0, 1))
 
 
@@ -212,7 +212,7 @@ def test_initializing_a_meta_block_is_refused() -> None:
         ({"layers": 0}, "expected sizes of at least 1"),
         ({"feed_forward": -1}, "expected sizes of at least 1"),
         ({"dropout": 1.0}, "expected dropout at least 0 and below 1, got 1.0"),
-        ({"padding": 97}, "padding=97 is not a token of a vocabulary of 97"),
+        ({"padding": 97}, "expected padding to be a token below vocabulary=97, got 97"),
     ],
 )
 def test_invalid_configurations_are_refused(changes: dict[str, float], message: str) -> None:

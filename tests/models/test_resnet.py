@@ -166,7 +166,7 @@ def test_ddp_prefix_is_removed_and_unknown_names_are_refused():
     }
     assert list(from_torchvision_names(state)) == ["0.conv1.weight", "2.bn2.bias", "3.fc.bias"]
     with pytest.raises(
-        ValueError, match="unexpected name 'classifier.weight': expected the names of a ResNet"
+        ValueError, match="unexpected name 'classifier.weight'; expected torchvision's ResNet names"
     ):
         from_torchvision_names({"classifier.weight": torch.ones(1)})
 

@@ -55,4 +55,6 @@ def test_run_without_any_checkpoint_reports_it(tmp_path: Path, disk: Path) -> No
     assert command.end() == 1, command.output
     run = Path("disk/runs") / only_run(disk / "runs").name
     assert "there is no earlier checkpoint" in command.output
-    assert command.output.endswith(f"no checkpoint is saved: run {run} ended before its first one\n")
+    assert command.output.endswith(
+        f"no checkpoint was saved, because run {run} ended before its first checkpoint\n"
+    )

@@ -239,7 +239,7 @@ def test_custom_task_under_the_launcher(folder: Path) -> None:
         ("own_tasks:Sum", "module own_tasks has no Sum; did you mean Sums?"),
         ("own_tasks:number", "module own_tasks has int, not a function, number"),
         ("own_tasks:broken", "expected broken(config) to return a farandole.train.tasks.Task, got int"),
-        ("own_tasks:Lossless", "Lossless has no loss; a Task needs build, loss, train and validation"),
+        ("own_tasks:Lossless", "Lossless has no loss; a Task must define build, loss, train and validation"),
     ],
 )
 def test_invalid_tasks_are_refused(

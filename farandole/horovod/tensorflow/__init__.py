@@ -1,4 +1,4 @@
-"""The API of Horovod 0.28 for TensorFlow 2: `import farandole.horovod.tensorflow as hvd`."""
+"""Horovod 0.28's TensorFlow 2 API: `import farandole.horovod.tensorflow as hvd`."""
 
 from typing import NoReturn
 
@@ -6,7 +6,7 @@ try:
     import tensorflow as _tensorflow  # noqa: F401
 except ImportError as _error:
     raise ImportError(
-        "farandole.horovod.tensorflow needs TensorFlow 2: pip install 'farandole[tensorflow]'"
+        "farandole.horovod.tensorflow requires TensorFlow 2: pip install 'farandole[tensorflow]'"
     ) from _error
 
 from farandole.horovod.basics import (
@@ -70,7 +70,7 @@ from farandole.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Raise AttributeError, with the alternative to an attribute of Horovod that is not implemented."""
+    """Raise AttributeError.  For unimplemented Horovod attributes, the message names the alternative."""
     if name == "elastic":
         raise AttributeError(
             "horovod.tensorflow.elastic is not implemented; elastic training requires PyTorch (horovod.torch.elastic)"

@@ -1,21 +1,21 @@
-"""Call functions of PyTorch tensors on TensorFlow tensors: directly in eager mode, and as a node in a graph.
+"""Apply PyTorch functions to TensorFlow tensors: directly in eager mode, and as graph nodes in `tf.function`.
 
-*Memory.*  Eager tensors are converted through DLPack.  Within a `tf.function` TensorFlow passes numpy arrays that are
+*Memory.*  Eager tensors are converted through DLPack.  Within a `tf.function`, TensorFlow passes numpy arrays that are
 views of its tensors.  A result shares memory with the TensorFlow tensor if its alignment meets TensorFlow's
-requirement.  Operations do not write to their inputs: the result of an operation is a new tensor.  PyTorch does not
-compute with uint16, uint32 and uint64.  Tensors of these types are reinterpreted as signed tensors of the same width.
+requirement.  Operations return new tensors and do not write to their inputs.  PyTorch cannot compute with uint16,
+uint32 and uint64, so tensors with these types are reinterpreted as signed tensors of the same width.
 
 *Order.*  A node blocks its thread until the other ranks have called the operation, and a process may have only one
-thread for nodes.  So the nodes of a graph and of its functions, loops and branches must run one after the other, in
-the order of tracing.  Each node therefore writes to a common resource before and after its operation, and `tf.function`
-keeps the order of writes (automatic control dependencies).  Let k be the first node that has not ended on every rank.
-All nodes before k have ended, and all nodes after k wait for k.  So only k blocks a thread on any rank, and the inputs
-of k can be computed.  Ranks that have traced the same program have the same k.  All ranks reach k, and k ends.  One
-thread is therefore sufficient.  (If ranks have traced different programs, the engine reports the missing ranks, and a
-time limit ends the run.)
+thread for nodes.  The nodes in a graph and in its functions, loops and branches must therefore run one after another,
+in tracing order.  To ensure this, each node writes to a shared resource before and after its operation, and
+`tf.function` preserves the order of the writes (automatic control dependencies).  Let k be the first node that has not
+finished on every rank.  All nodes before k have finished, and all nodes after k wait for k.  Only k can block a thread,
+so k's inputs can be computed.  Ranks that have traced the same program have the same k, so all ranks reach k, and k
+finishes.  One thread is therefore sufficient.  (If ranks have traced different programs, the engine reports the missing
+ranks and ends the run after a timeout.)
 
-*Names.*  A node without a name gets a name during tracing: the names of the enclosing functions and a number within the
-graph.  Another tracing generates the same names, so ranks may trace different numbers of times.
+*Names.*  An unnamed node gets a name during tracing, which consists of the enclosing functions' names and a number
+within the graph.  Tracing again generates the same names, so ranks may trace different numbers of times.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ SUPPORTED = (
 """The data types that can be communicated."""
 
 _ALIGNMENT = 64
-"""TensorFlow aborts the process if the address of a DLPack tensor is not a multiple of this number of bytes."""
+"""TensorFlow aborts the process if a DLPack tensor's address is not a multiple of this number of bytes."""
 
 _AS_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
-_BFLOAT16 = tf.bfloat16.as_numpy_dtype  # a type of a numpy extension, which torch.from_numpy does not support
+_BFLOAT16 = tf.bfloat16.as_numpy_dtype  # defined by a numpy extension, and not supported by torch.from_numpy
 
 
 def check_type(dtype: tf.DType, name: str | None) -> None:
-    """Raise ValueError if tensors of a data type cannot be communicated."""
+    """Raise ValueError if tensors with this data type cannot be communicated."""
     if dtype not in SUPPORTED:
         given = "" if name is None else f" {name}"
         raise ValueError(
@@ -77,7 +77,7 @@ def from_eager(tensor: tf.Tensor) -> torch.Tensor:
 
 def to_eager(tensor: torch.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Return an eager tensor of type `dtype`: the type of `tensor`, or the unsigned type of the same width."""
-    # a tensor without elements has no memory to share
+    # an empty tensor has no memory to share
     if not tensor.numel():
         return tf.zeros(tuple(tensor.shape), dtype)
     whole = tensor.contiguous()
@@ -111,19 +111,19 @@ Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class InvalidArgumentError(tf.errors.InvalidArgumentError, ValueError):
-    """An argument is invalid, or a name is in flight."""
+    """Raised if an argument is invalid, or a name is already in flight."""
 
 
 class FailedPreconditionError(tf.errors.FailedPreconditionError, MismatchError):
-    """Ranks submitted different operations under one name."""
+    """Raised if ranks submit different operations under the same name."""
 
 
 class UnknownError(tf.errors.UnknownError, HorovodInternalError):
-    """A rank died, or Horovod was shut down."""
+    """Raised if a rank dies or Horovod is shut down."""
 
 
 class _Order:
-    """The resource to which every node writes.  It is created when the first node is traced."""
+    """The resource that every node writes.  The first traced node creates the resource."""
 
     def __init__(self) -> None:
         self._written: tf.Variable | None = None
@@ -142,15 +142,15 @@ _order = _Order()
 def call(
     function: Function, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.TensorSpec]
 ) -> list[tf.Tensor]:
-    """Call a function of PyTorch tensors on TensorFlow tensors.
+    """Apply a PyTorch function to TensorFlow tensors.
 
     Within a graph, TensorFlow raises `tf.errors.InvalidArgumentError` if `function` raises ValueError, and
-    `tf.errors.UnknownError` if `function` raises another exception.  The message contains the original exception.
+    `tf.errors.UnknownError` if it raises any other exception.  The message contains the original exception.
 
     Args:
-        function: A function from PyTorch tensors to PyTorch tensors.
+        function: A function that takes and returns PyTorch tensors.
         inputs: The TensorFlow tensors to convert and pass to `function`.
-        outputs: The data types and shapes of the results.
+        outputs: The result data types and shapes.
 
     Returns:
         The results of `function` as TensorFlow tensors.
@@ -187,10 +187,10 @@ def call(
 
 
 def name_in_graph(kind: str, name: str | None, ignore_name_scope: bool = False) -> str | None:
-    """Return the name of an operation that is being traced, or the given name in eager mode.
+    """Return the operation's name within the traced graph, or `name` in eager mode.
 
     Args:
-        kind: The kind of the operation.
+        kind: The operation kind.
         name: The given name or None.
         ignore_name_scope: Whether to omit TensorFlow's name scope before the given name.
     """
@@ -202,7 +202,7 @@ def name_in_graph(kind: str, name: str | None, ignore_name_scope: bool = False) 
         return f"{scope}/{name}" if scope else name
     path = [graph.unique_name(kind)]
     while hasattr(graph, "outer_graph"):
-        # TensorFlow numbers its functions in the order of tracing, which may differ between ranks
+        # TensorFlow numbers its functions in tracing order, which may differ between ranks
         path.insert(0, re.sub(r"_\d+(?=_|$)", "", graph.name))
         graph = graph.outer_graph
     return "/".join(path)

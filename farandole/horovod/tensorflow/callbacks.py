@@ -1,4 +1,4 @@
-"""`hvd.callbacks`: Keras callbacks for distributed training."""
+"""Provide `hvd.callbacks`, the Keras callbacks for distributed training."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from farandole.horovod.tensorflow.operations import grouped_allreduce, on_host
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Broadcasts the weights of the model and the state of the optimizer when training begins.
+    """Broadcasts the model weights and the optimizer state when training begins.
 
-    If the model is not built when training begins, the broadcast follows the first batch.  Dropout seeds are not
-    broadcast.
+    If the model is not yet built when training begins, the broadcast happens after the first batch.  Dropout seeds are
+    not broadcast.
 
     Args:
         root_rank: The rank to copy from.
         device: An empty string or the name of a CPU device.
         local_variables: A weight or a list of weights to exclude from the broadcast.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast the variables if they were not broadcast."""
+        """Broadcast the variables after the first batch if the model was not built before."""
         self._broadcast()
 
     def _broadcast(self) -> None:
@@ -65,13 +65,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Averages the metrics of an epoch over the ranks.
+    """Averages the epoch metrics across ranks.
 
-    The history and the callbacks after this callback in the list receive the averages.
+    The history and the callbacks that follow this callback in the list receive the averages.
 
     Args:
         device: An empty string or the name of a CPU device.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
     """
 
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:
@@ -80,12 +80,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._process_set = process_set
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace the scalars in `logs` by their averages.  All ranks must have the same metrics."""
+        """Replace the scalars in `logs` with their averages.  All ranks must have the same metrics."""
         names = sorted(name for name, value in (logs or {}).items() if np.ndim(value) == 0)
         if logs is None or not names:
             return
         values = [tf.constant(float(logs[name]), tf.float64) for name in names]
-        # the request's name contains the names of the metrics, so that ranks with different metrics do not match
+        # the request name contains the metric names, so that requests with different metrics do not match
         request = f"MetricAverageCallback.{'.'.join(names)}"
         averages = grouped_allreduce(values, name=request, process_set=self._process_set)
         logs.update({name: float(average) for name, average in zip(names, averages, strict=True)})
@@ -98,12 +98,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         initial_lr: The learning rate for a multiplier of 1.
         multiplier: A function of the epoch, or a number m for the multiplier m ** epoch.
         start_epoch: The first epoch in which this callback sets the learning rate.
-        end_epoch: The epoch before which this callback stops, or None.
-        staircase: Whether to set the learning rate once per epoch.  Otherwise the callback sets it for each batch, and
-            the epoch is fractional.
-        momentum_correction: Whether to scale the velocities of SGD by the same factor as the learning rate (Goyal et
-            al., 2017, "Accurate, Large Minibatch SGD", section 3).
-        steps_per_epoch: The number of batches per epoch, required without `staircase` if unknown to Keras.
+        end_epoch: The first epoch in which this callback does not set the learning rate, or None.
+        staircase: Whether to set the learning rate once per epoch.  Otherwise the callback sets the learning rate for
+            each batch, based on the fractional epoch.
+        momentum_correction: Whether to scale SGD velocities by the same factor as the learning rate (Goyal et al.,
+            2017, "Accurate, Large Minibatch SGD", section 3).
+        steps_per_epoch: The number of batches per epoch.  Required without `staircase` if Keras cannot determine this
+            number.
     """
 
     def __init__(
@@ -141,11 +142,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                 )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Store the epoch."""
+        """Store the current epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Set the learning rate, at the first batch of an epoch or at each batch."""
+        """Set the learning rate, either at the first batch in an epoch or at every batch."""
         if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
             return
         if not self.staircase:
@@ -177,9 +178,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     Args:
         initial_lr: The learning rate after the warmup, usually size() times the learning rate of one process.
-        warmup_epochs: The number of epochs of the warmup.
-        momentum_correction: Whether to scale the velocities of SGD by the same factor as the learning rate.
-        steps_per_epoch: The number of batches per epoch, required if Keras does not know the number.
+        warmup_epochs: The number of warmup epochs.
+        momentum_correction: Whether to scale SGD velocities by the same factor as the learning rate.
+        steps_per_epoch: The number of batches per epoch.  Required if Keras cannot determine this number.
         verbose: Whether rank 0 prints a message after the warmup.
     """
 
@@ -193,7 +194,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch is not None  # set by on_train_begin
-            # the progress includes the current batch, so that the last batch of the warmup reaches initial_lr
+            # the progress includes the current batch, so that the last warmup batch reaches initial_lr
             progress = (epoch + 1 / self.steps_per_epoch) / warmup_epochs
             return (1 + progress * (size() - 1)) / size()
 
@@ -203,7 +204,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the learning rate, and print a message after the warmup if `verbose` is set."""
+        """Log the learning rate.  If `verbose` is set, print a message after the warmup."""
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose and rank() == 0:
             rate = float(self.model.optimizer.learning_rate)

@@ -34,13 +34,13 @@ class NoneCompressor(Compressor):
 
 
 class _CastCompressor(Compressor):
-    """Casts floating-point tensors to a 16-bit data type, and communicates other tensors unchanged."""
+    """Casts floating-point tensors to a 16-bit data type, and passes other tensors through unchanged."""
 
     dtype: tf.DType
 
     @classmethod
     def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType | None]:
-        """Return the tensor in the 16-bit data type, and its original data type."""
+        """Cast the tensor to the 16-bit data type.  Return the result and the original data type."""
         if not tensor.dtype.is_floating or tensor.dtype == cls.dtype:
             return tensor, None
         return tf.cast(tensor, cls.dtype), tensor.dtype
@@ -58,7 +58,7 @@ class FP16Compressor(_CastCompressor):
 
 
 class BF16Compressor(_CastCompressor):
-    """Communicates in bfloat16, which has the range of float32.  Horovod has no counterpart."""
+    """Communicates in bfloat16, which has float32's range.  Horovod has no counterpart."""
 
     dtype = tf.bfloat16
 

@@ -1,4 +1,4 @@
-"""`hvd.elastic` is not implemented for TensorFlow; importing this module raises ImportError."""
+"""Raise ImportError, because `hvd.elastic` is not implemented for TensorFlow."""
 
 raise ImportError(
     "horovod.tensorflow.elastic is not implemented; elastic training requires PyTorch (horovod.torch.elastic). "

@@ -17,7 +17,7 @@ from farandole.horovod.torch.operations import broadcast_async, synchronize
 
 
 def tf_variable(variable: Any) -> tf.Variable:
-    """Return a TensorFlow variable, given a TensorFlow or Keras variable; raise ValueError for other objects."""
+    """Return the TensorFlow variable for a TensorFlow or Keras variable; raise ValueError for other objects."""
     if isinstance(variable, keras.Variable):
         variable = variable.value
     if not isinstance(variable, tf.Variable):
@@ -31,13 +31,13 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> None:
-    """Assign the values of rank `root_rank` to the variables of all ranks.
+    """Copy the variables' values from rank `root_rank` to all ranks.
 
     Args:
         variables: The variables, in the same order on all ranks.
         root_rank: The rank to copy from.
-        process_set: The ranks that take part.
-        inplace: Ignored.  Horovod avoids a copy with this option.
+        process_set: The participating ranks.
+        inplace: Ignored.  In Horovod, this option avoids a copy.
 
     Raises:
         ValueError: An object in `variables` is not a variable, or a variable has an unsupported data type.
@@ -67,13 +67,13 @@ def broadcast_variables(
 def broadcast_(
     variables: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Assign the values of rank `root_rank` to a variable or a list of variables on all ranks.
+    """Copy one or several variables' values from rank `root_rank` to all ranks.
 
     Args:
         variables: A variable, or a list of variables in the same order on all ranks.
         root_rank: The rank to copy from.
         name: Must be None.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
 
     Returns:
         The argument `variables`.
@@ -82,9 +82,7 @@ def broadcast_(
         ValueError: `name` is not None, or an object in `variables` is not a variable.
     """
     if name is not None:
-        raise ValueError(
-            f"name={name!r} is not supported, because variables are matched by their order; omit name"
-        )
+        raise ValueError(f"name={name!r} is not supported, because variables are matched by order; omit name")
     broadcast_variables(
         variables if isinstance(variables, (list, tuple)) else [variables], root_rank, process_set
     )
@@ -111,14 +109,14 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the object of rank `root_rank` on all ranks.
+    """Return rank `root_rank`'s object on all ranks.
 
     Args:
         obj: The object, which is pickled on rank `root_rank` and ignored on other ranks.
         root_rank: The rank to copy from.
         session: Must be None.
         name: The name of the operation.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
     """
     _check_session(session)
     return functions.broadcast_object(obj, root_rank, name, process_set)
@@ -138,13 +136,13 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the objects of all ranks, in rank order.
+    """Return the objects from all ranks, in rank order.
 
     Args:
-        obj: The object of this rank, which is pickled.
+        obj: This rank's object, which is pickled.
         session: Must be None.
         name: The name of the operation.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
     """
     _check_session(session)
     return functions.allgather_object(obj, name, process_set)

@@ -1,8 +1,8 @@
-"""Reduce gradients over the ranks: `GradientReducer` and `DistributedGradientTape`.
+"""Reduce gradients across ranks: `GradientReducer` and `DistributedGradientTape`.
 
 Dense gradients are reduced in groups, with one request per group.  By default all gradients form one group.  With
-several groups, one group is reduced while the gradients of the next group are computed.  One call per group submits its
-request without waiting, and a final call waits for all groups.
+several groups, a group's reduction overlaps with the computation of the next group's gradients.  One call per group
+submits the request without waiting, and a final call waits for all groups.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Groups = int | Sequence[Sequence[Any]] | None
 
 
 class GradientReducer:
-    """Reduces lists of gradients over the ranks.
+    """Reduces lists of gradients across ranks.
 
     Args:
         name: The prefix of request names.
@@ -35,13 +35,12 @@ class GradientReducer:
         compression: The compressor for dense gradients.
         sparse_as_dense: Whether to reduce tf.IndexedSlices as dense tensors instead of gathering them.
         op: The reduction.
-        gradient_predivide_factor: A factor to divide gradients by before the sum and to multiply the sum by.  It
-            requires op=Average.
+        gradient_predivide_factor: A factor that divides the gradients before the sum and multiplies the sum.  Requires
+            op=Average.
         num_groups: Deprecated; use `groups`.
-        groups: The number of groups of dense gradients, or a list of lists of variables.
-        process_set: The ranks that take part.
-        scale_local_gradients: Whether to divide the gradients of local variables (`register_local`) by the number of
-            ranks.
+        groups: The number of dense gradient groups, or a list of lists of variables.
+        process_set: The participating ranks.
+        scale_local_gradients: Whether to divide local variables' gradients (`register_local`) by the number of ranks.
 
     Raises:
         ValueError: Options are invalid or incompatible.
@@ -79,7 +78,7 @@ class GradientReducer:
         self._local: set[int] = set()
 
     def register_local(self, variable: Any) -> None:
-        """Exclude the gradient of a variable from the reduction, for layers that differ between ranks."""
+        """Exclude a variable's gradient from the reduction, for layers that differ between ranks."""
         self._local.add(_key(variable))
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -111,7 +110,7 @@ class GradientReducer:
                 dense.append(index)
         name = self._name(reduced, dense)
         waiting = []
-        # the backward pass computes the gradients of the last layers first
+        # the backward pass computes the last layers' gradients first
         for number, members in reversed(list(enumerate(self._grouped(dense, variables)))):
             narrow = [self._compression.compress(reduced[index]) for index in members]
             handle = self._submit(f"{name}.{number}", [each for each, _ in narrow])
@@ -127,13 +126,13 @@ class GradientReducer:
         return reduced
 
     def _name(self, gradients: Sequence[Any], dense: Sequence[int]) -> str:
-        """Return a name that is equal in every step, and usually differs between models."""
+        """Return a request name that is equal in every step and usually differs between models."""
         if not tf.executing_eagerly():
             return name_in_graph(self.name, None) or self.name
         return f"{self.name}.{len(dense)}.{sum(gradients[index].shape.num_elements() for index in dense)}"
 
     def _submit(self, name: str, tensors: list[tf.Tensor]) -> tf.Tensor:
-        """Begin to reduce a group, and return the handle."""
+        """Start reducing a group, and return its handle."""
         scaled = {"prescale_factor": 1 / self._factor, "postscale_factor": self._factor}
 
         def on_torch(group: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -160,7 +159,7 @@ class GradientReducer:
             reduced[index] = self._compression.decompress(one, ctx)
 
     def _grouped(self, dense: list[int], variables: Sequence[Any]) -> list[list[int]]:
-        """Return the indices of the dense gradients of each group."""
+        """Return the indices of the dense gradients in each group."""
         if self._groups is None:
             return [dense] if dense else []
         if isinstance(self._groups, int):
@@ -174,7 +173,7 @@ class GradientReducer:
 
 
 def _check_groups(groups: Groups) -> int | list[list[int]] | None:
-    """Return the groups, with keys instead of variables; raise ValueError for invalid groups."""
+    """Return the groups with keys in place of variables; raise ValueError for invalid groups."""
     if groups is None:
         return None
     if isinstance(groups, bool) or not isinstance(groups, (int, list, tuple)) or groups == 0:
@@ -204,25 +203,25 @@ def _scaled(gradient: Any, factor: float) -> Any:
 
 
 class _DistributedGradientTape(tf.GradientTape):
-    """The mixin for the class of the wrapped tape."""
+    """The mixin for the wrapped tape's class."""
 
     _reducer: GradientReducer
 
     def register_local_source(self, source: Any) -> None:
-        """Exclude the gradient of a variable from the reduction."""
+        """Exclude a variable's gradient from the reduction."""
         self._reducer.register_local(source)
 
     def gradient(self, target: Any, sources: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Compute the gradients with the wrapped tape, and reduce the gradients over the ranks.
+        """Compute the gradients with the wrapped tape, and reduce the gradients across ranks.
 
         Args:
             target: The tensor to differentiate.
             sources: A variable or a nested structure of variables.
-            arguments: Further arguments of `tf.GradientTape.gradient`.
-            keywords: Further arguments of `tf.GradientTape.gradient`.
+            arguments: Further positional arguments for `tf.GradientTape.gradient`.
+            keywords: Further keyword arguments for `tf.GradientTape.gradient`.
 
         Returns:
-            The reduced gradients in the structure of `sources`.
+            The reduced gradients, structured like `sources`.
         """
         gradients = super().gradient(target, sources, *arguments, **keywords)
         flat = self._reducer(_flat(gradients), _flat(sources))
@@ -233,7 +232,7 @@ def _flat(nest: Any) -> list[Any]:
     return list(tf.nest.flatten(nest, expand_composites=False))
 
 
-def DistributedGradientTape(  # noqa: N802 - Horovod's spelling
+def DistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
@@ -246,14 +245,14 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's spelling
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Wrap a tape so that `gradient` reduces the gradients over the ranks.  The tape may already have recorded.
+    """Wrap a tape so that `gradient` reduces the gradients across ranks.
 
         with tf.GradientTape() as tape:
             loss = ...
         tape = hvd.DistributedGradientTape(tape)
         gradients = tape.gradient(loss, model.trainable_variables)
 
-    `jacobian` and `batch_jacobian` are not reduced.
+    The tape may already contain recorded operations.  `jacobian` and `batch_jacobian` are not reduced.
 
     Args:
         gradtape: The tape to wrap.
@@ -262,15 +261,15 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's spelling
         compression: The compressor for dense gradients.
         sparse_as_dense: Whether to reduce tf.IndexedSlices as dense tensors instead of gathering them.
         op: The reduction.
-        gradient_predivide_factor: A factor to divide gradients by before the sum and to multiply the sum by.  It
-            requires op=Average.
+        gradient_predivide_factor: A factor that divides the gradients before the sum and multiplies the sum.  Requires
+            op=Average.
         num_groups: Deprecated; use `groups`.
-        groups: The number of groups of dense gradients, or a list of lists of variables.
-        process_set: The ranks that take part.
-        scale_local_gradients: Whether to divide the gradients of local variables by the number of ranks.
+        groups: The number of dense gradient groups, or a list of lists of variables.
+        process_set: The participating ranks.
+        scale_local_gradients: Whether to divide local variables' gradients by the number of ranks.
 
     Returns:
-        A tape whose class is derived from the class of `gradtape`.
+        A tape whose class derives from `type(gradtape)`.
 
     Raises:
         ValueError: `gradtape` is not a tape or is already distributed, or options are invalid or incompatible.
@@ -300,19 +299,19 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's spelling
     return tape
 
 
-def PartialDistributedGradientTape(  # noqa: N802 - Horovod's spelling
+def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape: tf.GradientTape,
     *arguments: Any,
     local_layers: keras.layers.Layer | list[keras.layers.Layer] | None = None,
     **keywords: Any,
 ) -> Any:
-    """Wrap a tape like `DistributedGradientTape`, without reducing the gradients of local layers.
+    """Wrap a tape like `DistributedGradientTape`, but do not reduce local layers' gradients.
 
     Args:
         gradtape: The tape to wrap.
-        arguments: Further arguments of `DistributedGradientTape`.
+        arguments: Further positional arguments for `DistributedGradientTape`.
         local_layers: A layer or a list of layers whose gradients are not reduced.
-        keywords: Further arguments of `DistributedGradientTape`.
+        keywords: Further keyword arguments for `DistributedGradientTape`.
     """
     tape = DistributedGradientTape(gradtape, *arguments, **keywords)
     for layer in layers_of(local_layers):
@@ -322,7 +321,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's spelling
 
 
 def layers_of(local_layers: Any) -> list[keras.layers.Layer]:
-    """Return a list of layers, given a layer, a list of layers or None."""
+    """Convert a layer, a list of layers or None to a list of layers."""
     layers = [] if local_layers is None else local_layers
     layers = list(layers) if isinstance(layers, (list, tuple)) else [layers]
     for layer in layers:

@@ -1,4 +1,4 @@
-"""`horovod.tensorflow.keras`: the API of Horovod 0.28 for Keras 3 on TensorFlow."""
+"""Horovod 0.28's API for Keras 3 with TensorFlow: `horovod.tensorflow.keras`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import keras as _keras  # isort: skip - the import of TensorFlow reports a missi
 
 if _keras.backend.backend() != "tensorflow":
     raise ImportError(
-        f"farandole.horovod.keras needs Keras with the TensorFlow backend, but the backend is "
+        f"farandole.horovod.keras requires the TensorFlow backend of Keras, but the backend is "
         f"{_keras.backend.backend()}; set KERAS_BACKEND=tensorflow, or use farandole.horovod.torch with PyTorch"
     )
 
@@ -26,16 +26,16 @@ def load_model(
     custom_objects: Mapping[str, Any] | None = None,
     compression: type[Compressor] = _tensorflow.Compression.none,
 ) -> Any:
-    """Load a Keras model, and wrap its optimizer with `DistributedOptimizer`, which keeps the optimizer's state.
+    """Load a Keras model, and wrap its optimizer with `DistributedOptimizer`.
 
     Args:
-        filepath: The file of the model.
+        filepath: The model file.
         custom_optimizers: Optimizer classes that are not part of Keras.
-        custom_objects: Other classes and functions that are not part of Keras, by name.
-        compression: The compressor for gradients.
+        custom_objects: Other classes and functions that are not part of Keras, keyed by name.
+        compression: The gradient compressor.
 
     Returns:
-        The model.
+        The model.  The optimizer state is preserved.
     """
     known = dict(custom_objects or {}) | {kind.__name__: kind for kind in custom_optimizers or ()}
     model = _keras.models.load_model(filepath, custom_objects=known)

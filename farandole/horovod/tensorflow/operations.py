@@ -1,12 +1,12 @@
 """Horovod's differentiable collective operations on TensorFlow tensors, in eager mode and within `tf.function`.
 
-An operation is a request with a name.  Ranks may issue named operations in any order.  Ranks must issue operations
-without a name in the same order.  Gradients follow Horovod's convention: the loss is the *average* of the ranks'
-losses, and a result that is equal on all ranks contributes to every rank's loss.
+Ranks may issue named operations in any order, but must issue unnamed operations in the same order.  Gradients follow
+Horovod's convention: the loss is the *average* of the ranks' losses, and a result that is equal on all ranks
+contributes to every rank's loss.
 
-All operations raise ValueError for invalid arguments, for a name that is in flight, and before `hvd.init()`.  They
-raise `HorovodInternalError` if ranks disagree or a rank dies.  `bridge.call` describes the related errors of
-`tf.errors`.
+All operations raise ValueError for invalid arguments, for a name that is already in flight, and before `hvd.init()`.
+They raise `HorovodInternalError` if ranks disagree or a rank dies.  `bridge.call` describes the corresponding
+`tf.errors` exceptions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Gradient = Callable[..., Any]
 
 
 def as_tensors(values: Any, kind: str, name: str | None) -> list[tf.Tensor]:
-    """Return the tensors of a grouped operation; raise ValueError for an empty list or an unsupported data type."""
+    """Convert a grouped operation's inputs to tensors; raise ValueError for empty lists or unsupported types."""
     if not isinstance(values, (list, tuple)) or not values:
         raise ValueError(f"expected grouped_{kind} to get a list of at least one tensor, got {values!r}")
     tensors = [tf.convert_to_tensor(value) for value in values]
@@ -38,17 +38,15 @@ def as_tensors(values: Any, kind: str, name: str | None) -> list[tf.Tensor]:
 
 
 def like(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
-    """Return specs with the shapes and data types of tensors."""
+    """Return specs with the tensors' shapes and data types."""
     return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def any_rows(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
-    """Return specs with the shapes and data types of tensors, except an unknown first dimension."""
+    """Return specs with the tensors' shapes and data types, but an unknown first dimension."""
     for tensor in tensors:
         if tensor.shape.rank == 0:
-            raise ValueError(
-                "this operation works along the first dimension of a tensor, but a scalar has none"
-            )
+            raise ValueError("expected a tensor with at least one dimension, got a scalar")
     return [
         tf.TensorSpec([None, *tensor.shape[1:]] if tensor.shape.rank else None, tensor.dtype)
         for tensor in tensors
@@ -56,14 +54,14 @@ def any_rows(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
 
 
 def gradient_name(name: str | None) -> str | None:
-    """Return the name of the operation in the backward pass, which ranks may run in different orders."""
+    """Return the operation's name for the backward pass, which ranks may run in different orders."""
     return None if name is None else f"{name}.gradient"
 
 
 def differentiable(
     function: Callable[..., list[tf.Tensor]], gradient: Gradient, inputs: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Return the outputs of `function`, whose backward pass calls `gradient(inputs, gradients of the outputs)`."""
+    """Call `function` with a custom backward pass, `gradient(inputs, output_gradients)`."""
 
     @tf.custom_gradient
     def forward(*tensors: tf.Tensor) -> Any:
@@ -74,7 +72,7 @@ def differentiable(
 
 
 def on_host(device: str) -> None:
-    """Raise ValueError for a device other than the CPU, because operations run on the host."""
+    """Raise ValueError unless `device` is the CPU, because operations run on the host."""
     if device and "cpu" not in device.lower():
         raise ValueError(
             f"device {device!r} is not supported, because operations run on the host; omit the device"
@@ -87,13 +85,13 @@ def allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """Concatenate the tensors of all ranks along dimension 0.
+    """Concatenate the tensors from all ranks along dimension 0.
 
     Args:
         tensor: A tensor whose shape may differ between ranks in dimension 0 only.
         name: The name of the operation.
         ignore_name_scope: Whether to omit TensorFlow's name scope before `name`.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
     """
     return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
 
@@ -104,7 +102,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Concatenate each of several tensors over the ranks; see `allgather`."""
+    """Concatenate each of several tensors across ranks; see `allgather`."""
     given = as_tensors(tensors, "allgather", name)
     name = name_in_graph("allgather", name, ignore_name_scope)
 
@@ -146,14 +144,14 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """Return the tensor of rank `root_rank` on all ranks.
+    """Return rank `root_rank`'s tensor on all ranks.
 
     Args:
         tensor: A tensor with the same shape and data type on all ranks.
-        root_rank: The rank to copy from: its rank in the world, also for other process sets.
+        root_rank: The rank to copy from.  Always a rank in the world, even for other process sets.
         name: The name of the operation.
         ignore_name_scope: Whether to omit TensorFlow's name scope before `name`.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
     """
     (given,) = as_tensors([tensor], "broadcast", name)
     name = name_in_graph("broadcast", name, ignore_name_scope)
@@ -189,18 +187,18 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows of a tensor to each rank, and receive rows from each rank.
+    """Exchange tensor rows among all ranks.
 
     Args:
         tensor: The rows to send, in rank order.
-        splits: The number of rows to send to each rank (integers), or None to divide the rows equally.
+        splits: The number of rows to send to each rank (integers), or None to send equal numbers.
         name: The name of the operation.
         ignore_name_scope: Whether to omit TensorFlow's name scope before `name`.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
 
     Returns:
-        The received rows in rank order.  With `splits`, a pair of the received rows and the number of rows received
-        from each rank (int32).
+        The received rows in rank order.  With `splits`, returns a pair: the received rows, and the number of rows
+        received from each rank (int32).
     """
     (given,) = as_tensors([tensor], "alltoall", name)
     name = name_in_graph("alltoall", name, ignore_name_scope)
@@ -245,23 +243,23 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """Reduce a tensor or variable over the ranks.
+    """Reduce a tensor or variable across ranks.
 
     Args:
         tensor: A tensor or variable with the same shape and data type on all ranks, or tf.IndexedSlices.
-        average: Horovod's older form of `op`: True for Average, False for Sum.
+        average: Horovod's older equivalent of `op`: True for Average, False for Sum.
         device_dense: An empty string or the name of a CPU device.
         device_sparse: An empty string or the name of a CPU device.
         compression: The compressor for the communicated tensor.
         op: Average (the default), Sum, Adasum, Min, Max or Product.
-        prescale_factor: A factor to multiply the tensor by before the reduction.
-        postscale_factor: A factor to multiply the result by.
+        prescale_factor: A factor that multiplies the tensor before the reduction.
+        postscale_factor: A factor that multiplies the result.
         name: The name of the operation.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
         ignore_name_scope: Whether to omit TensorFlow's name scope before `name`.
 
     Returns:
-        A new tensor.  For tf.IndexedSlices, the slices of all ranks, which represent the sum or average.
+        A new tensor.  For tf.IndexedSlices, the concatenated slices from all ranks, which represent the sum or average.
     """
     if isinstance(tensor, tf.IndexedSlices):
         on_host(device_sparse)
@@ -299,12 +297,12 @@ def grouped_allreduce(
     name: str | None = None,
     ignore_name_scope: bool = False,
 ) -> list[tf.Tensor]:
-    """Reduce several tensors over the ranks, once all tensors are ready on all ranks; see `allreduce`."""
+    """Reduce several tensors across ranks, once all tensors are ready on all ranks; see `allreduce`."""
     on_host(device_dense)
     on_host(device_sparse)
     if any(isinstance(each, tf.IndexedSlices) for each in tensors):
         raise ValueError(
-            "grouped_allreduce supports dense tensors only; use hvd.allreduce for each of the tf.IndexedSlices"
+            "grouped_allreduce supports dense tensors only; call hvd.allreduce for each tf.IndexedSlices"
         )
     reduction, given = _resolved(op, average), as_tensors(tensors, "allreduce", name)
     name = name_in_graph("allreduce", name, ignore_name_scope)
@@ -343,7 +341,7 @@ def _restored(
     contexts: Sequence[Any],
     compression: type[Compressor],
 ) -> list[tf.Tensor]:
-    """Return the reduced tensors in the data types of the given tensors."""
+    """Convert the reduced tensors to the data types of the given tensors."""
     wide = [compression.decompress(each, ctx) for each, ctx in zip(reduced, contexts, strict=True)]
     return [
         tf.cast(each, tf.uint16) if like.dtype == tf.uint16 else each
@@ -352,7 +350,7 @@ def _restored(
 
 
 def _resolved(op: int | None, average: bool | None) -> int:
-    """Return the reduction that `op` or Horovod's older argument `average` selects."""
+    """Return the reduction selected by `op` or by Horovod's older argument `average`."""
     if average is not None:
         if op is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
@@ -363,7 +361,7 @@ def _resolved(op: int | None, average: bool | None) -> int:
 def gather_slices(
     slices: Sequence[tf.IndexedSlices], op: int, name: str | None, process_set: ProcessSet
 ) -> list[tf.IndexedSlices]:
-    """Concatenate the slices of all ranks; with op=Average, divide the values by the number of ranks."""
+    """Concatenate the slices from all ranks.  With op=Average, divide the values by the number of ranks."""
     if op not in (Sum, Average):
         raise ValueError(
             "tf.IndexedSlices are reduced with op=Average or op=Sum only; use sparse_as_dense=True for other reductions"
@@ -390,7 +388,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
-    """Reduce a tensor over the ranks and scatter the rows of the result.
+    """Reduce a tensor across ranks and scatter the rows of the result.
 
     Args:
         tensor: A tensor with the same shape and data type on all ranks.
@@ -398,12 +396,12 @@ def reducescatter(
         compression: The compressor for the communicated tensor.
         op: Average, Sum, Min, Max or Product.
         name: The name of the operation.
-        process_set: The ranks that take part.
-        prescale_factor: A factor to multiply the tensor by before the reduction.
-        postscale_factor: A factor to multiply the result by.
+        process_set: The participating ranks.
+        prescale_factor: A factor that multiplies the tensor before the reduction.
+        postscale_factor: A factor that multiplies the result.
 
     Returns:
-        This rank's rows of the result.  The first ranks get one more row if the rows cannot be divided equally.
+        This rank's rows of the result.  If the rows cannot be divided equally, the first ranks get one more row.
     """
     return grouped_reducescatter(
         [tensor], device_dense, compression, op, process_set, prescale_factor, postscale_factor, name
@@ -420,7 +418,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     name: str | None = None,
 ) -> list[tf.Tensor]:
-    """Reduce several tensors over the ranks and scatter the rows of each result; see `reducescatter`."""
+    """Reduce several tensors across ranks and scatter the rows of each result; see `reducescatter`."""
     on_host(device_dense)
     given = as_tensors(tensors, "reducescatter", name)
     name = name_in_graph("reducescatter", name)
@@ -457,16 +455,14 @@ def barrier(process_set: ProcessSet = global_process_set, name: str | None = Non
     """Wait until every rank of the process set has called `barrier`.
 
     Args:
-        process_set: The ranks that take part.
-        name: Must be None, because barriers are matched by their order.
+        process_set: The participating ranks.
+        name: Must be None, because barriers are matched by order.
 
     Raises:
         ValueError: `name` is not None.
     """
     if name is not None:
-        raise ValueError(
-            f"name={name!r} is not supported, because barriers are matched by their order; omit name"
-        )
+        raise ValueError(f"name={name!r} is not supported, because barriers are matched by order; omit name")
 
     def on_torch(_: list[torch.Tensor]) -> list[torch.Tensor]:
         requests.barrier(process_set)
@@ -476,13 +472,13 @@ def barrier(process_set: ProcessSet = global_process_set, name: str | None = Non
 
 
 def join() -> int | tf.Tensor:
-    """Report that this rank has no more data, and wait until all ranks have joined.
+    """Report that this rank has run out of data, and wait until all ranks have joined.
 
-    While this rank waits, it contributes zeros to all-reduces with Sum or Average and takes part in barriers.  Other
-    operations raise on the other ranks.
+    While this rank waits, it contributes zeros to Sum and Average all-reduces and takes part in barriers.  Other
+    operations raise an exception on the other ranks.
 
     Returns:
-        The last rank that joined: an integer in eager mode, an int32 tensor within `tf.function`.
+        The last rank that joined, as an integer in eager mode or an int32 tensor within `tf.function`.
     """
     if tf.executing_eagerly():
         return requests.join()

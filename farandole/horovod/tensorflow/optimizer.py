@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: a Keras optimizer that steps with the gradients of all ranks."""
+"""Provide `DistributedOptimizer`, a Keras optimizer that reduces gradients across ranks before each step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from farandole.horovod.tensorflow.operations import Adasum, Average
 
 
 class _Accumulation:
-    """The sums of this rank's gradients over `passes` backward passes.
+    """Sums this rank's gradients over `passes` backward passes.
 
-    The sums are not part of the optimizer's state, so that a saved model has the state of the plain optimizer.
+    The sums are not part of the optimizer state, so that saved models contain only the plain optimizer's state.
     """
 
     def __init__(self, gradients: Sequence[tf.Tensor | None], passes: int, average: bool) -> None:
@@ -31,7 +31,7 @@ class _Accumulation:
             ]
 
     def add(self, gradients: Sequence[Any]) -> tf.Tensor:
-        """Add the gradients of a pass, and return whether this pass is the last pass."""
+        """Add the gradients from one pass, and return whether this is the last pass."""
         for total, gradient in zip(self._sums, gradients, strict=True):
             if total is not None:
                 total.assign_add(tf.convert_to_tensor(gradient))
@@ -49,17 +49,17 @@ class _Accumulation:
 
 
 class DistributedKerasOptimizer:
-    """The mixin for the class of the wrapped optimizer.  The options are attributes of the new class."""
+    """The mixin for the wrapped optimizer's class.  The options are attributes of the new class."""
 
     _reducer: GradientReducer
     _passes: int
     _average: bool
 
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
-        """Reduce the gradients over the ranks and apply the reduced gradients.  `apply_gradients` calls this method.
+        """Reduce the gradients across ranks, and apply the result.
 
-        With backward_passes_per_step=n the gradients are accumulated, and every n-th call reduces and applies them.
-        `iterations` counts all calls.
+        `apply_gradients` calls this method.  With backward_passes_per_step=n, gradients accumulate, and every n-th call
+        reduces and applies the sums.  `iterations` counts all calls.
         """
         optimizer: Any = self
         apply_now = super().apply  # type: ignore[misc]
@@ -68,7 +68,7 @@ class DistributedKerasOptimizer:
             variables = list(optimizer._trainable_variables) if optimizer.built else []
         else:
             variables = list(trainable_variables)
-        if len(gradients) != len(variables):  # the wrapped optimizer raises the error
+        if len(gradients) != len(variables):  # the wrapped optimizer then raises the error
             apply_now(gradients, trainable_variables)
             return
         if self._passes == 1:
@@ -97,11 +97,11 @@ class DistributedKerasOptimizer:
         tf.cond(is_last, step, accumulate_only)
 
     def register_local_var(self, variable: Any) -> None:
-        """Exclude the gradient of a variable from the reduction."""
+        """Exclude a variable's gradient from the reduction."""
         self._reducer.register_local(variable)
 
 
-def DistributedOptimizer(  # noqa: N802 - Horovod's spelling
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: keras.optimizers.Optimizer,
     name: str | None = None,
     device_dense: str = "",
@@ -117,30 +117,30 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's spelling
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Return a copy of a Keras 3 optimizer that steps with the gradients of all ranks.
+    """Return a copy of a Keras 3 optimizer that reduces gradients across ranks before each step.
 
-    Keras saves the copy as the plain optimizer, and `hvd.load_model` wraps the optimizer again.  Gradients are reduced
-    before the optimizer clips them.  On a machine with a GPU, `model.compile` needs jit_compile=False.
+    Keras saves the copy as a plain optimizer, and `hvd.load_model` wraps it again.  Gradients are reduced before the
+    optimizer clips them.  On a machine with a GPU, call `model.compile` with jit_compile=False.
 
     Args:
         optimizer: The optimizer to copy.
-        name: The name of the copy, and the prefix of request names.
+        name: The copy's name, and the prefix for request names.
         device_dense: An empty string or the name of a CPU device.
         device_sparse: An empty string or the name of a CPU device.
         compression: The compressor for dense gradients.
         sparse_as_dense: Whether to reduce tf.IndexedSlices as dense tensors instead of gathering them.
-        gradient_predivide_factor: A factor to divide gradients by before the sum and to multiply the sum by.  It
-            requires op=Average.
+        gradient_predivide_factor: A factor that divides the gradients before the sum and multiplies the sum.  Requires
+            op=Average.
         op: The reduction; Adasum is not supported.
         num_groups: Deprecated; use `groups`.
-        groups: The number of groups of dense gradients, or a list of lists of variables.
-        backward_passes_per_step: The number of calls of `apply` that each rank accumulates before a step.
+        groups: The number of dense gradient groups, or a list of lists of variables.
+        backward_passes_per_step: The number of `apply` calls that each rank accumulates before a step.
         average_aggregated_gradients: Whether to divide the accumulated gradients by `backward_passes_per_step`.
-        process_set: The ranks that take part.
-        scale_local_gradients: Whether to divide the gradients of local variables by the number of ranks.
+        process_set: The participating ranks.
+        scale_local_gradients: Whether to divide local variables' gradients by the number of ranks.
 
     Returns:
-        An optimizer whose class is derived from the class of `optimizer`.
+        An optimizer whose class derives from `type(optimizer)`.
 
     Raises:
         ValueError: `optimizer` is not a Keras 3 optimizer or is already distributed, or options are invalid or
@@ -168,7 +168,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's spelling
         scale_local_gradients,
     )
     kind = type(optimizer)
-    # Keras saves an optimizer by the name and module of its class; class attributes survive cloning
+    # Keras saves an optimizer by its class's name and module; class attributes survive cloning
     members = {
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
@@ -179,16 +179,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's spelling
     return _copied(optimizer, type(kind.__name__, (DistributedKerasOptimizer, kind), members), name)
 
 
-def PartialDistributedOptimizer(  # noqa: N802 - Horovod's spelling
+def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: keras.optimizers.Optimizer, *arguments: Any, local_layers: Any = None, **keywords: Any
 ) -> Any:
-    """Wrap an optimizer like `DistributedOptimizer`, without reducing the gradients of local layers.
+    """Wrap an optimizer like `DistributedOptimizer`, but do not reduce local layers' gradients.
 
     Args:
         optimizer: The optimizer to copy.
-        arguments: Further arguments of `DistributedOptimizer`.
+        arguments: Further positional arguments for `DistributedOptimizer`.
         local_layers: A built layer or a list of built layers whose gradients are not reduced.
-        keywords: Further arguments of `DistributedOptimizer`.
+        keywords: Further keyword arguments for `DistributedOptimizer`.
     """
     distributed = DistributedOptimizer(optimizer, *arguments, **keywords)
     for layer in layers_of(local_layers):
@@ -217,11 +217,13 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _copied(optimizer: Any, kind: type, name: str | None) -> Any:
-    """Return an instance of class `kind` with the options of an optimizer, and its state if the optimizer is built."""
+    """Create an instance of class `kind` with the optimizer's options, and its state if the optimizer is built."""
     config = optimizer.get_config()
     schedule = getattr(optimizer, "_learning_rate", None)
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-        config["learning_rate"] = schedule  # the object itself, because Keras may not know its class
+        config["learning_rate"] = (
+            schedule  # pass the object itself, because its class may not be registered with Keras
+        )
     if name is not None:
         config["name"] = name
     copy: Any = kind.from_config(config)  # type: ignore[attr-defined]

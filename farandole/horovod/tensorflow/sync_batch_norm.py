@@ -1,4 +1,4 @@
-"""Batch normalization with the statistics of all ranks."""
+"""Batch normalization with statistics from all ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from farandole.horovod.tensorflow.operations import Sum, grouped_allreduce
 
 @keras.saving.register_keras_serializable(package="farandole")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """A `keras.layers.BatchNormalization` whose statistics in training include the samples of all ranks.
+    """A `keras.layers.BatchNormalization` layer that computes training statistics over all ranks' samples.
 
-    Batches may differ in size between ranks and may have masks.  Gradients flow through the statistics to the inputs of
-    all ranks.  The layer reduces the mean first, and then the squared deviations from the mean, so that the variance is
-    accurate for values far from zero.
+    Batch sizes may differ between ranks, and batches may have masks.  Gradients flow through the statistics to the
+    inputs on all ranks.  The layer first reduces the mean and then the squared deviations from the mean, so that the
+    variance is accurate even for values far from zero.
 
     Args:
         arguments: The arguments of `keras.layers.BatchNormalization`, except `synchronized`.
@@ -31,7 +31,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         super().__init__(**arguments)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the options of the layer."""
+        """Return the layer's options."""
         config: dict[str, Any] = super().get_config()
         del config["synchronized"]
         return config

@@ -1,4 +1,4 @@
-"""The functions of `horovod.tensorflow.util`."""
+"""Provide the functions in `horovod.tensorflow.util`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def _executing_eagerly() -> bool:
 
 
 def _make_subgraph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function as a `tf.function`."""
+    """Convert the function to a `tf.function`."""
     made: Callable[..., Any] = tf.function(function)
     return made
 
 
 def _cache(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache the results of a function by its arguments, separately for eager mode and graphs."""
+    """Cache a function's results by argument, separately for eager mode and graphs."""
     results: dict[tuple[Any, ...], Any] = {}
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""The API of Horovod 0.28 for PyTorch: `import farandole.horovod.torch as hvd`."""
+"""Horovod 0.28's PyTorch API: `import farandole.horovod.torch as hvd`."""
 
 from farandole.horovod.basics import (
     add_process_set,

@@ -35,13 +35,13 @@ class NoneCompressor(Compressor):
 
 
 class _CastCompressor(Compressor):
-    """Casts floating-point tensors to a 16-bit data type, and communicates other tensors unchanged."""
+    """Casts floating-point tensors to a 16-bit data type, and passes other tensors through unchanged."""
 
     dtype: torch.dtype
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
-        """Return the tensor in the 16-bit data type, and its original data type."""
+        """Cast the tensor to the 16-bit data type.  Return the result and the original data type."""
         if not tensor.dtype.is_floating_point or tensor.dtype == cls.dtype:
             return tensor, None
         return tensor.to(cls.dtype), tensor.dtype
@@ -59,7 +59,7 @@ class FP16Compressor(_CastCompressor):
 
 
 class BF16Compressor(_CastCompressor):
-    """Communicates in bfloat16, which has the range of float32.  Horovod has no counterpart."""
+    """Communicates in bfloat16, which has float32's range.  Horovod has no counterpart."""
 
     dtype = torch.bfloat16
 

@@ -1,12 +1,12 @@
-"""Differentiable collective operations, which return new tensors.
+"""Provide differentiable collective operations, which return new tensors.
 
 The gradients follow Horovod's convention: the loss is the *average* of the ranks' losses, and a result that is equal on
-all ranks contributes to every rank's loss.  So the backward pass of an all-gather or a broadcast averages the ranks'
-gradients, and the backward pass of an all-reduce is the same all-reduce.
+all ranks contributes to every rank's loss.  The backward pass of an all-gather or a broadcast therefore averages the
+ranks' gradients, and the backward pass of an all-reduce is the same all-reduce.
 """
 
 # mypy: disable-error-code="no-untyped-call,override"
-# torch.autograd.Function: `apply` is untyped, and `forward` has other arguments than the base class
+# torch.autograd.Function: `apply` is untyped, and the arguments of `forward` differ from the base class
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from farandole.horovod.torch.operations import Average, Max, Min, Product, Sum, 
 
 
 def _backward_name(name: str | None) -> str | None:
-    """Return the name of the operation in the backward pass, which ranks may run in different orders."""
+    """Return the operation's name for the backward pass, which ranks may run in different orders."""
     return None if name is None else f"{name}.gradient"
 
 
@@ -57,20 +57,20 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce a tensor over the ranks.
+    """Reduce a tensor across ranks.
 
     Args:
         tensor: A tensor with the same shape and data type on all ranks.
-        average: Horovod's older form of `op`: True for Average, False for Sum.
+        average: Horovod's older equivalent of `op`: True for Average, False for Sum.
         name: The name of the operation.
         compression: The compressor for the communicated tensor.
         op: Average (the default), Sum, Adasum, Min, Max or Product.
-        prescale_factor: A factor to multiply the tensor by before the reduction.
-        postscale_factor: A factor to multiply the result by.
-        process_set: The ranks that take part.
+        prescale_factor: A factor that multiplies the tensor before the reduction.
+        postscale_factor: A factor that multiplies the result.
+        process_set: The participating ranks.
 
     Returns:
-        A new tensor with the shape of `tensor`.
+        A new tensor with the same shape as `tensor`.
     """
     return grouped_allreduce(
         [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
@@ -87,7 +87,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Reduce several tensors over the ranks, once all tensors are ready on all ranks; see `allreduce`."""
+    """Reduce several tensors across ranks, once all tensors are ready on all ranks; see `allreduce`."""
     group = ops.as_group(tensors, "allreduce")
     resolved = ops.reduction(op, average, process_set, group)
     narrow = [compression.compress(tensor) for tensor in group]
@@ -119,12 +119,12 @@ class _Allgather(torch.autograd.Function):
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Concatenate the tensors of all ranks along dimension 0.
+    """Concatenate the tensors from all ranks along dimension 0.
 
     Args:
         tensor: A tensor whose shape may differ between ranks in dimension 0 only.
         name: The name of the operation.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
     """
     return grouped_allgather([tensor], name, process_set)[0]
 
@@ -132,7 +132,7 @@ def allgather(
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """Concatenate each of several tensors over the ranks; see `allgather`."""
+    """Concatenate each of several tensors across ranks; see `allgather`."""
     return list(_Allgather.apply(name, process_set, *ops.as_group(tensors, "allgather")))
 
 
@@ -153,13 +153,13 @@ class _Broadcast(torch.autograd.Function):
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return the tensor of rank `root_rank` on all ranks.
+    """Return rank `root_rank`'s tensor on all ranks.
 
     Args:
         tensor: A tensor with the same shape and data type on all ranks.
-        root_rank: The rank to copy from: its rank in the world, also for other process sets.
+        root_rank: The rank to copy from.  Always a rank in the world, even for other process sets.
         name: The name of the operation.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
     """
     received: Tensor = _Broadcast.apply(name, root_rank, process_set, tensor)
     return received
@@ -190,17 +190,17 @@ class _Alltoall(torch.autograd.Function):
 def alltoall(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Send rows of a tensor to each rank, and receive rows from each rank.
+    """Exchange tensor rows among all ranks.
 
     Args:
         tensor: The rows to send, in rank order.
-        splits: The number of rows to send to each rank, or None to divide the rows equally.
+        splits: The number of rows to send to each rank, or None to send equal numbers.
         name: The name of the operation.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
 
     Returns:
-        The received rows in rank order.  With `splits`, a pair of the received rows and the number of rows received
-        from each rank.
+        The received rows in rank order.  With `splits`, returns a pair: the received rows, and the number of rows
+        received from each rank.
     """
     output, received = _Alltoall.apply(name, splits, process_set, tensor)
     return output if splits is None else (output, received)
@@ -234,19 +234,19 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce a tensor over the ranks and scatter the rows of the result.
+    """Reduce a tensor across ranks and scatter the rows of the result.
 
     Args:
         tensor: A tensor with the same shape and data type on all ranks.
         name: The name of the operation.
         compression: The compressor for the communicated tensor.
         op: Average, Sum, Min, Max or Product.
-        process_set: The ranks that take part.
-        prescale_factor: A factor to multiply the tensor by before the reduction.
-        postscale_factor: A factor to multiply the result by.
+        process_set: The participating ranks.
+        prescale_factor: A factor that multiplies the tensor before the reduction.
+        postscale_factor: A factor that multiplies the result.
 
     Returns:
-        This rank's rows of the result.  The first ranks get one more row if the rows cannot be divided equally.
+        This rank's rows of the result.  If the rows cannot be divided equally, the first ranks get one more row.
     """
     return grouped_reducescatter(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
@@ -262,7 +262,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reduce several tensors over the ranks and scatter the rows of each result; see `reducescatter`."""
+    """Reduce several tensors across ranks and scatter the rows of each result; see `reducescatter`."""
     narrow = [compression.compress(tensor) for tensor in ops.as_group(tensors, "reducescatter")]
     sent = [tensor for tensor, _ in narrow]
     kept = _Reducescatter.apply(name, op, prescale_factor, postscale_factor, process_set, *sent)

@@ -1,4 +1,4 @@
-"""`hvd.elastic` (experimental): continue training after ranks have died; see `farandole.horovod.elastic`."""
+"""Continue training after ranks have died (`hvd.elastic`, experimental); see `farandole.horovod.elastic`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from farandole.horovod.torch.functions import (
 
 
 class ElasticSampler(Sampler[int]):
-    """Divides a dataset among the ranks.  After a change of the world, divides the unprocessed samples.
+    """Splits a dataset among the ranks.  After the world changes, splits the unprocessed samples again.
 
     Pass the sampler to `TorchState`, call `record_batch` after each batch, and call `set_epoch` at the *end* of each
-    epoch.  Each rank gets the same number of samples; some samples are repeated if necessary.
+    epoch.  Each rank gets the same number of samples, and some samples are repeated if necessary.
 
     Args:
-        dataset: A dataset with a length.
-        shuffle: Whether to shuffle.  The order depends on `seed` and the epoch, and is the same on all ranks.
-        seed: The seed of the order.
+        dataset: A dataset that supports `len`.
+        shuffle: Whether to shuffle the samples.  The order depends on `seed` and the epoch, and is the same on all
+            ranks.
+        seed: The random seed for shuffling.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -54,18 +55,18 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`, and divide the unprocessed samples among the ranks."""
+        """Load the result of `state_dict`, and split the unprocessed samples among the ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Divide the unprocessed samples among the ranks of the current world."""
+        """Split the unprocessed samples among the ranks in the current world."""
         self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
-        # rank r takes every num_replicas-th sample, so that the batches of all ranks form a prefix of remaining_indices
+        # rank r takes every num_replicas-th sample, so that all ranks' batches form a prefix of remaining_indices
         self.remaining_indices = order[self.processed_num :]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
@@ -89,7 +90,7 @@ class _Handler:
         self._saved = copy.deepcopy(value.state_dict())
 
     def save(self) -> None:
-        """Keep a copy."""
+        """Save a copy."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
@@ -97,21 +98,21 @@ class _Handler:
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Broadcast the state of rank 0."""
+        """Broadcast rank 0's state."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
         self.save()
 
 
 class _ModelHandler(_Handler):
     def sync(self) -> None:
-        """Broadcast the tensors of rank 0."""
+        """Broadcast rank 0's tensors."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
         self.save()
 
 
 class _OptimizerHandler(_Handler):
     def sync(self) -> None:
-        """Broadcast the state and the options of rank 0."""
+        """Broadcast rank 0's state and options."""
         broadcast_optimizer_state(self.value, root_rank=0)
         self.save()
 
@@ -125,15 +126,15 @@ _HANDLERS: tuple[tuple[type, type[_Handler]], ...] = (
 
 
 class TorchState(ObjectState):
-    """The state of a training program.  Each argument becomes an attribute.
+    """A training program's state.  Each argument becomes an attribute.
 
-    Modules, optimizers, learning rate schedulers and `ElasticSampler`s are saved and restored through their state_dict.
-    Other objects are saved as deep copies.
+    Modules, optimizers, learning rate schedulers and `ElasticSampler` objects are saved and restored through their
+    state_dict methods.  Other objects are saved as deep copies.
 
     Args:
         model: The model.
         optimizer: The optimizer.
-        kwargs: More objects.
+        kwargs: Additional objects.
     """
 
     def __init__(self, model: torch.nn.Module | None = None, optimizer: Any = None, **kwargs: Any) -> None:
@@ -150,7 +151,7 @@ class TorchState(ObjectState):
         super().__init__(broadcast_object, rank, **plain)
 
     def save(self) -> None:
-        """Keep a copy of the state in memory."""
+        """Save a copy of the state in memory."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
@@ -162,13 +163,13 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Broadcast the state of rank 0."""
+        """Broadcast rank 0's state."""
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
 
     def reset(self) -> None:
-        """Divide the samples among the ranks of the new world."""
+        """Split the samples among the ranks in the new world."""
         for handler in self._handlers.values():
             if isinstance(handler.value, ElasticSampler):
                 handler.value.reset()
@@ -183,7 +184,7 @@ class TorchState(ObjectState):
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a training function whose first argument is an elastic state.
 
-    When a rank dies, the decorated function restores the last commit, forms a world of the surviving ranks, and calls
+    When a rank dies, the decorated function restores the last commit, forms a world from the surviving ranks, and calls
     the training function again.
 
     Args:

@@ -17,14 +17,14 @@ from farandole.horovod.torch.operations import broadcast_, broadcast_async_, syn
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Copy the tensors of rank `root_rank` to all ranks, in place.
+    """Copy tensors from rank `root_rank` to all ranks, in place.
 
     Args:
         params: A dict of tensors such as `model.state_dict()`, or an iterable of tensors or (name, tensor) pairs.
         root_rank: The rank to copy from.
 
     Raises:
-        ValueError: `params` is not a dict or an iterable, or contains an object that is not a tensor.
+        ValueError: `params` is neither a dict nor an iterable, or contains an object that is not a tensor.
     """
     if isinstance(params, Mapping):
         named = sorted(params.items())
@@ -51,8 +51,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy the optimizer's state and options (such as the learning rate) from rank `root_rank` to all ranks.
 
-    The optimizer may have state on some ranks only.  On a rank where the optimizer has no state, parameters that
-    require a gradient and have no gradient get a gradient of zeros, as in Horovod.
+    The optimizer may have state on some ranks only.  If the optimizer has no state on a rank, trainable parameters
+    without a gradient get a zero gradient there, as in Horovod.
 
     Args:
         optimizer: The optimizer, plain or distributed.
@@ -60,7 +60,7 @@ def broadcast_optimizer_state(
         model: Ignored.  Horovod uses the model to find sparse parameters.
 
     Raises:
-        ValueError: The optimizers have different numbers of groups, or of parameters in a group.
+        ValueError: The number of parameter groups, or the number of parameters in a group, differs between ranks.
     """
     if model is not None and not isinstance(model, torch.nn.Module):
         raise ValueError(f"expected model to be a torch.nn.Module, got {type(model).__name__}")
@@ -86,7 +86,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _by_position(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the options of each group, and the state by the index of the parameter."""
+    """Return each group's options, and the state keyed by parameter index."""
     parameters = _parameters(optimizer)
     options = [
         {key: value for key, value in group.items() if key != "params"} | {"count": len(group["params"])}
@@ -101,11 +101,11 @@ def _by_position(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 class _Placeholder(int):
-    """A placeholder in an outline; the value is the index of the tensor."""
+    """A tensor's placeholder in an outline; the value is the tensor's index."""
 
 
 def _outline(value: Any, tensors: list[Tensor]) -> Any:
-    """Return `value` with placeholders for the tensors in nested dicts, lists and tuples; append these tensors."""
+    """Replace the tensors in nested dicts, lists and tuples with placeholders, and append them to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Placeholder(len(tensors) - 1)
@@ -131,7 +131,7 @@ def _load_root_state(optimizer: torch.optim.Optimizer, found: dict[str, Any], ro
     theirs = [options.pop("count") for options in found["options"]]
     if mine != theirs:
         raise ValueError(
-            f"the parameter groups of the optimizer differ in size: {theirs} on rank {root_rank}, "
+            f"the optimizer's parameter groups differ in size: {theirs} on rank {root_rank}, "
             f"{mine} on rank {rank()}; construct the same optimizer on all ranks"
         )
     for group, options in zip(optimizer.param_groups, found["options"], strict=True):
@@ -141,14 +141,14 @@ def _load_root_state(optimizer: torch.optim.Optimizer, found: dict[str, Any], ro
     for index, state in found["states"].items():
         parameter = parameters[index]
         optimizer.state[parameter] = {
-            # optimizers keep step counts (scalars) on the host, and other tensors on the device of the parameter
+            # optimizers keep step counts (scalars) on the host, and other tensors on the parameter's device
             key: item.to(parameter.device) if isinstance(item, Tensor) and item.dim() else item
             for key, item in state.items()
         }
 
 
 def _pickler() -> Any:
-    """Return cloudpickle, which serializes lambdas and local classes, or pickle if cloudpickle is not installed."""
+    """Return cloudpickle, which can serialize lambdas and local classes, or pickle if cloudpickle is not installed."""
     try:
         return importlib.import_module("cloudpickle")
     except ImportError:
@@ -162,13 +162,13 @@ def _as_tensor(data: bytes) -> Tensor:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the object of rank `root_rank` on all ranks.
+    """Return rank `root_rank`'s object on all ranks.
 
     Args:
         obj: The object, which is pickled on rank `root_rank` and ignored on other ranks.
         root_rank: The rank to copy from.
         name: The name of the operation.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
     """
     is_root = rank() == root_rank
     data = _as_tensor(_pickler().dumps(obj)) if is_root else torch.empty(0, dtype=torch.uint8)
@@ -182,12 +182,12 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the objects of all ranks, in rank order.
+    """Return the objects from all ranks, in rank order.
 
     Args:
-        obj: The object of this rank, which is pickled.
+        obj: This rank's object, which is pickled.
         name: The name of the operation.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
     """
     data = _as_tensor(_pickler().dumps(obj))
     sizes = allgather(torch.tensor([len(data)]), name and f"{name}.size", process_set)

@@ -1,11 +1,11 @@
-"""Horovod's collective operations on PyTorch tensors: asynchronous and in-place forms, without gradients.
+"""Provide Horovod's asynchronous and in-place collective operations on PyTorch tensors, without gradients.
 
-An operation is a request with a name.  Ranks may issue named operations in any order.  Ranks must issue operations
-without a name in the same order.  Asynchronous operations return a handle for `poll` and `synchronize`.  A trailing
-underscore in a function name means in place.  `differentiable` has the operations with gradients.
+Ranks may issue named operations in any order, but must issue unnamed operations in the same order.  Asynchronous
+operations return a handle for `poll` and `synchronize`.  A trailing underscore in a function name marks an in-place
+operation.  The module `differentiable` provides the operations with gradients.
 
-All operations raise ValueError for invalid arguments, for a name that is in flight, and before `hvd.init()`.  They
-raise `HorovodInternalError` if ranks disagree or a rank dies.
+All operations raise ValueError for invalid arguments, for a name that is already in flight, and before `hvd.init()`.
+They raise `HorovodInternalError` if ranks disagree or a rank dies.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def make_request(
     signature: Signature | None,
     agreed: dict[str, Any],
 ) -> Request:
-    """Return a request for tensors.
+    """Create a request for tensors.
 
     Args:
         name: The name of the operation.
-        kind: The kind of the operation.
+        kind: The operation kind.
         inputs: The tensors to read.
-        outputs: The tensors to write; `inputs` itself for an operation in place.
-        signature: The signature of an earlier request for tensors with the same data types and shapes, to skip the
-            checks, or None.
-        agreed: More fields of the signature.
+        outputs: The tensors to write; `inputs` itself for an in-place operation.
+        signature: The signature of an earlier request for tensors with the same data types and shapes, or None.  An
+            earlier signature skips the checks.
+        agreed: Additional signature fields.
 
     Raises:
         ValueError: The tensors cannot be communicated.
@@ -85,12 +85,12 @@ def _check(inputs: Sequence[Tensor], kind: str) -> None:
             )
         if tensor.device != inputs[0].device:
             raise ValueError(
-                f"the tensors of a group must be on one device, got {inputs[0].device} and {tensor.device}"
+                f"expected all tensors in a group on one device, got {inputs[0].device} and {tensor.device}"
             )
 
 
 def _check_in_place(tensors: Sequence[Tensor], kind: str) -> None:
-    """Raise ValueError for tensors that PyTorch cannot write and for repeated tensors."""
+    """Raise ValueError for repeated tensors and for tensors that PyTorch cannot write."""
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ValueError(
             f"{kind} in place got the same tensor twice, which would be reduced twice; pass it once"
@@ -113,19 +113,19 @@ def submit(
     collect: Collect,
     **agreed: Any,
 ) -> int:
-    """Submit a request to the engine of the process set and return its handle."""
+    """Submit a request to the process set's engine and return its handle."""
     engine = process_set.engine or process_set.member()
     request = make_request(name or engine.name_for(kind), kind, inputs, outputs, None, agreed)
     return horovod.submit(engine, request, collect)
 
 
 def the_output(request: Request) -> Tensor:
-    """Return the result of a request for one tensor."""
+    """Return the result of a single-tensor request."""
     return request.outputs[0]
 
 
 def the_outputs(request: Request) -> list[Tensor]:
-    """Return the results of a request for a group."""
+    """Return the results of a grouped request."""
     return list(request.outputs)
 
 
@@ -137,10 +137,10 @@ def with_splits(request: Request) -> tuple[Tensor, Tensor]:
 def reduction(
     op: int | None, average: bool | None, process_set: ProcessSet, tensors: Sequence[Tensor]
 ) -> int:
-    """Return the reduction that `op` or Horovod's older argument `average` selects."""
+    """Return the reduction selected by `op` or by Horovod's older argument `average`."""
     if any(tensor.dtype == torch.int16 for tensor in tensors) and gloo_enabled():
         raise ValueError(
-            "this job communicates through Gloo, which does not reduce int16; convert with tensor.int()"
+            "Gloo, which this job uses, does not support int16 reductions; convert the tensor with tensor.int()"
         )
     if average is not None:
         if op is not None:
@@ -150,19 +150,21 @@ def reduction(
         return AVERAGE
     if op not in range(len(OP_NAMES)):
         raise ValueError(
-            f"op={op!r} is none of the reductions {', '.join('hvd.' + name for name in OP_NAMES)}"
+            f"op={op!r} is not supported; use one of {', '.join('hvd.' + name for name in OP_NAMES)}"
         )
     if op == ADASUM:
         problem = unsuitable_for_adasum(process_set.size())
         if problem:
             raise ValueError(problem)
         if not all(tensor.is_floating_point() for tensor in tensors):
-            raise ValueError("Adasum is defined for floating-point tensors only")
+            raise ValueError(
+                "Adasum supports floating-point tensors only; convert the tensor or use another op"
+            )
     return op
 
 
 def as_group(tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
-    """Return the tensors of a grouped operation; raise ValueError if the list is empty or has other objects."""
+    """Return a grouped operation's tensors; raise ValueError for an empty list or for objects that are not tensors."""
     group = list(tensors)
     if not group or not all(isinstance(tensor, Tensor) for tensor in group):
         raise ValueError(f"expected grouped_{kind} to get a list of at least one tensor, got {tensors!r}")
@@ -170,9 +172,9 @@ def as_group(tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
 
 
 def split_rows(tensor: Tensor, splits: Any, size: int) -> tuple[int, ...]:
-    """Return the number of rows of `tensor` that an all-to-all sends to each rank; equal numbers without `splits`."""
+    """Return the number of rows that an all-to-all sends to each rank.  Without `splits`, the numbers are equal."""
     if tensor.dim() == 0:
-        raise ValueError("alltoall splits a tensor along its first dimension, but a scalar has none")
+        raise ValueError("expected alltoall to get a tensor with at least one dimension, got a scalar")
     rows = tensor.shape[0]
     if splits is None or (isinstance(splits, Tensor) and splits.numel() == 0):
         if rows % size:
@@ -212,7 +214,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to reduce `tensor` over the ranks; the result is a new tensor.  See `allreduce` for the arguments.
+    """Start reducing `tensor` across ranks.  The result is a new tensor.  See `allreduce` for the arguments.
 
     Returns:
         A handle for `poll` and `synchronize`.
@@ -231,7 +233,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to reduce `tensor` over the ranks, in place; return a handle."""
+    """Start reducing `tensor` across ranks, in place; return a handle."""
     agreed = _scaled(op, average, prescale_factor, postscale_factor, process_set, [tensor])
     in_place = [tensor]
     return submit(process_set, kinds.ALLREDUCE, name, in_place, in_place, the_output, **agreed)
@@ -246,7 +248,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to reduce several tensors over the ranks, once all tensors are ready on all ranks; return a handle."""
+    """Start reducing several tensors across ranks, once all tensors are ready on all ranks; return a handle."""
     group = as_group(tensors, "allreduce")
     agreed = _scaled(op, average, prescale_factor, postscale_factor, process_set, group)
     outputs = [torch.empty_like(tensor) for tensor in group]
@@ -262,7 +264,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to reduce several tensors over the ranks, in place; return a handle."""
+    """Start reducing several tensors across ranks, in place; return a handle."""
     group = as_group(tensors, "allreduce")
     agreed = _scaled(op, average, prescale_factor, postscale_factor, process_set, group)
     return submit(process_set, kinds.ALLREDUCE, name, group, group, the_outputs, **agreed)
@@ -277,7 +279,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce `tensor` over the ranks, in place."""
+    """Reduce `tensor` across ranks, in place."""
     handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     reduced: Tensor = synchronize(handle)
     return reduced
@@ -292,7 +294,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Reduce several tensors over the ranks, in place."""
+    """Reduce several tensors across ranks, in place."""
     handle = grouped_allreduce_async_(
         tensors, average, name, op, prescale_factor, postscale_factor, process_set
     )
@@ -303,18 +305,18 @@ def grouped_allreduce_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Begin to sum or average sparse tensors over the ranks.
+    """Start summing or averaging sparse tensors across ranks.
 
-    The operation gathers the indices and values.  The traffic grows with the number of ranks, not with the dense size.
+    The operation gathers the indices and values.  The traffic depends on the number of ranks, not on the dense size.
 
     Args:
         tensor: A sparse COO tensor.
         name: The name of the operation.
         op: Sum or Average.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
 
     Returns:
-        A function that waits for the result and returns the result, a coalesced sparse tensor.
+        A function that waits for the operation and returns the result, a coalesced sparse tensor.
 
     Raises:
         ValueError: `tensor` is not sparse, or `op` is another reduction.
@@ -334,7 +336,7 @@ def sparse_allreduce_async(
         all_values, all_indices = synchronize(values), synchronize(indices)
         if op == Average:
             all_values = all_values / process_set.size()
-        # check the indices, because tensors of other ranks may be larger than this rank's tensor
+        # check the indices, because other ranks' tensors may be larger than this rank's tensor
         together = torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=True)
         return together.coalesce()
 
@@ -349,7 +351,7 @@ def _scaled(
     process_set: ProcessSet,
     tensors: Sequence[Tensor],
 ) -> dict[str, Any]:
-    """Return the signature fields of a reduction."""
+    """Return the signature fields for a reduction."""
     return {"op": reduction(op, average, process_set, tensors), "prescale": prescale, "postscale": postscale}
 
 
@@ -359,21 +361,21 @@ def _scaled(
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin to concatenate the tensors of all ranks along dimension 0, which may differ; return a handle."""
+    """Start concatenating the tensors from all ranks along dimension 0; return a handle."""
     return submit(process_set, kinds.ALLGATHER, name, _with_rows([tensor], "allgather"), [], the_output)
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin to concatenate each of several tensors over the ranks; return a handle."""
+    """Start concatenating each of several tensors across ranks; return a handle."""
     group = _with_rows(as_group(tensors, "allgather"), "allgather")
     return submit(process_set, kinds.ALLGATHER, name, group, [], the_outputs)
 
 
 def _with_rows(tensors: list[Tensor], kind: str) -> list[Tensor]:
     if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError(f"{kind} works along the first dimension of a tensor, but a scalar has none")
+        raise ValueError(f"expected {kind} to get tensors with at least one dimension, got a scalar")
     return tensors
 
 
@@ -383,7 +385,7 @@ def _with_rows(tensors: list[Tensor], kind: str) -> list[Tensor]:
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin to copy the tensor of rank `root_rank` (in the world) to a new tensor on all ranks; return a handle."""
+    """Start copying rank `root_rank`'s tensor to a new tensor on all ranks; return a handle."""
     root = _root(root_rank, process_set)
     outputs = [torch.empty_like(tensor)]
     return submit(process_set, kinds.BROADCAST, name, [tensor], outputs, the_output, root=root)
@@ -392,7 +394,7 @@ def broadcast_async(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin to copy the tensor of rank `root_rank` (in the world) to all ranks, in place; return a handle."""
+    """Start copying rank `root_rank`'s tensor to all ranks, in place; return a handle."""
     root, in_place = _root(root_rank, process_set), [tensor]
     return submit(process_set, kinds.BROADCAST, name, in_place, in_place, the_output, root=root)
 
@@ -400,7 +402,7 @@ def broadcast_async_(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Copy the tensor of rank `root_rank` to all ranks, in place."""
+    """Copy rank `root_rank`'s tensor to all ranks, in place."""
     received: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return received
 
@@ -423,14 +425,13 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to send rows of a tensor to each rank, and to receive rows from each rank.
+    """Start exchanging tensor rows among all ranks.
 
     Args:
         tensor: The rows to send, in rank order.
-        splits: The number of rows to send to each rank (a list or tensor of integers), or None to divide the rows
-            equally.
+        splits: The number of rows to send to each rank (a list or tensor of integers), or None to send equal numbers.
         name: The name of the operation.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
 
     Returns:
         A handle.  `synchronize` returns the received rows in rank order, and the number of rows from each rank.
@@ -451,9 +452,9 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin to reduce `tensor` over the ranks and to scatter the rows of the result; return a handle.
+    """Start reducing `tensor` across ranks and scattering the rows of the result; return a handle.
 
-    The first ranks get one more row if the rows cannot be divided equally.
+    If the rows cannot be divided equally, the first ranks get one more row.
     """
     agreed = _scattered(op, prescale_factor, postscale_factor, process_set, [tensor])
     return submit(process_set, kinds.REDUCESCATTER, name, [tensor], [], the_output, **agreed)
@@ -467,7 +468,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin to reduce several tensors and to scatter the rows of each result; return a handle."""
+    """Start reducing several tensors and scattering the rows of each result; return a handle."""
     group = as_group(tensors, "reducescatter")
     agreed = _scattered(op, prescale_factor, postscale_factor, process_set, group)
     return submit(process_set, kinds.REDUCESCATTER, name, group, [], the_outputs, **agreed)
@@ -488,10 +489,10 @@ def poll(handle: int) -> bool:
     """Return whether an operation is complete.
 
     Raises:
-        ValueError: `handle` is unknown or was synchronized.
+        ValueError: `handle` is unknown or was already synchronized.
     """
     if handle not in horovod.handles:
-        raise ValueError(f"expected the handle of an operation that was not synchronized, got {handle!r}")
+        raise ValueError(f"expected the handle of an operation that was not yet synchronized, got {handle!r}")
     return horovod.handles[handle][1].finished()
 
 
@@ -502,10 +503,11 @@ def synchronize(handle: int) -> Any:
         handle: The handle of the operation.
 
     Returns:
-        The result: a tensor, or a list of tensors for a grouped operation.  None if the handle was synchronized.
+        The result: a tensor, or a list of tensors for a grouped operation.  None if the handle was already
+        synchronized.
 
     Raises:
-        HorovodInternalError: Ranks disagree, a rank has died, or Horovod was shut down.
+        HorovodInternalError: Ranks disagree, a rank died, or Horovod was shut down.
     """
     found = horovod.handles.pop(handle, None)
     if found is None:
@@ -527,19 +529,19 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Report that this rank has no more data, and wait until all ranks have joined.
+    """Report that this rank has run out of data, and wait until all ranks have joined.
 
-    While this rank waits, it contributes zeros to all-reduces with Sum or Average and takes part in barriers.  Other
-    operations raise on the other ranks.
+    While this rank waits, it contributes zeros to Sum and Average all-reduces and takes part in barriers.  Other
+    operations raise an exception on the other ranks.
 
     Args:
-        device: Ignored.  Horovod allocates the zeros on this device.
+        device: Ignored.  In Horovod, this device holds the zeros.
 
     Returns:
         The last rank that joined.
     """
     if not isinstance(device, int):
-        raise ValueError(f"expected device to be the number of a device or -1 for the CPU, got {device!r}")
+        raise ValueError(f"expected device to be a device number or -1 for the CPU, got {device!r}")
     engine = global_process_set.member()
     engine.drain()
     request = Request(engine.name_for(kinds.JOIN), kinds.Signature(kinds.JOIN))

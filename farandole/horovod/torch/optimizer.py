@@ -1,9 +1,9 @@
-"""`DistributedOptimizer`: an optimizer whose `step` uses the gradients of all ranks.
+"""Provide `DistributedOptimizer`, which reduces gradients across ranks before each step.
 
-Hooks submit each gradient as soon as the backward pass has computed the gradient.  The engine reduces gradients during
-the backward pass, and `step` waits for the results.
+Hooks submit each gradient as soon as the backward pass has computed it.  The engine reduces gradients during the
+backward pass, and `step` waits for the results.
 
-With op=Adasum, each rank steps with its own gradients, and Adasum combines the changes of the parameters (Maleki et
+With op=Adasum, each rank steps with its own gradients, and Adasum combines the resulting parameter changes (Maleki et
 al., 2020, section 4).
 """
 
@@ -36,10 +36,11 @@ from farandole.horovod.torch.operations import (
 
 
 def name_parameters(param_groups: list[dict[str, Any]], named_parameters: Any) -> list[tuple[Tensor, str]]:
-    """Return the parameters of an optimizer with their given or generated names.
+    """Return an optimizer's parameters with their given or generated names.
 
     Raises:
-        ValueError: `named_parameters` has an item that is not a pair, a repeated name, or no name for a parameter.
+        ValueError: `named_parameters` contains an item that is not a pair or a repeated name, or does not name every
+            parameter.
     """
     parameters = [parameter for group in param_groups for parameter in group["params"]]
     if named_parameters is None:
@@ -71,7 +72,7 @@ def name_parameters(param_groups: list[dict[str, Any]], named_parameters: Any) -
 
 
 class DistributedAdasumOptimizer(torch.optim.Optimizer):
-    """The mixin for the class of the wrapped optimizer with op=Adasum."""
+    """The mixin for the wrapped optimizer's class with op=Adasum."""
 
     def _prepare(
         self,
@@ -92,7 +93,7 @@ class DistributedAdasumOptimizer(torch.optim.Optimizer):
         reduction(Adasum, None, process_set, [parameter for parameter, _ in self._names])
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backward passes before each `step`, which has no effect on the result."""
+        """Set the number of backward passes before each `step`.  This number does not affect the result."""
         self.backward_passes_per_step = passes
 
     def synchronize(self) -> None:
@@ -104,7 +105,7 @@ class DistributedAdasumOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step with this rank's gradients, and combine the changes of all ranks."""
+        """Step with this rank's gradients, and combine the parameter changes from all ranks."""
         before = [parameter.clone() for parameter, _ in self._names]
         loss = super().step(closure)
         if not self._included:
@@ -120,7 +121,7 @@ class DistributedAdasumOptimizer(torch.optim.Optimizer):
 
 
 class Slot:
-    """One parameter, and the number of gradients to accumulate before the reduction."""
+    """A parameter, and the number of gradients to accumulate before the reduction."""
 
     __slots__ = ("awaited", "context", "name", "parameter", "sparse")
 
@@ -128,14 +129,14 @@ class Slot:
         self.parameter = parameter
         self.name = name
         self.awaited = 0
-        self.context: Any = None  # the compressor's context
-        self.sparse = False  # whether a gradient was sparse
+        self.context: Any = None  # compression context
+        self.sparse = False  # whether any gradient was sparse
 
 
 class GradientGroup:
-    """Parameters whose gradients form one request.
+    """A group of parameters whose gradients form one request.
 
-    The attribute `begun` is True if a gradient of this step was computed.  The attribute `incomplete` is the number of
+    The attribute `begun` is True once a gradient has been computed in this step.  The attribute `incomplete` counts the
     parameters whose gradients are incomplete.
 
     Args:
@@ -143,7 +144,7 @@ class GradientGroup:
         agreed: The fields `op`, `prescale` and `postscale` of the request's signature.
         compression: The compressor.
         sparse_as_dense: Whether to reduce sparse gradients as dense tensors.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class GradientGroup:
         self._request = self._sparse = None
 
     def launch(self) -> None:
-        """Submit the gradients once per step.  A gradient that this rank has not computed is zero."""
+        """Submit the gradients, once per step.  Missing gradients count as zero."""
         if self._request is not None or self._sparse is not None:
             return
         first = self.slots[0]
@@ -212,7 +213,7 @@ class GradientGroup:
         self._request = engine, request
 
     def finish(self) -> None:
-        """Wait for the result and store it in `.grad`."""
+        """Wait for the reduction and store the result in `.grad`."""
         if self._sparse is not None:
             collect, self._sparse = self._sparse, None
             self.slots[0].parameter.grad = collect()
@@ -239,7 +240,7 @@ class GradientGroup:
 
 
 def _sparse_gradient(parameter: Tensor) -> Tensor:
-    """Return the sparse gradient of a parameter, or an empty sparse tensor if the parameter has no gradient."""
+    """Return a parameter's sparse gradient, or an empty sparse tensor if the parameter has no gradient."""
     if parameter.grad is not None:
         return parameter.grad.coalesce()
     none = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
@@ -252,7 +253,7 @@ def _sparse_dimensions(gradient: Tensor | None) -> int:
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """The mixin for the class of the wrapped optimizer."""
+    """The mixin for the wrapped optimizer's class."""
 
     def _prepare(
         self,
@@ -294,7 +295,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             group.expect(passes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Discard the gradients in flight, and load a state dict of the wrapped optimizer."""
+        """Discard the gradients in flight, and load a state dict into the wrapped optimizer."""
         for group in self._gradient_groups:
             group.discard()
             group.expect(self.backward_passes_per_step)
@@ -313,7 +314,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Return a context in which `step` does not synchronize, for programs that call `synchronize`.
+        """Disable synchronization in `step`, for programs that call `synchronize` themselves.
 
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -327,7 +328,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronize and step.  Gradients are synchronized after each call of `closure`."""
+        """Synchronize and step.  Gradients are synchronized after each call to `closure`."""
         if not self._should_synchronize:
             self._synchronized = False
             return super().step(closure)
@@ -407,11 +408,11 @@ def _check_groups(groups: Any) -> None:
 def _grouped(
     slots: list[Slot], groups: int | Sequence[Sequence[Tensor]] | None, process_set: ProcessSet
 ) -> list[list[Slot]]:
-    """Return the slots of each group; without groups, each slot is a group."""
+    """Return the slots in each group.  Without groups, each slot forms a group."""
     if groups is None:
         return [[slot] for slot in slots]
     assert process_set.ranks is not None  # the set is registered
-    # all ranks use the parameter order of the process set's first rank, so that the groups are equal
+    # all ranks use the parameter order from the process set's first rank, so that the groups are equal
     order = broadcast_object([slot.name for slot in slots], process_set.ranks[0], process_set=process_set)
     unknown = {slot.name for slot in slots} ^ set(order)
     if unknown:
@@ -433,19 +434,19 @@ def _grouped(
 
 
 def wrapped(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
-    """Return an instance of a new class, derived from `mixin` and the optimizer's class.
+    """Create an instance of a new class that derives from `mixin` and the optimizer's class.
 
-    The instance shares parameters, state and options with the optimizer.  So a scheduler of the optimizer also changes
-    the options of the instance.
+    The instance shares its parameters, state and options with the optimizer, so the optimizer's schedulers also affect
+    the instance.
     """
     kind = type(optimizer)
     instance: Any = object.__new__(type(kind.__name__, (mixin, kind), {}))
-    # schedulers set a `step` attribute on the optimizer instance, which would hide the `step` of the new class
+    # schedulers set a `step` attribute on the optimizer instance, which would hide the new class's `step`
     instance.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     return instance
 
 
-def DistributedOptimizer(  # noqa: N802 - Horovod's spelling
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     compression: type[Compressor] = Compression.none,
@@ -457,25 +458,25 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's spelling
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Wrap an optimizer so that it steps with the gradients of all ranks.
+    """Wrap an optimizer so that it reduces gradients across ranks before each step.
 
     Args:
         optimizer: The optimizer to wrap.
-        named_parameters: The names of the parameters, usually `model.named_parameters()`.  Gradients are negotiated
-            under these names.
-        compression: The compressor for gradients.
+        named_parameters: The parameter names, usually `model.named_parameters()`.  Gradients are negotiated under these
+            names.
+        compression: The gradient compressor.
         backward_passes_per_step: The number of backward passes that each rank accumulates before a step.
-        op: The reduction of the gradients: Average, Sum, Min, Max or Product.  Adasum combines the changes of the
-            parameters instead of the gradients.
-        gradient_predivide_factor: A factor to divide gradients by before the sum and to multiply the sum by.  It
-            avoids overflow in 16-bit data types.  It requires op=Average.
+        op: The gradient reduction: Average, Sum, Min, Max or Product.  Adasum combines parameter changes instead of
+            gradients.
+        gradient_predivide_factor: A factor that divides the gradients before the sum and multiplies the sum.  Avoids
+            overflow in 16-bit data types.  Requires op=Average.
         num_groups: Deprecated; use `groups`.
-        groups: The number of groups, or a list of lists of parameters.  The gradients of a group are reduced together.
+        groups: The number of groups, or a list of lists of parameters.  Gradients in a group are reduced together.
         sparse_as_dense: Whether to reduce sparse gradients as dense tensors instead of gathering them.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
 
     Returns:
-        An optimizer whose class is derived from the class of `optimizer`.
+        An optimizer whose class derives from `type(optimizer)`.
 
     Raises:
         ValueError: The names are not unique or do not cover the parameters, or options are invalid or incompatible.

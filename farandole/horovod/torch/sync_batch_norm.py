@@ -1,7 +1,7 @@
-"""Batch normalization with the statistics of all ranks."""
+"""Batch normalization with statistics from all ranks."""
 
 # mypy: disable-error-code="no-untyped-call,override"
-# torch.autograd.Function: `apply` is untyped, and `forward` has other arguments than the base class
+# torch.autograd.Function: `apply` is untyped, and the arguments of `forward` differ from the base class
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from farandole.horovod.torch.operations import Sum, allgather_async, allreduce_a
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalization in 1 to 3 dimensions.  In training, the statistics include the samples of all ranks.
+    """Batch normalization in 1 to 3 dimensions.  During training, the statistics include the samples on all ranks.
 
-    Input and output have the shape (N, C, ...) with C = num_features; N may differ between ranks.  The gradients of
-    weight and bias are this rank's gradients, which a distributed optimizer reduces like other gradients.
+    Input and output have the shape (N, C, ...) with C = num_features.  N may differ between ranks.  The weight and bias
+    gradients are this rank's gradients, which a distributed optimizer reduces like other gradients.
 
     Args:
         num_features: The number of channels.
-        eps: A constant that is added to the variance.
-        momentum: The weight of a batch in the running statistics.  None computes the mean over all batches.
-        affine: Whether the layer has weight and bias.
+        eps: A constant added to the variance.
+        momentum: The weight given to a batch in the running statistics.  None computes the mean over all batches.
+        affine: Whether the layer has a weight and a bias.
         track_running_stats: Whether the layer has running statistics.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected {self.num_features} channels in dimension 1, got {list(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize a batch.  In training all ranks must call this method.
+        """Normalize a batch.  During training, all ranks must call this method.
 
         Raises:
-            ValueError: The input has a wrong shape, or all ranks together have only one value per channel.
+            ValueError: The input has an invalid shape, or all ranks together have only one value per channel.
         """
         self._check_input_dim(input)
         alone = self._process_set.size() == 1
@@ -71,7 +71,7 @@ class SyncBatchNorm(_BatchNorm):
         return result
 
     def _average_factor(self) -> float:
-        """Return the weight of this batch in the running statistics."""
+        """Return this batch's weight in the running statistics."""
         if not self.training or self.num_batches_tracked is None:
             return 0.0
         self.num_batches_tracked.add_(1)
@@ -79,9 +79,9 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """Returns the normalized input, and the mean, variance and count of the values per channel over all ranks.
+    """Normalizes the input, and returns it with the mean, variance and count per channel over all ranks.
 
-    The statistics of the ranks are combined in float64 with the method of Chan, Golub and LeVeque (1979).
+    The ranks' statistics are combined in float64 with the method by Chan, Golub and LeVeque (1979).
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The parts of a model family: a configuration, a builder, and a tensor table."""
+"""Define model families, each with a configuration, a builder and a tensor table."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from farandole.models.sequence import Transformer
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family of models.
+    """A model family.
 
     Args:
-        name: the `model_type` of configurations.
-        classes: the `transformers` classes that a configuration may name.  The first is the default; the others must
-            have the same tensors.
-        config: the type of the model's configuration.
-                read: a function that converts the fields in `config.json` to the model's configuration.
-        write: a function that converts the model's configuration to fields.
+        name: the `model_type` in configurations.
+        classes: the `transformers` classes that a configuration may name.  The first class is the default, and the
+            others must have the same tensors.
+        config: the configuration type.
+        read: a function that converts the fields in `config.json` to the model's configuration.
+        write: a function that converts the model's configuration to `config.json` fields.
         build: a function that returns the model.
         table: a function that returns the tensor table.
         matches: a function that returns whether a configuration belongs to this family, if several families share a type.
-        adapt: a function that adapts the configuration to the tensors in a folder, if some are optional.
+        adapt: a function that adapts the configuration to the tensors in a folder, if some tensors are optional.
     """
 
     name: str
@@ -42,21 +42,21 @@ class Architecture:
 
     @property
     def is_decoder(self) -> bool:
-        """Whether the models predict the next token."""
+        """Return whether the models predict the next token."""
         return self.classes[0].endswith(("ForCausalLM", "LMHeadModel"))
 
 
 REGISTRY: dict[str, Architecture] = {}
-"""All families by name."""
+"""All families, keyed by name."""
 
 
 def register(architecture: Architecture) -> None:
-    """Add a family, or replace the family of the same name."""
+    """Add a family, or replace the family with the same name."""
     REGISTRY[architecture.name] = architecture
 
 
 def decoders() -> tuple[str, ...]:
-    """Return the names of all families that predict the next token."""
+    """Return the names of the families that predict the next token."""
     return tuple(name for name, architecture in REGISTRY.items() if architecture.is_decoder)
 
 
@@ -64,9 +64,10 @@ def decoders() -> tuple[str, ...]:
 
 
 def read_rotary(fields: Fields, width: int, *, base: float = 10_000.0, interleaved: bool = False) -> Rotary:
-    """Return the rotary positions in a configuration, for heads with `width` values.
+    """Read the rotary positions from a configuration, for heads with `width` values.
 
-    Reads `rope_parameters` (transformers 5) or `rope_theta`, `rope_scaling` and `partial_rotary_factor` (earlier).
+    Reads `rope_parameters` (transformers 5), or `rope_theta`, `rope_scaling` and `partial_rotary_factor` (earlier
+    versions).
 
     Raises:
         FolderError: if the scaling is not supported.
@@ -131,12 +132,12 @@ def _context(fields: Fields) -> int:
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """Return YaRN's recommended magnitude of sines and cosines for an extension by `factor`."""
+    """Return YaRN's recommended sine and cosine magnitude for an extension by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def write_rotary(rotary: Rotary, width: int) -> dict[str, Any]:
-    """Return `rope_parameters`, and the fields that earlier versions of transformers use."""
+    """Return `rope_parameters`, and the equivalent fields for earlier versions of transformers."""
     found: dict[str, Any] = {"rope_type": rotary.scaling or "default", "rope_theta": rotary.base}
     if rotary.width != width:
         found["partial_rotary_factor"] = rotary.width / width

@@ -1,4 +1,4 @@
-"""Decoder-only families: gpt2, gptj, llama, mistral, qwen2, qwen3, mixtral and deepseek_v3."""
+"""Define decoder-only families: gpt2, gptj, llama, mistral, qwen2, qwen3, mixtral and deepseek_v3."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _GELU = tuple(ACTIVATIONS)
 
 
 def one_dropout(fields: Fields, *names: str) -> float:
-    """Return the common dropout probability in several fields; the model supports only one.
+    """Return the dropout probability that several fields share, because the model supports only one.
 
     Raises:
-        FolderError: if they differ.
+        FolderError: if the probabilities differ.
     """
     values = {name: float(fields.take(name, 0.0, kind=float)) for name in names}
     if len(set(values.values())) > 1:
@@ -185,7 +185,7 @@ register(
 
 
 def llama_fields(fields: Fields, *, tied: bool = False) -> dict[str, Any]:
-    """Return the arguments of `LlamaConfig` that all Llama-like families have in common."""
+    """Return the `LlamaConfig` arguments that all Llama-like families share."""
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     head_width = fields.size("head_dim", width // heads)
     return {
@@ -217,7 +217,7 @@ def _read_mistral(fields: Fields) -> LlamaConfig:
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer in a Qwen."""
+    """Return each layer's sliding window in a Qwen model."""
     used = fields.take("use_sliding_window", False, kind=bool)
     window = fields.take("sliding_window", None, kind=int)
     first = fields.take("max_window_layers", layers, kind=int)
@@ -289,7 +289,7 @@ def _write_qwen(config: LlamaConfig) -> dict[str, Any]:
 
 
 def attention_rows(table: Table, config: LlamaConfig, ours: str, theirs: str) -> None:
-    """Add the attention tensors in a layer of a Llama-like model."""
+    """Add a layer's attention tensors for a Llama-like model."""
     query, key = config.heads * config.head_width, config.kv_heads * config.head_width
     projections = {f"{theirs}.q_proj": query, f"{theirs}.k_proj": key, f"{theirs}.v_proj": key}
     table.linears(f"{ours}.qkv", projections, bias=config.attention_bias)
@@ -300,14 +300,14 @@ def attention_rows(table: Table, config: LlamaConfig, ours: str, theirs: str) ->
 
 
 def gated_rows(table: Table, inner: int, ours: str, theirs: str, *, bias: bool = False) -> None:
-    """Add the tensors of a gated feed-forward network."""
+    """Add the tensors for a gated feed-forward network."""
     gate_up = {f"{theirs}.gate_proj": inner, f"{theirs}.up_proj": inner}
     table.linears(f"{ours}.gate_up", gate_up, bias=bias)
     table.linear(f"{ours}.down", f"{theirs}.down_proj", bias=bias)
 
 
 def decoder_table(layers: int, tied: bool) -> Table:
-    """Return a table with the embedding, the normalizations and the head of a Llama-like model."""
+    """Return a table with a Llama-like model's embedding, normalizations and head."""
     ignored = (r".*rotary_emb\.inv_freq", *((r"lm_head\.weight",) if tied else ()))
     table = Table("model.", ignored)
     table.copy("0.tokens.weight", "model.embed_tokens.weight")
@@ -469,7 +469,9 @@ def _read_deepseek(fields: Fields) -> DeepSeekConfig:
 
 def _write_deepseek(config: DeepSeekConfig) -> dict[str, Any]:
     written = write_rotary(config.rotary, config.rotary.width)
-    if config.attention_scale != 1.0:  # DeepSeek's fields for the two factors of YaRN, which follow from one
+    if (
+        config.attention_scale != 1.0
+    ):  # DeepSeek's fields for YaRN's two factors, which are derived from one factor
         rope = written["rope_parameters"]
         rope["mscale_all_dim"] = (config.attention_scale**0.5 - 1) / (
             yarn_magnitude(config.rotary.factor) - 1
@@ -519,7 +521,7 @@ def _deepseek_table(config: DeepSeekConfig) -> Table:
         for name, stored in (("norm_embedding", "enorm"), ("norm_hidden", "hnorm"), ("project", "eh_proj")):
             table.linear(f"{ours}.{name}", f"{theirs}.{stored}")
         table.linear(f"{ours}.norm", f"{theirs}.shared_head.norm")
-        # copies of the embedding and the output weight
+        # copies of the embedding and output weights
         table.ignored += (
             rf"model\.layers\.{config.layers + number}\.(embed_tokens|shared_head\.head)\.weight",
         )
@@ -527,7 +529,7 @@ def _deepseek_table(config: DeepSeekConfig) -> Table:
 
 
 def _without_predictions(config: DeepSeekConfig, names: Collection[str]) -> DeepSeekConfig:
-    """Return the configuration without the prediction modules that transformers does not save."""
+    """Return the configuration without prediction modules, which transformers does not save."""
     stored = f"model.layers.{config.layers}.eh_proj.weight" in names
     return config if stored else replace(config, predicted=0)
 

@@ -1,4 +1,4 @@
-"""Families with an encoder: bert, vit and t5."""
+"""Define families with an encoder: bert, vit and t5."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _write_vit(config: ViTConfig) -> dict[str, Any]:
 
 
 def _vit_table(config: ViTConfig) -> Table:
-    modules = (  # transformers 5 has other names in memory than in files
+    modules = (  # in transformers 5, module names differ from the names in files
         (r"vit\.encoder\.layer\.", "vit.layers."),
         (r"attention\.attention\.query", "attention.q_proj"),
         (r"attention\.attention\.key", "attention.k_proj"),
@@ -295,7 +295,7 @@ def _t5_table(config: T5Config) -> Table:
 
 
 def _t5_layer(table: Table, config: T5Config, ours: str, theirs: str, last: int) -> None:
-    """Add a layer's self-attention and its feed-forward network, which is sublayer `last`."""
+    """Add a layer's self-attention and feed-forward tensors.  The feed-forward network is sublayer `last`."""
     inner = config.heads * config.head_width
     attention = f"{theirs}.0.SelfAttention"
     table.linear(f"{ours}.norm_attention", f"{theirs}.0.layer_norm")
@@ -313,7 +313,7 @@ def _t5_layer(table: Table, config: T5Config, ours: str, theirs: str, last: int)
 
 
 def _t5_head(config: T5Config, names: Collection[str]) -> T5Config:
-    """Return the configuration with the folder's actual head: transformers 5 declares every head as tied."""
+    """Adapt the configuration to the folder's head, because transformers 5 declares every head as tied."""
     return replace(config, tied="lm_head.weight" not in names)
 
 

@@ -1,4 +1,4 @@
-"""Read a configuration field by field, so that no field is ignored silently."""
+"""Read a configuration field by field, so that no field is silently ignored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MISSING = object()
 
 NEUTRAL = frozenset(
     {
-        # descriptions of files and programs
+        # metadata about files and programs
         "_name_or_path",
         "_commit_hash",
         "architectures",
@@ -20,7 +20,7 @@ NEUTRAL = frozenset(
         "name_or_path",
         "torch_dtype",
         "transformers_version",
-        # token numbers, and the use of a model
+        # token numbers, and model usage
         "bos_token_id",
         "cls_token_id",
         "decoder_start_token_id",
@@ -32,7 +32,7 @@ NEUTRAL = frozenset(
         "task_specific_params",
         "tokenizer_class",
         "use_cache",
-        # initial weights, training, and other heads
+        # initialization, training, and other heads
         "classifier_dropout",
         "gradient_checkpointing",
         "id2label",
@@ -41,7 +41,7 @@ NEUTRAL = frozenset(
         "label2id",
         "num_labels",
         "problem_type",
-        # how transformers computes, with the same result
+        # implementation choices in transformers that do not change results
         "_attn_implementation",
         "_attn_implementation_autoset",
         "_experts_implementation",
@@ -55,7 +55,7 @@ NEUTRAL = frozenset(
         "torchscript",
         "use_bfloat16",
         "use_return_dict",
-        # settings of generation in folders written before generation_config.json existed
+        # generation settings in folders that predate generation_config.json
         "bad_words_ids",
         "begin_suppress_tokens",
         "diversity_penalty",
@@ -92,11 +92,11 @@ class FolderError(ValueError):
 
 
 class Fields:
-    """The fields of a configuration; `finish` rejects fields that were not read.
+    """The fields of a configuration.  `finish` rejects fields that were not read.
 
     Args:
         values: the fields.
-        where: the name of the file in messages.
+        where: the file name to show in messages.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -104,10 +104,10 @@ class Fields:
         self._read: set[str] = set()
 
     def take(self, name: str, default: Any = _MISSING, *, kind: type | tuple[type, ...] | None = None) -> Any:
-        """Return a field, or `default` if it is missing or null.
+        """Return a field, or `default` if the field is missing or null.
 
         Raises:
-            FolderError: if a field without a default is missing, or if a field does not have type `kind`.
+            FolderError: if a field without a default is missing, or a field does not have type `kind`.
         """
         self._read.add(name)
         value = self.values.get(name)
@@ -124,10 +124,10 @@ class Fields:
         return value
 
     def size(self, name: str, default: Any = _MISSING) -> int:
-        """Return a field that is an integer of at least 1.
+        """Return a field that must be an integer of at least 1.
 
         Raises:
-            FolderError: if it is another value.
+            FolderError: if the field has another value.
         """
         value: int = self.take(name, default, kind=int)
         if value is not None and value < 1:
@@ -135,10 +135,10 @@ class Fields:
         return value
 
     def one_of(self, name: str, *supported: Any) -> Any:
-        """Return a field that must have one of the `supported` values; the first is the default.
+        """Return a field that must have one of the `supported` values.  The first value is the default.
 
         Raises:
-            FolderError: if it has another value.
+            FolderError: if the field has another value.
         """
         value = self.take(name, supported[0])
         if value not in supported:
@@ -151,11 +151,11 @@ class Fields:
         return value
 
     def skip(self, *names: str) -> None:
-        """Ignore fields that do not affect the model or that repeat other fields."""
+        """Ignore fields that do not affect the model or that duplicate other fields."""
         self._read.update(names)
 
     def finish(self) -> None:
-        """Raise FolderError if there are fields that were not read and are not neutral."""
+        """Raise FolderError if a field that affects results was not read."""
         unread = {
             name: value
             for name, value in self.values.items()

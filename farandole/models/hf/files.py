@@ -1,7 +1,8 @@
-"""Read parts of safetensors files at disk bandwidth, and write safetensors files incrementally.
+"""Read parts of safetensors files at disk speed, and write safetensors files incrementally.
 
-A file consists of the header length (8 bytes), a JSON header (name -> type, shape and byte offsets), and the tensors.  The
-safetensors library reads a tensor or a slice into new memory.  This module reads in parallel, directly into the destination.
+A file consists of the header length (8 bytes), a JSON header (name -> type, shape and byte offsets), and the tensors.
+The safetensors library reads a tensor or slice into new memory.  This module reads in parallel, directly into the
+destination.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from farandole.models.hf.mapping import Box, volume
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _READ_BYTES = 8 << 20
-"""The bytes per read: large enough to reach the disk's bandwidth, and small enough to distribute the work evenly over threads."""
+"""The bytes per read: large enough for full disk speed, and small enough to balance the load between threads."""
 
 _THREADS = min(4, 2 * (os.cpu_count() or 1))
 
@@ -43,14 +44,14 @@ CODES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""The type names in safetensors headers."""
+"""Data types, keyed by their names in safetensors headers."""
 
 _TYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file; `offset` is the position of its first byte."""
+    """A tensor in a file.  `offset` is the position of the tensor's first byte."""
 
     file: Path
     offset: int
@@ -59,13 +60,13 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
+        """Return the size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Read:
-    """Reads the `box` of a stored tensor into `target`, which has the shape of the box and any type."""
+    """A request to read `box` of a stored tensor into `target`, which has the box's shape and any data type."""
 
     entry: Entry
     box: Box
@@ -73,7 +74,7 @@ class Read:
 
 
 def open_folder(folder: Path) -> dict[str, Entry]:
-    """Return the tensors in the safetensors files of a folder.
+    """List the tensors in a folder's safetensors files.
 
     Raises:
         FolderError: if a file is missing, truncated or damaged.
@@ -109,10 +110,10 @@ def open_folder(folder: Path) -> dict[str, Entry]:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Return the tensors in a safetensors file.
+    """List the tensors in a safetensors file.
 
     Raises:
-        FolderError: if the file cannot be read, is truncated or damaged.
+        FolderError: if the file cannot be read, is truncated or is damaged.
     """
     try:
         size = path.stat().st_size
@@ -160,7 +161,7 @@ def read(reads: Iterable[Read], progress: Callable[[int], None] | None = None) -
     """Perform reads with several threads, in file order.
 
     Args:
-        progress: called with the number of bytes of each finished read, from the calling thread.
+        progress: a function that is called from the calling thread with each finished read's size in bytes.
 
     Raises:
         FolderError: if a file ends early or cannot be read.
@@ -207,12 +208,12 @@ def read(reads: Iterable[Read], progress: Callable[[int], None] | None = None) -
 
 
 def _without_gradients(call: Callable[..., None], *arguments: Any) -> None:
-    with torch.no_grad():  # a setting of each thread
+    with torch.no_grad():  # a per-thread setting
         call(*arguments)
 
 
 def _start_if_contiguous(shape: Sequence[int], box: Box) -> int | None:
-    """Return the index of the first element if the box is contiguous in a tensor of `shape`, else None."""
+    """Return the box's first element if the box is contiguous in a tensor with shape `shape`, else None."""
     start, stride, partial = 0, 1, False
     for length, (a, b) in zip(reversed(shape), reversed(box), strict=True):
         if partial and b - a != 1:
@@ -224,7 +225,7 @@ def _start_if_contiguous(shape: Sequence[int], box: Box) -> int | None:
 
 
 def _contiguous(file: int, each: Read, start: int) -> list[tuple[Callable[..., None], tuple[Any, ...], int]]:
-    """Return the tasks that read a contiguous box."""
+    """Split the read of a contiguous box into tasks."""
     entry, target = each.entry, each.target
     size, offset, count = entry.dtype.itemsize, entry.offset + start * entry.dtype.itemsize, target.numel()
     direct = target.dtype == entry.dtype and target.is_contiguous() and target.device.type == "cpu"
@@ -249,7 +250,7 @@ def _contiguous(file: int, each: Read, start: int) -> list[tuple[Callable[..., N
 
 
 def _into(file: int, path: Path, offset: int, target: Tensor) -> None:
-    """Read bytes into a contiguous tensor of uint8."""
+    """Read bytes into a contiguous uint8 tensor."""
     view = memoryview(target.numpy().data)
     while view:
         count = os.preadv(file, [view], offset)
@@ -259,19 +260,19 @@ def _into(file: int, path: Path, offset: int, target: Tensor) -> None:
 
 
 def _converted(file: int, entry: Entry, offset: int, target: Tensor) -> None:
-    """Read elements into a tensor of another type, layout or device."""
+    """Read elements into a tensor with another data type, layout or device."""
     buffer = torch.empty(target.shape, dtype=entry.dtype)
     _into(file, entry.file, offset, buffer.reshape(-1).view(torch.uint8))
     target.detach().copy_(buffer)
 
 
 def _map(file: BinaryIO) -> Tensor:
-    # a private writable mapping: torch warns about read-only memory
+    # a private writable mapping, because torch warns about read-only memory
     return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 def _strided(mapped: Tensor, each: Read) -> None:
-    """Copy a box that is not contiguous in its file."""
+    """Copy a box that is not contiguous in the file."""
     entry = each.entry
     data = mapped[entry.offset : entry.offset + entry.nbytes]
     if entry.offset % entry.dtype.itemsize:
@@ -284,7 +285,7 @@ def _strided(mapped: Tensor, each: Read) -> None:
 
 
 def divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Divide names into groups with a total size of at most `limit` bytes; a larger tensor forms its own group."""
+    """Group names so that each group has at most `limit` bytes.  A larger tensor forms a group by itself."""
     groups: list[list[str]] = []
     used = 0
     for name, size in sizes.items():
@@ -297,12 +298,12 @@ def divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def file_names(count: int) -> list[str]:
-    """Return the file names for a model in `count` files."""
+    """Return the file names for a model that is split into `count` files."""
     return [WEIGHTS] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
 
 
 def index_of(files: Mapping[str, Sequence[str]], nbytes: int) -> str:
-    """Return the JSON index for several files."""
+    """Return the JSON index for a model that is split into several files."""
     places = {name: file for file, names in files.items() for name in names}
     return json.dumps(
         {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(places.items()))}, indent=2
@@ -318,14 +319,16 @@ def write_file(
     """Write a safetensors file, a few tensors at a time.
 
     Args:
-        tensors: the type and shape of each tensor.
-        values: returns the values of some tensors, called once for each tensor.
+        tensors: the data type and shape of each tensor.
+        values: a function that returns the values of the given tensors.  Each tensor is requested once.
         batch_bytes: the approximate total size of the tensors requested in one call.
 
     Raises:
         OSError: if the file cannot be written.
     """
-    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1][0].itemsize))  # aligned in the file
+    tensors = dict(
+        sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)
+    )  # aligns the tensors in the file
     sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -1,10 +1,10 @@
-"""The mapping between a model's tensors and the tensors in a Hugging Face folder, for reading and writing.
+"""Map a model's tensors to the tensors in a Hugging Face folder, for reading and writing.
 
     table = Table()
     table.copy("0.tokens.weight", "model.embed_tokens.weight")
     table.rows("1.attention.qkv.weight", {"...q_proj.weight": 64, "...k_proj.weight": 16, "...v_proj.weight": 16})
 
-Each tensor in a folder fills a box of one model tensor, either unchanged or transposed.  Therefore any box of a model
+Each tensor in a folder fills a box in one model tensor, either unchanged or transposed.  Therefore, any box in a model
 tensor can be read separately, and any tensor in a folder can be written from the boxes that ranks store.
 """
 
@@ -23,26 +23,26 @@ Index = int | tuple[int, int]
 
 
 def volume(box: Box) -> int:
-    """Return the number of elements of a box."""
+    """Return the number of elements in a box."""
     return math.prod(end - start for start, end in box)
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """Return the common elements of two boxes, or None if there are none."""
+    """Return the intersection of two boxes, or None if the intersection is empty."""
     common = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
     return common if all(start < end for start, end in common) else None
 
 
 @dataclass(frozen=True)
 class Part:
-    """The tensor `name` in a folder, which fills the box `index` of a model tensor.  Dimensions beyond `index` are complete."""
+    """Tensor `name` in a folder, which fills box `index` in a model tensor.  Dimensions beyond `index` are complete."""
 
     name: str
     index: tuple[Index, ...] = ()
     transposed: bool = False
 
     def box(self, shape: Sequence[int]) -> Box:
-        """Return the box in a tensor of `shape`."""
+        """Return the box in a tensor with shape `shape`."""
         ranges = [(each, each + 1) if isinstance(each, int) else each for each in self.index]
         return (*ranges, *((0, length) for length in shape[len(ranges) :]))
 
@@ -51,21 +51,21 @@ class Part:
         return sum(isinstance(each, int) for each in self.index)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the folder's tensor, for a model tensor with `shape`."""
+        """Return the shape of the folder's tensor, for a model tensor with shape `shape`."""
         own = tuple(end - start for start, end in self.box(shape))[self.dropped() :]
         return (*own[:-2], own[-1], own[-2]) if self.transposed else own
 
 
 @dataclass
 class Table:
-    """The parts of each model tensor.
+    """Maps each model tensor to its parts.
 
     Args:
         prefix: the name prefix that is missing in folders without the model's head.
         ignored: regular expressions for tensors in the folder that the model does not use.
-        renamed: pairs of a regular expression and its replacement, which convert names in older files to the names in
-            the table.
-        modules: pairs which convert paths in a folder to module paths in `transformers`, if they differ.
+        renamed: pairs of a regular expression and its replacement, which convert names in older files to names in the
+            table.
+        modules: pairs that convert paths in a folder to module paths in `transformers`, if the paths differ.
     """
 
     prefix: str = ""
@@ -91,7 +91,7 @@ class Table:
         )
 
     def linear(self, ours: str, theirs: str, *, bias: bool = False, transposed: bool = False) -> None:
-        """Map a linear layer or a normalization to one in the folder."""
+        """Map a linear layer or a normalization to its counterpart in the folder."""
         self.copy(f"{ours}.weight", f"{theirs}.weight", transposed=transposed)
         if bias:
             self.copy(f"{ours}.bias", f"{theirs}.bias")
@@ -102,7 +102,7 @@ class Table:
             self.rows(f"{ours}.{kind}", {f"{name}.{kind}": rows for name, rows in theirs.items()})
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether the model does not use a tensor in the folder."""
+        """Return whether the model ignores a tensor in the folder."""
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
     def standard(self, name: str) -> str:

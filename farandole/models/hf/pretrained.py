@@ -1,4 +1,4 @@
-"""Create models from Hugging Face folders, with weights read immediately or on demand, and write such folders."""
+"""Create models from Hugging Face folders, reading weights immediately or on demand, and write these folders."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ COPIED = (
 """Tokenizer and generation files, which are copied with a model."""
 
 Request = tuple[str, Box, Tensor]
-"""The name of a model tensor, a box, and the destination tensor with the shape of the box."""
+"""The name of a model tensor, a box, and a destination tensor with the box's shape."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """The origin of a model, which `save_pretrained` needs.
+    """A model's origin, which `save_pretrained` needs.
 
     Args:
         architecture: the family.
         config: the model's configuration.
-        values: the fields in `config.json`, from the original folder or for a new folder.
+        values: the `config.json` fields, from the original folder or for a new folder.
         folder: the folder from which the model was created, or None.
     """
 
@@ -74,7 +74,7 @@ class Pretrained:
 
     @property
     def table(self) -> Table:
-        """The table of tensors."""
+        """Return the tensor table."""
         return self.architecture.table(self.config)
 
 
@@ -88,16 +88,16 @@ def from_pretrained(
     progress: Callable[[int, int], None] | None = None,
     **changes: Any,
 ) -> Transformer:
-    """Return the model in a Hugging Face folder.
+    """Create a model from a Hugging Face folder.
 
     Args:
         folder: a folder with `config.json` and safetensors files.
-        dtype: the type of floating-point weights; by default torch's default type, fp32.
-        lazy: return a model on the meta device.  `farandole.parallelize` then reads only the shards that each rank stores.
-        classes: the number of classes for a classifier head.  Weights that are missing in the folder are initialized
-            from `seed`.
-        progress: a callback that receives the bytes read so far and in total.
-        changes: configuration fields that do not affect the tensors, such as dropout=0.1.
+        dtype: the data type for floating-point weights, by default torch's default type (fp32).
+        lazy: whether to return a model on the meta device.  `farandole.parallelize` then reads only each rank's shards.
+        classes: the number of classes for a classifier head.  Weights that are missing from the folder are initialized
+            with `seed`.
+        progress: a callback that receives the bytes read so far and the total bytes.
+        changes: new values for configuration fields that do not affect the tensors, such as dropout=0.1.
 
     Returns:
         A model on torch's default device, in training mode.
@@ -128,7 +128,7 @@ def from_pretrained(
 
 
 def read_config(folder: str | Path) -> Pretrained:
-    """Return the family and the configuration of the model in a folder, without reading weights.
+    """Read the family and the configuration of the model in a folder, without its weights.
 
     Raises:
         FolderError: if `config.json` is missing or damaged, or has an unsupported field.
@@ -221,15 +221,15 @@ def describe(model: nn.Module) -> Pretrained:
 
 
 class Weights:
-    """Reads boxes of model tensors from a folder.
+    """Reads boxes in model tensors from a folder.
 
     Args:
         model: the model, whose tensors may be on the meta device.
-        seed: the seed for weights that are missing in the folder.
-        optional: whether weights of the head may be missing or have a different shape.
+        seed: the seed for weights that are missing from the folder.
+        optional: whether head weights may be missing or have a different shape.
 
     Raises:
-        FolderError: if tensors are missing or unknown, or have the wrong shape.
+        FolderError: if tensors are missing or unknown, or have an incorrect shape.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class Weights:
             )
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the source provides values for a model tensor."""
+        """Return whether the folder provides values for a model tensor."""
         return name in self._parts or name in self._drawn
 
     def _fit(self, ours: str, parts: Sequence[Part], stored: Mapping[str, Entry]) -> bool:
@@ -289,11 +289,11 @@ class Weights:
         )
 
     def read(self, requests: Sequence[Request], progress: Callable[[int, int], None] | None = None) -> None:
-        """Read boxes of model tensors.
+        """Read boxes in model tensors.
 
         Args:
-            requests: tensor names, boxes, and destination tensors with the shapes of the boxes.
-            progress: a callback that receives the bytes read so far and in total.
+            requests: tensor names, boxes, and destination tensors with the boxes' shapes.
+            progress: a callback that receives the bytes read so far and the total bytes.
 
         Raises:
             FolderError: if a file ends early or cannot be read.
@@ -315,7 +315,7 @@ class Weights:
         read(reads, advance)
 
     def _draw(self, name: str) -> Tensor:
-        """Return initial values for a tensor: 0 for biases, 1 for normalizations, and a normal distribution with deviation 0.02 otherwise."""
+        """Draw initial values: 0 for biases, 1 for normalizations, else normal with standard deviation 0.02."""
         shape = self._shapes[name]
         if name.endswith("bias"):
             return torch.zeros(shape)
@@ -345,14 +345,14 @@ def _reads(
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters and persistent buffers by name, with tied tensors listed once."""
+    """Return a model's parameters and persistent buffers, keyed by name, with tied tensors listed once."""
     persistent = model.state_dict().keys()
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: tensor for name, tensor in named.items() if name in persistent}
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate uninitialized memory for a model on the meta device; tied tensors remain tied, and non-persistent buffers become zero."""
+    """Allocate memory for a meta-device model.  Tied tensors stay tied, and non-persistent buffers become zero."""
     twins: dict[int, Tensor] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -373,7 +373,7 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """A tensor to write to a folder: the `part` of the model tensor `ours`, which has shape `whole`."""
+    """A tensor to write to a folder: `part` of the model tensor `ours`, which has shape `whole`."""
 
     name: str
     ours: str
@@ -382,12 +382,12 @@ class Written:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape in the folder."""
+        """Return the shape in the folder."""
         return self.part.shape(self.whole)
 
     @property
     def box(self) -> Box:
-        """The box in the model tensor."""
+        """Return the box in the model tensor."""
         return self.part.box(self.whole)
 
     def of_box(self, values: Tensor) -> Tensor:
@@ -425,11 +425,11 @@ def write_description(origin: Pretrained, folder: Path, dtype: torch.dtype) -> N
 def save_pretrained(
     model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None, file_bytes: int = 4 << 30
 ) -> None:
-    """Write a model in memory as a new Hugging Face folder; with an engine, call `engine.save_pretrained` instead.
+    """Write a model in memory to a new Hugging Face folder.
 
     Args:
-        dtype: the type of floating-point weights; by default the type of the first weight.
-        file_bytes: the maximum size of a file; a larger model has several files and an index.
+        dtype: the data type for floating-point weights, by default the first weight's type.
+        file_bytes: the maximum file size.  A larger model is split into several files with an index.
 
     Raises:
         FolderError: if the folder exists or cannot be written.
