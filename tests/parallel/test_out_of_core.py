@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_named(ranks: Any, text: list[str]) -> None:
         assert isinstance(error, OutOfDeviceMemory)
         assert error.step == 1
         assert "masters and states" in str(error)
-        assert "in the update of the optimizer" in str(error)
+        assert "in the optimizer step" in str(error)
 
 
 def _measured(rank: int, size: int, plan: Plan) -> tuple[dict[str, int], int, Estimate]:
