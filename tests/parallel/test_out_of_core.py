@@ -154,5 +154,5 @@ def test_what_fits_is_said() -> None:
     said = what_fits(plans, 2, 2 << 30)
     assert "--zero 3 --precision bf16 --recompute block --offload disk:FOLDER" in said
     assert "--offload none" not in said
-    assert "more ranks need less" in what_fits(plans, 2, 1 << 30)
+    assert "use more ranks" in what_fits(plans, 2, 1 << 30)
     assert what_fits(plans, 2, 100 << 30).splitlines()[1].startswith("  --zero 0 --precision fp32")
