@@ -30,10 +30,9 @@ def estimates_of(
 def plan_candidates(
     workload: Workload, ranks: int, machine: Machine, plans: Iterable[Plan]
 ) -> list[Estimate]:
-    """Return the estimates of `plans`: first the plans that fit, sorted by time, then the other plans, sorted by
-    memory.
+    """Return the estimates of `plans` in order of preference.
 
-    Equally fast plans are sorted by memory.
+    Plans that fit come first, sorted by time and then by memory.  The other plans are sorted by memory.
     """
     found = list(estimates_of(workload, ranks, machine, plans))
     return [

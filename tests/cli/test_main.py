@@ -71,7 +71,7 @@ def test_every_command_shows_an_example(command):
         (["launch", "-p", "22", "x.py"], "--ssh-port is for the hosts of --hosts"),
         (["launch", "--no-python", "no-such-command"], "there is no command 'no-such-command'"),
         (["launch", "python"], "python is not followed by a script"),
-        (["launch", "python", "-O", "x.py"], "options of Python are not passed on"),
+        (["launch", "python", "-O", "x.py"], "Python options are not passed on"),
         (["launch", "python", "no-such.py"], "there is no script 'no-such.py'"),
         (["launch", "--hostfile", "no-such-file", "x.py"], "--hostfile no-such-file: No such file"),
         (["launch", "-H", "a:2", "--hostfile", "f", "x.py"], "--hosts and --hostfile are mutually exclusive"),

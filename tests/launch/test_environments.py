@@ -134,15 +134,15 @@ def test_the_innermost_launcher_is_used(environ, launcher):
     [
         ({**TORCHRUN, "RANK": "7"}, r"rank 7 of 4 \(RANK=7, WORLD_SIZE=4\).*from 0 to 3"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, r"local rank 2 of 2 .*from 0 to 1"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, r"9 ranks on this host and 4 in the job"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, r"9 ranks on this host, but only 4 in the job"),
         ({**TORCHRUN, "WORLD_SIZE": "0"}, r"a job of 0 ranks"),
         ({**TORCHRUN, "RANK": "one"}, r"torchrun set RANK='one'; expected an integer"),
         ({"RANK": "1"}, r"WORLD_SIZE is not set \(RANK=1 is set\)"),
         ({"WORLD_SIZE": "2"}, r"RANK is not set \(WORLD_SIZE=2 is set\)"),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, r"not set: MASTER_PORT"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, r"set MASTER_PORT"),
         ({**HYDRA, "MASTER_ADDR": "node0"}, r"MASTER_ADDR=node0 is set, but MASTER_PORT is not"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, r"OMPI_COMM_WORLD_RANK is not set"),
-        ({"PMIX_RANK": "3"}, r"as rank 3, and no environment variable gives the number of ranks"),
+        ({"PMIX_RANK": "3"}, r"as rank 3, but no environment variable specifies the number of ranks"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, r"without valid variables for its job"),
     ],
 )

@@ -61,7 +61,7 @@ def test_the_nearest_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match=f"the nearest existing folder is {tmp_path}$"):
         require_folder(tmp_path / "a" / "b")
     (tmp_path / "file").touch()
-    with pytest.raises(OffloadError, match=f"{tmp_path}/file: it is not a folder; try {tmp_path}$"):
+    with pytest.raises(OffloadError, match=f"{tmp_path}/file: this path is not a folder; use {tmp_path}$"):
         require_folder(tmp_path / "file")
 
 
